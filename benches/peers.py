@@ -54,7 +54,7 @@ def building(package):
 
 
 def on_cores(threads):
-    """Keeps this process on as many cores as it has threads."""
+    """SavedForBackward this process on as many cores as it has threads."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
 
 

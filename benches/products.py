@@ -1,12 +1,12 @@
-"""Products of f32 matrices by shardgrad, PyTorch and the gemm crate, in turn, in the 78 shapes of `shardgrad bench products`.
+"""f32 matmuls by shardgrad, PyTorch and the gemm crate, alternating, in the 78 shapes of `shardgrad bench products`.
 
     cargo build --release
     (cd benches/peers && cargo build --release -p peer-gemm)
     python benches/products.py --rounds 2 --threads 1,2 > table.md
 
-Prints, for each number of threads, the geometric mean of each program over the shapes and of ours over it, how many shapes are
-below 0.9 of it, and the worst ones. A shape counts with the median over rounds. Each program checks its products against sums
-in f64 before it times them. A peer that is not installed or not built is skipped with a line.
+For each number of threads, prints the geometric mean over shapes of each program's rate, of shardgrad relative to it, the number of shapes
+below 0.9 of it, and the worst shapes. Of each shape the median over rounds counts. Each program checks its results against f64 sums before
+timing. Programs that are not installed or not built are skipped with a message.
 """
 
 import argparse
@@ -23,32 +23,32 @@ from pathlib import Path
 from peers import building, on_cores, programs
 
 GEMM = "peer-gemm"
-# As in ours: so many operations make a sample that the clock can tell, and so many samples a median.
+# FLOPs per sample and number of samples, as in `shardgrad bench products`.
 SAMPLE = 5e6
 SAMPLES_MIN, SAMPLES_MAX = 5, 101
 CHECKED = 64
 TOLERANCE = 1e-5
-# Below that part of a peer's rate a shape is counted, and so many of the worst are named.
+# Shapes below this fraction of the other program's rate are counted; so many of the worst are named.
 BEHIND = 0.9
 WORST = 5
 
 
 def torch_rates(threads, seconds):
-    """Forms the products of standard input by PyTorch in this process, and prints a rate for each."""
+    """Times the matmuls listed on standard input with PyTorch in this process, and prints a rate for each."""
     import torch
 
     torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
     torch.manual_seed(0)
 
-    def random(rows, cols, turned):
-        return (torch.rand(cols, rows).t() if turned else torch.rand(rows, cols)) * 2 - 1
+    def random(rows, cols, transposed):
+        return (torch.rand(cols, rows).t() if transposed else torch.rand(rows, cols)) * 2 - 1
 
     for shape in map(str.strip, sys.stdin):
-        *extents, turned = shape.split(" ", 3)
+        *extents, transposed = shape.split(" ", 3)
         m, k, n = map(int, extents)
-        a, b, c = random(m, k, turned == "a turned"), random(k, n, turned == "b turned"), torch.empty(m, n)
-        assert a.stride() == ((1, m) if turned == "a turned" else (k, 1)), "operands lie as asked for"
+        a, b, c = random(m, k, transposed == "a transposed"), random(k, n, transposed == "b transposed"), torch.empty(m, n)
+        assert a.stride() == ((1, m) if transposed == "a transposed" else (k, 1)), "operand layouts"
         torch.mm(a, b, out=c)
         rows, cols = torch.randint(m, (CHECKED,)), torch.randint(n, (CHECKED,))
         sums = (a[rows].double() * b[:, cols].t().double()).sum(1)
@@ -69,7 +69,7 @@ def torch_rates(threads, seconds):
 
 
 def lines_of(command, threads, shapes=()):
-    """What a program prints as objects, on as many cores as threads, with the shapes to read."""
+    """Runs a program on as many cores as threads, with the shapes as input, and returns the JSON objects it prints."""
     env = os.environ | {"RAYON_NUM_THREADS": str(threads)}
     words, text = list(map(str, command)), "".join(f"{shape}\n" for shape in shapes)
     pin = lambda: on_cores(threads)
@@ -80,14 +80,14 @@ def lines_of(command, threads, shapes=()):
 
 
 def rates_of_ours(binary, threads, seconds):
-    """GFLOP/s by shape, such as `128 64 128 b turned`: rows, terms and columns, and how operands lie."""
+    """GFLOP/s by shape, such as `128 64 128 b transposed`: m, k, n and which operand is transposed."""
     rates = {}
     for row in lines_of([binary, "bench", "products", "--json", "--seconds", seconds], threads):
         if row["bench"] == "products" and int(row["mesh"].split()[0]) == threads:
-            turned, extents = row["case"].rsplit(" ", 1)
-            rates[f"{extents.replace('x', ' ')} {turned}"] = row["rate"]
+            transposed, extents = row["case"].rsplit(" ", 1)
+            rates[f"{extents.replace('x', ' ')} {transposed}"] = row["rate"]
     if not rates:
-        raise SystemExit(f"{binary} forms no product on {threads} threads: it takes one, or as many as there are cores")
+        raise SystemExit(f"{binary} has no results on {threads} threads: use one, or as many as there are cores")
     return rates
 
 
@@ -101,7 +101,7 @@ def mean(numbers):
 
 
 def row_of(threads, program, ours, theirs):
-    """A row of the table; ours stands without what compares it with itself."""
+    """A row of the table; that of shardgrad has no comparison columns."""
     head = f"| {threads} | {program} | {mean(theirs.values()):.1f} |"
     if theirs is ours:
         return f"{head} | | |"
@@ -112,7 +112,7 @@ def row_of(threads, program, ours, theirs):
 
 
 def peers_here(folder):
-    """Peers that can run, and the command of each without threads and seconds; for others a line that says why they cannot."""
+    """Commands of the other programs that can run, without threads and seconds; prints why others cannot."""
     here = {}
     if importlib.util.find_spec("torch"):
         here["torch.mm"] = [sys.executable, __file__, "--work"]

@@ -14,7 +14,7 @@ impl Net {
 
 fn main() -> Result<()> {
     let mesh = std::env::args().skip(1).last().unwrap_or("dp=2".into());
-    let plan = Plan::data("dp").and(Plan::tensor("tp").column("up").row("down"));
+    let plan = Plan::data_parallel("dp").and(Plan::tensor_parallel("tp").column_parallel("up").row_parallel("down"));
     World::run(Mesh::parse(&mesh)?, |rank| {
         let net = Net { up: Linear::new(2, 64), down: Linear::new(64, 1) };
         let model = Model::new(rank, net, &plan, 1)?;

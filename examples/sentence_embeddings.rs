@@ -36,10 +36,10 @@ fn embed(rank: &Rank, dir: &Path, sentences: &[String]) -> Result<Vec<Vec<f64>>>
     let model = Model::new(rank, Bert::new(&config), &Bert::plan(&config), 0)?;
     model.load(dir)?;
     let (shape, ids, mask) = read(dir, sentences)?;
-    let tape = model.inference();
+    let tape = model.inference_tape();
     let ids = tape.constant(Tensor::from_host(rank, &shape, &ids)?);
     let mask = tape.constant(Tensor::from_host(rank, &shape, &mask)?);
-    let hidden = model.hidden(&ids, Some(&mask), None);
+    let hidden = model.hidden_states(&ids, Some(&mask), None);
     let sums = hidden.einsum("b t d, b t -> b d", &mask.cast(DType::F32)).tensor().to_f64()?;
     // A mean is a sum of another length.
     let unit = |row: &[f64]| {

@@ -17,13 +17,13 @@ module! {
 
 impl Block {
     fn new(d: usize, heads: usize) -> Block {
-        let split = || Linear::shaped(&[d], &[heads, d / heads]);
+        let split = || Linear::general(&[d], &[heads, d / heads]);
         Block {
             ln_1: LayerNorm::new(d),
             q: split(),
             k: split(),
             v: split(),
-            o: Linear::shaped(&[heads, d / heads], &[d]),
+            o: Linear::general(&[heads, d / heads], &[d]),
             ln_2: LayerNorm::new(d),
             up: Linear::new(d, 4 * d),
             down: Linear::new(4 * d, d),
@@ -45,7 +45,7 @@ module! {
 
 impl Repeater {
     fn forward(&self, ids: &Var) -> Var {
-        let x = self.tokens.forward(ids).add(&self.positions.first(ids, ids.shape()[1]));
+        let x = self.tokens.forward(ids).add(&self.positions.first_rows(ids, ids.shape()[1]));
         let x = self.blocks.iter().fold(x, |x, block| block.forward(&x));
         self.head.forward(&self.norm.forward(&x))
     }
@@ -54,7 +54,7 @@ impl Repeater {
 /// Token `t` of row `row` of a step: random, and the second half of a row repeats the first.
 fn token(step: u64, row: usize, t: usize) -> i64 {
     let place = (step as usize * ROWS + row) * HALF + t % HALF;
-    (shardgrad::nn::name::key(place as u64, "token") % VOCAB as u64) as i64
+    (shardgrad::nn::name::random_key(place as u64, "token") % VOCAB as u64) as i64
 }
 
 /// Some tokens of some rows.
@@ -66,8 +66,8 @@ fn tokens(rank: &Rank, plan: &Plan, step: u64, rows: Range<usize>, columns: Rang
 
 fn main() -> Result<()> {
     let mesh = std::env::args().skip(1).last().unwrap_or("dp=2".into());
-    let tensor = Plan::tensor("tp").column("q").column("k").column("v").row("o").column("up").row("down");
-    let plan = Plan::data("dp").and(tensor.column("head"));
+    let tensor = Plan::tensor_parallel("tp").column_parallel("q").column_parallel("k").column_parallel("v").row_parallel("o").column_parallel("up").row_parallel("down");
+    let plan = Plan::data_parallel("dp").and(tensor.column_parallel("head"));
     World::run(Mesh::parse(&mesh)?, |rank| {
         let d = 64;
         let model = Repeater {
@@ -86,7 +86,7 @@ fn main() -> Result<()> {
             let asked = model.forward(&x[0]).slice(1, HALF - 1..2 * HALF - 1);
             cross_entropy(&asked, &x[1]).mean()
         };
-        let settings = Settings { seed: 1, ..Settings::new(ROWS) };
+        let settings = TrainerConfig { seed: 1, ..TrainerConfig::new(ROWS) };
         let mut trainer = Trainer::new(rank, model, &plan, AdamW::new(1e-3), settings, read, loss)?;
         for step in 0..=300 {
             let report = trainer.step(&[])?;

@@ -1,4 +1,4 @@
-//! What stops a run from outside: signals, and the end of its launcher.
+//! Stopping a run: signals, and the end of its launcher.
 //!
 //! | event | `train` | other commands |
 //! |---|---|---|
@@ -18,9 +18,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// A second SIGINT ends the process if at least this much time has passed since the first one.
+/// A second SIGINT ends the process if it comes at least this long after the first.
 const SECOND_INTERRUPT: Duration = Duration::from_secs(2);
-/// The interval at which a process looks whether its launcher still runs.
+/// Polling interval of the check whether the launcher still runs.
 const LAUNCHER_INTERVAL: Duration = Duration::from_millis(500);
 /// The exit code of a run that was stopped before its state was saved.
 const NOT_SAVED: i32 = 1;
@@ -43,7 +43,7 @@ pub(crate) enum StopReason {
 }
 
 impl StopReason {
-    /// All reasons. Where ranks have different ones, the first in this list counts.
+    /// All reasons. If ranks have different ones, the first in this list counts.
     pub(crate) const ALL: [StopReason; 6] = [
         StopReason::Interrupt,
         StopReason::Terminate,
@@ -158,7 +158,7 @@ impl Interrupt {
         }
     }
 
-    /// Why the run is to stop, if it is.
+    /// Returns why the run must stop, if it must.
     #[must_use]
     pub(crate) fn reason(&self) -> Option<StopReason> {
         self.request().reason
@@ -241,7 +241,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_a_second_sigint_two_seconds_after_the_first_ends_a_run() {
+    fn only_a_late_second_sigint_ends_a_run() {
         let start = Instant::now();
         let after = |seconds: f64| start + Duration::from_secs_f64(seconds);
         let (interrupt, terminate) = (StopReason::Interrupt, StopReason::Terminate);
@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn whatever_comes_before_the_first_step_ends_the_process() {
+    fn any_stop_before_the_first_step_ends_the_process() {
         for reason in StopReason::ALL {
             let (code, text) = StopRequest::default().add(reason, Instant::now()).unwrap();
             assert_eq!(code, 1);
@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn exit_codes_are_those_of_a_shell() {
+    fn exit_codes_are_128_plus_signal() {
         let codes = StopReason::ALL.map(StopReason::exit_code);
         assert_eq!(codes, [130, 143, 129, 138, 152, 143]);
         assert_eq!(StopReason::of_signal(SIGTERM), Some(StopReason::Terminate));

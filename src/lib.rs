@@ -1,8 +1,15 @@
-//! shardgrad: a model-parallel tensor framework with autodiff.
+//! Model-parallel deep learning: tensors, reverse-mode autodiff and training on a device mesh.
 //!
-//! A model is written once, as if for one device. A [`Plan`](nn::Plan) says which mesh axes split which tensors; the
-//! tape inserts the collectives. The same program runs on one core, on ranks as threads of one process, and on no
-//! device at all (shapes only) to be explained before it is launched.
+//! You write a model once, as if for one device. A [`Plan`](nn::Plan) states which mesh axes shard which tensors, and the
+//! [`Tape`](autograd::Tape) inserts the collectives, forward and backward. Data parallelism (DDP), sharded parameters (FSDP, ZeRO), tensor,
+//! sequence, context, expert and pipeline parallelism are rules of a plan; losses do not depend on the mesh.
+//!
+//! The same program runs on one core, on ranks that are threads or processes, on an NVIDIA GPU (feature `cuda`), and as a dry run without
+//! data that lists every collective with its bytes.
+//!
+//! # Example
+//!
+//! A two-layer network under tensor parallelism over two ranks (threads):
 //!
 //! ```
 //! use shardgrad::prelude::*;
@@ -17,7 +24,7 @@
 //!
 //! let losses = World::run(Mesh::parse("tp=2")?, |rank| {
 //!     let mlp = Mlp { up: Linear::new(3, 8), down: Linear::new(8, 1) };
-//!     let plan = Plan::tensor("tp").column("up").row("down");
+//!     let plan = Plan::tensor_parallel("tp").column_parallel("up").row_parallel("down");
 //!     let model = Model::new(rank, mlp, &plan, 1)?;
 //!     let tape = model.tape();
 //!     let x = tape.constant(Tensor::from_host(rank, &[2, 3], &[1.0f32, 2.0, 3.0, -1.0, 0.0, 1.0])?);
@@ -30,7 +37,19 @@
 //! # Ok::<(), shardgrad::Error>(())
 //! ```
 //!
-//! The crates below are rooms of one house; each states what it knows and what it must not know.
+//! # Crates
+//!
+//! | crate | contents |
+//! |---|---|
+//! | [`kernels`] | dtypes, buffers, compute kernels for CPU and CUDA |
+//! | [`dist`] | mesh, ranks, collectives, errors |
+//! | [`tensor`] | sharded tensors, layouts, ops, redistribution |
+//! | [`autograd`] | tape, gradients, pipeline schedules |
+//! | [`nn`] | modules, models, plans, optimizers, the trainer, Hugging Face files, checkpoints |
+//!
+//! Each crate depends only on those above it. [`prelude`] exports what a training program needs.
+//!
+//! The command line (`shardgrad train`, `eval`, `generate`, `explain`, ...) is the binary of this package.
 
 #![forbid(unsafe_code)]
 
@@ -44,26 +63,26 @@ pub use shardgrad_autograd::fuzz_model;
 pub use shardgrad_dist::{Error, Kind, Result};
 pub use shardgrad_tensor::check_op;
 
-/// What a program that trains a model needs, in one `use`.
+/// The types, traits and macros of a training program: `use shardgrad::prelude::*`.
 pub mod prelude {
     pub use shardgrad_autograd::{Gradients, Noise, Tape, Var};
     pub use shardgrad_dist::{Error, Kind, Mesh, Rank, Result, World};
     pub use shardgrad_kernels::DType;
     pub use shardgrad_nn::{
         AdamW, Attention, Dropout, Embedding, LayerNorm, Linear, Mlp, Model, Module, Optimizer, Param, Plan,
-        Point, Precision, Settings, Sgd, StepArgs, Trainer, module,
+        ActivationPoint, Precision, TrainerConfig, Sgd, StepArgs, Trainer, module,
     };
     pub use shardgrad_tensor::{
-        Contraction, Elementwise, Indexing, Layout, Reduction, Residual, Shaping, State, Tensor, Value,
+        Contraction, Elementwise, Indexing, Layout, Reduction, Residual, Shaping, Placement, Tensor, Value,
     };
 }
 
-/// Compiles and runs the code of the README.
+/// Runs the code of the README as doctests.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;
 
-/// Compiles and runs the code of the tutorial.
+/// Runs the code of the tutorial as doctests.
 #[cfg(doctest)]
 #[doc = include_str!("../docs/tutorial.md")]
 struct Tutorial;

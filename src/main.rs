@@ -1,28 +1,28 @@
-//! The command line of shardgrad.
+//! The `shardgrad` command line.
 
 #![forbid(unsafe_code)]
 
-/// Prints for people and programs. A reader that has gone away, as `head` does, ends the program without a fuss. What has
-/// more to give than text prints with [`outputs::Lines`].
+/// Prints a line to stdout and flushes. If the reader has closed the pipe, as `head` does, the program exits silently. Commands that must
+/// not end then use [`outputs::StdoutWriter`].
 macro_rules! println {
-    () => { $crate::said(format_args!("\n")) };
-    ($($text:tt)*) => { $crate::said(format_args!("{}\n", format_args!($($text)*))) };
+    () => { $crate::write_stdout(format_args!("\n")) };
+    ($($text:tt)*) => { $crate::write_stdout(format_args!("{}\n", format_args!($($text)*))) };
 }
 
-/// Tells people on stderr. That nobody can read it is no reason to fail.
+/// Prints a line to stderr. Write errors are ignored.
 macro_rules! eprintln {
-    ($($text:tt)*) => { $crate::told(format_args!("{}\n", format_args!($($text)*))) };
+    ($($text:tt)*) => { $crate::write_stderr(format_args!("{}\n", format_args!($($text)*))) };
 }
 
-/// As `println`, without the end of the line.
+/// As `println`, without the newline.
 macro_rules! print {
-    ($($text:tt)*) => { $crate::said(format_args!($($text)*)) };
+    ($($text:tt)*) => { $crate::write_stdout(format_args!($($text)*)) };
 }
 
 mod tokenizer;
 mod data;
 mod interrupt;
-mod behind;
+mod background;
 mod outputs;
 mod metrics;
 mod plot;
@@ -39,8 +39,8 @@ fn main() -> ExitCode {
     cli::main()
 }
 
-/// Writes to stdout at once. If nobody reads it any more, there is nothing left to do.
-fn said(text: Arguments<'_>) {
+/// Writes to stdout and flushes. Exits with code 1 on an error; a closed pipe is not reported.
+fn write_stdout(text: Arguments<'_>) {
     let mut out = std::io::stdout().lock();
     let Err(e) = out.write_fmt(text).and_then(|()| out.flush()) else { return };
     if e.kind() != std::io::ErrorKind::BrokenPipe {
@@ -49,7 +49,7 @@ fn said(text: Arguments<'_>) {
     std::process::exit(1);
 }
 
-/// Writes to stderr, if that can be done.
-fn told(text: Arguments<'_>) {
+/// Writes to stderr and ignores errors.
+fn write_stderr(text: Arguments<'_>) {
     let _ = std::io::stderr().lock().write_fmt(text);
 }

@@ -1,13 +1,13 @@
-//! The record of a run: `metrics.jsonl`, one JSON object a step.
+//! Metrics of a run: `metrics.jsonl`, one JSON object per step.
 
-mod earlier;
-mod unwritten;
+mod previous;
+mod pending;
 
-pub(crate) use earlier::Earlier;
-use unwritten::Unwritten;
+pub(crate) use previous::PreviousMetrics;
+use pending::PendingLines;
 
-use crate::behind::Behind;
-use crate::outputs::{OutFolder, cannot, place};
+use crate::background::BackgroundWorker;
+use crate::outputs::{OutFolder, io_error, resolve_path};
 use serde::{Deserialize, Deserializer, Serialize};
 use shardgrad::{Error, Result};
 use std::fs::{self, File};
@@ -15,250 +15,249 @@ use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// What one step did. In the file, a number that is not finite is `null`.
+/// The metrics of a step. In the file, non-finite numbers are `null`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct StepMetrics {
-    /// The step, counted from 1: how many batches were read.
+    /// The step, counted from 1.
     pub(crate) step: u64,
     /// The mean next-token cross-entropy of the global batch, in nats, before the update.
-    #[serde(deserialize_with = "number")]
+    #[serde(deserialize_with = "number_or_nan")]
     pub(crate) loss: f64,
-    /// The norm of the whole gradient before clipping.
-    #[serde(deserialize_with = "number")]
+    /// The global gradient norm before clipping.
+    #[serde(deserialize_with = "number_or_nan")]
     pub(crate) grad_norm: f64,
     /// The learning rate of the update.
-    #[serde(deserialize_with = "number")]
+    #[serde(deserialize_with = "number_or_nan")]
     pub(crate) lr: f64,
-    /// Tokens of the global batch over the time of this step.
-    #[serde(deserialize_with = "number")]
+    /// Tokens of the global batch divided by the time of this step.
+    #[serde(deserialize_with = "number_or_nan")]
     pub(crate) tokens_per_s: f64,
     /// Seconds since the run began.
-    #[serde(deserialize_with = "number")]
+    #[serde(deserialize_with = "number_or_nan")]
     pub(crate) seconds: f64,
-    /// In f16: what the loss was multiplied by before its backward pass.
+    /// With f16: the loss scale of the step.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) loss_scale: Option<f64>,
-    /// In f16: whether the update was left out, since a gradient of the scaled loss was not finite.
+    /// With f16: whether the update was skipped because gradients overflowed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) skipped: Option<bool>,
-    /// The mean loss over all windows of the held-out split after this step, where it was measured.
+    /// The mean loss over the validation split after this step, if evaluated.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) val_loss: Option<f64>,
 }
 
-/// A number, or what stands for one that is not finite.
-fn number<'de, D: Deserializer<'de>>(from: D) -> std::result::Result<f64, D::Error> {
+/// Deserializes a number; `null` becomes NaN.
+fn number_or_nan<'de, D: Deserializer<'de>>(from: D) -> std::result::Result<f64, D::Error> {
     Option::deserialize(from).map(|number| number.unwrap_or(f64::NAN))
 }
 
-/// How a line ends.
-const END: &[u8] = b"}\n";
+/// The end of a line.
+const LINE_END: &[u8] = b"}\n";
 
-/// The steps of a run, and their file. What is known goes to the system at once, on a thread of its own, so that a run that is
-/// killed leaves whole lines, but for the last one at most, and a disk that stalls holds up nothing else. Lines that the disk refuses
-/// are kept and written when it takes them, at the latest by [`Metrics::end`].
+/// The metrics of all steps of a run, and their file. Lines are written immediately in a background thread, so that a killed run leaves complete
+/// lines except possibly the last, and a stalled disk does not delay training. Lines that the disk refuses are kept and written later, at the
+/// latest by [`Metrics::finish`].
 #[derive(Debug)]
 pub(crate) struct Metrics {
-    record: Record,
+    record: MetricsFile,
     file: Arc<Mutex<Option<File>>>,
-    unwritten: Arc<Mutex<Unwritten>>,
-    disk: Behind,
+    pending: Arc<Mutex<PendingLines>>,
+    writer: BackgroundWorker,
     steps: Vec<StepMetrics>,
-    /// The lines with which the file begins, where the run goes on, and how many of the steps are theirs.
+    /// Of a resumed run: the lines of earlier steps, and their number.
     earlier: (Arc<[u8]>, usize),
-    /// How many bytes of a line are written that is not whole yet.
-    begun: usize,
+    /// Number of written bytes of an incomplete line.
+    partial_bytes: usize,
 }
 
-/// Where the file is.
+/// The path of the file.
 #[derive(Clone, Debug)]
-enum Record {
-    /// In the folder of a run, which may be moved.
+enum MetricsFile {
+    /// In a run folder, which may be moved.
     InFolder(OutFolder),
-    /// At a path of its own.
+    /// At a fixed path.
     #[cfg(test)]
     At(PathBuf),
 }
 
-impl Record {
+impl MetricsFile {
     fn path(&self) -> PathBuf {
         match self {
-            Record::InFolder(out) => out.join("metrics.jsonl"),
+            MetricsFile::InFolder(out) => out.join("metrics.jsonl"),
             #[cfg(test)]
-            Record::At(path) => path.clone(),
+            MetricsFile::At(path) => path.clone(),
         }
     }
 
     /// As [`OutFolder::verify`].
     fn verify(&self) -> Result<Option<Error>> {
         match self {
-            Record::InFolder(out) => out.verify(),
+            MetricsFile::InFolder(out) => out.verify(),
             #[cfg(test)]
-            Record::At(_) => Ok(None),
+            MetricsFile::At(_) => Ok(None),
         }
     }
 }
 
 impl Metrics {
-    /// Goes on with a record, which may be empty. An older file of this name stays as it is until there is a step to write; then
-    /// the earlier lines take its place.
-    pub(crate) fn new(out: &OutFolder, earlier: Earlier) -> Metrics {
-        Metrics::of(Record::InFolder(out.clone()), earlier)
+    /// Continues earlier metrics, which may be empty. An existing file stays unchanged until the first step is written; then it is replaced by the
+    /// earlier lines.
+    pub(crate) fn new(out: &OutFolder, earlier: PreviousMetrics) -> Metrics {
+        Metrics::of(MetricsFile::InFolder(out.clone()), earlier)
     }
 
-    fn of(record: Record, earlier: Earlier) -> Metrics {
-        let (file, unwritten, disk) = (Arc::default(), Arc::default(), Behind::start());
-        let (count, Earlier { lines, steps, .. }) = (earlier.steps.len(), earlier);
+    fn of(record: MetricsFile, earlier: PreviousMetrics) -> Metrics {
+        let (file, pending, writer) = (Arc::default(), Arc::default(), BackgroundWorker::start());
+        let (count, PreviousMetrics { lines, steps, .. }) = (earlier.steps.len(), earlier);
         let earlier = (lines.into(), count);
-        Metrics { record, file, unwritten, disk, steps, earlier, begun: 0 }
+        Metrics { record, file, pending, writer, steps, earlier, partial_bytes: 0 }
     }
 
-    /// Begins one step whose held-out loss, its last field, is about to be measured.
+    /// Writes the metrics of a step except the validation loss, its last field, which follows with [`Metrics::add`].
     ///
     /// # Errors
     /// As [`Metrics::add`].
-    pub(crate) fn begin(&mut self, step: &StepMetrics) -> Result<()> {
+    pub(crate) fn begin_step(&mut self, step: &StepMetrics) -> Result<()> {
         self.steps.push(step.clone());
         let mut line = self.line(step)?;
-        line.truncate(line.len() - END.len());
-        self.begun = line.len();
+        line.truncate(line.len() - LINE_END.len());
+        self.partial_bytes = line.len();
         self.write(&line)
     }
 
-    /// Adds one step, or ends the one that was begun.
+    /// Adds a step, or completes the one that was begun.
     ///
     /// # Errors
-    /// What was handed over with [`Metrics::then`] and has failed since. A disk that refuses the line is a warning.
+    /// Errors of tasks of [`Metrics::enqueue`] since the last call. A failed write of the line is only a warning.
     pub(crate) fn add(&mut self, step: &StepMetrics) -> Result<()> {
         if self.steps.last().is_some_and(|last| last.step == step.step) {
             self.steps.pop();
         }
         self.steps.push(step.clone());
         let line = self.line(step)?;
-        let begun = std::mem::take(&mut self.begun);
-        self.write(&line[begun..])
+        let partial_bytes = std::mem::take(&mut self.partial_bytes);
+        self.write(&line[partial_bytes..])
     }
 
-    /// Does something else on the same disk, behind what was written so far.
-    pub(crate) fn then(&self, deed: impl FnOnce() -> Result<()> + Send + 'static) {
-        self.disk.hand(deed);
+    /// Runs a task in the writer thread after the lines so far.
+    pub(crate) fn enqueue(&self, task: impl FnOnce() -> Result<()> + Send + 'static) {
+        self.writer.submit(task);
     }
 
-    /// Ends the step that was begun, if its held-out loss was never known, and waits until all is written. Where the file has gone
-    /// since, with its folder perhaps, or could not be made, all steps are written anew.
+    /// Completes the step that was begun, if any, and waits until all lines are written. If the file is missing, all steps are written again.
     ///
     /// # Errors
-    /// As [`Metrics::add`], of all that nobody was told of; `Kind::Io` naming the file if the system refuses lines still.
-    pub(crate) fn end(&mut self) -> Result<()> {
-        let ended = if std::mem::take(&mut self.begun) > 0 { self.write(END) } else { Ok(()) };
+    /// As [`Metrics::add`]; `Kind::Io` naming the file if lines still cannot be written.
+    pub(crate) fn finish(&mut self) -> Result<()> {
+        let ended = if std::mem::take(&mut self.partial_bytes) > 0 { self.write(LINE_END) } else { Ok(()) };
         let lines = self.steps.iter().map(|step| self.line(step)).collect::<Result<Vec<_>>>();
         let (record, file) = (self.record.clone(), Arc::clone(&self.file));
-        let (earlier, unwritten) = (Arc::clone(&self.earlier.0), Arc::clone(&self.unwritten));
-        self.disk.hand(move || {
+        let (earlier, pending) = (Arc::clone(&self.earlier.0), Arc::clone(&self.pending));
+        self.writer.submit(move || {
             let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
-            let mut unwritten = unwritten.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut pending = pending.lock().unwrap_or_else(PoisonError::into_inner);
             let moved = record.verify()?;
             let path = record.path();
-            if file.is_none() && unwritten.bytes.is_empty() {
+            if file.is_none() && pending.bytes.is_empty() {
                 return moved.map_or(Ok(()), Err);
             }
             let mut before: &[u8] = &earlier;
             if file.is_some() && !path.exists() {
                 *file = None;
-                (before, unwritten.bytes) = (&[], lines?.concat());
+                (before, pending.bytes) = (&[], lines?.concat());
             }
             let folder = path.parent().map_or(Ok(()), fs::create_dir_all);
-            folder.map_err(|e| cannot("write", &path, &e))?;
-            append(&path, &mut file, (before, &mut unwritten))?;
+            folder.map_err(|e| io_error("write", &path, &e))?;
+            append(&path, &mut file, (before, &mut pending))?;
             moved.map_or(Ok(()), Err)
         });
-        ended.and(self.disk.wait())
+        ended.and(self.writer.wait())
     }
 
     fn line(&self, step: &StepMetrics) -> Result<Vec<u8>> {
         let mut line =
-            serde_json::to_vec(step).map_err(|e| cannot("write", &self.record.path(), &e.into()))?;
+            serde_json::to_vec(step).map_err(|e| io_error("write", &self.record.path(), &e.into()))?;
         line.push(b'\n');
         Ok(line)
     }
 
-    /// Has bytes written; what went wrong before is told.
+    /// Enqueues bytes to be written; returns earlier errors.
     fn write(&self, bytes: &[u8]) -> Result<()> {
         let (record, file, bytes) = (self.record.clone(), Arc::clone(&self.file), bytes.to_vec());
-        let (earlier, unwritten) = (Arc::clone(&self.earlier.0), Arc::clone(&self.unwritten));
-        self.disk.hand(move || {
-            let mut unwritten = unwritten.lock().unwrap_or_else(PoisonError::into_inner);
-            unwritten.bytes.extend(bytes);
+        let (earlier, pending) = (Arc::clone(&self.earlier.0), Arc::clone(&self.pending));
+        self.writer.submit(move || {
+            let mut pending = pending.lock().unwrap_or_else(PoisonError::into_inner);
+            pending.bytes.extend(bytes);
             let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
             let moved = record.verify()?;
-            // An open file has moved with its folder; one that is not open yet would be begun without the lines before.
+            // An open file moves with its folder; a new file would lack the earlier lines.
             if file.is_some() || moved.is_none() {
-                let done = append(&record.path(), &mut file, (&earlier, &mut unwritten));
-                unwritten.report(done);
+                let done = append(&record.path(), &mut file, (&earlier, &mut pending));
+                pending.report(done);
             }
             moved.map_or(Ok(()), Err)
         });
-        self.disk.told()
+        self.writer.take_error()
     }
 
-    /// Waits until what is written so far is on the disk itself. What the system refuses is a warning.
+    /// Waits until all lines so far are on disk (fsync). Errors are only warnings.
     pub(crate) fn sync(&self) {
-        let (record, file, unwritten) =
-            (self.record.clone(), Arc::clone(&self.file), Arc::clone(&self.unwritten));
-        self.disk.hand(move || {
+        let (record, file, pending) =
+            (self.record.clone(), Arc::clone(&self.file), Arc::clone(&self.pending));
+        self.writer.submit(move || {
             let file = file.lock().unwrap_or_else(PoisonError::into_inner);
             let synced = file.as_ref().map_or(Ok(()), File::sync_data);
-            let mut unwritten = unwritten.lock().unwrap_or_else(PoisonError::into_inner);
-            // Lines that are not written yet were reported, and a sync says nothing of them.
-            if unwritten.bytes.is_empty() {
-                unwritten.report(synced.map_err(|e| cannot("write", &record.path(), &e)));
+            let mut pending = pending.lock().unwrap_or_else(PoisonError::into_inner);
+            // Pending lines were reported before, and a sync does not cover them.
+            if pending.bytes.is_empty() {
+                pending.report(synced.map_err(|e| io_error("write", &record.path(), &e)));
             }
             Ok(())
         });
-        self.disk.settle();
+        self.writer.drain();
     }
 
-    /// The steps so far, earlier ones too.
+    /// Returns the metrics of all steps, earlier ones included.
     #[must_use]
     pub(crate) fn steps(&self) -> &[StepMetrics] {
         &self.steps
     }
 
-    /// How many of the steps are this run's own.
+    /// Returns the number of steps of this process.
     #[must_use]
-    pub(crate) fn taken(&self) -> usize {
+    pub(crate) fn num_new_steps(&self) -> usize {
         self.steps.len() - self.earlier.1
     }
 }
 
-/// Appends to a file, which is made anew at first; where it has earlier lines, another takes its place that holds them.
-fn append(path: &Path, file: &mut Option<File>, (earlier, bytes): (&[u8], &mut Unwritten)) -> Result<()> {
-    let failed = |e| cannot("write", path, &e);
+/// Appends to the file; creates it with the earlier lines on first use.
+fn append(path: &Path, file: &mut Option<File>, (earlier, bytes): (&[u8], &mut PendingLines)) -> Result<()> {
+    let failed = |e| io_error("write", path, &e);
     let file = match file {
         Some(file) => file,
         none if earlier.is_empty() => none.insert(create(path).map_err(failed)?),
-        none => none.insert(beginning(path, earlier).map_err(failed)?),
+        none => none.insert(create_with_lines(path, earlier).map_err(failed)?),
     };
     bytes.write_to(file).map_err(failed)
 }
 
-/// Makes an empty file, or empties one, and opens it to append: what somebody else cuts off leaves no gap.
+/// Creates or truncates a file and opens it in append mode, so that a truncation by another program leaves no gap.
 fn create(path: &Path) -> io::Result<File> {
     File::create(path)?;
     File::options().append(true).open(path)
 }
 
-/// A file of some lines in the place of another: until it is whole, that one stays. A link stays too; what it leads to is replaced.
-fn beginning(path: &Path, lines: &[u8]) -> io::Result<File> {
+/// Replaces a file atomically by one with the given lines. A symlink stays; its target is replaced.
+fn create_with_lines(path: &Path, lines: &[u8]) -> io::Result<File> {
     if path.is_symlink() && !path.exists() {
-        // A link that leads nowhere yet has a place once the file is made.
+        // Creating the file gives a broken link a target.
         File::create(path)?;
     }
-    let path = &place(path);
+    let path = &resolve_path(path);
     let temporary = path.with_extension(format!("jsonl.tmp-{}", std::process::id()));
     let mut file = create(&temporary)?;
-    let begun = file.write_all(lines).and_then(|()| file.sync_all());
-    begun.and_then(|()| fs::rename(&temporary, path)).inspect_err(|_| drop(fs::remove_file(&temporary)))?;
+    let written = file.write_all(lines).and_then(|()| file.sync_all());
+    written.and_then(|()| fs::rename(&temporary, path)).inspect_err(|_| drop(fs::remove_file(&temporary)))?;
     Ok(file)
 }
 
@@ -286,17 +285,17 @@ mod tests {
     }
 
     #[test]
-    fn an_older_file_stays_until_there_is_a_step_and_lines_are_whole_at_once() {
+    fn old_metrics_file_stays_until_the_first_step() {
         let dir = Scratch::new();
         let path = dir.file("metrics.jsonl", "of an earlier run");
-        let mut metrics = Metrics::of(Record::At(path.clone()), Earlier::default());
+        let mut metrics = Metrics::of(MetricsFile::At(path.clone()), PreviousMetrics::default());
         assert_eq!(fs::read_to_string(&path).unwrap(), "of an earlier run");
         metrics.add(&step(1, None)).unwrap();
-        metrics.disk.wait().unwrap();
+        metrics.writer.wait().unwrap();
         let first = "{\"step\":1,\"loss\":5.5,\"grad_norm\":0.125,\"lr\":0.0003,\"tokens_per_s\":10000.0,\"seconds\":0.5}\n";
         assert_eq!(fs::read_to_string(&path).unwrap(), first);
         metrics.add(&StepMetrics { loss: f64::NAN, ..step(2, Some(2.5)) }).unwrap();
-        metrics.end().unwrap();
+        metrics.finish().unwrap();
         let text = fs::read_to_string(&path).unwrap();
         let rest = text.strip_prefix(first).unwrap();
         assert!(rest.starts_with("{\"step\":2,\"loss\":null,"), "{rest}");
@@ -305,33 +304,33 @@ mod tests {
     }
 
     #[test]
-    fn a_record_that_goes_on_is_that_of_one_run() {
+    fn resumed_metrics_continue_the_file() {
         let dir = Scratch::new();
         let lines = |steps: &[u64]| -> String {
             steps.iter().map(|i| serde_json::to_string(&step(*i, Some(2.5))).unwrap() + "\n").collect()
         };
-        // Steps after the checkpoint, one of them cut, and a loss that is no number.
+        // Steps after the checkpoint, one of them truncated, and a non-finite loss.
         let second = lines(&[2]).replace("\"loss\":2.75", "\"loss\":null");
         let before = [&lines(&[1]), &second, &lines(&[3, 4]), &lines(&[5])[..30]].concat();
         let path = dir.file("metrics.jsonl", &before);
-        let earlier = Earlier::read(&path, 3).unwrap();
-        assert_eq!((earlier.count(), earlier.left_out(), earlier.seconds()), (3, 2, 0.5));
-        let mut metrics = Metrics::of(Record::At(path.clone()), earlier);
-        metrics.end().unwrap();
-        assert_eq!((fs::read_to_string(&path).unwrap(), metrics.taken()), (before, 0));
+        let earlier = PreviousMetrics::read(&path, 3).unwrap();
+        assert_eq!((earlier.count(), earlier.num_dropped(), earlier.seconds()), (3, 2, 0.5));
+        let mut metrics = Metrics::of(MetricsFile::At(path.clone()), earlier);
+        metrics.finish().unwrap();
+        assert_eq!((fs::read_to_string(&path).unwrap(), metrics.num_new_steps()), (before, 0));
         metrics.add(&step(4, None)).unwrap();
         metrics.sync();
-        metrics.end().unwrap();
+        metrics.finish().unwrap();
         let last = serde_json::to_string(&step(4, None)).unwrap() + "\n";
         assert_eq!(fs::read_to_string(&path).unwrap(), lines(&[1]) + &second + &lines(&[3]) + &last);
-        assert!(metrics.steps().len() == 4 && metrics.taken() == 1 && metrics.steps()[1].loss.is_nan());
-        assert_eq!(fs::read_dir(dir.path("")).unwrap().count(), 1, "nothing else is left");
-        let none = Earlier::read(&dir.path("none"), 3).unwrap();
-        assert_eq!((none.count(), none.left_out()), (0, 0));
+        assert!(metrics.steps().len() == 4 && metrics.num_new_steps() == 1 && metrics.steps()[1].loss.is_nan());
+        assert_eq!(fs::read_dir(dir.path("")).unwrap().count(), 1, "no temporary file is left");
+        let none = PreviousMetrics::read(&dir.path("none"), 3).unwrap();
+        assert_eq!((none.count(), none.num_dropped()), (0, 0));
     }
 
     #[test]
-    fn a_link_stays_one_and_what_it_leads_to_goes_on() {
+    fn metrics_symlink_is_followed() {
         let dir = Scratch::new();
         let first = serde_json::to_string(&step(1, None)).unwrap() + "\n";
         let target = dir.file("elsewhere/steps", first.repeat(2));
@@ -339,162 +338,162 @@ mod tests {
         for target in [target, dir.path("elsewhere/none")] {
             let path = dir.path("metrics.jsonl");
             std::os::unix::fs::symlink(&target, &path).unwrap();
-            let mut metrics = Metrics::of(Record::At(path.clone()), Earlier::read(&record, 1).unwrap());
+            let mut metrics = Metrics::of(MetricsFile::At(path.clone()), PreviousMetrics::read(&record, 1).unwrap());
             metrics.add(&step(2, None)).unwrap();
-            metrics.end().unwrap();
+            metrics.finish().unwrap();
             let second = serde_json::to_string(&step(2, None)).unwrap() + "\n";
             assert_eq!(fs::read_link(&path).unwrap(), target);
             assert_eq!(fs::read_to_string(&target).unwrap(), first.clone() + &second);
             fs::remove_file(&path).unwrap();
         }
-        assert_eq!(fs::read_dir(dir.path("elsewhere")).unwrap().count(), 2, "nothing else is left");
+        assert_eq!(fs::read_dir(dir.path("elsewhere")).unwrap().count(), 2, "no temporary file is left");
     }
 
     #[test]
-    fn who_syncs_waits_for_a_slow_disk_and_leaves_what_it_refuses_to_the_next_call() {
+    fn sync_waits_for_the_disk_and_leaves_errors_to_the_next_call() {
         let dir = Scratch::new();
         let path = dir.path("metrics.jsonl");
-        let mut metrics = Metrics::of(Record::At(path.clone()), Earlier::default());
-        metrics.then(|| {
+        let mut metrics = Metrics::of(MetricsFile::At(path.clone()), PreviousMetrics::default());
+        metrics.enqueue(|| {
             std::thread::sleep(Duration::from_millis(300));
             Ok(())
         });
         metrics.add(&step(1, None)).unwrap();
         metrics.sync();
         assert!(fs::read_to_string(&path).is_ok_and(|text| text.ends_with("}\n")), "it is there");
-        metrics.then(|| Err(Error::new(Kind::Io, "no disk")));
+        metrics.enqueue(|| Err(Error::new(Kind::Io, "no disk")));
         metrics.sync();
         assert_eq!(metrics.add(&step(2, None)).unwrap_err().message(), "no disk");
     }
 
     #[test]
-    fn what_is_known_of_a_step_is_written_before_its_held_out_loss() {
+    fn step_metrics_are_written_before_validation() {
         let dir = Scratch::new();
         let path = dir.path("metrics.jsonl");
         let (known, whole) = (StepMetrics { val_loss: None, ..step(1, Some(0.0)) }, step(1, Some(2.5)));
         let text = || fs::read_to_string(&path).unwrap();
-        let mut metrics = Metrics::of(Record::At(path.clone()), Earlier::default());
-        metrics.begin(&known).unwrap();
-        metrics.disk.wait().unwrap();
+        let mut metrics = Metrics::of(MetricsFile::At(path.clone()), PreviousMetrics::default());
+        metrics.begin_step(&known).unwrap();
+        metrics.writer.wait().unwrap();
         assert!(text().ends_with("\"skipped\":false"), "{}", text());
         metrics.add(&whole).unwrap();
-        metrics.end().unwrap();
+        metrics.finish().unwrap();
         assert_eq!(
             (text(), metrics.steps()),
             (format!("{}\n", serde_json::to_string(&whole).unwrap()), &[whole][..])
         );
         let next = StepMetrics { step: 2, ..known };
-        metrics.begin(&next).unwrap();
-        metrics.end().unwrap();
+        metrics.begin_step(&next).unwrap();
+        metrics.finish().unwrap();
         let last = serde_json::to_string(&next).unwrap();
         assert_eq!(text().lines().nth(1).unwrap(), last);
         assert!(text().ends_with("}\n") && metrics.steps().len() == 2);
     }
 
     #[test]
-    fn steps_whose_file_has_gone_are_written_anew_at_the_end() {
+    fn removed_metrics_file_is_rewritten_at_the_end() {
         let dir = Scratch::new();
         let path = dir.path("out/metrics.jsonl");
         fs::create_dir(dir.path("out")).unwrap();
-        let mut metrics = Metrics::of(Record::At(path.clone()), Earlier::default());
+        let mut metrics = Metrics::of(MetricsFile::At(path.clone()), PreviousMetrics::default());
         metrics.add(&step(1, None)).unwrap();
-        metrics.begin(&step(2, None)).unwrap();
-        metrics.disk.wait().unwrap();
+        metrics.begin_step(&step(2, None)).unwrap();
+        metrics.writer.wait().unwrap();
         fs::remove_dir_all(dir.path("out")).unwrap();
         metrics.add(&step(2, Some(2.5))).unwrap();
-        metrics.end().unwrap();
+        metrics.finish().unwrap();
         let lines = [step(1, None), step(2, Some(2.5))].map(|s| serde_json::to_string(&s).unwrap() + "\n");
         assert_eq!(fs::read_to_string(&path).unwrap(), lines.concat());
-        // What another has put there stays, and without a step nothing is made.
+        // A file of another run stays, and without a step no file is created.
         fs::write(&path, "of another run").unwrap();
-        metrics.end().unwrap();
+        metrics.finish().unwrap();
         assert_eq!(fs::read_to_string(&path).unwrap(), "of another run");
         fs::remove_dir_all(dir.path("out")).unwrap();
-        Metrics::of(Record::At(path.clone()), Earlier::default()).end().unwrap();
+        Metrics::of(MetricsFile::At(path.clone()), PreviousMetrics::default()).finish().unwrap();
         assert!(!dir.path("out").exists());
     }
 
     #[test]
-    fn a_file_that_is_cut_off_by_somebody_else_has_no_gap() {
+    fn truncated_metrics_file_has_no_gap() {
         let dir = Scratch::new();
         let first = serde_json::to_string(&step(1, None)).unwrap() + "\n";
         for earlier in ["", &first] {
             let record = dir.file("record", earlier);
             let path = dir.path("metrics.jsonl");
-            let mut metrics = Metrics::of(Record::At(path.clone()), Earlier::read(&record, 1).unwrap());
+            let mut metrics = Metrics::of(MetricsFile::At(path.clone()), PreviousMetrics::read(&record, 1).unwrap());
             metrics.add(&step(2, None)).unwrap();
-            metrics.disk.wait().unwrap();
+            metrics.writer.wait().unwrap();
             File::create(&path).unwrap();
             metrics.add(&step(3, None)).unwrap();
-            metrics.end().unwrap();
+            metrics.finish().unwrap();
             let third = serde_json::to_string(&step(3, None)).unwrap() + "\n";
             assert_eq!(fs::read_to_string(&path).unwrap(), third);
         }
     }
 
     #[test]
-    fn the_record_of_a_folder_that_is_moved_is_whole_at_its_new_place() {
+    fn metrics_follow_a_moved_folder() {
         let lines = |steps: &[u64]| -> String {
             steps.iter().map(|i| serde_json::to_string(&step(*i, None)).unwrap() + "\n").collect()
         };
-        for begun in [true, false] {
+        for has_step in [true, false] {
             let dir = Scratch::new();
             let (old, new) = (dir.path("old"), dir.path("new"));
             let out = OutFolder::open(&old).unwrap();
-            let mut metrics = Metrics::new(&out, Earlier::default());
-            if begun {
+            let mut metrics = Metrics::new(&out, PreviousMetrics::default());
+            if has_step {
                 metrics.add(&step(1, None)).unwrap();
-                metrics.disk.wait().unwrap();
+                metrics.writer.wait().unwrap();
             } else {
                 dir.file("old/metrics.jsonl", "of an earlier run");
             }
             fs::rename(&old, &new).unwrap();
             let other = dir.file("old/metrics.jsonl", "of another run");
             let added = metrics.add(&step(2, None));
-            let error = added.and(metrics.end()).unwrap_err();
+            let error = added.and(metrics.finish()).unwrap_err();
             assert!(error.message().contains("was moved to"), "{error}");
-            let steps: &[u64] = if begun { &[1, 2] } else { &[2] };
+            let steps: &[u64] = if has_step { &[1, 2] } else { &[2] };
             assert_eq!(fs::read_to_string(new.join("metrics.jsonl")).unwrap(), lines(steps));
             assert_eq!(fs::read_to_string(&other).unwrap(), "of another run");
         }
-        // Where another run has the name, nothing is written.
+        // If another run has the path, nothing is written.
         let dir = Scratch::new();
         let out = OutFolder::open(&dir.path("out")).unwrap();
         fs::remove_dir_all(dir.path("out")).unwrap();
         let other = dir.file("out/metrics.jsonl", "of another run");
-        let mut metrics = Metrics::new(&out, Earlier::default());
+        let mut metrics = Metrics::new(&out, PreviousMetrics::default());
         let added = metrics.add(&step(1, None));
-        assert!(added.and(metrics.end()).is_err());
+        assert!(added.and(metrics.finish()).is_err());
         assert_eq!(fs::read_to_string(&other).unwrap(), "of another run");
     }
 
     #[test]
-    fn lines_that_a_full_disk_refuses_are_written_when_it_takes_them() {
+    fn lines_refused_by_a_full_disk_are_written_later() {
         let dir = Scratch::new();
         let path = dir.file("metrics.jsonl", "");
         let full = || Some(File::options().write(true).open("/dev/full").unwrap());
-        let mut metrics = Metrics::of(Record::At(path.clone()), Earlier::default());
+        let mut metrics = Metrics::of(MetricsFile::At(path.clone()), PreviousMetrics::default());
         *metrics.file.lock().unwrap() = full();
         for number in 1..=2 {
             metrics.add(&step(number, None)).unwrap();
             metrics.sync();
         }
-        metrics.begin(&StepMetrics { val_loss: None, ..step(3, Some(2.5)) }).unwrap();
-        metrics.disk.wait().unwrap();
+        metrics.begin_step(&StepMetrics { val_loss: None, ..step(3, Some(2.5)) }).unwrap();
+        metrics.writer.wait().unwrap();
         assert_eq!(fs::read_to_string(&path).unwrap(), "");
         *metrics.file.lock().unwrap() = Some(File::options().append(true).open(&path).unwrap());
         metrics.add(&step(3, Some(2.5))).unwrap();
-        metrics.end().unwrap();
+        metrics.finish().unwrap();
         let lines = [step(1, None), step(2, None), step(3, Some(2.5))];
         let lines = lines.map(|step| serde_json::to_string(&step).unwrap() + "\n");
         assert_eq!(fs::read_to_string(&path).unwrap(), lines.concat());
     }
 
     #[test]
-    fn a_disk_that_is_full_to_the_end_is_an_error_and_the_steps_are_kept() {
-        let mut full = Metrics::of(Record::At("/dev/full".into()), Earlier::default());
+    fn disk_full_at_the_end_is_an_error() {
+        let mut full = Metrics::of(MetricsFile::At("/dev/full".into()), PreviousMetrics::default());
         (1..=2).for_each(|number| full.add(&step(number, None)).unwrap());
-        let error = full.end().unwrap_err();
+        let error = full.finish().unwrap_err();
         assert_eq!((error.kind(), full.steps().len()), (Kind::Io, 2));
         assert!(error.message().starts_with("cannot write /dev/full: No space left"), "{error}");
     }

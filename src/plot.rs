@@ -1,4 +1,4 @@
-//! The loss plot of a run: an SVG file that any browser opens.
+//! The loss plot of a run, as SVG.
 
 use crate::metrics::StepMetrics;
 use plotters::prelude::*;
@@ -8,14 +8,13 @@ use std::fmt::Display;
 use std::ops::Range;
 use std::path::Path;
 
-/// The size of the picture in pixels.
+/// Size of the plot in pixels.
 const SIZE: (i32, i32) = (900, 540);
-/// The drawing library counts in whole numbers. So that lines are smooth all the same, it draws a picture ten
-/// times as large, and the first tag of the file shrinks it.
-pub(crate) const FINE: i32 = 10;
-/// At most this many points make a line; more would not be seen.
+/// Drawing scale: plotters rounds to integers, so plots are drawn ten times larger and scaled down by the SVG tag.
+pub(crate) const SCALE: i32 = 10;
+/// Maximum number of points of a line; more are not visible.
 const POINTS_MAX: usize = 1600;
-/// A loss beyond this is drawn as a gap, like one that is not finite.
+/// Larger losses are drawn as gaps, like non-finite ones.
 const LOSS_MAX: f64 = 1e6;
 
 pub(crate) const FONT: &str = "system-ui, 'Segoe UI', Helvetica, Arial, 'DejaVu Sans', sans-serif";
@@ -30,28 +29,28 @@ const HELD_OUT: RGBColor = RGBColor(224, 92, 14);
 type Point = (f64, f64);
 pub(crate) type Area<'a> = DrawingArea<SVGBackend<'a>, plotters::coord::Shift>;
 
-/// Draws the training loss of each step, its running mean, and the held-out loss where it was measured, in nats per `unit`.
+/// Draws the training loss of each step, its running mean, and the validation loss, in nats per `unit`.
 ///
 /// # Errors
 /// `Kind::Io` if the drawing library fails.
 pub(crate) fn loss_plot(title: &str, unit: &str, steps: &[StepMetrics]) -> Result<String> {
     let series = Series::of(steps);
     let mut svg = String::new();
-    let size = ((SIZE.0 * FINE) as u32, (SIZE.1 * FINE) as u32);
+    let size = ((SIZE.0 * SCALE) as u32, (SIZE.1 * SCALE) as u32);
     {
         let area = SVGBackend::with_string(&mut svg, size).into_drawing_area();
-        area.fill(&WHITE).map_err(failed)?;
+        area.fill(&WHITE).map_err(draw_error)?;
         draw_title(&area, title, &series)?;
         draw_series(&area, unit, &series)?;
         draw_legend(&area, &series)?;
-        area.present().map_err(failed)?;
+        area.present().map_err(draw_error)?;
     }
-    Ok(shown(&svg, SIZE))
+    Ok(with_display_size(&svg, SIZE))
 }
 
-/// A picture that was drawn [`FINE`] times as large, at its size in pixels.
-pub(crate) fn shown(svg: &str, size: (i32, i32)) -> String {
-    let drawn = format!("<svg width=\"{}\" height=\"{}\"", size.0 * FINE, size.1 * FINE);
+/// Sets the displayed size of an SVG that was drawn [`SCALE`] times larger.
+pub(crate) fn with_display_size(svg: &str, size: (i32, i32)) -> String {
+    let drawn = format!("<svg width=\"{}\" height=\"{}\"", size.0 * SCALE, size.1 * SCALE);
     let shown = format!("<svg width=\"{}\" height=\"{}\" stroke-linejoin=\"round\"", size.0, size.1);
     svg.replacen(&drawn, &shown, 1)
 }
@@ -65,26 +64,26 @@ pub(crate) fn write_loss_plot(path: &Path, title: &str, unit: &str, steps: &[Ste
         .map_err(|e| Error::new(Kind::Io, format!("cannot write {}: {e}", path.display())))
 }
 
-pub(crate) fn failed(e: impl Display) -> Error {
-    Error::new(Kind::Io, format!("cannot draw the picture: {e}"))
+pub(crate) fn draw_error(e: impl Display) -> Error {
+    Error::new(Kind::Io, format!("cannot draw the plot: {e}"))
 }
 
-/// Text of so many pixels, anchored at its left, centre or right.
-pub(crate) fn text(size: f64, color: RGBColor, h: HPos, v: VPos) -> TextStyle<'static> {
-    // The library asks for a size in points of a font it does not have and shrinks it by 1.24 for the file.
-    let font = (FONT, size * 1.24 * f64::from(FINE)).into_font();
+/// Returns a text style of a size in pixels, with an anchor.
+pub(crate) fn text_style(size: f64, color: RGBColor, h: HPos, v: VPos) -> TextStyle<'static> {
+    // plotters converts font sizes by a factor of 1/1.24 in SVG.
+    let font = (FONT, size * 1.24 * f64::from(SCALE)).into_font();
     TextStyle { font, color: color.to_backend_color(), pos: Pos::new(h, v) }
 }
 
-pub(crate) fn line(color: RGBColor, width: f64) -> ShapeStyle {
-    color.stroke_width((width * f64::from(FINE)) as u32)
+pub(crate) fn stroke_style(color: RGBColor, width: f64) -> ShapeStyle {
+    color.stroke_width((width * f64::from(SCALE)) as u32)
 }
 
-pub(crate) fn at(x: i32, y: i32) -> (i32, i32) {
-    (x * FINE, y * FINE)
+pub(crate) fn scaled(x: i32, y: i32) -> (i32, i32) {
+    (x * SCALE, y * SCALE)
 }
 
-/// What is drawn: points (step, loss) that are finite, in runs of steps without a gap between them.
+/// The drawn series: finite points (step, loss), split at gaps.
 struct Series {
     each_step: Vec<Vec<Point>>,
     smooth: Vec<Vec<Point>>,
@@ -101,10 +100,10 @@ impl Series {
             .filter(|run| !run.is_empty())
             .map(|run| run.iter().map(point).collect())
             .collect();
-        let reach = (steps.len() / 50).max(3);
-        // Fewer points are no trend.
+        let radius = (steps.len() / 50).max(3);
+        // Fewer points show no trend.
         let smooth =
-            each_step.iter().filter(|run| run.len() >= 20).map(|run| running_mean(run, reach)).collect();
+            each_step.iter().filter(|run| run.len() >= 20).map(|run| running_mean(run, radius)).collect();
         let held_out = steps
             .iter()
             .filter_map(|s| s.val_loss.map(|loss| (s.step as f64, loss)))
@@ -113,7 +112,7 @@ impl Series {
         Series { each_step, smooth, held_out, last_step: steps.last().map_or(0, |s| s.step) }
     }
 
-    /// The losses that the picture has to show, with a little air around them.
+    /// Returns the range of the loss axis, with a margin.
     fn losses(&self) -> Range<f64> {
         let losses = self.each_step.iter().flatten().chain(&self.held_out).map(|p| p.1);
         let (low, high) = losses.fold((f64::MAX, f64::MIN), |(low, high), x| (low.min(x), high.max(x)));
@@ -124,7 +123,7 @@ impl Series {
         low - air..high + air
     }
 
-    /// One line of what the picture comes to.
+    /// Returns the subtitle: last losses and number of steps.
     fn summary(&self) -> String {
         let mut parts = Vec::new();
         if let Some(last) = self.smooth.last().or(self.each_step.last()).and_then(|run| run.last()) {
@@ -138,25 +137,23 @@ impl Series {
     }
 }
 
-/// The mean over a window of `reach` points to either side. It shrinks towards the beginning, so that it
-/// stays centred and a steep descent is not smeared, and looks back at the end, so that the last value is a
-/// mean too.
-fn running_mean(points: &[Point], reach: usize) -> Vec<Point> {
+/// Returns the running mean over `radius` points to either side. The window shrinks at the start, so that it stays centred and a steep descent
+/// is not smeared, and becomes one-sided at the end, so that the last value is a mean too.
+fn running_mean(points: &[Point], radius: usize) -> Vec<Point> {
     let mut sums = vec![0.0; points.len() + 1];
     for (i, p) in points.iter().enumerate() {
         sums[i + 1] = sums[i] + p.1;
     }
     let mean = |i: usize| {
-        let back = reach.min(i);
+        let back = radius.min(i);
         let ahead = back.min(points.len() - 1 - i);
         (sums[i + ahead + 1] - sums[i - back]) / (back + ahead + 1) as f64
     };
     points.iter().enumerate().map(|(i, p)| (p.0, mean(i))).collect()
 }
 
-/// No more than about `POINTS_MAX` points: of each group of neighbours the lowest and the highest, in their
-/// order.
-fn thin(points: &[Point]) -> Vec<Point> {
+/// Reduces a line to about `POINTS_MAX` points: minimum and maximum of each group of neighbours.
+fn downsample(points: &[Point]) -> Vec<Point> {
     if points.len() <= POINTS_MAX {
         return points.to_vec();
     }
@@ -171,29 +168,29 @@ fn thin(points: &[Point]) -> Vec<Point> {
     points.chunks(group).flat_map(ends).collect()
 }
 
-/// The title of a picture.
+/// Draws the title.
 pub(crate) fn title(area: &Area<'_>, title: &str, at: (i32, i32)) -> Result<()> {
-    // Control characters cannot stand in XML, not even escaped; a long title would leave the picture.
+    // Control characters are not allowed in XML, even escaped; a long title would not fit.
     let mut title: String = title.chars().filter(|c| !c.is_control()).collect();
     if let Some((cut, _)) = title.char_indices().nth(85) {
         title.truncate(cut);
         title.push('…');
     }
-    let mut bold = text(16.0, INK, HPos::Left, VPos::Center);
+    let mut bold = text_style(16.0, INK, HPos::Left, VPos::Center);
     bold.font = bold.font.style(FontStyle::Bold);
-    area.draw(&Text::new(title, at, bold)).map_err(failed)
+    area.draw(&Text::new(title, at, bold)).map_err(draw_error)
 }
 
 fn draw_title(area: &Area<'_>, heading: &str, series: &Series) -> Result<()> {
-    title(area, heading, at(70, 28))?;
-    let style = text(12.5, GREY, HPos::Left, VPos::Center);
-    area.draw(&Text::new(series.summary(), at(70, 53), style)).map_err(failed)
+    title(area, heading, scaled(70, 28))?;
+    let style = text_style(12.5, GREY, HPos::Left, VPos::Center);
+    area.draw(&Text::new(series.summary(), scaled(70, 53), style)).map_err(draw_error)
 }
 
 fn draw_series(area: &Area<'_>, unit: &str, series: &Series) -> Result<()> {
-    let px = |n: i32| n * FINE;
+    let px = |n: i32| n * SCALE;
     let losses = series.losses();
-    // As many decimals as tell one grid line from the next.
+    // Enough decimals to distinguish grid lines.
     let decimals = (-((losses.end - losses.start) / 5.0).log10().floor()).clamp(0.0, 9.0) as usize;
     let mut chart = ChartBuilder::on(area)
         .margin_top(px(76))
@@ -203,16 +200,16 @@ fn draw_series(area: &Area<'_>, unit: &str, series: &Series) -> Result<()> {
         .x_label_area_size(px(46))
         .y_label_area_size(px(60))
         .build_cartesian_2d(0.0..series.last_step.max(10) as f64, losses)
-        .map_err(failed)?;
+        .map_err(draw_error)?;
     chart
         .configure_mesh()
         .disable_x_mesh()
-        .bold_line_style(line(GRID, 1.0))
+        .bold_line_style(stroke_style(GRID, 1.0))
         .light_line_style(TRANSPARENT)
-        .axis_style(line(AXIS, 1.0))
+        .axis_style(stroke_style(AXIS, 1.0))
         .set_all_tick_mark_size(px(5))
-        .label_style(text(12.0, GREY, HPos::Left, VPos::Top))
-        .axis_desc_style(text(13.0, INK, HPos::Center, VPos::Top))
+        .label_style(text_style(12.0, GREY, HPos::Left, VPos::Top))
+        .axis_desc_style(text_style(13.0, INK, HPos::Center, VPos::Top))
         .x_labels(9)
         .y_labels(9)
         .x_label_formatter(&|step| format!("{step}"))
@@ -220,21 +217,21 @@ fn draw_series(area: &Area<'_>, unit: &str, series: &Series) -> Result<()> {
         .x_desc("step")
         .y_desc(format!("nats per {unit}"))
         .draw()
-        .map_err(failed)?;
+        .map_err(draw_error)?;
     for run in &series.each_step {
         match run.as_slice() {
             [one] => chart.draw_series([Circle::new(*one, px(2), EACH_STEP.filled())]).map(|_| ()),
-            more => chart.draw_series(LineSeries::new(thin(more), line(EACH_STEP, 1.0))).map(|_| ()),
+            more => chart.draw_series(LineSeries::new(downsample(more), stroke_style(EACH_STEP, 1.0))).map(|_| ()),
         }
-        .map_err(failed)?;
+        .map_err(draw_error)?;
     }
     for run in &series.smooth {
-        chart.draw_series(LineSeries::new(thin(run), line(SMOOTHED, 2.0))).map_err(failed)?;
+        chart.draw_series(LineSeries::new(downsample(run), stroke_style(SMOOTHED, 2.0))).map_err(draw_error)?;
     }
-    chart.draw_series(LineSeries::new(thin(&series.held_out), line(HELD_OUT, 1.2))).map_err(failed)?;
-    for (radius, color) in [(px(5), WHITE), (px(4) - FINE / 2, HELD_OUT)] {
+    chart.draw_series(LineSeries::new(downsample(&series.held_out), stroke_style(HELD_OUT, 1.2))).map_err(draw_error)?;
+    for (radius, color) in [(px(5), WHITE), (px(4) - SCALE / 2, HELD_OUT)] {
         let dots = series.held_out.iter().map(|p| Circle::new(*p, radius, color.filled()));
-        chart.draw_series(dots).map_err(failed)?;
+        chart.draw_series(dots).map_err(draw_error)?;
     }
     Ok(())
 }
@@ -243,13 +240,13 @@ fn draw_legend(area: &Area<'_>, series: &Series) -> Result<()> {
     let mut right = SIZE.0 - 28;
     let mut entry = |word: &str, color: RGBColor, width: f64, dot: bool| {
         let (left, y) = (right - 7 * word.len() as i32 - 30, 53);
-        let stroke = PathElement::new(vec![at(left, y), at(left + 22, y)], line(color, width));
-        area.draw(&stroke).map_err(failed)?;
+        let stroke = PathElement::new(vec![scaled(left, y), scaled(left + 22, y)], stroke_style(color, width));
+        area.draw(&stroke).map_err(draw_error)?;
         if dot {
-            area.draw(&Circle::new(at(left + 11, y), 35, color.filled())).map_err(failed)?;
+            area.draw(&Circle::new(scaled(left + 11, y), 35, color.filled())).map_err(draw_error)?;
         }
-        let style = text(12.5, INK, HPos::Left, VPos::Center);
-        area.draw(&Text::new(word.to_string(), at(left + 28, y), style)).map_err(failed)?;
+        let style = text_style(12.5, INK, HPos::Left, VPos::Center);
+        area.draw(&Text::new(word.to_string(), scaled(left + 28, y), style)).map_err(draw_error)?;
         right = left - 16;
         Ok(())
     };
@@ -308,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn odd_runs_are_drawn_without_a_fault() {
+    fn degenerate_losses_are_drawn() {
         let odd: [Vec<f64>; 8] = [
             vec![],
             vec![5.5],
@@ -332,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gap_stays_a_gap() {
+    fn non_finite_losses_leave_a_gap() {
         let losses = (0..100).map(|i| if (40..60).contains(&i) { f64::NAN } else { 3.0 });
         let series = Series::of(&steps(losses));
         assert_eq!(series.each_step.iter().map(Vec::len).collect::<Vec<_>>(), [40, 40]);
@@ -341,26 +338,26 @@ mod tests {
     }
 
     #[test]
-    fn the_running_mean_is_centred_and_ends_in_a_mean() {
+    fn running_mean_is_centred_and_backward_looking_at_the_end() {
         let points: Vec<Point> = (0..40).map(|i| (f64::from(i), f64::from(i))).collect();
         let mean = running_mean(&points, 3);
-        assert!(mean[..37].iter().all(|p| p.0 == p.1), "of a straight line it is the line");
+        assert!(mean[..37].iter().all(|p| p.0 == p.1), "the mean of a straight line is the line");
         assert_eq!(mean[39].1, (36.0 + 37.0 + 38.0 + 39.0) / 4.0);
     }
 
     #[test]
-    fn a_long_run_is_thinned_and_keeps_its_extremes() {
+    fn downsampling_keeps_extremes() {
         let mut losses = vec![2.0; 300_000];
         (losses[123_456], losses[200_000]) = (9.0, 1.0);
         let series = Series::of(&steps(losses));
-        let few = thin(&series.each_step[0]);
+        let few = downsample(&series.each_step[0]);
         assert!(few.len() <= POINTS_MAX + 2, "{}", few.len());
         assert!(few.contains(&(123_457.0, 9.0)) && few.contains(&(200_001.0, 1.0)));
         assert!(few.windows(2).all(|p| p[0].0 <= p[1].0));
     }
 
     #[test]
-    fn a_file_that_cannot_be_written_is_named() {
+    fn unwritable_plot_file_is_named() {
         let dir = Scratch::new();
         write_loss_plot(&dir.path("loss.svg"), "t", "token", &steps([1.0])).unwrap();
         let error = write_loss_plot(&dir.path("no/loss.svg"), "t", "token", &[]).unwrap_err();

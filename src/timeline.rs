@@ -1,4 +1,4 @@
-//! Timelines of pipeline schedules, as text and as SVG: one row a rank, the memory of the ranks below.
+//! Timelines of pipeline schedules as text and as SVG: one row per rank, and the microbatches in memory below.
 
 use crate::plot::{FONT, INK};
 use plotters::prelude::*;
@@ -7,9 +7,9 @@ use shardgrad::autograd::pipeline::{Action, Span, Timeline};
 use shardgrad::{Error, Kind, Result};
 use std::path::Path;
 
-/// Columns of the text at most.
+/// Maximum number of text columns.
 const COLUMNS_MAX: f64 = 150.0;
-/// Pixels of the picture: width, left margin, height of a row, of the title, of the memory curves.
+/// Pixels of the SVG: width, left margin, heights of a row, of the title and of the memory curves.
 const WIDTH: i32 = 1100;
 const LEFT: i32 = 60;
 const ROW: i32 = 26;
@@ -21,7 +21,7 @@ const FORWARD: RGBColor = RGBColor(116, 166, 232);
 const BACKWARD: RGBColor = RGBColor(96, 180, 130);
 const WEIGHT: RGBColor = RGBColor(240, 178, 98);
 
-/// One line a rank: each pass as its letter and microbatch, over as many columns as it takes time.
+/// Formats one line per rank: each pass as its letter and microbatch, as wide as its duration.
 pub(crate) fn text(timeline: &Timeline) -> String {
     let shortest = spans(timeline).map(|s| s.time.end - s.time.start).fold(f64::INFINITY, f64::min);
     let end = timeline.makespan();
@@ -42,14 +42,14 @@ pub(crate) fn text(timeline: &Timeline) -> String {
         let line: String = line.into_iter().collect();
         out += &format!("{rank:>3} {line}\n");
     }
-    out + "\n    F forward, B backward, I and W its halves (gradients of inputs, of weights), · idle\n"
+    out + "\n    F forward, B backward, I input gradients, W weight gradients, · idle\n"
 }
 
 fn spans(timeline: &Timeline) -> impl Iterator<Item = &Span> {
     timeline.ranks.iter().flatten()
 }
 
-/// The letter of a pass and its microbatch.
+/// Returns the letter and microbatch of a pass.
 fn label(action: Action) -> String {
     match action {
         Action::Forward { microbatch, .. } => format!("F{microbatch}"),
@@ -68,7 +68,7 @@ fn color(action: Action) -> RGBColor {
     }
 }
 
-/// Draws a timeline into a file.
+/// Draws a timeline into an SVG file.
 ///
 /// # Errors
 /// `Kind::Io` naming the file.
@@ -110,7 +110,7 @@ fn svg(title: &str, timeline: &Timeline) -> Result<String> {
             }
         }
         let top = TITLE + num_ranks * ROW + 12;
-        area.draw(&Text::new("microbatches held", (8, top), font(11))).map_err(|e| failed(&e))?;
+        area.draw(&Text::new("microbatches in memory", (8, top), font(11))).map_err(|e| failed(&e))?;
         let live: Vec<Vec<(f64, usize)>> =
             (0..timeline.ranks.len()).map(|rank| timeline.live(rank)).collect();
         let most = live.iter().flatten().map(|(_, n)| *n).max().unwrap_or(1).max(1) as f64;
@@ -135,16 +135,16 @@ fn svg(title: &str, timeline: &Timeline) -> Result<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use shardgrad::autograd::pipeline::{Schedule, Times};
+    use shardgrad::autograd::pipeline::{Schedule, PassTimes};
 
     fn timeline(schedule: &Schedule) -> Timeline {
         let n = schedule.num_stages();
         let links: Vec<(usize, usize)> = (1..n).map(|s| (s - 1, s)).collect();
-        schedule.simulate(&links, &vec![Times { forward: 1.0, input: 1.0, weight: 1.0 }; n], 0.0)
+        schedule.simulate(&links, &vec![PassTimes { forward: 1.0, input: 1.0, weight: 1.0 }; n], 0.0)
     }
 
     #[test]
-    fn a_timeline_by_hand() {
+    fn timeline_text_matches_hand_computed_example() {
         let text = text(&timeline(&Schedule::one_f_one_b(2, 2).unwrap()));
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(lines[0], "  0 F0fF1f······B0bbbb···B1bbbb");
@@ -152,11 +152,11 @@ mod tests {
     }
 
     #[test]
-    fn every_pass_is_in_the_picture() {
+    fn every_pass_is_drawn() {
         let timeline = timeline(&Schedule::zb_h1(4, 8).unwrap());
         let svg = svg("title", &timeline).unwrap();
         assert!(svg.starts_with("<svg") && svg.trim_end().ends_with("</svg>"));
-        // A rectangle a pass, one a row, and the ground.
+        // One rectangle per pass, one per row, and the background.
         assert_eq!(svg.matches("<rect").count(), 4 * 8 * 3 + 4 + 1);
     }
 }

@@ -1,7 +1,7 @@
-//! What ranks did and when, as a Chrome trace: open it at `chrome://tracing` or in Perfetto.
+//! Chrome trace of the passes and transfers of each rank, for `chrome://tracing` or Perfetto.
 
 use serde_json::{Value, json};
-use shardgrad::autograd::pipeline::{Action, Passed};
+use shardgrad::autograd::pipeline::{Action, TimedAction};
 use shardgrad::{Error, Kind, Result};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
@@ -11,30 +11,30 @@ use std::time::Instant;
 pub(crate) struct Trace {
     path: PathBuf,
     began: Instant,
-    /// Rank, step, and what was done.
-    events: Mutex<Vec<(usize, u64, Passed)>>,
+    /// Rank, step and pass.
+    events: Mutex<Vec<(usize, u64, TimedAction)>>,
 }
 
 impl Trace {
-    /// An empty trace, whose clock starts now.
+    /// Starts an empty trace; its clock starts now.
     pub(crate) fn new(path: &Path) -> Trace {
         Trace { path: path.to_path_buf(), began: Instant::now(), events: Mutex::default() }
     }
 
     /// Adds the passes of a step of a rank.
-    pub(crate) fn add(&self, rank: usize, step: u64, passes: &[Passed]) {
+    pub(crate) fn add(&self, rank: usize, step: u64, passes: &[TimedAction]) {
         let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
         events.extend(passes.iter().map(|pass| (rank, step, *pass)));
     }
 
-    /// Writes the file, if there is something in it: a run that has not done a step leaves an older one as it is.
+    /// Writes the file if there are events: a run without a step leaves an older file unchanged.
     ///
     /// # Errors
     /// `Kind::Io` naming it.
     pub(crate) fn write(&self, num_ranks: usize) -> Result<()> {
         let name = |rank: usize| json!({"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": format!("rank {rank}")}});
         let microseconds = |at: Instant| at.saturating_duration_since(self.began).as_secs_f64() * 1e6;
-        let event = |(rank, step, pass): &(usize, u64, Passed)| {
+        let event = |(rank, step, pass): &(usize, u64, TimedAction)| {
             let (start, end) = (microseconds(pass.start), microseconds(pass.end));
             json!({"name": pass.action.to_string(), "cat": category(pass.action), "ph": "X", "ts": start,
                 "dur": end - start, "pid": 0, "tid": rank, "args": {"step": step}})

@@ -1,4 +1,4 @@
-//! The command line from outside: what bad input is told, and with which exit code; what a run leaves behind.
+//! End-to-end tests of the command line: error messages, exit codes and outputs.
 
 use shardgrad::kernels::DType;
 use shardgrad::nn::hf::TensorWriter;
@@ -7,11 +7,11 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::Duration;
 
-/// A folder of its own for one test, gone afterwards.
+/// A temporary folder of one test, removed on drop.
 pub(crate) struct Folder(pub(crate) PathBuf);
 
 impl Folder {
-    /// `name` is the test's: two tests of one process never share a folder.
+    /// `name` must be unique among the tests of a process.
     pub(crate) fn new(name: &str) -> Folder {
         let path = std::env::temp_dir().join(format!("shardgrad-cli-{}-{name}", std::process::id()));
         fs::create_dir_all(&path).unwrap();
@@ -39,8 +39,8 @@ pub(crate) fn shardgrad(args: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_shardgrad")).args(args).output().unwrap()
 }
 
-/// Runs a command that must fail; gives the exit code and what it said on stderr.
-pub(crate) fn told(args: &[&str]) -> (i32, String) {
+/// Runs a command and returns its exit code and stderr.
+pub(crate) fn exit_code_and_stderr(args: &[&str]) -> (i32, String) {
     let output = shardgrad(args);
     let text = String::from_utf8(output.stderr).unwrap();
     assert!(!text.contains("panicked at"), "a raw panic reached the user: {text}");
@@ -52,18 +52,18 @@ fn text(folder: &Folder) -> String {
 }
 
 #[test]
-fn a_held_out_part_may_be_too_short_where_nothing_is_measured() {
+fn short_validation_split_is_allowed_without_evaluation() {
     let folder = Folder::new("unmeasured");
     let (data, out) = (folder.file("text", "abc".repeat(100)), folder.path("out"));
     let train = ["train", "--data", &data, "--out", &out, "--seq", "64", "--steps", "1", "--mesh", "dp=1"];
-    let (code, said) = told(&train);
-    assert!(code == 2 && said.contains("the held-out last tenth has 30 bytes"), "{said}");
-    let (code, said) = told(&[&train[..], &["--eval-every", "0"]].concat());
-    assert_eq!(code, 0, "{said}");
+    let (code, message) = exit_code_and_stderr(&train);
+    assert!(code == 2 && message.contains("the validation split (last 10%) has 30 bytes"), "{message}");
+    let (code, message) = exit_code_and_stderr(&[&train[..], &["--eval-every", "0"]].concat());
+    assert_eq!(code, 0, "{message}");
 }
 
 #[test]
-fn misuse_has_exit_code_2_and_a_repair() {
+fn misuse_exits_with_2_and_help() {
     let folder = Folder::new("misuse");
     let data = text(&folder);
     let latin =
@@ -80,31 +80,31 @@ fn misuse_has_exit_code_2_and_a_repair() {
         (&["train", "--steps", "0"], &["--steps"]),
         (&["train", "--lr=-1"], &["--lr"]),
         (&["train", "--preset", "tinny"], &["did you mean `tiny`?"]),
-        (&["train", "--mesh", "tp=2,tq=2"], &["there is no mesh axis `tq`", "did you mean `tp`?"]),
+        (&["train", "--mesh", "tp=2,tq=2"], &["unknown mesh axis `tq`", "did you mean `tp`?"]),
         (&["train", "--mesh", "tp=0"], &["size 0"]),
         (&["train", "--mesh", "dp=100,tp=100"], &["10000 ranks"]),
-        (&["train", "--data", "/no/such/file"], &["/no/such/file: there is no such file"]),
-        (&["train", "--data", &folder.path("none")], &["none: there is no such file"]),
+        (&["train", "--data", "/no/such/file"], &["/no/such/file: no such file"]),
+        (&["train", "--data", &folder.path("none")], &["none: no such file"]),
         (&["train", "--data", &data, "--end-of-text", "256"], &["--end-of-text 256", "0..256"]),
-        (&["train", "--data", &data, "--end-of-text", "10"], &["stands between two texts, and one text is"]),
-        (&["train", "--data", &data, "--cast"], &["--cast is about weights of a folder (--model)"]),
+        (&["train", "--data", &data, "--end-of-text", "10"], &["is inserted between texts, and only one text is"]),
+        (&["train", "--data", &data, "--cast"], &["--cast applies to weights loaded with --model"]),
         (
             &["train", "--data", &data, "--dtype", "f64", "--matmul-precision", "medium"],
             &["--matmul-precision medium", "--dtype f64 has none"],
         ),
         (&["explain", "--preset", "tiny", "--seq", "999"], &["--seq 999 exceeds the 64 positions"]),
-        (&["train", "--tokens", &long], &["rows have 80 tokens, the model 64 positions", "--tokens"]),
+        (&["train", "--tokens", &long], &["rows have 80 tokens, but the model has 64 positions", "--tokens"]),
         (&["bench", "growth", "--picture", "/no/such/growth.svg"], &["/no/such/growth.svg", "--picture"]),
         (&["train", "--data", &data, "--shard-size", "5 fish"], &["500MB or 5GB"]),
         (&["train", "--data", &empty], &["empty"]),
-        (&["train", "--data", &short], &["bytes, but --seq 64 needs 65"]),
+        (&["train", "--data", &short], &["bytes, but --seq 64 needs at least 65"]),
         (&["train", "--data", &latin], &["UTF-8", "byte 3"]),
         (&["train", "--data", &data, "--mesh", "tp=8"], &["heads", "4", "8"]),
         (&["train", "--data", &data, "--seq", "9999"], &["--seq 9999", "64 positions"]),
         (&["train", "--data", &data, "--param-dtype", "bf16"], &["--param-dtype bf16", "--dtype f32"]),
         (
             &["train", "--data", &data, "--dtype", "f16", "--param-dtype", "bf16"],
-            &["every number of --dtype f16"],
+            &["every value of --dtype f16"],
         ),
         (&["explain", "--dtype", "f64", "--param-dtype", "f32"], &["--param-dtype f32", "--dtype f64"]),
         (&["eval", "--model", &out, "--param-dtype", "f32"], &["unexpected argument '--param-dtype'"]),
@@ -119,19 +119,19 @@ fn misuse_has_exit_code_2_and_a_repair() {
         if args[0] == "train" && !args.contains(&"--out") {
             args.extend(["--out", &out]);
         }
-        let (code, said) = told(&args);
-        assert_eq!(code, 2, "{args:?}: {said}");
+        let (code, message) = exit_code_and_stderr(&args);
+        assert_eq!(code, 2, "{args:?}: {message}");
         for part in *parts {
-            assert!(said.contains(part), "{args:?} should mention `{part}`: {said}");
+            assert!(message.contains(part), "{args:?} should mention `{part}`: {message}");
         }
     }
 }
 
 #[test]
-fn a_loss_that_is_not_finite_stops_every_rank_before_the_update() {
+fn non_finite_loss_stops_every_rank_before_the_update() {
     let folder = Folder::new("nan");
     let (data, out) = (text(&folder), folder.path("out"));
-    let (code, said) = told(&[
+    let (code, message) = exit_code_and_stderr(&[
         "train",
         "--data",
         &data,
@@ -154,14 +154,14 @@ fn a_loss_that_is_not_finite_stops_every_rank_before_the_update() {
         "--eval-every",
         "0",
     ]);
-    assert_eq!(code, 1, "{said}");
-    assert!(said.contains("the step was not taken") && said.contains("error: step "), "{said}");
-    assert!(said.contains("a smaller --lr") && said.contains("saved      the model after step "), "{said}");
+    assert_eq!(code, 1, "{message}");
+    assert!(message.contains("the update was not applied") && message.contains("error: step "), "{message}");
+    assert!(message.contains("use a smaller --lr") && message.contains("saved      the model after step "), "{message}");
     assert!(Path::new(&out).join("model/model.safetensors").is_file());
 }
 
 #[test]
-fn a_run_leaves_metrics_a_plot_and_a_model_that_is_read_on_another_mesh() {
+fn run_leaves_metrics_plot_and_model_readable_on_another_mesh() {
     let folder = Folder::new("run");
     let (data, out) = (text(&folder), folder.path("out"));
     let common = ["--batch", "4", "--seq", "16"];
@@ -170,7 +170,7 @@ fn a_run_leaves_metrics_a_plot_and_a_model_that_is_read_on_another_mesh() {
     let output = shardgrad(&[&train[..], &common].concat());
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let printed = String::from_utf8(output.stdout).unwrap();
-    assert!(printed.contains("held-out loss") && printed.contains("generate --model"), "{printed}");
+    assert!(printed.contains("validation loss") && printed.contains("generate --model"), "{printed}");
     let metrics = fs::read_to_string(Path::new(&out).join("metrics.jsonl")).unwrap();
     assert_eq!(metrics.lines().count(), 12);
     assert!(fs::read_to_string(Path::new(&out).join("loss.svg")).unwrap().contains("<svg"));
@@ -183,23 +183,23 @@ fn a_run_leaves_metrics_a_plot_and_a_model_that_is_read_on_another_mesh() {
         line["loss"].as_f64().unwrap()
     });
     assert!(losses.iter().all(|l| (l - losses[0]).abs() < 1e-5 * losses[0]), "{losses:?}");
-    // Where there are no stages, each rank of a pipeline would hold the whole model.
+    // Without stages each pipeline rank would hold the whole model, so pp is refused.
     let (eval, generate) = (&["eval", "--data", &data][..], &["generate", "--prompt", "The "][..]);
     for (command, mesh, why, axes) in [
         (eval, "pp=4,tp=2", "evaluation does not support pp", "use dp, ep, cp or tp"),
         (generate, "pp=4,tp=2", "generation does not support pp", "use dp, ep or tp"),
-        (generate, "cp=2", "generation does not support cp", "use dp, ep or tp; no weight"),
+        (generate, "cp=2", "generation does not support cp", "use dp, ep or tp; weights"),
     ] {
-        let (code, said) = told(&[command, &["--model", &model, "--mesh", mesh]].concat());
-        assert!(code == 2 && said.contains(why) && said.contains(axes), "{said}");
+        let (code, message) = exit_code_and_stderr(&[command, &["--model", &model, "--mesh", mesh]].concat());
+        assert!(code == 2 && message.contains(why) && message.contains(axes), "{message}");
     }
     let generate = ["generate", "--model", &model, "--prompt", "The ", "--tokens", "5", "--greedy", "--json"];
     let texts = ["", "tp=2"].map(|mesh| shardgrad(&[&generate[..], &["--mesh", mesh]].concat()).stdout);
-    assert_eq!(texts[0], texts[1], "the mesh does not change what is generated");
+    assert_eq!(texts[0], texts[1], "generation does not depend on the mesh");
 }
 
 #[test]
-fn a_signal_ends_the_run_after_its_step_with_a_saved_model() {
+fn signal_ends_the_run_after_its_step_with_a_saved_model() {
     let folder = Folder::new("signal");
     let (data, out) = (text(&folder), folder.path("out"));
     let mut child = Command::new(env!("CARGO_BIN_EXE_shardgrad"))
@@ -231,15 +231,15 @@ fn a_signal_ends_the_run_after_its_step_with_a_saved_model() {
     }
     let killed = Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
     assert!(killed.success());
-    let mut said = String::new();
-    std::io::Read::read_to_string(&mut child.stderr.take().unwrap(), &mut said).unwrap();
-    assert_eq!(child.wait().unwrap().code(), Some(130), "{said}");
-    assert!(said.contains("stopped by SIGINT after step"), "{said}");
+    let mut message = String::new();
+    std::io::Read::read_to_string(&mut child.stderr.take().unwrap(), &mut message).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(130), "{message}");
+    assert!(message.contains("stopped by SIGINT after step"), "{message}");
     assert!(Path::new(&out).join("model/model.safetensors").is_file());
 }
 
 #[test]
-fn explain_counts_what_theory_counts() {
+fn explain_matches_theoretical_collective_bytes() {
     let output =
         shardgrad(&["explain", "--preset", "tiny", "--mesh", "tp=2", "--batch", "2", "--seq", "8", "--json"]);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -254,14 +254,14 @@ fn explain_counts_what_theory_counts() {
             .map(|r| (r["op"].as_str().unwrap().to_string(), r["bytes"].as_u64().unwrap()))
             .collect::<Vec<_>>()
     };
-    // Four blocks, two all-reduces each way, of 2 x 8 x 128 numbers of 4 bytes: 2 (N - N/2) for each rank.
+    // Four blocks, two all-reduces each way, of 2 x 8 x 128 f32 elements: 2 (N - N/2) bytes per rank.
     let one = ("all_reduce".to_string(), 2 * 8 * 128 * 4);
     assert_eq!(blocks("forward"), vec![one.clone(); 8]);
     assert_eq!(blocks("backward"), vec![one; 8]);
 }
 
 #[test]
-fn doctor_says_what_it_found_and_survives_a_file_that_is_no_library() {
+fn doctor_lists_libraries_and_survives_invalid_ones() {
     let folder = Folder::new("doctor");
     let fake = folder.file("libcuda.so.1", "no library");
     let doctor = |args: &[&str]| {
@@ -280,14 +280,14 @@ fn doctor_says_what_it_found_and_survives_a_file_that_is_no_library() {
     );
     let text = doctor(&["doctor"]);
     assert!(
-        text.contains("no CUDA back end") != cfg!(feature = "cuda")
+        text.contains("not in this build") != cfg!(feature = "cuda")
             && text.contains(&fake.display().to_string()),
         "{text}"
     );
 }
 
 #[test]
-fn options_may_come_from_a_file() {
+fn options_are_read_from_a_config_file() {
     let folder = Folder::new("config");
     let data = text(&folder);
     let file = folder.file("run.toml", "split = \"all\"\nseq = 16\n");
@@ -304,16 +304,16 @@ fn options_may_come_from_a_file() {
     };
     assert_eq!((tokens(&[]) % 16, tokens(&[]) > tokens(&["--split", "val"])), (0, true));
     let wrong = folder.file("wrong.toml", "sequence = 3\nbatch = \"two\"\n");
-    let (code, said) = told(&["eval", "--config", &wrong]);
-    assert_eq!(code, 2, "{said}");
-    for part in ["wrong.toml has options that cannot be used", "`sequence`", "`batch`: must be a number"] {
-        assert!(said.contains(part), "{said}");
+    let (code, message) = exit_code_and_stderr(&["eval", "--config", &wrong]);
+    assert_eq!(code, 2, "{message}");
+    for part in ["wrong.toml has invalid options", "`sequence`", "`batch`: expected a number"] {
+        assert!(message.contains(part), "{message}");
     }
-    assert_eq!(told(&["eval", "--config", "/no/such/file"]).0, 2);
+    assert_eq!(exit_code_and_stderr(&["eval", "--config", "/no/such/file"]).0, 2);
 }
 
 #[test]
-fn a_trace_shows_every_pass_of_every_rank() {
+fn trace_contains_every_pass_of_every_rank() {
     let folder = Folder::new("trace");
     let (data, trace) = (text(&folder), folder.path("trace.json"));
     let given = [
@@ -352,22 +352,22 @@ fn a_trace_shows_every_pass_of_every_rank() {
 }
 
 #[test]
-fn a_schedule_is_drawn() {
+fn plan_draws_a_schedule() {
     let folder = Folder::new("plan");
     let svg = folder.path("plan.svg");
     let output =
         shardgrad(&["plan", "--schedule", "zb-h1", "--stages", "4", "--microbatches", "8", "--svg", &svg]);
-    let said = String::from_utf8(output.stdout).unwrap();
+    let message = String::from_utf8(output.stdout).unwrap();
     assert!(
-        output.status.success() && said.starts_with("zb-h1: 4 ranks, 8 microbatches, bubble 11.11%"),
-        "{said}"
+        output.status.success() && message.starts_with("zb-h1: 4 ranks, 8 microbatches, bubble 11.11%"),
+        "{message}"
     );
     assert!(fs::read_to_string(&svg).unwrap().contains("rank 3"));
-    let (code, said) = told(&["plan", "--schedule", "zb-h9"]);
-    assert!(code == 2 && said.contains("did you mean `zb-h"), "{said}");
+    let (code, message) = exit_code_and_stderr(&["plan", "--schedule", "zb-h9"]);
+    assert!(code == 2 && message.contains("did you mean `zb-h"), "{message}");
 }
 
-/// A model that one step has trained on a text, saved in a dtype.
+/// Trains one step and saves the model in a dtype.
 fn trained(folder: &Folder, dtype: &str) -> String {
     let out = folder.path(&format!("out-{dtype}"));
     let train =
@@ -378,7 +378,7 @@ fn trained(folder: &Folder, dtype: &str) -> String {
 }
 
 #[test]
-fn weights_are_rounded_only_if_that_is_asked_for() {
+fn weights_are_rounded_only_with_cast() {
     let folder = Folder::new("cast");
     let [wide, narrow] = ["f64", "bf16"].map(|dtype| trained(&folder, dtype));
     let (data, out) = (text(&folder), folder.path("again"));
@@ -392,23 +392,23 @@ fn weights_are_rounded_only_if_that_is_asked_for() {
         (output.status.code().unwrap(), String::from_utf8(output.stderr).unwrap())
     };
     for command in ["train", "eval", "generate"] {
-        let (code, said) = run(command, &wide, &[]);
+        let (code, message) = run(command, &wide, &[]);
         assert!(
-            code == 2 && said.contains("is f64, the parameter f32, ") && said.contains("--cast"),
-            "{said}"
+            code == 2 && message.contains("is f64, the parameter f32, ") && message.contains("--cast"),
+            "{message}"
         );
-        let (code, said) = run(command, &wide, &["--cast"]);
-        assert!(code == 0 && said.lines().count() == 1, "{said}");
-        assert!(said.starts_with(&wide) && said.contains(" tensors of f64 are rounded to f32"), "{said}");
-        let (code, said) = run(command, &narrow, &[]);
-        assert!(code == 0 && said.lines().count() == 1, "{said}");
-        assert!(said.starts_with(&narrow) && said.contains(" tensors of bf16 are widened to f32"), "{said}");
+        let (code, message) = run(command, &wide, &["--cast"]);
+        assert!(code == 0 && message.lines().count() == 1, "{message}");
+        assert!(message.starts_with(&wide) && message.contains(" tensors of f64 are rounded to f32"), "{message}");
+        let (code, message) = run(command, &narrow, &[]);
+        assert!(code == 0 && message.lines().count() == 1, "{message}");
+        assert!(message.starts_with(&narrow) && message.contains(" tensors of bf16 are widened to f32"), "{message}");
         assert_eq!(run(command, &narrow, &["--dtype", "bf16", "--cast"]).0, 0);
     }
 }
 
 #[test]
-fn a_reader_that_goes_away_is_no_fault() {
+fn closed_stdout_is_not_an_error() {
     use std::io::Read;
     let folder = Folder::new("pipe");
     let model = trained(&folder, "f32");
@@ -430,9 +430,9 @@ fn a_reader_that_goes_away_is_no_fault() {
     }
 }
 
-/// Bytes by chance: letters that break off, before others and at the end.
+/// Random bytes contain incomplete characters, in the middle and at the end.
 #[test]
-fn a_text_is_printed_as_json_tells_it() {
+fn printed_text_equals_json_text() {
     use shardgrad::nn::{Gpt2, Gpt2Config, Model};
     let folder = Folder::new("printed");
     let model = folder.path("model");
@@ -456,18 +456,18 @@ fn a_text_is_printed_as_json_tells_it() {
         );
         ends += usize::from(printed.ends_with("\u{fffd}\n"));
     }
-    assert!(ends > 0, "no text ends within a letter");
+    assert!(ends > 0, "no text ends within a character");
 }
 
 #[test]
-fn ranks_do_not_wait_for_a_reader_that_pauses() {
+fn ranks_do_not_wait_for_a_paused_reader() {
     use std::fs::File;
     use std::io::{Read, Write};
     let folder = Folder::new("pager");
     let (model, fifo) = (trained(&folder, "f32"), folder.path("fifo"));
     assert!(std::process::Command::new("mkfifo").arg(&fifo).status().unwrap().success());
     let mut pipe = File::options().read(true).write(true).open(&fifo).unwrap();
-    // What a pipe of Linux holds: whoever writes more waits for the reader.
+    // Fill the pipe buffer of Linux, so that further writes block.
     pipe.write_all(&[b'.'; 1 << 16]).unwrap();
     let given = ["generate", "--model", &model, "--prompt", "The quick", "--tokens", "20", "--ignore-end"];
     let child = std::process::Command::new(env!("CARGO_BIN_EXE_shardgrad"))
@@ -476,7 +476,7 @@ fn ranks_do_not_wait_for_a_reader_that_pauses() {
         .stderr(std::process::Stdio::piped())
         .spawn()
         .unwrap();
-    // Longer than ranks wait for each other.
+    // Longer than --timeout.
     std::thread::sleep(std::time::Duration::from_secs(2));
     pipe.read_exact(&mut [0; 1 << 16]).unwrap();
     let output = child.wait_with_output().unwrap();

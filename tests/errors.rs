@@ -1,7 +1,7 @@
-//! What users are told, word for word: one snapshot for each kind of mistake that they can make, kept in `snapshots`.
-//! `INSTA_UPDATE=always cargo test errors` writes them anew. And each repair that a refusal offers is taken at its word.
+//! Snapshots of error messages, one per kind of mistake. `INSTA_UPDATE=always cargo test errors` rewrites them. Also applies every redistribution
+//! that a layout error suggests.
 
-use crate::cli::{Folder, told};
+use crate::cli::{Folder, exit_code_and_stderr};
 use shardgrad::nn::{Gpt2, Gpt2Config};
 use shardgrad::prelude::*;
 use shardgrad::tensor::control::world_sum;
@@ -10,7 +10,7 @@ use std::panic::Location;
 use std::path::Path;
 use std::time::Duration;
 
-/// A message without what changes from day to day and from machine to machine: line numbers and folders.
+/// Returns a message without line numbers and folders.
 fn steady(text: &str, folder: Option<&Folder>) -> String {
     let text = folder.map_or(text.to_string(), |f| text.replace(&f.0.display().to_string(), "FOLDER"));
     let mut parts = text.split(".rs:");
@@ -22,13 +22,12 @@ fn steady(text: &str, folder: Option<&Folder>) -> String {
     steady
 }
 
-/// The error of the first rank of a mesh. Where every rank would report the same, which is first depends on timing; so
-/// one runs alone, without values.
+/// Returns the error of rank 0 in a dry run. If all ranks fail alike, which is first depends on timing, so one runs alone.
 fn alone<T>(mesh: &str, f: impl FnOnce(&Rank) -> Result<T>) -> Error {
     World::new(Mesh::parse(mesh).unwrap()).dry_run(0, f).map(|_| ()).unwrap_err()
 }
 
-/// The error of a program on a mesh.
+/// Returns the error of a program on a mesh.
 fn error<T: Send>(mesh: &str, f: impl Fn(&Rank) -> Result<T> + Sync) -> Error {
     World::run(Mesh::parse(mesh).unwrap(), f).map(|_| ()).unwrap_err()
 }
@@ -37,7 +36,7 @@ fn zeros(rank: &Rank, layout: &str) -> Result<Tensor> {
     Tensor::zeros(rank, &Layout::parse(layout, rank.mesh())?)
 }
 
-/// Compares with the snapshot of a name, and sees to it that the user's own line and what to do are there.
+/// Compares an error with a snapshot, and checks its kind and parts such as the user's line and the help.
 fn pinned(name: &str, kind: Kind, error: &Error, parts: &[&str]) {
     let text = steady(&error.to_string(), None);
     assert_eq!(error.kind(), kind, "{text}");
@@ -51,7 +50,7 @@ const OWN_LINE: &str = "line       tests/errors.rs:LINE";
 const HELP: &str = "help       ";
 
 #[test]
-fn extents_and_dtypes_that_do_not_fit() {
+fn mismatched_shapes_and_dtypes() {
     let shape =
         alone("dp=2", |rank| Ok(zeros(rank, "f32[6@dp, 3]")?.matmul(&zeros(rank, "f32[4, 5]")?)).map(|_| ()));
     pinned("shape", Kind::Shape, &shape, &[OWN_LINE, HELP]);
@@ -68,7 +67,7 @@ fn extents_and_dtypes_that_do_not_fit() {
 }
 
 #[test]
-fn what_an_op_finds_at_run_time_or_cannot_do() {
+fn run_time_errors_of_ops() {
     let index = error("", |rank| {
         let ids = Tensor::from_host(rank, &[2], &[1i64, 7])?;
         let _ = zeros(rank, "f32[5, 3]")?.embedding(&ids);
@@ -89,19 +88,19 @@ fn what_an_op_finds_at_run_time_or_cannot_do() {
             let size = y.sum().item().unwrap_or_else(|e| e.raise());
             y.scale(1.0 / size).mean()
         };
-        let plan = Plan::pipeline("pp");
-        Trainer::new(rank, Linear::new(3, 3), &plan, AdamW::new(0.1), Settings::new(2), read, loss)
+        let plan = Plan::pipeline_parallel("pp");
+        Trainer::new(rank, Linear::new(3, 3), &plan, AdamW::new(0.1), TrainerConfig::new(2), read, loss)
             .map(|_| ())
     });
     pinned("value_read_while_recorded", Kind::Unsupported, &recorded, &[OWN_LINE, HELP]);
     let folder = Folder::new("errors-io");
-    let (code, said) = told(&["eval", "--model", &folder.path("nowhere"), "--data", &folder.path("text")]);
+    let (code, message) = exit_code_and_stderr(&["eval", "--model", &folder.path("nowhere"), "--data", &folder.path("text")]);
     assert_eq!(code, 2);
-    insta::assert_snapshot!("no_such_folder", steady(&said, Some(&folder)));
+    insta::assert_snapshot!("no_such_folder", steady(&message, Some(&folder)));
 }
 
 #[test]
-fn layouts_that_an_op_refuses() {
+fn unsupported_layouts_of_ops() {
     let product = |rank: &Rank| Ok(zeros(rank, "f32[6@tp, 8]")?.matmul(&zeros(rank, "f32[8@tp, 4]")?));
     pinned(
         "layout_of_a_product",
@@ -118,9 +117,9 @@ fn layouts_that_an_op_refuses() {
     pinned("layout_of_a_layer", Kind::Layout, &norm, &[OWN_LINE, HELP, "at         bias"]);
 }
 
-/// One of each class of refusal that the cases above do not show.
+/// One case of each class of layout error not covered above.
 #[test]
-fn every_class_of_refusal() {
+fn every_class_of_layout_error() {
     type Call = fn(&[Tensor]) -> Tensor;
     let classes: [(&str, &str, &[&str], Call); 5] = [
         ("refusal_order", "dp=2,tp=2", &["f32[8@dp@tp, 3]", "f32[8@tp@dp, 3]"], |x| x[0].add(&x[1])),
@@ -147,18 +146,18 @@ fn every_class_of_refusal() {
         pinned(name, Kind::Layout, &refused, &parts);
     }
     let created = alone("tp=2", |rank| zeros(rank, "f32[6:4@tp, 3]"));
-    pinned("refusal_create", Kind::Layout, &created, &[HELP, "the nearest layout is f32[6:2@tp, 3]"]);
+    pinned("refusal_create", Kind::Layout, &created, &[HELP, "the nearest valid layout is f32[6:2@tp, 3]"]);
     let stored = alone("tp=2", |rank| Layout::parse("f32[6] +tp", rank.mesh())?.check_storable());
-    pinned("refusal_stored", Kind::Layout, &stored, &[HELP, "the nearest layout is f32[6]"]);
+    pinned("refusal_stored", Kind::Layout, &stored, &[HELP, "the nearest valid layout is f32[6]"]);
 }
 
 #[test]
-fn meshes_plans_and_options_that_make_no_sense() {
+fn invalid_meshes_plans_and_options() {
     let mesh = Mesh::parse("dp=2,dp=3").unwrap_err();
     pinned("mesh", Kind::Mesh, &mesh, &[]);
-    let (code, said) = told(&["explain", "--mesh", "dp=2,tq=2"]);
+    let (code, message) = exit_code_and_stderr(&["explain", "--mesh", "dp=2,tq=2"]);
     assert_eq!(code, 2);
-    insta::assert_snapshot!("mesh_option", said);
+    insta::assert_snapshot!("mesh_option", message);
     let plan = alone("tp=2", |rank| {
         let plan = Plan::new().store("wieght", "tp@0");
         Model::new(rank, Linear::new(4, 4), &plan, 1).map(|_| ())
@@ -172,7 +171,7 @@ fn meshes_plans_and_options_that_make_no_sense() {
 }
 
 #[test]
-fn ranks_that_fall_out_with_each_other() {
+fn diverging_ranks() {
     let unlike = error("tp=2", |rank| {
         let x = zeros(rank, "f32[4@tp]")?;
         if rank.index() == 0 {
@@ -197,7 +196,7 @@ fn ranks_that_fall_out_with_each_other() {
 }
 
 #[test]
-fn folders_that_do_not_fit_a_model() {
+fn mismatched_model_folders() {
     let folder = Folder::new("errors-checkpoint");
     let dir = folder.path("model");
     let config = |layers| Gpt2Config::new(16, 8, 4, layers, 2);
@@ -220,7 +219,7 @@ fn folders_that_do_not_fit_a_model() {
 }
 
 #[test]
-fn numbers_and_memory_that_run_out() {
+fn non_finite_numbers_and_out_of_memory() {
     let finite = error("", |rank| {
         let model = Model::new(rank, Linear::new(4, 4), &Plan::new(), 1)?;
         let tape = model.tape();
@@ -236,7 +235,7 @@ fn numbers_and_memory_that_run_out() {
     pinned("out_of_memory", Kind::OutOfMemory, &memory.unwrap_err(), &[OWN_LINE, HELP, "einsum"]);
 }
 
-/// A call that is refused: mesh, layouts of the arguments, and the op on them.
+/// An op call with a layout error: mesh, argument layouts, op.
 struct Refused {
     mesh: &'static str,
     layouts: &'static [&'static str],
@@ -272,7 +271,7 @@ const REFUSED: &[Refused] = &[
     },
 ];
 
-/// The layouts after a repair, read from the line that the user reads.
+/// Parses a suggested redistribution and returns the layouts after it.
 fn repaired(help: &str, layouts: &[Layout]) -> Vec<Layout> {
     let mut layouts = layouts.to_vec();
     let (changes, _) = help.split_once(" (").expect("the costs stand in brackets");
@@ -283,8 +282,8 @@ fn repaired(help: &str, layouts: &[Layout]) -> Vec<Layout> {
         let over = words.iter().position(|w| *w == "over").map(|at| words[at + 1]);
         let axis = over.map_or(mesh.axes().next(), |name| mesh.axis(name)).unwrap();
         layouts[argument] = match words[0] {
-            "exchange" => layouts[argument].with_state(axis, State::Shard(words[5].parse().unwrap())),
-            "gather" => layouts[argument].with_state(axis, State::Replicate),
+            "exchange" => layouts[argument].with_placement(axis, Placement::Shard(words[5].parse().unwrap())),
+            "gather" => layouts[argument].with_placement(axis, Placement::Replicate),
             "redistribute" => Layout::parse(change.split_once(" to ").unwrap().1, &mesh).unwrap(),
             other => panic!("what is `{other}`? {help}"),
         };
@@ -293,7 +292,7 @@ fn repaired(help: &str, layouts: &[Layout]) -> Vec<Layout> {
 }
 
 #[test]
-fn every_repair_that_is_offered_works() {
+fn every_suggested_redistribution_works() {
     let values = |layout: &Layout, seed: usize| -> Vec<f64> {
         (0..layout.numel()).map(|i| ((i * 7 + seed * 3) % 11) as f64 - 5.0).collect()
     };
@@ -330,7 +329,7 @@ fn every_repair_that_is_offered_works() {
             assert!(near && got[0].len() == expected[0].len(), "`{help}` changes the value");
             tried += 1;
         }
-        assert!(tried > before, "no repair is offered: {error}");
+        assert!(tried > before, "no redistribution is suggested: {error}");
     }
     assert!(tried >= 2 * REFUSED.len(), "{tried} repairs of {} refusals", REFUSED.len());
 }

@@ -1,10 +1,10 @@
-//! What `explain` tells of two blocks of each family, kept in `snapshots`: layouts, collectives with bytes and lines,
-//! totals. `INSTA_UPDATE=always cargo test explain` writes them anew.
+//! Snapshots of `explain` for two blocks of each model family: layouts, collectives with bytes and lines, totals.
+//! `INSTA_UPDATE=always cargo test explain` rewrites them.
 
 use crate::cli::{Folder, shardgrad};
 use shardgrad::nn::{Gpt2Config, LlamaConfig, LlamaKind, ModelConfig};
 
-/// The output without line numbers and folders.
+/// Returns the output without line numbers and folders.
 fn explained(folder: &Folder, mesh: &str) -> String {
     let dir = folder.path("");
     let given =
@@ -19,7 +19,7 @@ fn explained(folder: &Folder, mesh: &str) -> String {
 }
 
 #[test]
-fn blocks_under_every_split_and_their_product() {
+fn explain_snapshots_on_every_axis() {
     let (gpt2, llama) = (Folder::new("explain-gpt2"), Folder::new("explain-llama"));
     ModelConfig::from(Gpt2Config::new(50, 16, 24, 2, 4)).write(gpt2.path("").as_ref()).unwrap();
     let config = LlamaConfig::new(LlamaKind::Llama, 50, 16, [24, 64], 2, [4, 2]);
@@ -41,7 +41,7 @@ fn blocks_under_every_split_and_their_product() {
 }
 
 #[test]
-fn stages_that_a_run_would_cut_by_measured_times_are_parts_of_one_model() {
+fn estimated_stages_cover_the_model() {
     let parameters = |mesh: &str, more: &[&str]| {
         let given = ["explain", "--preset", "tiny", "--batch", "4", "--seq", "8", "--json", "--mesh", mesh];
         let output = shardgrad(&[&given[..], more].concat());
@@ -54,7 +54,7 @@ fn stages_that_a_run_would_cut_by_measured_times_are_parts_of_one_model() {
         names
     };
     let mut whole = parameters("dp=1", &[]);
-    // The table is read by the first stage and by the last.
+    // The tied embedding is on the first and the last stage.
     whole.push("\"wte.weight\"".to_string());
     whole.sort_unstable();
     for more in [
@@ -64,7 +64,7 @@ fn stages_that_a_run_would_cut_by_measured_times_are_parts_of_one_model() {
         &["--schedule", "1f1b"],
     ] {
         for mesh in ["pp=2", "pp=4,dp=2"] {
-            // A rank of a V holds the first stage and the last, and the table once.
+            // With a V-shaped schedule a rank holds the first and the last stage, and the embedding once.
             let mut names = parameters(mesh, more);
             names.dedup();
             let mut once = whole.clone();
@@ -74,14 +74,14 @@ fn stages_that_a_run_would_cut_by_measured_times_are_parts_of_one_model() {
         }
     }
     let given = ["explain", "--mesh", "pp=2", "--batch", "4", "--seq", "8"];
-    let said = |more: &[&str]| String::from_utf8(shardgrad(&[&given[..], more].concat()).stdout).unwrap();
-    assert!(said(&["--cut", "measured"]).contains("are an estimate"));
-    assert!(!said(&[]).contains("are an estimate"));
+    let message = |more: &[&str]| String::from_utf8(shardgrad(&[&given[..], more].concat()).stdout).unwrap();
+    assert!(message(&["--cut", "measured"]).contains("are estimates"));
+    assert!(!message(&[]).contains("are estimates"));
 }
 
 #[test]
-fn the_peak_is_that_of_a_run_under_way() {
-    // At the peak of a large batch: parameters, the two means that AdamW keeps, and activations, which grow with the batch.
+fn explained_peak_memory_includes_optimizer_state() {
+    // Peak memory: parameters, two AdamW moments, and activations, which grow with the batch.
     let of = |batch: &str| {
         let given =
             ["explain", "--preset", "tiny", "--mesh", "dp=1", "--seq", "64", "--json", "--batch", batch];

@@ -1,8 +1,8 @@
-//! Models of `transformers`: folders that it wrote, with the logits that it computed, recorded by `tests/hf/make_fixtures.py`.
+//! Comparison with Hugging Face `transformers`: recorded model folders and logits (`tests/hf/make_fixtures.py`).
 
-use crate::distance::far;
+use crate::max_difference::max_abs_diff;
 use shardgrad::nn::hf::{CONFIG_FILE, ExpertsConfig, TensorFile, TensorWriter, WEIGHTS_FILE, Weights};
-use shardgrad::nn::{Bert, Family, LanguageModel, LlamaConfig, ModelConfig};
+use shardgrad::nn::{Bert, HfModel, LanguageModel, LlamaConfig, ModelConfig};
 use shardgrad::prelude::*;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -24,7 +24,7 @@ const NAMES: [&str; 14] = [
     "qwen3-moe",
     "qwen3-moe-normed",
 ];
-/// Those without a head of tokens come last.
+/// Encoders; those without a language-model head last.
 const ENCODERS: [&str; 3] = ["bert", "bert-untied", "bert-encoder"];
 const MESHES: [&str; 5] = ["", "tp=2", "dp=2", "dp=2,tp=2", "tp=3"];
 /// Models with experts, and meshes for them.
@@ -37,7 +37,7 @@ fn folder(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/hf").join(name)
 }
 
-/// A model of a folder, its weights in a dtype.
+/// Loads a model of a folder in a dtype.
 fn model(rank: &Rank, dir: &Path, dtype: DType) -> Result<(Model<LanguageModel>, Plan)> {
     let config = ModelConfig::read(dir)?;
     let plan = LanguageModel::plan(&config);
@@ -46,24 +46,24 @@ fn model(rank: &Rank, dir: &Path, dtype: DType) -> Result<(Model<LanguageModel>,
     Ok((model, plan))
 }
 
-/// A table of the script: a number for each row and place.
+/// Creates an integer tensor as in the script, from row and position.
 fn table(rank: &Rank, plan: &Plan, number: impl Fn(usize, usize) -> usize) -> Result<Tensor> {
     let layout = plan.batch_layout(rank.mesh(), DType::I64, &[ROWS, SEQ])?;
     let all: Vec<i64> = (0..ROWS * SEQ).map(|at| number(at / SEQ, at % SEQ) as i64).collect();
     Tensor::from_global(rank, &layout, &all)
 }
 
-/// The tokens of the script.
+/// Returns the token ids of the script.
 fn ids(rank: &Rank, plan: &Plan, vocab: usize) -> Result<Tensor> {
     table(rank, plan, |r, t| (r * 7 + t * 5 + r * t * 3 + t * t) % vocab)
 }
 
-/// Logits of the tokens of the script, `[rows, seq, vocab]`, whole.
+/// Returns the gathered logits `[rows, seq, vocab]` for the token ids of the script.
 fn logits(dir: &Path, mesh: &str) -> Vec<f64> {
     let ranks = World::run(Mesh::parse(mesh).unwrap(), |rank| {
         let (model, plan) = model(rank, dir, DType::F32)?;
-        let ids = ids(rank, &plan, model.describe().vocab_size())?;
-        model.forward(&model.inference().constant(ids)).tensor().to_f64()
+        let ids = ids(rank, &plan, model.model_config().vocab_size())?;
+        model.forward(&model.inference_tape().constant(ids)).tensor().to_f64()
     });
     ranks.unwrap_or_else(|e| panic!("{} on {mesh}: {e}", dir.display())).swap_remove(0)
 }
@@ -74,13 +74,13 @@ fn expected(name: &str, tensor: &str) -> Vec<f64> {
     bytes.as_chunks::<4>().0.iter().map(|b| f64::from(f32::from_le_bytes(*b))).collect()
 }
 
-/// The largest difference in units of the largest number.
+/// Returns the maximum difference relative to the largest element.
 fn distance(a: &[f64], b: &[f64]) -> f64 {
-    far(a, b) / b.iter().fold(0.0, |m: f64, x| m.max(x.abs()))
+    max_abs_diff(a, b) / b.iter().fold(0.0, |m: f64, x| m.max(x.abs()))
 }
 
 #[test]
-fn logits_are_those_of_transformers_on_every_mesh() {
+fn logits_match_transformers_on_every_mesh() {
     for name in NAMES {
         let expected = expected(name, "logits");
         for mesh in MESHES.into_iter().chain(EXPERT_MESHES.into_iter().filter(|_| EXPERTS.contains(&name))) {
@@ -90,9 +90,9 @@ fn logits_are_those_of_transformers_on_every_mesh() {
     }
 }
 
-/// The loss that tells how unevenly experts are used: what it adds to the loss of the tokens, alone.
+/// The load-balancing (auxiliary) loss alone.
 #[test]
-fn the_balance_of_experts_is_that_of_transformers_on_every_mesh() {
+fn load_balancing_loss_matches_transformers_on_every_mesh() {
     for name in EXPERTS {
         let ModelConfig::Llama(read) = ModelConfig::read(&folder(name)).unwrap() else { panic!("{name}") };
         let loss = |mesh: &str, output_router_logits| {
@@ -106,7 +106,7 @@ fn the_balance_of_experts_is_that_of_transformers_on_every_mesh() {
             let ranks = World::run(Mesh::parse(mesh).unwrap(), |rank| {
                 let model = Model::with_dtype(rank, LanguageModel::new(&config), &plan, 0, DType::F64)?;
                 model.load(&folder(name))?;
-                let ids = model.inference().constant(ids(rank, &plan, config.vocab_size())?);
+                let ids = model.inference_tape().constant(ids(rank, &plan, config.vocab_size())?);
                 model.loss(&ids, &ids).item()
             });
             ranks.unwrap_or_else(|e| panic!("{name} on {mesh}: {e}"))[0]
@@ -119,7 +119,7 @@ fn the_balance_of_experts_is_that_of_transformers_on_every_mesh() {
     }
 }
 
-/// What stands where a token stands; what stands elsewhere means nothing.
+/// Zeroes the values at padding positions.
 fn real(mut x: Vec<f64>) -> Vec<f64> {
     let width = x.len() / (ROWS * SEQ);
     for (at, row) in x.chunks_exact_mut(width).enumerate() {
@@ -130,30 +130,30 @@ fn real(mut x: Vec<f64>) -> Vec<f64> {
     x
 }
 
-/// What an encoder makes of the tables of the script: by name, whole.
+/// Returns the gathered outputs of an encoder by name.
 fn encoded(name: &str, mesh: &str) -> Vec<(&'static str, Vec<f64>)> {
     let ranks = World::run(Mesh::parse(mesh).unwrap(), |rank| {
         let (model, plan) = model(rank, &folder(name), DType::F32)?;
         let LanguageModel::Bert(bert) = &*model else { panic!("{name} is an encoder") };
         let vocab = bert.config().vocab_size;
-        let tape = model.inference();
+        let tape = model.inference_tape();
         let is_real = |r: usize, t: usize| t < SEQ - 2 * r;
         let ids = tape.constant(ids(rank, &plan, vocab)?);
         let mask = tape.constant(table(rank, &plan, |r, t| usize::from(is_real(r, t)))?);
         let types = tape.constant(table(rank, &plan, |r, t| usize::from(t > 3 + r))?);
         let asked = |r, t| (r + t) % 3 == 0 && is_real(r, t);
-        let asked = |r, t| if asked(r, t) { ((t * 11 + r) % vocab) as i64 } else { Bert::IGNORED };
+        let asked = |r, t| if asked(r, t) { ((t * 11 + r) % vocab) as i64 } else { Bert::IGNORE_INDEX };
         let labels: Vec<i64> = (0..ROWS * SEQ).map(|at| asked(at / SEQ, at % SEQ)).collect();
         let layout = plan.batch_layout(rank.mesh(), DType::I64, &[ROWS, SEQ])?;
         let labels = tape.constant(Tensor::from_global(rank, &layout, &labels)?);
         let (mask, types) = (Some(&mask), Some(&types));
-        let hidden = bert.hidden(&ids, mask, types);
+        let hidden = bert.hidden_states(&ids, mask, types);
         let mut found = vec![("hidden", real(hidden.tensor().to_f64()?))];
         if bert.head.is_some() {
             found.push(("logits", real(bert.forward(&ids, mask, types).tensor().to_f64()?)));
             found.push(("loss", vec![bert.loss(&ids, &labels, mask, types).item()?]));
         } else {
-            found.push(("pooled", bert.pooled(&hidden).tensor().to_f64()?));
+            found.push(("pooled", bert.pool(&hidden).tensor().to_f64()?));
         }
         Ok(found)
     });
@@ -161,7 +161,7 @@ fn encoded(name: &str, mesh: &str) -> Vec<(&'static str, Vec<f64>)> {
 }
 
 #[test]
-fn what_encoders_make_of_rows_of_several_lengths_is_that_of_transformers_on_every_mesh() {
+fn padded_encoder_outputs_match_transformers_on_every_mesh() {
     for name in ENCODERS {
         for mesh in MESHES {
             for (tensor, found) in encoded(name, mesh) {
@@ -172,9 +172,9 @@ fn what_encoders_make_of_rows_of_several_lengths_is_that_of_transformers_on_ever
     }
 }
 
-/// The first files of this family call weight and bias of a norm gamma and beta.
+/// Legacy BERT files name the weight and bias of a norm gamma and beta.
 #[test]
-fn encoders_with_older_names_are_read() {
+fn encoders_with_legacy_tensor_names_load() {
     for name in ["bert", "bert-untied", "bert-encoder"] {
         let (from, to) = (folder(name), Scratch::new(&format!("older-{name}")));
         std::fs::create_dir_all(&to.0).unwrap();
@@ -203,13 +203,13 @@ fn encoders_with_older_names_are_read() {
     }
 }
 
-/// Rows without a mask take another way through attention.
+/// Without a mask another attention kernel runs.
 #[test]
-fn a_mask_of_ones_changes_nothing() {
+fn attention_mask_of_ones_changes_nothing() {
     World::run(Mesh::parse("tp=2").unwrap(), |rank| {
         let (model, plan) = model(rank, &folder("bert"), DType::F32)?;
         let LanguageModel::Bert(bert) = &*model else { panic!("an encoder") };
-        let ids = model.inference().constant(ids(rank, &plan, bert.config().vocab_size)?);
+        let ids = model.inference_tape().constant(ids(rank, &plan, bert.config().vocab_size)?);
         let ones = ids.constant(table(rank, &plan, |_, _| 1)?);
         let none = ids.constant(table(rank, &plan, |_, _| 0)?);
         let plain = bert.forward(&ids, None, None).tensor().to_f64()?;
@@ -220,17 +220,16 @@ fn a_mask_of_ones_changes_nothing() {
     .unwrap();
 }
 
-/// What is written can be read by `transformers` as what was read: the same tensors, and the same fields in config.json,
-/// but for the older names that theta and dtype have in it.
+/// Saved folders have the same tensors and config.json fields as the loaded ones, except legacy names of rope_theta and dtype.
 #[test]
-fn folders_are_written_back_as_they_were_read() {
+fn model_folders_round_trip() {
     for name in NAMES.into_iter().chain(ENCODERS) {
         let (from, to) = (folder(name), Scratch::new(name));
         let dtype = ModelConfig::read(&from).unwrap().dtype();
         World::run(Mesh::parse("dp=2,tp=2").unwrap(), |rank| model(rank, &from, dtype)?.0.save(&to.0))
             .unwrap();
         let [before, after] = [&from, &to.0].map(|dir| TensorFile::open(&dir.join(WEIGHTS_FILE)).unwrap());
-        // Beside an untied weight lies a bias of its own; the other one is added to nothing.
+        // An untied head has its own bias; the other bias is unused.
         let unused = |tensor: &str| name == "bert-untied" && tensor == "cls.predictions.bias";
         let read: Vec<_> = before.tensors().iter().filter(|t| !unused(&t.name)).collect();
         assert_eq!(read.len(), after.tensors().len(), "{name}");
@@ -260,9 +259,9 @@ fn folders_are_written_back_as_they_were_read() {
     }
 }
 
-/// Files have a dtype of their own: halves are read into f32 and written back from it without a change.
+/// 16-bit files load into f32 and save back unchanged.
 #[test]
-fn files_of_halves_come_and_go_through_f32() {
+fn half_precision_files_round_trip_through_f32() {
     for name in ["gpt2-f16", "llama-bf16"] {
         let (from, to) = (folder(name), Scratch::new(&format!("through-{name}")));
         let dtype = ModelConfig::read(&from).unwrap().dtype();
@@ -284,9 +283,9 @@ fn files_of_halves_come_and_go_through_f32() {
     }
 }
 
-/// Losses, gradient norms and weights of a training too, against the transformers that is installed, if one is.
+/// Compares losses, gradient norms and weights of a training with an installed transformers.
 #[test]
-fn training_is_that_of_transformers_where_it_is_installed() {
+fn training_matches_transformers_if_installed() {
     let python =
         |args: &[&str]| Command::new("python3").args(args).env("PYTHONDONTWRITEBYTECODE", "1").output();
     let probe = "import torch, transformers; assert transformers.__version__ >= '5'";
@@ -298,12 +297,12 @@ fn training_is_that_of_transformers_where_it_is_installed() {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/hf/compare.py");
     let (script, binary) = (script.display().to_string(), env!("CARGO_BIN_EXE_shardgrad"));
     let done = python(&[&script, "--mesh", "dp=2,tp=2", "--mesh", "tp=3", binary]).unwrap();
-    let told = [done.stdout, done.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
-    assert!(done.status.success(), "{}\n{}", told[0], told[1]);
-    assert_eq!(told[0].lines().count(), 2 * (NAMES.len() + ENCODERS.len() - 1), "{}", told[0]);
+    let outputs = [done.stdout, done.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
+    assert!(done.status.success(), "{}\n{}", outputs[0], outputs[1]);
+    assert_eq!(outputs[0].lines().count(), 2 * (NAMES.len() + ENCODERS.len() - 1), "{}", outputs[0]);
 }
 
-/// A folder for one test, removed at its end.
+/// A temporary folder of one test, removed on drop.
 struct Scratch(PathBuf);
 
 impl Scratch {

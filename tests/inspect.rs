@@ -1,12 +1,12 @@
-//! `inspect`: what folders of models, checkpoints and runs hold, and that damage of them is found.
+//! `inspect`: contents and damage of model, checkpoint and run folders.
 
-use crate::cli::{Folder, shardgrad, told};
+use crate::cli::{Folder, shardgrad, exit_code_and_stderr};
 use crate::resume::{text, train};
 use serde_json::Value;
 use std::fs;
 use std::path::Path;
 
-/// The report of a folder, and the exit code.
+/// Returns the report of a folder, and the exit code.
 fn report(dir: &Path) -> (Value, i32) {
     let output = shardgrad(&["inspect", dir.to_str().unwrap(), "--json"]);
     let report = serde_json::from_slice(&output.stdout).unwrap_or_else(|e| panic!("{e}: {output:?}"));
@@ -14,7 +14,7 @@ fn report(dir: &Path) -> (Value, i32) {
 }
 
 #[test]
-fn a_run_is_shown_with_its_model_and_checkpoints_and_damage_is_found() {
+fn inspect_lists_a_run_and_finds_damage() {
     let folder = Folder::new("inspect");
     let (data, out) = (text(&folder), folder.path("out"));
     train(&["--data", &data, "--out", &out, "--mesh", "dp=1", "--save-every", "2", "--steps", "4"]);
@@ -30,7 +30,7 @@ fn a_run_is_shown_with_its_model_and_checkpoints_and_damage_is_found() {
     assert_eq!(model["config"]["model_type"], "gpt2");
     let tensors = |part: &Value| part["tensors"].as_array().unwrap().clone();
     assert!(tensors(model).iter().chain(&tensors(checkpoint)).all(|t| t["checksum"] == "verified"));
-    // Weights, and for each of them two moments and a number of steps.
+    // Weights, and for each two moments and a step count.
     assert_eq!(tensors(checkpoint).len(), 4 * tensors(model).len());
     let first = &tensors(model)[0];
     assert_eq!((&first["name"], &first["dtype"]), (&"transformer.wte.weight".into(), &"f32".into()));
@@ -38,17 +38,17 @@ fn a_run_is_shown_with_its_model_and_checkpoints_and_damage_is_found() {
     assert!(run["files"].as_array().unwrap().iter().any(|file| file["name"] == "metrics.jsonl"));
 
     let output = shardgrad(&["inspect", out.to_str().unwrap()]);
-    let said = String::from_utf8(output.stdout).unwrap();
+    let message = String::from_utf8(output.stdout).unwrap();
     for part in [
         "out: run, sound",
         "checkpoint-4: checkpoint, sound",
         "transformer.h.*.attn.c_attn.weight",
         "model_type=gpt2",
     ] {
-        assert!(said.contains(part), "{part}: {said}");
+        assert!(message.contains(part), "{part}: {message}");
     }
 
-    // One byte of the last tensor of each file.
+    // Flip one byte of the last tensor of each file.
     for name in ["checkpoint-2/optimizer.safetensors", "model/model.safetensors"] {
         let path = out.join(name);
         let whole = fs::read(&path).unwrap();
@@ -58,9 +58,9 @@ fn a_run_is_shown_with_its_model_and_checkpoints_and_damage_is_found() {
         for dir in [out, path.parent().unwrap()] {
             let (found, code) = report(dir);
             assert_eq!((code, &found["sound"]), (1, &false.into()), "{name}");
-            let (code, said) = told(&["inspect", dir.to_str().unwrap()]);
-            assert!(code == 1 && said.contains("is damaged: 1 fault(s), the first: "), "{said}");
-            assert!(said.contains(name) && said.contains(": tensor `"), "{said}");
+            let (code, message) = exit_code_and_stderr(&["inspect", dir.to_str().unwrap()]);
+            assert!(code == 1 && message.contains("is damaged: 1 error(s), the first: "), "{message}");
+            assert!(message.contains(name) && message.contains(": tensor `"), "{message}");
         }
         fs::write(&path, whole).unwrap();
     }
@@ -86,15 +86,15 @@ fn a_run_is_shown_with_its_model_and_checkpoints_and_damage_is_found() {
 }
 
 #[test]
-fn what_is_no_such_folder_is_misuse() {
+fn inspect_refuses_other_paths() {
     let folder = Folder::new("inspect-none");
     let file = folder.file("file", "text");
     for (path, why) in [
-        (file, "is no folder"),
+        (file, "is not a folder"),
         (folder.path("nowhere"), "does not exist"),
-        (folder.path(""), "holds no model, no checkpoint and no run"),
+        (folder.path(""), "is not a model, checkpoint or run folder"),
     ] {
-        let (code, said) = told(&["inspect", &path]);
-        assert!(code == 2 && said.contains(why) && said.contains("name the folder of a model"), "{said}");
+        let (code, message) = exit_code_and_stderr(&["inspect", &path]);
+        assert!(code == 2 && message.contains(why) && message.contains("name a model folder"), "{message}");
     }
 }

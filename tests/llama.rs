@@ -1,7 +1,7 @@
-//! Training a model of the Llama family: the same losses on any mesh, and folders that any mesh reads back.
+//! Training a Llama model: losses match on any mesh, and saved models load on any mesh.
 
-use crate::distance::far;
-use shardgrad::nn::{LanguageModel, Llama, LlamaConfig, LlamaKind, ModelConfig, Schedule, Settings, Trainer};
+use crate::max_difference::max_abs_diff;
+use shardgrad::nn::{LanguageModel, Llama, LlamaConfig, LlamaKind, ModelConfig, LrScheduler, TrainerConfig, Trainer};
 use shardgrad::prelude::*;
 use std::ops::Range;
 
@@ -26,13 +26,13 @@ fn tokens(rank: &Rank, plan: &Plan, step: u64, rows: Range<usize>, shift: usize)
 }
 
 fn trainer<'t>(rank: &Rank, plan: &'t Plan, dropout: f64, microbatches: usize) -> Result<Trainer<'t, Llama>> {
-    let settings = Settings {
+    let settings = TrainerConfig {
         microbatches,
         seed: 5,
         dtype: DType::F64,
-        schedule: Some(Schedule::constant(3e-3)),
+        lr_scheduler: Some(LrScheduler::constant(3e-3)),
         clip: Some(1.0),
-        ..Settings::new(ROWS)
+        ..TrainerConfig::new(ROWS)
     };
     let read = |rank: &Rank, step, rows: Range<usize>| {
         Ok(vec![tokens(rank, plan, step, rows.clone(), 0)?, tokens(rank, plan, step, rows, 1)?])
@@ -41,7 +41,7 @@ fn trainer<'t>(rank: &Rank, plan: &'t Plan, dropout: f64, microbatches: usize) -
     Trainer::new(rank, Llama::new(&config(dropout)), plan, AdamW::new(0.0), settings, read, loss)
 }
 
-/// Losses and gradient norms of some steps.
+/// Returns losses and gradient norms of some steps.
 fn losses(mesh: &str, steps: usize, dropout: f64, microbatches: usize) -> Vec<f64> {
     let plan = Plan::llama();
     let ranks = World::new(Mesh::parse(mesh).unwrap()).threads(1).launch(|rank| {
@@ -66,7 +66,7 @@ fn same(one: &[f64], many: &[f64], bound: f64, what: &str) {
 }
 
 #[test]
-fn losses_over_a_hundred_steps_are_those_of_one_rank() {
+fn losses_over_100_steps_match_one_rank() {
     let one = losses("", 100, 0.0, 1);
     assert!(one[198] < 0.6 * one[0], "it learns: {} to {}", one[0], one[198]);
     for mesh in ["tp=2", "dp=2", "dp=2,tp=2", "tp=3", "pp=2", "pp=2,dp=2,tp=2"] {
@@ -83,20 +83,20 @@ fn dropout_and_microbatches_do_not_depend_on_the_mesh() {
     }
 }
 
-/// Logits of a batch, whole, from a folder.
+/// Returns the gathered logits of a batch, for a model folder.
 fn logits(mesh: &str, dir: &std::path::Path) -> Vec<f64> {
     let ranks = World::run(Mesh::parse(mesh).unwrap(), |rank| {
         let config = ModelConfig::read(dir)?;
         let plan = LanguageModel::plan(&config);
         let model = Model::with_dtype(rank, LanguageModel::new(&config), &plan, 99, config.dtype())?;
         model.load(dir)?;
-        model.forward(&model.inference().constant(tokens(rank, &plan, 0, 0..ROWS, 0)?)).tensor().to_f64()
+        model.forward(&model.inference_tape().constant(tokens(rank, &plan, 0, 0..ROWS, 0)?)).tensor().to_f64()
     });
     ranks.unwrap().swap_remove(0)
 }
 
 #[test]
-fn what_one_mesh_trains_and_saves_another_reads() {
+fn model_saved_on_one_mesh_loads_on_another() {
     let dir = std::env::temp_dir().join(format!("shardgrad-llama-{}", std::process::id()));
     let _ = std::fs::remove_dir_all(&dir);
     let plan = Plan::llama();
@@ -109,7 +109,7 @@ fn what_one_mesh_trains_and_saves_another_reads() {
     let one = logits("", &dir);
     for mesh in ["tp=2", "dp=2,tp=3", "dp=3"] {
         let many = logits(mesh, &dir);
-        let far = far(&one, &many);
+        let far = max_abs_diff(&one, &many);
         assert!(one.len() == ROWS * SEQ * VOCAB && far < 1e-13, "{mesh}: {far:e}");
     }
     std::fs::remove_dir_all(&dir).unwrap();

@@ -1,41 +1,41 @@
-//! The one test binary of the root package. Each module is one subject; a crate's own tests stand beside its code.
+//! The test binary of the root package, one module per subject. Unit tests of a crate are next to its code.
 
-mod distance;
-mod agreement;
+mod max_difference;
+mod consistency;
 mod cli;
 #[cfg(feature = "cuda")]
-mod card;
-mod captured;
-mod documents;
+mod fake_gpu;
+mod graph_capture;
+mod ops_page;
 mod errors;
-mod endings;
+mod run_outcomes;
 mod explain;
 #[cfg(feature = "cuda")]
-mod flights;
+mod async_collectives;
 mod hf;
 mod invariants;
-mod limits;
+mod memory_limits;
 mod llama;
-mod mixed;
+mod mixed_precision;
 mod mutants;
-mod pipelines;
+mod pipeline_parallel;
 mod processes;
-mod moved_output;
-mod context;
-mod experts;
-mod schedules;
+mod moved_run_folder;
+mod context_parallel;
+mod expert_parallel;
+mod pipeline_schedules;
 mod signals;
 mod not_finite;
 mod packaging;
-mod refusals;
+mod option_limits;
 mod rendezvous;
-mod remainders;
+mod eval_batches;
 mod resume;
-mod damage;
+mod damaged_checkpoints;
 mod inspect;
-mod reuse;
-mod steps;
-mod sums;
+mod pack_cache;
+mod training_steps;
+mod grad_accumulation;
 #[cfg(feature = "tokenizers")]
 mod tokenizer;
 mod tidy;

@@ -1,5 +1,5 @@
-//! The planted bugs of `tests/mutants`: each still fits the code that it breaks, and the page about them is what they say.
-//! `.ci/mutants` plants them one at a time and runs the test that must fail.
+//! Mutation tests: each patch of `tests/mutants` still applies, and docs/mutants.md is up to date. `.ci/mutants` applies the patches one at a
+//! time and runs the test that must fail.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -7,8 +7,8 @@ use std::fs;
 use std::path::Path;
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
-const PAGE: &str = "docs/mutants.md";
-/// So many there are at least.
+const PAGE: &str = "tests/mutants/README.md";
+/// Minimum number of patches.
 const COUNT_MIN: usize = 40;
 
 /// One planted bug.
@@ -18,7 +18,7 @@ struct Mutant {
     class: String,
     test: String,
     file: String,
-    /// What its hunks expect to find, one text each.
+    /// The original text of each hunk.
     old: Vec<String>,
 }
 
@@ -50,18 +50,18 @@ fn mutants() -> Vec<Mutant> {
     names.iter().map(|n| read(n, &fs::read_to_string(folder.join(format!("{n}.patch"))).unwrap())).collect()
 }
 
-/// Why a mutant cannot be planted, if so.
+/// Returns why a patch cannot be applied, if so.
 fn fault(mutant: &Mutant, code: &str) -> Option<String> {
     let Mutant { name, class, test, old, .. } = mutant;
     if class.is_empty() || test.is_empty() || old.is_empty() {
         return Some(format!("{name} lacks `Class: `, `Killed by: ` or a change"));
     }
     let lost = old.iter().find(|text| !code.contains(text.as_str()));
-    lost.map(|text| format!("{name} does not fit its file any more; it looks for\n{text}"))
+    lost.map(|text| format!("{name} does not apply any more; it expects\n{text}"))
 }
 
 #[test]
-fn every_planted_bug_fits_the_code() {
+fn every_mutant_patch_applies() {
     let all = mutants();
     assert!(all.len() >= COUNT_MIN, "{} planted bugs", all.len());
     let faults: Vec<String> = all
@@ -72,7 +72,7 @@ fn every_planted_bug_fits_the_code() {
 }
 
 #[test]
-fn a_bug_that_does_not_fit_is_found() {
+fn mutant_patch_that_does_not_apply_is_found() {
     let text = "Class: c\nKilled by: t\n\n--- a/x\n+++ b/x\n@@ -1,2 +1,2 @@\n a\n-b\n+c\n";
     let mutant = read("m", text);
     assert_eq!((mutant.file.as_str(), mutant.old.as_slice()), ("x", &["a\nb\n".to_string()][..]));
@@ -87,7 +87,7 @@ const HEAD: &str = "\
 A check that has never failed proves nothing. So bugs of the kinds that frameworks have shipped are planted, and a test
 must find each of them.
 
-Some are values in the tests: ops with one part replaced (`tensor/tests/ops/planted.rs`, `autograd/tests/fuzz.rs`),
+Some are values in the tests: ops with one part replaced (`tensor/tests/ops/broken_ops.rs`, `autograd/tests/fuzz.rs`),
 layers, plans and updates that are wrong (`tests/invariants`), wrong declarations and planners
 (`tensor/tests/algebra.rs`, `tensor/tests/planner.rs`). They run with every `cargo test`.
 
@@ -118,7 +118,7 @@ fn page() -> String {
 }
 
 #[test]
-fn the_page_is_what_the_patches_say() {
+fn mutants_page_is_up_to_date() {
     let (path, page) = (Path::new(ROOT).join(PAGE), page());
     if std::env::var_os("SHARDGRAD_UPDATE").is_some() {
         fs::write(&path, &page).unwrap();

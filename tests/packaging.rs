@@ -1,4 +1,4 @@
-//! What a package must say of itself: the Rust version that it needs, whose code is in it, and which features it asks for.
+//! Package metadata: Rust version, third-party licences, resolved features.
 
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
@@ -9,13 +9,13 @@ use std::process::Command;
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
-/// The minor version of a text such as `1.95` or `rustc 1.95.0 (abc 2026-01-01)`.
+/// Parses the minor version of a text such as `1.95` or `rustc 1.95.0 (abc 2026-01-01)`.
 fn minor(text: &str) -> Option<u32> {
     text.split("1.").nth(1)?.split(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
 }
 
 #[test]
-fn the_rust_version_is_stated_everywhere_and_this_compiler_has_it() {
+fn rust_version_is_consistent() {
     let stated = minor(env!("CARGO_PKG_RUST_VERSION")).unwrap();
     let rustc = std::env::var("RUSTC").unwrap_or_else(|_| "rustc".into());
     let used = String::from_utf8(Command::new(rustc).arg("--version").output().unwrap().stdout).unwrap();
@@ -28,7 +28,7 @@ fn the_rust_version_is_stated_everywhere_and_this_compiler_has_it() {
     assert!(contributing.contains(&format!("Rust 1.{stated} or newer")), "CONTRIBUTING.md says otherwise");
 }
 
-/// The packages that cargo would compile to test a selection of our crates, each with the sets of features it is compiled with.
+/// Returns the packages that cargo compiles to test some crates, each with its sets of features.
 fn resolved_features(selection: &[&str]) -> BTreeMap<String, BTreeSet<String>> {
     let cargo = std::env::var("CARGO").unwrap_or_else(|_| "cargo".into());
     let mut command = Command::new(cargo);
@@ -39,7 +39,7 @@ fn resolved_features(selection: &[&str]) -> BTreeMap<String, BTreeSet<String>> {
     let mut packages: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
     for line in String::from_utf8(output.stdout).unwrap().lines() {
         let mut parts = line.split('|');
-        // An empty line stands between the trees of two packages.
+        // An empty line separates the trees of two packages.
         let (Some(package), Some(features)) = (parts.next(), parts.next()) else { continue };
         packages.entry(package.to_string()).or_default().insert(features.to_string());
     }
@@ -77,14 +77,13 @@ fn each_crate_resolves_the_features_of_the_workspace() {
     );
 }
 
-/// What a build may add.
+/// Optional features of a build.
 const FEATURES: [&str; 3] = ["cuda", "ndarray", "tokenizers"];
 
 /// Packages by name and version.
 type Packages = BTreeMap<(String, String), Value>;
 
-/// Packages of other people that the binary is made of, with a feature or without any, for Linux on x86-64. None if cargo
-/// does not have those of the feature here.
+/// Returns the third-party packages of the binary with a feature, for Linux on x86-64. `None` if cargo does not have them offline.
 fn third_parties(feature: Option<&str>) -> Option<Packages> {
     let cargo = std::env::var("CARGO").unwrap_or_else(|_| "cargo".into());
     let arguments = ["metadata", "--locked", "--offline", "--format-version", "1"];
@@ -92,18 +91,18 @@ fn third_parties(feature: Option<&str>) -> Option<Packages> {
     let with: Vec<&str> = feature.iter().flat_map(|name| ["--features", *name]).collect();
     let mut command = Command::new(cargo);
     let output = command.args(arguments).args(platform).args(with).current_dir(ROOT).output().unwrap();
-    let said = String::from_utf8_lossy(&output.stderr);
-    if feature.is_some() && said.contains("offline") {
+    let message = String::from_utf8_lossy(&output.stderr);
+    if feature.is_some() && message.contains("offline") {
         return None;
     }
-    assert!(output.status.success(), "{said}");
+    assert!(output.status.success(), "{message}");
     let metadata: Value = serde_json::from_slice(&output.stdout).unwrap();
     let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
     let packages: BTreeMap<String, Value> =
         list(&metadata["packages"]).into_iter().map(|p| (text(&p["id"]), p)).collect();
     let nodes: BTreeMap<String, Value> =
         list(&metadata["resolve"]["nodes"]).into_iter().map(|n| (text(&n["id"]), n)).collect();
-    // From the root package along dependencies that are neither for tests nor for building.
+    // From the root package along normal dependencies.
     let mut reached = BTreeSet::new();
     let mut ahead = vec![text(&metadata["resolve"]["root"])];
     while let Some(id) = ahead.pop() {
@@ -120,7 +119,7 @@ fn text(value: &Value) -> String {
     value.as_str().unwrap_or_default().to_string()
 }
 
-/// The text of the licence under which a package is used: MIT where it may be chosen, else what there is.
+/// Returns the licence text of a package: MIT if offered, else the available one.
 fn licence(package: &Value) -> Option<String> {
     let manifest = text(&package["manifest_path"]);
     let folder = Path::new(&manifest).parent()?;
@@ -134,16 +133,16 @@ fn licence(package: &Value) -> Option<String> {
     files.sort_by_key(|name| {
         (!name.to_uppercase().contains("MIT"), name.to_uppercase().contains("APACHE"), name.clone())
     });
-    // Where several licences hold at once, all their texts are due.
+    // Several licences at once need all texts.
     let due = if text(&package["license"]).contains(" AND ") { files.len() } else { 1 };
     let found: Vec<String> =
         files.iter().take(due).filter_map(|f| fs::read_to_string(folder.join(f)).ok()).collect();
-    // Some packages hold no more than the name of a file that was left behind.
+    // Some packages contain only a broken link in place of the file.
     let found = Some(found.join("\n\n")).filter(|text| text.lines().count() > 5)?;
     Some(found.lines().map(str::trim_end).collect::<Vec<_>>().join("\n").trim().to_string())
 }
 
-/// The page; none if cargo lacks packages of a feature.
+/// Returns the page; `None` if cargo lacks packages of a feature.
 fn notices() -> Option<String> {
     let plain = third_parties(None)?;
     let mut packages: BTreeMap<(String, String), (Value, Vec<&str>)> =
@@ -187,7 +186,7 @@ fn notices() -> Option<String> {
 
 #[allow(clippy::print_stdout, reason = "a test that is skipped says so")]
 #[test]
-fn third_party_notices_are_those_of_the_lock_file() {
+fn third_party_notices_match_the_lock_file() {
     if !cfg!(all(target_os = "linux", target_arch = "x86_64")) {
         println!("skipped: the notices are those of Linux on x86-64, and cargo may lack other packages here");
         return;

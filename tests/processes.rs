@@ -1,5 +1,5 @@
-//! Commands whose ranks are processes: the same numbers as with threads, and an end on all where one goes wrong. No launcher is
-//! needed: a test sets the variables that one sets.
+//! Commands with one process per rank: the same bits as with threads, and errors on all ranks if one fails. The tests set the
+//! environment variables of a launcher themselves.
 
 use crate::cli::Folder;
 use std::fs;
@@ -9,7 +9,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// A port that nobody listens at, below those that the system gives out by itself.
+/// A free port below the range of ephemeral ports.
 pub(crate) fn free_port() -> u16 {
     loop {
         let port = 10_000 + (RandomState::new().hash_one(0) % 20_000) as u16;
@@ -19,41 +19,41 @@ pub(crate) fn free_port() -> u16 {
     }
 }
 
-/// Starts one rank.
-pub(crate) fn start(rank: usize, count: usize, port: u16, args: &[&str]) -> Child {
+/// Starts one rank of `count`, with the variables of torchrun.
+pub(crate) fn spawn_rank(rank: usize, count: usize, port: u16, args: &[&str]) -> Child {
     let mut command = Command::new(env!("CARGO_BIN_EXE_shardgrad"));
-    let told = [("RANK", rank), ("WORLD_SIZE", count), ("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", count)];
-    command.envs(told.map(|(name, n)| (name, n.to_string())));
+    let variables = [("RANK", rank), ("WORLD_SIZE", count), ("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", count)];
+    command.envs(variables.map(|(name, n)| (name, n.to_string())));
     command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
     command.args(args).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
 }
 
-/// Runs a command on so many processes, to the end of all.
-pub(crate) fn run(count: usize, args: &[&str]) -> Vec<Output> {
+/// Runs a command on `count` ranks and waits for all.
+pub(crate) fn run_ranks(count: usize, args: &[&str]) -> Vec<Output> {
     let port = free_port();
-    let started: Vec<Child> = (0..count).map(|rank| start(rank, count, port, args)).collect();
+    let started: Vec<Child> = (0..count).map(|rank| spawn_rank(rank, count, port, args)).collect();
     started.into_iter().map(|child| child.wait_with_output().unwrap()).collect()
 }
 
-pub(crate) fn said(output: &Output) -> String {
+pub(crate) fn stderr(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-pub(crate) fn well(outputs: &[Output]) {
-    outputs.iter().for_each(|output| assert!(output.status.success(), "{}", said(output)));
+pub(crate) fn assert_success(outputs: &[Output]) {
+    outputs.iter().for_each(|output| assert!(output.status.success(), "{}", stderr(output)));
 }
 
-/// The codes with which processes ended, and what they said.
-pub(crate) fn ended(outputs: &[Output]) -> (Vec<Option<i32>>, Vec<String>) {
-    (outputs.iter().map(|output| output.status.code()).collect(), outputs.iter().map(said).collect())
+/// The exit codes of processes, and their standard errors.
+pub(crate) fn exit_codes_and_stderr(outputs: &[Output]) -> (Vec<Option<i32>>, Vec<String>) {
+    (outputs.iter().map(|output| output.status.code()).collect(), outputs.iter().map(stderr).collect())
 }
 
-pub(crate) fn text(folder: &Folder) -> String {
+pub(crate) fn write_text(folder: &Folder) -> String {
     folder.file("text", "The quick brown fox jumps over the lazy dog. ".repeat(100))
 }
 
-/// What does not depend on time in a record, and the weights.
-fn left(out: &str) -> (Vec<String>, Vec<u8>) {
+/// The metrics of a run without timings, and its weights.
+fn losses_and_weights(out: &str) -> (Vec<String>, Vec<u8>) {
     let record = fs::read_to_string(format!("{out}/metrics.jsonl")).unwrap();
     let timeless = |line: &str| {
         let (before, rest) = line.split_once(",\"tokens_per_s\"").unwrap();
@@ -64,9 +64,9 @@ fn left(out: &str) -> (Vec<String>, Vec<u8>) {
 }
 
 #[test]
-fn training_on_processes_has_the_bits_of_training_on_threads() {
+fn training_on_processes_matches_threads_bit_for_bit() {
     let folder = Folder::new("processes");
-    let data = text(&folder);
+    let data = write_text(&folder);
     for (count, mesh) in [(2, "dp=2"), (2, "tp=2"), (2, "pp=2"), (4, "dp=2,tp=2"), (4, "dp=4")] {
         let train = |out: &str, more: &[&str]| -> Vec<String> {
             let given =
@@ -76,19 +76,19 @@ fn training_on_processes_has_the_bits_of_training_on_threads() {
         };
         let (threads, processes) = (folder.path(&format!("t-{mesh}")), folder.path(&format!("p-{mesh}")));
         let args = train(&threads, &["--steps", "4"]);
-        well(&[Command::new(env!("CARGO_BIN_EXE_shardgrad")).args(&args).output().unwrap()]);
-        // Half of the steps, then the other half from the checkpoint.
+        assert_success(&[Command::new(env!("CARGO_BIN_EXE_shardgrad")).args(&args).output().unwrap()]);
+        // Half of the steps, then the other half resumed from the checkpoint.
         let parts: [&[&str]; 2] = [&["--steps", "2"], &["--steps", "4", "--resume"]];
         for part in parts {
             let args = train(&processes, part);
-            let outputs = run(count, &args.iter().map(String::as_str).collect::<Vec<&str>>());
-            well(&outputs);
+            let outputs = run_ranks(count, &args.iter().map(String::as_str).collect::<Vec<&str>>());
+            assert_success(&outputs);
             assert!(
-                String::from_utf8_lossy(&outputs[0].stdout).contains("the model, as transformers reads it")
+                String::from_utf8_lossy(&outputs[0].stdout).contains("the model, in Hugging Face format")
             );
-            assert!(outputs[1..].iter().all(|output| output.stdout.is_empty()), "the first rank tells");
+            assert!(outputs[1..].iter().all(|output| output.stdout.is_empty()), "only rank 0 prints");
         }
-        assert!(left(&threads) == left(&processes), "{mesh}");
+        assert!(losses_and_weights(&threads) == losses_and_weights(&processes), "{mesh}");
     }
     let model = folder.path("p-dp=2/model");
     let commands: [&[&str]; 2] = [
@@ -97,21 +97,21 @@ fn training_on_processes_has_the_bits_of_training_on_threads() {
     ];
     for args in commands {
         let threads = Command::new(env!("CARGO_BIN_EXE_shardgrad")).args(args).output().unwrap();
-        let outputs = run(2, args);
-        well(&outputs);
+        let outputs = run_ranks(2, args);
+        assert_success(&outputs);
         assert!(threads.status.success() && !threads.stdout.is_empty());
         assert_eq!([&outputs[0].stdout, &outputs[1].stdout], [&threads.stdout, &Vec::new()], "{args:?}");
     }
 }
 
 #[test]
-fn a_process_that_is_killed_ends_the_run_on_all_others() {
+fn killed_process_ends_the_run_on_all_others() {
     let folder = Folder::new("killed");
-    let (data, out) = (text(&folder), folder.path("out"));
+    let (data, out) = (write_text(&folder), folder.path("out"));
     let args = ["train", "--data", &data, "--out", &out, "--mesh", "dp=3", "--batch", "6", "--seq", "16"];
     let args = [&args[..], &["--steps", "100000", "--eval-every", "0", "--threads", "1"]].concat();
     let port = free_port();
-    let mut started: Vec<Child> = (0..3).map(|rank| start(rank, 3, port, &args)).collect();
+    let mut started: Vec<Child> = (0..3).map(|rank| spawn_rank(rank, 3, port, &args)).collect();
     let begun = Instant::now();
     while fs::read_to_string(format!("{out}/metrics.jsonl")).unwrap_or_default().lines().count() < 2 {
         assert!(begun.elapsed() < Duration::from_secs(60), "no step was taken");
@@ -121,49 +121,49 @@ fn a_process_that_is_killed_ends_the_run_on_all_others() {
     let killed = Instant::now();
     let outputs: Vec<Output> = started.into_iter().map(|child| child.wait_with_output().unwrap()).collect();
     assert!(killed.elapsed() < Duration::from_secs(10), "{:?}", killed.elapsed());
-    let (codes, told) = ended(&outputs);
-    assert_eq!(codes, [Some(1), None, Some(1)], "{told:?}");
-    // The first rank that is left reports what is known; the other one says why it ends, in a line.
+    let (codes, messages) = exit_codes_and_stderr(&outputs);
+    assert_eq!(codes, [Some(1), None, Some(1)], "{messages:?}");
+    // The lowest surviving rank reports the details; the other rank prints one line.
     let short =
         |rank: usize| format!("error: rank 1's process ended (killed or crashed); rank {rank} stops too\n");
-    assert!(told[0].contains(&short(0)) && told[0].contains("\n  last call  #"), "{}", told[0]);
-    assert!(told[2].ends_with(&short(2)), "{}", told[2]);
+    assert!(messages[0].contains(&short(0)) && messages[0].contains("\n  last call  #"), "{}", messages[0]);
+    assert!(messages[2].ends_with(&short(2)), "{}", messages[2]);
 }
 
 #[test]
-fn a_process_that_stands_still_is_named_when_a_wait_has_lasted_too_long() {
+fn timeout_names_a_stopped_process() {
     let folder = Folder::new("still");
-    let (data, out) = (text(&folder), folder.path("out"));
+    let (data, out) = (write_text(&folder), folder.path("out"));
     let args = ["train", "--data", &data, "--out", &out, "--batch", "4", "--seq", "16", "--timeout", "4"];
     let args = [&args[..], &["--steps", "100000", "--eval-every", "0", "--threads", "1"]].concat();
     let port = free_port();
-    let [first, mut second] = [0, 1].map(|rank| start(rank, 2, port, &args));
+    let [first, mut second] = [0, 1].map(|rank| spawn_rank(rank, 2, port, &args));
     let begun = Instant::now();
     while fs::read_to_string(format!("{out}/metrics.jsonl")).unwrap_or_default().lines().count() < 2 {
         assert!(begun.elapsed() < Duration::from_secs(60), "no step was taken");
         thread::sleep(Duration::from_millis(20));
     }
     assert!(Command::new("kill").args(["-STOP", &second.id().to_string()]).status().unwrap().success());
-    let (codes, told) = ended(&[first.wait_with_output().unwrap()]);
+    let (codes, messages) = exit_codes_and_stderr(&[first.wait_with_output().unwrap()]);
     second.kill().unwrap();
     second.wait().unwrap();
-    assert_eq!(codes, [Some(1)], "{told:?}");
+    assert_eq!(codes, [Some(1)], "{messages:?}");
     assert!(
-        told[0].contains("rank 0 waited more than 4s in #") && told[0].contains("for rank 1"),
-        "{told:?}"
+        messages[0].contains("rank 0 waited more than 4s in #") && messages[0].contains("for rank 1"),
+        "{messages:?}"
     );
-    assert!(told[0].contains("absent     no sign of life from rank 1 for "), "{told:?}");
-    assert!(told[0].contains(" s; its last call was #") && !told[0].contains("computing since"), "{told:?}");
+    assert!(messages[0].contains("absent     no heartbeat from rank 1 for "), "{messages:?}");
+    assert!(messages[0].contains(" s; its last call was #") && !messages[0].contains("computing since"), "{messages:?}");
 }
 
 #[test]
-fn a_signal_to_all_processes_is_reported_by_the_first() {
+fn signal_to_all_processes_is_reported_by_rank_zero() {
     let folder = Folder::new("interrupted");
-    let (data, out) = (text(&folder), folder.path("out"));
+    let (data, out) = (write_text(&folder), folder.path("out"));
     let args = ["train", "--data", &data, "--out", &out, "--batch", "4", "--seq", "16", "--steps", "100000"];
     let args = [&args[..], &["--eval-every", "0", "--threads", "1"]].concat();
     let port = free_port();
-    let started = [0, 1].map(|rank| start(rank, 2, port, &args));
+    let started = [0, 1].map(|rank| spawn_rank(rank, 2, port, &args));
     let begun = Instant::now();
     while fs::read_to_string(format!("{out}/metrics.jsonl")).unwrap_or_default().lines().count() < 2 {
         assert!(begun.elapsed() < Duration::from_secs(60), "no step was taken");
@@ -171,61 +171,61 @@ fn a_signal_to_all_processes_is_reported_by_the_first() {
     }
     let ids = started.each_ref().map(|child| child.id().to_string());
     assert!(Command::new("kill").arg("-INT").args(&ids).status().unwrap().success());
-    let (codes, told) = ended(&started.map(|child| child.wait_with_output().unwrap()));
-    assert_eq!(codes, [Some(130); 2], "{told:?}");
-    assert!(told[0].contains("error: stopped by SIGINT after step ") && told[1].is_empty(), "{told:?}");
+    let (codes, messages) = exit_codes_and_stderr(&started.map(|child| child.wait_with_output().unwrap()));
+    assert_eq!(codes, [Some(130); 2], "{messages:?}");
+    assert!(messages[0].contains("error: stopped by SIGINT after step ") && messages[1].is_empty(), "{messages:?}");
 }
 
 #[test]
-fn a_loss_that_is_not_finite_is_explained_by_the_first_process() {
+fn non_finite_loss_is_explained_by_rank_zero() {
     let folder = Folder::new("not-finite");
-    let (data, out) = (text(&folder), folder.path("out"));
+    let (data, out) = (write_text(&folder), folder.path("out"));
     let args = ["train", "--data", &data, "--out", &out, "--batch", "4", "--seq", "16", "--steps", "9"];
     let args =
         [&args[..], &["--eval-every", "0", "--threads", "1", "--warmup", "0", "--lr", "1e30"]].concat();
-    let (codes, told) = ended(&run(2, &args));
-    assert_eq!(codes, [Some(1); 2], "{told:?}");
+    let (codes, messages) = exit_codes_and_stderr(&run_ranks(2, &args));
+    assert_eq!(codes, [Some(1); 2], "{messages:?}");
     let line = |text: &str| text.lines().next().unwrap().to_string();
     assert!(
-        told[0].starts_with("error: step 2: the loss is NaN") && told[0].contains("\n  first      "),
-        "{told:?}"
+        messages[0].starts_with("error: step 2: the loss is NaN") && messages[0].contains("\n  first      "),
+        "{messages:?}"
     );
-    assert_eq!(told[1], format!("{}\n", line(&told[0])));
+    assert_eq!(messages[1], format!("{}\n", line(&messages[0])));
 }
 
 #[test]
-fn what_a_launcher_tells_wrong_is_misuse() {
+fn invalid_launcher_variables_are_usage_errors() {
     let folder = Folder::new("launcher");
-    let (data, out) = (text(&folder), folder.path("out"));
+    let (data, out) = (write_text(&folder), folder.path("out"));
     let train = ["train", "--data", &data, "--out", &out, "--seq", "16", "--steps", "2", "--eval-every", "0"];
     let alone = |variables: &[(&str, &str)], more: &[&str]| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_shardgrad"));
         let output = command.args(train).args(more).envs(variables.iter().copied()).output().unwrap();
-        (output.status.code(), said(&output))
+        (output.status.code(), stderr(&output))
     };
     let address = [("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "9")];
     let with = |rank, count| [&[("RANK", rank), ("WORLD_SIZE", count)], &address[..]].concat();
     for (variables, more, why) in [
         (with("0", "2")[..2].to_vec(), &[][..], "WORLD_SIZE is 2, but MASTER_ADDR is not set"),
         (with("2", "2"), &[], "RANK is 2, but WORLD_SIZE is 2"),
-        (with("x", "2"), &[], "RANK is `x`, which is no count"),
+        (with("x", "2"), &[], "RANK is `x`, which is not a whole number"),
         (vec![("JOB_COMPLETION_INDEX", "2")], &[], "but RANK, WORLD_SIZE and MASTER_ADDR are not set"),
-        (with("0", "3"), &["--mesh", "dp=2"], "--mesh gives 2 rank(s), but 3 processes were started"),
+        (with("0", "3"), &["--mesh", "dp=2"], "--mesh has 2 rank(s), but 3 processes were started"),
     ] {
-        let (code, told) = alone(&variables, more);
-        assert!(code == Some(2) && told.contains(why), "{told}");
+        let (code, message) = alone(&variables, more);
+        assert!(code == Some(2) && message.contains(why), "{message}");
     }
-    // Nobody else comes; somebody else listens.
+    // Rank 0 is missing; then another program listens on the port.
     let port = free_port().to_string();
     let lonely = [("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", &*port)];
-    let (code, told) = alone(&lonely, &["--timeout", "1"]);
-    assert!(code == Some(1) && told.contains("rank 1 did not connect to rank 0 (127.0.0.1:"), "{told}");
+    let (code, message) = alone(&lonely, &["--timeout", "1"]);
+    assert!(code == Some(1) && message.contains("rank 1 did not connect to rank 0 (127.0.0.1:"), "{message}");
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port().to_string();
     let first = [("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", &*port)];
-    let (code, told) = alone(&first, &[]);
+    let (code, message) = alone(&first, &[]);
     assert!(
-        code == Some(2) && told.contains("cannot listen at port") && told.contains("SHARDGRAD_PORT"),
-        "{told}"
+        code == Some(2) && message.contains("cannot listen on port") && message.contains("SHARDGRAD_PORT"),
+        "{message}"
     );
 }

@@ -1,22 +1,22 @@
-//! Processes that start as ranks of one run: what they must have alike, and that a start which one of them cannot take part in ends
-//! on all of them at once.
+//! The start of runs with several processes: options and inputs must be equal on all ranks, and a failure of one rank ends the start
+//! on all at once.
 
 use crate::cli::Folder;
-use crate::processes::{ended, free_port, said, start, text, well};
+use crate::processes::{assert_success, exit_codes_and_stderr, free_port, spawn_rank, stderr, write_text};
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Output};
 use std::time::{Duration, Instant};
 
-/// Runs one process for each list of arguments, all with the same first ones, to the end of all: their codes and what they said.
-/// Nobody waits for the limit of a minute.
+/// Runs one process per rank with the arguments `args` and its `own`. Returns exit codes and standard errors. Asserts that no rank
+/// waited for the timeout of a minute.
 fn run<'a>(ranks: &[usize], args: &[&'a str], own: &[&[&'a str]]) -> (Vec<Option<i32>>, Vec<String>) {
     let (port, begun, count) = (free_port(), Instant::now(), ranks.iter().max().unwrap() + 1);
-    let start = |(rank, own): (&usize, &&[&'a str])| start(*rank, count, port, &[args, own].concat());
-    let started: Vec<Child> = ranks.iter().zip(own).map(start).collect();
+    let spawn = |(rank, own): (&usize, &&[&'a str])| spawn_rank(*rank, count, port, &[args, own].concat());
+    let started: Vec<Child> = ranks.iter().zip(own).map(spawn).collect();
     let outputs: Vec<Output> = started.into_iter().map(|child| child.wait_with_output().unwrap()).collect();
     assert!(begun.elapsed() < Duration::from_secs(50), "{:?}", begun.elapsed());
-    ended(&outputs)
+    exit_codes_and_stderr(&outputs)
 }
 
 fn train<'a>(data: &'a str, out: &'a str) -> Vec<&'a str> {
@@ -39,9 +39,9 @@ fn train<'a>(data: &'a str, out: &'a str) -> Vec<&'a str> {
 }
 
 #[test]
-fn ranks_with_different_options_or_data_train_nothing_and_name_both_values() {
+fn different_options_or_data_are_an_error_with_both_values() {
     let folder = Folder::new("unlike");
-    let (data, out) = (text(&folder), folder.path("out"));
+    let (data, out) = (write_text(&folder), folder.path("out"));
     let other = folder.file("other", fs::read_to_string(&data).unwrap().replacen("fox", "cat", 1));
     let args = train(&data, &out);
     for (own, why) in [
@@ -56,28 +56,28 @@ fn ranks_with_different_options_or_data_train_nothing_and_name_both_values() {
         ),
         (["--mesh", "tp=2"], "ranks got different meshes: mesh(dp=2) on rank 0, mesh(tp=2) on rank 1"),
     ] {
-        let (codes, told) = run(&[0, 1], &args, &[&[], &own]);
-        assert_eq!(codes, [Some(2); 2], "{told:?}");
-        assert!(told.iter().all(|text| text.contains(&format!("error: {why}\n"))), "{why} in {told:?}");
+        let (codes, messages) = run(&[0, 1], &args, &[&[], &own]);
+        assert_eq!(codes, [Some(2); 2], "{messages:?}");
+        assert!(messages.iter().all(|text| text.contains(&format!("error: {why}\n"))), "{why} in {messages:?}");
     }
     for mesh in ["dp=2", "pp=2"] {
         let args = ["train", "--out", &out, "--seq", "16", "--batch", "4", "--steps", "2", "--mesh", mesh];
-        let (codes, told) = run(&[0, 1], &args, &[&["--data", &data], &["--data", &other]]);
-        assert_eq!(codes, [Some(2); 2], "{told:?}");
+        let (codes, messages) = run(&[0, 1], &args, &[&["--data", &data], &["--data", &other]]);
+        assert_eq!(codes, [Some(2); 2], "{messages:?}");
         let why = "error: ranks got different inputs: the hash of the data is ";
-        assert!(told.iter().all(|text| text.contains(why)), "{told:?}");
+        assert!(messages.iter().all(|text| text.contains(why)), "{messages:?}");
     }
     assert!(!fs::exists(format!("{out}/metrics.jsonl")).unwrap(), "a step was taken");
 }
 
 #[test]
-fn ranks_with_different_checkpoints_or_models_say_so() {
+fn different_checkpoints_or_models_are_an_error() {
     let folder = Folder::new("unlike-start");
-    let (data, out, other) = (text(&folder), folder.path("out"), folder.path("other"));
+    let (data, out, other) = (write_text(&folder), folder.path("out"), folder.path("other"));
     let args = [&train(&data, &out)[..], &["--save-every", "1", "--mesh", "dp=2"]].concat();
     let shardgrad =
         |args: &[&str]| Command::new(env!("CARGO_BIN_EXE_shardgrad")).args(args).output().unwrap();
-    well(&[shardgrad(&args)]);
+    assert_success(&[shardgrad(&args)]);
     let resumed = [
         "train",
         "--data",
@@ -94,14 +94,14 @@ fn ranks_with_different_checkpoints_or_models_say_so() {
     ];
     for (steps, next) in [("3", "3 (checkpoint with hash "), ("2", "none on rank 0, 1 on rank 1")] {
         let args = [&resumed[..], &["--steps", steps]].concat();
-        let (codes, told) = run(&[0, 1], &args, &[&["--out", &out], &["--out", &other]]);
-        assert_eq!(codes, [Some(2); 2], "{told:?}");
+        let (codes, messages) = run(&[0, 1], &args, &[&["--out", &out], &["--out", &other]]);
+        assert_eq!(codes, [Some(2); 2], "{messages:?}");
         let why = format!("error: ranks got different starting points: the next step is {next}");
-        assert!(told.iter().all(|text| text.contains(&why)), "{told:?}");
+        assert!(messages.iter().all(|text| text.contains(&why)), "{messages:?}");
     }
-    // All done on both.
-    let (codes, told) = run(&[0, 1], &[&resumed[..], &["--steps", "2", "--out", &out]].concat(), &[&[], &[]]);
-    assert_eq!(codes, [Some(0); 2], "{told:?}");
+    // Equal checkpoints on both, and no step left.
+    let (codes, messages) = run(&[0, 1], &[&resumed[..], &["--steps", "2", "--out", &out]].concat(), &[&[], &[]]);
+    assert_eq!(codes, [Some(0); 2], "{messages:?}");
     let (one, two) = (format!("{out}/model"), folder.path("two"));
     fs::create_dir(&two).unwrap();
     fs::copy(format!("{one}/config.json"), format!("{two}/config.json")).unwrap();
@@ -109,59 +109,59 @@ fn ranks_with_different_checkpoints_or_models_say_so() {
     *weights.last_mut().unwrap() ^= 1;
     fs::write(format!("{two}/model.safetensors"), weights).unwrap();
     let args = ["generate", "--prompt", "The", "--tokens", "2", "--mesh", "tp=2"];
-    let (codes, told) = run(&[0, 1], &args, &[&["--model", &one], &["--model", &two]]);
-    assert_eq!(codes, [Some(2); 2], "{told:?}");
+    let (codes, messages) = run(&[0, 1], &args, &[&["--model", &one], &["--model", &two]]);
+    assert_eq!(codes, [Some(2); 2], "{messages:?}");
     let why = "error: ranks got different inputs: the hash of the weights is ";
-    assert!(told.iter().all(|text| text.contains(why)), "{told:?}");
+    assert!(messages.iter().all(|text| text.contains(why)), "{messages:?}");
 }
 
 #[test]
-fn a_rank_that_refuses_its_arguments_ends_all_others_at_once() {
+fn invalid_arguments_of_one_rank_end_all_others_at_once() {
     let folder = Folder::new("refuses");
-    let (data, out) = (text(&folder), folder.path("out"));
+    let (data, out) = (write_text(&folder), folder.path("out"));
     let args = train(&data, &out);
     let none: &[&str] = &[];
     for (rank, own, why) in [
         (1, &["--bad"][..], "unexpected argument '--bad' found"),
         (0, &["--lr", "-1"], "invalid value '-1' for '--lr <RATE>': must be a number above 0"),
-        (1, &["--warmup", "9"], "the options contradict each other"),
-        (2, &["--mesh", "dp=2"], "--mesh gives 2 rank(s), but 3 processes were started"),
+        (1, &["--warmup", "9"], "some options contradict each other"),
+        (2, &["--mesh", "dp=2"], "--mesh has 2 rank(s), but 3 processes were started"),
     ] {
         let mut each = [none; 3];
         each[rank] = own;
-        let (codes, told) = run(&[0, 1, 2], &args, &each);
-        assert_eq!(codes, [Some(2); 3], "{told:?}");
-        for (at, text) in told.iter().enumerate() {
-            let told =
+        let (codes, messages) = run(&[0, 1, 2], &args, &each);
+        assert_eq!(codes, [Some(2); 3], "{messages:?}");
+        for (at, text) in messages.iter().enumerate() {
+            let expected =
                 if at == rank { why.to_string() } else { format!("rank {rank} refused to start: {why}") };
-            assert!(text.contains(&format!("error: {told}")), "{told} in {text}");
+            assert!(text.contains(&format!("error: {expected}")), "{expected} in {text}");
             assert!(at == rank || !text.contains("Usage:"), "{text}");
         }
     }
     let args = ["train", "--out", &out, "--seq", "16", "--steps", "2", "--data"];
-    let (codes, told) = run(&[0, 1], &args, &[&[&data], &["/no/such/text"]]);
-    assert_eq!(codes, [Some(2); 2], "{told:?}");
+    let (codes, messages) = run(&[0, 1], &args, &[&[&data], &["/no/such/text"]]);
+    assert_eq!(codes, [Some(2); 2], "{messages:?}");
     assert!(
-        told[0].contains("error: rank 1 refused to start: /no/such/text: there is no such file"),
-        "{told:?}"
+        messages[0].contains("error: rank 1 refused to start: /no/such/text: no such file"),
+        "{messages:?}"
     );
 }
 
 #[test]
-fn two_processes_with_one_rank_end_all() {
+fn two_processes_with_one_rank_end_the_start_on_all() {
     let folder = Folder::new("twins");
-    let (data, out) = (text(&folder), folder.path("out"));
-    let (codes, told) = run(&[0, 1, 1, 2], &train(&data, &out), &[&[][..]; 4]);
-    assert_eq!(codes, [Some(2); 4], "{told:?}");
-    assert!(told.iter().all(|text| text.contains("error: two processes were started as rank 1")), "{told:?}");
+    let (data, out) = (write_text(&folder), folder.path("out"));
+    let (codes, messages) = run(&[0, 1, 1, 2], &train(&data, &out), &[&[][..]; 4]);
+    assert_eq!(codes, [Some(2); 4], "{messages:?}");
+    assert!(messages.iter().all(|text| text.contains("error: two processes were started as rank 1")), "{messages:?}");
 }
 
 #[test]
-fn a_long_wait_is_reported_and_a_process_that_is_killed_in_it_ends_the_others() {
+fn long_wait_is_reported_and_a_killed_process_ends_it() {
     let folder = Folder::new("waits");
-    let (data, out) = (text(&folder), folder.path("out"));
+    let (data, out) = (write_text(&folder), folder.path("out"));
     let port = free_port();
-    let [mut zero, mut one] = [0, 1].map(|rank| start(rank, 3, port, &train(&data, &out)));
+    let [mut zero, mut one] = [0, 1].map(|rank| spawn_rank(rank, 3, port, &train(&data, &out)));
     let mut lines = BufReader::new(zero.stderr.take().unwrap()).lines().map(Result::unwrap);
     let line = lines.next().unwrap();
     assert_eq!(line, format!("waiting for rank 2 to connect to rank 0 (127.0.0.1:{port}) (5 s so far)"));
@@ -175,7 +175,7 @@ fn a_long_wait_is_reported_and_a_process_that_is_killed_in_it_ends_the_others() 
 }
 
 #[test]
-fn a_long_argument_is_cut_in_messages() {
+fn long_arguments_are_truncated_in_messages() {
     let long = "é".repeat(10_000);
     let shown = format!("{}...", "é".repeat(80));
     for args in [
@@ -186,8 +186,8 @@ fn a_long_argument_is_cut_in_messages() {
         &[&long],
     ] {
         let output = Command::new(env!("CARGO_BIN_EXE_shardgrad")).args(args).output().unwrap();
-        let told = said(&output);
-        assert!(output.status.code() == Some(2) && told.contains(&shown), "{told}");
-        assert!(told.chars().count() < 1000, "{told}");
+        let message = stderr(&output);
+        assert!(output.status.code() == Some(2) && message.contains(&shown), "{message}");
+        assert!(message.chars().count() < 1000, "{message}");
     }
 }

@@ -1,7 +1,7 @@
-//! `train --save-every` and `--resume`: a run that goes on leaves what one that never stopped leaves, byte for byte; what is not of
-//! the same run is refused, and what was not finished is passed over.
+//! `train --save-every` and `--resume`: a resumed run is bitwise equal to an uninterrupted one; checkpoints of another run are refused, and
+//! unfinished ones skipped.
 
-use crate::cli::{Folder, shardgrad, told};
+use crate::cli::{Folder, shardgrad, exit_code_and_stderr};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs;
@@ -9,7 +9,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// What all runs here are told.
+/// Options of all runs here.
 pub(crate) const SMALL: [&str; 10] =
     ["--batch", "4", "--seq", "16", "--lr-schedule", "constant", "--warmup", "2", "--eval-every", "2"];
 
@@ -17,27 +17,27 @@ pub(crate) fn text(folder: &Folder) -> String {
     folder.file("text", "The quick brown fox jumps over the lazy dog. ".repeat(60))
 }
 
-/// Runs `train` to its end.
+/// Runs `train`, which must succeed.
 pub(crate) fn train(args: &[&str]) {
-    let (code, said) = told(&[&["train"], &SMALL[..], args].concat());
-    assert_eq!(code, 0, "{args:?}: {said}");
+    let (code, message) = exit_code_and_stderr(&[&["train"], &SMALL[..], args].concat());
+    assert_eq!(code, 0, "{args:?}: {message}");
 }
 
-/// Runs `train` to an end of another kind.
+/// Runs `train`, which must be refused; returns stderr.
 pub(crate) fn refused(args: &[&str]) -> String {
-    let (code, said) = told(&[&["train"], &SMALL[..], args].concat());
-    assert_eq!(code, 2, "{args:?}: {said}");
-    said
+    let (code, message) = exit_code_and_stderr(&[&["train"], &SMALL[..], args].concat());
+    assert_eq!(code, 2, "{args:?}: {message}");
+    message
 }
 
-/// The files of a folder, with their bytes.
+/// Returns the files of a folder, with their contents.
 pub(crate) fn files(dir: &Path) -> BTreeMap<String, Vec<u8>> {
     let entries = fs::read_dir(dir).unwrap_or_else(|e| panic!("{}: {e}", dir.display()));
     let entries = entries.map(|entry| entry.unwrap());
     entries.map(|e| (e.file_name().into_string().unwrap(), fs::read(e.path()).unwrap())).collect()
 }
 
-/// What the record of a run says of its steps, but for times.
+/// Returns the metrics of a run without times.
 pub(crate) fn record(out: &Path) -> Vec<Value> {
     let lines = fs::read_to_string(out.join("metrics.jsonl")).unwrap();
     let entry = |line: &str| {
@@ -50,7 +50,7 @@ pub(crate) fn record(out: &Path) -> Vec<Value> {
     lines.lines().map(entry).collect()
 }
 
-/// The names of the checkpoints of a folder, and of what is not finished.
+/// Returns the names of the checkpoints of a folder, unfinished ones included.
 pub(crate) fn checkpoints(out: &Path) -> Vec<String> {
     let names = fs::read_dir(out).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap());
     let mut names: Vec<String> = names.filter(|name| name.starts_with("checkpoint-")).collect();
@@ -58,7 +58,7 @@ pub(crate) fn checkpoints(out: &Path) -> Vec<String> {
     names
 }
 
-/// Without the times and the step count that were asked for, which are noted too.
+/// Returns the run state of a checkpoint without the `steps` option.
 fn state(dir: &Path) -> Value {
     let mut state: Value =
         serde_json::from_str(&fs::read_to_string(dir.join("trainer_state.json")).unwrap()).unwrap();
@@ -67,7 +67,7 @@ fn state(dir: &Path) -> Value {
 }
 
 #[test]
-fn a_run_that_goes_on_leaves_what_one_that_never_stopped_leaves() {
+fn resumed_run_is_bitwise_equal_to_an_uninterrupted_run() {
     let folder = Folder::new("resumed");
     let data = text(&folder);
     for (name, more) in [
@@ -118,7 +118,7 @@ fn a_run_that_goes_on_leaves_what_one_that_never_stopped_leaves() {
 }
 
 #[test]
-fn another_mesh_goes_on_to_rounding_and_is_told() {
+fn resume_on_another_mesh_is_equal_to_rounding_and_reported() {
     let folder = Folder::new("resumed-mesh");
     let data = text(&folder);
     let out = |name: &str| folder.path(name);
@@ -126,12 +126,12 @@ fn another_mesh_goes_on_to_rounding_and_is_told() {
     train(&[&common[..], &["--out", &out("whole"), "--steps", "6", "--mesh", "dp=1"]].concat());
     train(&[&common[..], &["--out", &out("first"), "--steps", "3", "--mesh", "dp=2,tp=2"]].concat());
     let from = out("first/checkpoint-3");
-    // Four heads are not split over three ranks evenly, but they are split.
+    // Four heads are sharded unevenly over three ranks.
     for mesh in ["dp=1", "pp=2", "tp=3,pp=2"] {
         let to = out(mesh);
         let args = [&common[..], &["--out", &to, "--steps", "6", "--mesh", mesh, "--resume", &from]].concat();
-        let (code, said) = told(&[&["train"], &SMALL[..], &args].concat());
-        assert!(code == 0 && said.contains("resuming with a changed option: --mesh "), "{said}");
+        let (code, message) = exit_code_and_stderr(&[&["train"], &SMALL[..], &args].concat());
+        assert!(code == 0 && message.contains("resuming with a changed option: --mesh "), "{message}");
         let [expected, found] = ["whole", mesh].map(|name| record(Path::new(&out(name))));
         assert_eq!(found.len(), 6);
         for (a, b) in expected.iter().zip(&found) {
@@ -143,15 +143,15 @@ fn another_mesh_goes_on_to_rounding_and_is_told() {
 }
 
 #[test]
-fn what_is_not_the_same_run_is_refused_line_by_line() {
+fn resume_of_another_run_is_refused_with_each_difference() {
     let folder = Folder::new("resumed-other");
     let (data, out) = (text(&folder), folder.path("out"));
     let other = folder.file("other", "the quick brown fox jumps over the lazy dog. ".repeat(60));
     let common = ["--out", &out, "--mesh", "dp=1", "--save-every", "2"];
     let run = |data: &str, more: &[&str]| refused(&[&["--data", data], &common[..], more].concat());
     for none in [&out, &folder.path("nowhere"), &folder.path("out/checkpoint-4")] {
-        let said = run(&data, &["--resume", none]);
-        assert!(said.contains("there is no checkpoint in") && said.contains("begins anew where"), "{said}");
+        let message = run(&data, &["--resume", none]);
+        assert!(message.contains("no checkpoint in") && message.contains("starts from scratch if"), "{message}");
     }
     train(&[&["--data", &data, "--steps", "4"], &common[..]].concat());
     let before = files(&Path::new(&out).join("checkpoint-4"));
@@ -161,9 +161,9 @@ fn what_is_not_the_same_run_is_refused_line_by_line() {
         (&data, &["--no-shuffle"], &["--no-shuffle true (checkpoint: false)"]),
         (&data, &["--param-dtype", "f64"], &["--param-dtype f64"]),
         (&data, &["--preset", "llama-tiny"], &["config.json "]),
-        (&other, &[], &["the data are not those of the checkpoint"]),
+        (&other, &[], &["the data differs from that of the checkpoint"]),
     ] {
-        // The later --batch counts.
+        // An option may be given once, so it replaces that of SMALL.
         let mut args = vec!["train", "--data", data];
         args.extend(SMALL);
         for pair in more.chunks(2).filter(|pair| ["--batch", "--seq"].contains(&pair[0])) {
@@ -172,47 +172,47 @@ fn what_is_not_the_same_run_is_refused_line_by_line() {
         }
         let rest = more.chunks(2).filter(|pair| !["--batch", "--seq"].contains(&pair[0])).flatten().copied();
         args.extend(common.iter().copied().chain(rest).chain(["--resume"]));
-        let (code, said) = told(&args);
-        assert_eq!(code, 2, "{more:?}: {said}");
+        let (code, message) = exit_code_and_stderr(&args);
+        assert_eq!(code, 2, "{more:?}: {message}");
         parts
             .iter()
-            .for_each(|part| assert!(said.contains(part), "{more:?} should mention `{part}`: {said}"));
+            .for_each(|part| assert!(message.contains(part), "{more:?} should mention `{part}`: {message}"));
     }
-    // Who begins anew does not mix runs, and says nothing is kept without being asked.
-    let said = run(&data, &["--steps", "2"]);
-    assert!(said.contains("checkpoint-4 is of another run") && said.contains("--resume"), "{said}");
-    let said = run(&data, &["--resume", &format!("{out}/checkpoint-2")]);
-    assert!(said.contains("checkpoint-4 is of later steps"), "{said}");
-    let said = refused(&["--data", &data, "--out", &out, "--keep", "3"]);
-    assert!(said.contains("--keep has no meaning without --save-every"), "{said}");
+    // A new run does not mix its checkpoints with those of another.
+    let message = run(&data, &["--steps", "2"]);
+    assert!(message.contains("checkpoint-4 is of another run") && message.contains("--resume"), "{message}");
+    let message = run(&data, &["--resume", &format!("{out}/checkpoint-2")]);
+    assert!(message.contains("checkpoint-4 is of later steps"), "{message}");
+    let message = refused(&["--data", &data, "--out", &out, "--keep", "3"]);
+    assert!(message.contains("--keep has no effect without --save-every"), "{message}");
     assert_eq!(files(&Path::new(&out).join("checkpoint-4")), before);
 }
 
 #[test]
-fn what_was_not_finished_is_passed_over() {
+fn unfinished_checkpoints_are_skipped() {
     let folder = Folder::new("resumed-unfinished");
     let (data, out) = (text(&folder), folder.path("out"));
     let common = ["--data", &data, "--out", &out, "--mesh", "dp=1", "--save-every", "2", "--keep", "3"];
     train(&[&common[..], &["--steps", "4"]].concat());
     let newest = Path::new(&out).join("checkpoint-4");
     let whole = files(&newest);
-    // As a killed save, and a copy that broke off, leave them.
+    // As left by a killed save and an interrupted copy.
     fs::remove_file(newest.join("trainer_state.json")).unwrap();
     let half = Path::new(&out).join("checkpoint-6.tmp-4294967294");
     fs::create_dir(&half).unwrap();
     fs::write(half.join("model.safetensors"), "half").unwrap();
     fs::write(newest.join("model.safetensors"), "half").unwrap();
     fs::write(newest.join("optimizer.safetensors"), "half").unwrap();
-    // How many stay is known without --keep.
+    // --keep is taken from the resumed run.
     let last = [&common[..8], &["--steps", "6", "--resume"]].concat();
-    let (code, said) = told(&[&["train"], &SMALL[..], &last].concat());
-    assert_eq!(code, 0, "{said}");
+    let (code, message) = exit_code_and_stderr(&[&["train"], &SMALL[..], &last].concat());
+    assert_eq!(code, 0, "{message}");
     for path in [&half, &newest] {
-        assert!(said.contains(&format!("passing over {}", path.display())), "{said}");
+        assert!(message.contains(&format!("skipping {}", path.display())), "{message}");
     }
     assert!(
-        said.contains("metrics.jsonl: dropped 2 lines of metrics: later than step 2, or damaged"),
-        "{said}"
+        message.contains("metrics.jsonl: dropped 2 lines of metrics: later than step 2, or damaged"),
+        "{message}"
     );
     assert_eq!(checkpoints(Path::new(&out)), ["checkpoint-2", "checkpoint-4", "checkpoint-6"]);
     let weights = |files: &BTreeMap<String, Vec<u8>>| files["model.safetensors"].clone();
@@ -221,79 +221,79 @@ fn what_was_not_finished_is_passed_over() {
 }
 
 #[test]
-fn one_command_is_given_again_until_the_run_is_done() {
+fn resume_command_can_be_repeated_until_done() {
     let folder = Folder::new("resumed-again");
     let (data, out) = (text(&folder), folder.path("out"));
     let common = ["--data", &data, "--out", &out, "--mesh", "dp=1", "--save-every", "2", "--resume"];
-    let given = |more: &[&str]| told(&[&["train"], &SMALL[..], &common, more].concat());
-    let (code, said) = given(&["--steps", "4"]);
+    let given = |more: &[&str]| exit_code_and_stderr(&[&["train"], &SMALL[..], &common, more].concat());
+    let (code, message) = given(&["--steps", "4"]);
     assert!(
-        code == 0 && said.contains(&format!("there is no checkpoint in {out} yet: the run begins anew")),
-        "{said}"
+        code == 0 && message.contains(&format!("no checkpoint in {out} yet: starting from scratch")),
+        "{message}"
     );
-    assert!(!said.contains("going on"), "{said}");
+    assert!(!message.contains("resuming after"), "{message}");
     let left = || (files(&Path::new(&out).join("checkpoint-4")), files(&Path::new(&out).join("model")));
     let (before, lines) = (left(), record(Path::new(&out)));
-    // As often as somebody likes, and with fewer steps than were taken.
+    // Repeatedly, and with fewer steps than done.
     for steps in ["4", "4", "3"] {
-        let (code, said) = given(&["--steps", steps]);
-        let over = format!("nothing is left to do: {out}/checkpoint-4 is of step 4, and --steps is {steps}");
-        assert!(code == 0 && said.contains(&over), "{said}");
+        let (code, message) = given(&["--steps", steps]);
+        let over = format!("nothing left to do: {out}/checkpoint-4 is of step 4, and --steps is {steps}");
+        assert!(code == 0 && message.contains(&over), "{message}");
         let printed = shardgrad(&[&["train", "--steps", steps, "--json"], &SMALL[..], &common].concat());
         assert!(printed.status.success() && printed.stdout.is_empty());
         assert!(left() == before && record(Path::new(&out)) == lines);
     }
-    let (code, said) = given(&["--steps", "4", "--seed", "7"]);
-    assert!(code == 2 && said.contains("is of another run"), "{said}");
-    let (code, said) = given(&["--steps", "6"]);
-    assert!(code == 0 && record(Path::new(&out)).len() == 6, "{said}");
-    // What has the name of a checkpoint and is none is in the way of a new run.
+    let (code, message) = given(&["--steps", "4", "--seed", "7"]);
+    assert!(code == 2 && message.contains("belongs to another run"), "{message}");
+    let (code, message) = given(&["--steps", "6"]);
+    assert!(code == 0 && record(Path::new(&out)).len() == 6, "{message}");
+    // A folder named like a checkpoint that is not one is refused.
     let other = folder.0.join("other/checkpoint-2");
     fs::create_dir_all(&other).unwrap();
     fs::write(other.join("config.json"), "of another program").unwrap();
-    let said = refused(&["--data", &data, "--out", &folder.path("other"), "--resume"]);
-    assert!(said.contains("has the name of a checkpoint and is none"), "{said}");
+    let message = refused(&["--data", &data, "--out", &folder.path("other"), "--resume"]);
+    assert!(message.contains("is named like a checkpoint but is not one"), "{message}");
 }
 
 #[test]
-fn a_run_whose_steps_are_done_leaves_its_model() {
+fn finished_run_restores_a_missing_model() {
     let folder = Folder::new("resumed-done");
     let (data, out) = (text(&folder), folder.path("out"));
     let (model, svg) = (Path::new(&out).join("model"), Path::new(&out).join("loss.svg"));
     let common = ["--data", &data, "--mesh", "dp=2", "--save-every", "2", "--keep", "9"];
     let given = |out: &str, more: &[&str]| {
-        let (code, said) =
-            told(&[&["train"], &SMALL[..], &common, &["--out", out, "--resume"], more].concat());
-        assert_eq!(code, 0, "{said}");
-        said
+        let (code, message) =
+            exit_code_and_stderr(&[&["train"], &SMALL[..], &common, &["--out", out, "--resume"], more].concat());
+        assert_eq!(code, 0, "{message}");
+        message
     };
     given(&out, &["--steps", "4"]);
     let (expected, lines) = (files(&model), record(Path::new(&out)));
     let writes = |step: usize| {
         format!(
-            "nothing is left to do but to write the model: {out}/checkpoint-4 is of step 4, and --steps is {step}"
+            "nothing left to do except writing the model: {out}/checkpoint-4 is of step 4, and --steps is {step}"
         )
     };
-    // As a disk that was full, a kill and a slip leave it.
+    // As left by a full disk, a kill or a mistake.
     for lacking in ["", "model.safetensors", "config.json"] {
         match lacking {
             "" => fs::remove_dir_all(&model).unwrap(),
             name => fs::remove_file(model.join(name)).unwrap(),
         }
         fs::remove_file(&svg).unwrap();
-        let said = given(&out, &["--steps", "4"]);
-        assert!(said.contains(&writes(4)), "{lacking}: {said}");
+        let message = given(&out, &["--steps", "4"]);
+        assert!(message.contains(&writes(4)), "{lacking}: {message}");
         assert!(files(&model) == expected && svg.exists() && record(Path::new(&out)) == lines, "{lacking}");
-        let said = given(&out, &["--steps", "4"]);
-        assert!(said.contains("nothing is left to do: "), "{said}");
+        let message = given(&out, &["--steps", "4"]);
+        assert!(message.contains("nothing left to do: "), "{message}");
     }
-    // In another folder, and where a model of other steps lies beside a checkpoint that was left on the way.
+    // In another folder, and with a model of other steps beside an intermediate checkpoint.
     let named = format!("{out}/checkpoint-4");
     let other = folder.path("other");
-    let (code, said) = told(
+    let (code, message) = exit_code_and_stderr(
         &[&["train"], &SMALL[..], &common, &["--out", &other, "--steps", "3", "--resume", &named]].concat(),
     );
-    assert!(code == 0 && said.contains(&writes(3)), "{said}");
+    assert!(code == 0 && message.contains(&writes(3)), "{message}");
     assert!(files(&Path::new(&other).join("model")) == expected);
     given(&out, &["--steps", "6"]);
     assert!(files(&model) != expected);
@@ -307,7 +307,7 @@ fn a_run_whose_steps_are_done_leaves_its_model() {
 }
 
 #[test]
-fn a_checkpoint_under_another_name_or_behind_a_link_is_found() {
+fn checkpoint_under_a_temporary_name_or_symlink_is_found() {
     let folder = Folder::new("resumed-names");
     let (data, whole) = (text(&folder), folder.path("whole"));
     let common = ["--data", &data, "--mesh", "dp=1", "--save-every", "2", "--lr", "0.01"];
@@ -320,7 +320,7 @@ fn a_checkpoint_under_another_name_or_behind_a_link_is_found() {
         let named = place("checkpoint-4").display().to_string();
         let elsewhere = folder.0.join(format!("{way}-elsewhere"));
         if way.starts_with("killed") {
-            // As a save that replaces it is killed between two names; no process has this number.
+            // As left by a replacing save that was killed between two renames; no process has this id.
             fs::rename(place("checkpoint-2"), place("checkpoint-4.old.tmp-4294967294")).unwrap();
             fs::rename(place("checkpoint-4"), place("checkpoint-4.tmp-4294967294")).unwrap();
         } else {
@@ -329,12 +329,12 @@ fn a_checkpoint_under_another_name_or_behind_a_link_is_found() {
         }
         let last: &[&str] = if way.ends_with("named") { &["--resume", &named] } else { &["--resume"] };
         let args = [&common[..], &["--out", &out, "--steps", "6", "--keep", "1"], last].concat();
-        let (code, said) = told(&[&["train"], &SMALL[..], &args].concat());
-        assert_eq!(code, 0, "{way}: {said}");
+        let (code, message) = exit_code_and_stderr(&[&["train"], &SMALL[..], &args].concat());
+        assert_eq!(code, 0, "{way}: {message}");
         let completed =
-            said.contains("checkpoint-4 lay whole under another name, as a killed save leaves it");
-        assert_eq!(completed, way.starts_with("killed"), "{said}");
-        // What was kept of it goes with its turn; what a link led to stays.
+            message.contains("checkpoint-4 was complete under a temporary name after a killed save; restored");
+        assert_eq!(completed, way.starts_with("killed"), "{message}");
+        // Old checkpoints are deleted; the target of a link stays.
         assert_eq!(checkpoints(Path::new(&out)), ["checkpoint-6"], "{way}");
         assert_eq!(elsewhere.join("trainer_state.json").exists(), way.starts_with("link"));
         let found = files(&place("checkpoint-6"));
@@ -346,7 +346,7 @@ fn a_checkpoint_under_another_name_or_behind_a_link_is_found() {
 }
 
 #[test]
-fn a_record_behind_a_link_goes_on_there_and_another_dropout_is_told() {
+fn resume_follows_a_metrics_symlink_and_reports_a_changed_dropout() {
     let folder = Folder::new("resumed-link");
     let (data, out) = (text(&folder), folder.path("out"));
     let common = ["--data", &data, "--out", &out, "--mesh", "dp=1", "--save-every", "2"];
@@ -355,20 +355,20 @@ fn a_record_behind_a_link_goes_on_there_and_another_dropout_is_told() {
     fs::rename(&link, &there).unwrap();
     std::os::unix::fs::symlink(&there, &link).unwrap();
     let args = [&common[..], &["--steps", "4", "--dropout", "0.25", "--resume"]].concat();
-    let (code, said) = told(&[&["train"], &SMALL[..], &args].concat());
-    assert_eq!(code, 0, "{said}");
+    let (code, message) = exit_code_and_stderr(&[&["train"], &SMALL[..], &args].concat());
+    assert_eq!(code, 0, "{message}");
     for name in ["attn_pdrop", "embd_pdrop", "resid_pdrop"] {
         let told = format!(
             "resuming with a changed option: config.json \"{name}\": 0.25 (checkpoint: \"{name}\": 0.1)\n"
         );
-        assert!(said.contains(&told), "{said}");
+        assert!(message.contains(&told), "{message}");
     }
     assert_eq!(fs::read_link(&link).unwrap(), there);
     assert!(record(Path::new(&out)).len() == 4 && fs::read_to_string(&there).unwrap().lines().count() == 4);
 }
 
 #[test]
-fn who_is_stopped_or_killed_goes_on_with_the_same_bits() {
+fn interrupted_run_resumes_bitwise_equal() {
     let folder = Folder::new("resumed-signal");
     let data = text(&folder);
     let out = |name: &str| folder.path(name);
@@ -377,7 +377,7 @@ fn who_is_stopped_or_killed_goes_on_with_the_same_bits() {
             [&["train"], &SMALL[..4], &["--data", &data, "--out", out, "--mesh", "dp=1"], more].concat();
         all.into_iter().map(String::from).collect()
     };
-    // A rate that falls towards the last step, whichever part of the run that is in.
+    // The learning rate decays over the whole run, not over a part of it.
     let more = ["--steps", "60", "--save-every", "5", "--eval-every", "0"];
     let whole: Vec<String> = steps(&out("whole"), &more);
     assert!(Command::new(env!("CARGO_BIN_EXE_shardgrad")).args(&whole).output().unwrap().status.success());
@@ -400,8 +400,8 @@ fn who_is_stopped_or_killed_goes_on_with_the_same_bits() {
         let output = shardgrad(
             &steps(&to, &[&more[..], &["--resume"]].concat()).iter().map(String::as_str).collect::<Vec<_>>(),
         );
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(output.status.success(), "{said}");
+        let message = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "{message}");
         assert_eq!(record(Path::new(&to)), record(Path::new(&out("whole"))), "{signal}");
         for dir in ["model", "checkpoint-60"] {
             let [left, right] = [out("whole"), to.clone()].map(|out| files(&Path::new(&out).join(dir)));

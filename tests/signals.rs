@@ -1,19 +1,19 @@
-//! Signals and the end of a launcher: what `train` saves then, and its exit codes.
+//! Signals and the end of the launcher during `train`: the saved state and the exit code.
 
-use crate::cli::{Folder, told};
-use crate::endings::{SMALL, end_of, is_ignored, signal, spawned, text, wait_for, wait_for_file};
-use crate::processes::{free_port, start};
+use crate::cli::{Folder, exit_code_and_stderr};
+use crate::run_outcomes::{SMALL, end_of, is_ignored, signal, spawned, text, wait_for, wait_for_file};
+use crate::processes::{free_port, spawn_rank};
 use std::fs;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Steps without an end.
+/// Options of a run without an end.
 const LONG: [&str; 4] = ["--steps", "1000000", "--eval-every", "0"];
 
 #[test]
-fn a_signal_stops_a_run_with_its_state_saved() {
+fn signal_stops_a_run_and_saves_its_state() {
     let folder = Folder::new("stop-codes");
     let data = text(&folder, 50);
     let cases = [
@@ -32,43 +32,43 @@ fn a_signal_stops_a_run_with_its_state_saved() {
         for _ in 0..5 {
             signal(&child, sent);
         }
-        let (ended, said) = end_of(child);
-        assert_eq!(ended, Some(code), "{name}: {said}");
+        let (ended, message) = end_of(child);
+        assert_eq!(ended, Some(code), "{name}: {message}");
         let steps = fs::read_to_string(format!("{out}/metrics.jsonl")).unwrap().lines().count();
         let text = format!("stopped by {name} after step {steps}; the model and a checkpoint are saved");
-        assert!(said.contains(&text), "{text} in {said}");
+        assert!(message.contains(&text), "{text} in {message}");
         assert!(Path::new(&out).join("model/model.safetensors").is_file(), "{name}");
         assert!(Path::new(&out).join(format!("checkpoint-{steps}/trainer_state.json")).is_file(), "{name}");
     }
 }
 
 #[test]
-fn a_signal_before_the_first_step_ends_the_process_with_a_message() {
+fn signal_before_the_first_step_is_an_error() {
     let folder = Folder::new("stop-start");
     let (data, out) = (text(&folder, 50), folder.path("out"));
-    // The second rank never comes.
+    // The second rank is never started.
     let args = [&["train", "--data", &data, "--out", &out], &SMALL[..], &LONG].concat();
-    let child = start(0, 2, free_port(), &args);
+    let child = spawn_rank(0, 2, free_port(), &args);
     wait_for_file(&Path::new(&out).join(".lock"));
     signal(&child, "-TERM");
-    let (code, said) = end_of(child);
-    assert_eq!(code, Some(1), "{said}");
-    assert!(said.contains("error: stopped by SIGTERM before the first step; nothing is saved\n"), "{said}");
+    let (code, message) = end_of(child);
+    assert_eq!(code, Some(1), "{message}");
+    assert!(message.contains("error: stopped by SIGTERM before the first step; nothing is saved\n"), "{message}");
 }
 
 #[test]
-fn a_signal_to_one_rank_stops_all_with_its_exit_code() {
+fn signal_to_one_rank_stops_all_with_its_exit_code() {
     let folder = Folder::new("stop-ranks");
     let (data, out) = (text(&folder, 50), folder.path("out"));
     let args = [&["train", "--data", &data, "--out", &out], &SMALL[..], &LONG, &["--threads", "1"]].concat();
     let port = free_port();
-    let ranks = [0, 1].map(|rank| start(rank, 2, port, &args));
+    let ranks = [0, 1].map(|rank| spawn_rank(rank, 2, port, &args));
     wait_for(&Path::new(&out).join("metrics.jsonl"), "\"step\":2,");
     signal(&ranks[1], "-USR1");
     let ends = ranks.map(end_of);
     assert_eq!(ends.each_ref().map(|(code, _)| *code), [Some(138); 2], "{ends:?}");
-    // What concerns all ranks is printed once.
-    let [first, other] = ends.map(|(_, said)| said);
+    // Rank 0 alone prints the message.
+    let [first, other] = ends.map(|(_, message)| message);
     assert!(
         first.contains("stopped by SIGUSR1 after step") && !other.contains("stopped by"),
         "{first}{other}"
@@ -77,9 +77,9 @@ fn a_signal_to_one_rank_stops_all_with_its_exit_code() {
 }
 
 #[test]
-fn a_signal_in_the_last_evaluation_loses_no_held_out_loss() {
+fn signal_during_the_last_evaluation_keeps_the_validation_loss() {
     let folder = Folder::new("stop-last");
-    // A held-out tenth that takes far longer than a step.
+    // Evaluating the validation data takes far longer than a step.
     let data = text(&folder, 5_000);
     for (sent, first) in [("-TERM", true), ("-INT", true), ("-TERM", false)] {
         let out = folder.path(&format!("out{sent}{first}"));
@@ -87,18 +87,18 @@ fn a_signal_in_the_last_evaluation_loses_no_held_out_loss() {
         let args = ["--data", &data, "--out", &out, "--save-every", "100000", "--resume"];
         if !first {
             let before = [&["train"], &SMALL[..], &args, &["--steps", "2", "--eval-every", "0"]].concat();
-            let (code, said) = told(&before);
-            assert_eq!(code, 0, "{said}");
+            let (code, message) = exit_code_and_stderr(&before);
+            assert_eq!(code, 0, "{message}");
         }
         let args = [&args[..], &["--steps", "3", "--eval-every", "3"]].concat();
         let child = spawned(&args, Stdio::null(), Stdio::piped());
         let metrics = Path::new(&out).join("metrics.jsonl");
-        // A step is written before its measurement begins.
+        // The record of a step is written before its evaluation begins.
         wait_for(&metrics, "\"step\":3,");
         signal(&child, sent);
-        let (code, said) = end_of(child);
-        assert_eq!(code, Some(0), "{sent}: {said}");
-        assert!(said.contains("step 3 of 3 is done; saving the model"), "the signal came too late: {said}");
+        let (code, message) = end_of(child);
+        assert_eq!(code, Some(0), "{sent}: {message}");
+        assert!(message.contains("step 3 of 3 is done; saving the model"), "the signal came too late: {message}");
         let metrics = fs::read_to_string(metrics).unwrap();
         let last = metrics.lines().nth(2).unwrap();
         assert!(metrics.lines().count() == 3 && last.contains("\"val_loss\":"), "{metrics}");
@@ -109,7 +109,7 @@ fn a_signal_in_the_last_evaluation_loses_no_held_out_loss() {
 }
 
 #[test]
-fn a_second_sigint_two_seconds_later_ends_a_run_at_once() {
+fn second_sigint_two_seconds_later_ends_a_run_at_once() {
     let folder = Folder::new("stop-twice");
     // The last evaluation takes many times two seconds.
     let (data, out) = (text(&folder, 600_000), folder.path("out"));
@@ -121,16 +121,16 @@ fn a_second_sigint_two_seconds_later_ends_a_run_at_once() {
     wait_for_file(&Path::new(&out).join("model/model.safetensors"));
     thread::sleep(Duration::from_millis(2100));
     signal(&child, "-INT");
-    let (code, said) = end_of(child);
-    assert_eq!(code, Some(130), "{said}");
-    assert!(said.ends_with("error: ended by a second SIGINT; the model after step 2 is saved\n"), "{said}");
+    let (code, message) = end_of(child);
+    assert_eq!(code, Some(130), "{message}");
+    assert!(message.ends_with("error: ended by a second SIGINT; the model after step 2 is saved\n"), "{message}");
 }
 
 #[test]
-fn a_write_beyond_the_limit_of_file_sizes_is_an_error() {
+fn write_beyond_the_file_size_limit_is_an_error() {
     let folder = Folder::new("stop-size");
     let (data, out) = (text(&folder, 50), folder.path("out"));
-    // 8 KiB at most: the metrics of a few steps, but not the model.
+    // A limit of 8 blocks: enough for the metrics of a few steps, not for the model.
     let run = "ulimit -f 8; exec \"$0\" \"$@\"";
     let args = ["train", "--data", &data, "--out", &out, "--steps", "3", "--eval-every", "0"];
     let output = Command::new("sh")
@@ -139,12 +139,12 @@ fn a_write_beyond_the_limit_of_file_sizes_is_an_error() {
         .args(SMALL)
         .output()
         .unwrap();
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(1), "{said}");
-    assert!(said.contains("model.safetensors") && said.contains("File too large"), "{said}");
+    let message = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{message}");
+    assert!(message.contains("model.safetensors") && message.contains("File too large"), "{message}");
 }
 
-/// Whether a process has not ended. One that has and that nobody waited for is a zombie.
+/// Whether a process is running. A process that has ended and is not waited for is a zombie.
 fn is_running(id: &str) -> bool {
     let stat = fs::read_to_string(format!("/proc/{id}/stat")).unwrap_or_default();
     stat.rsplit_once(')').is_some_and(|(_, rest)| !rest.trim_start().starts_with('Z'))
@@ -156,15 +156,15 @@ fn ranks_whose_launcher_is_killed_save_and_stop() {
     let data = text(&folder, 50);
     for launched in [true, false] {
         let out = folder.path(&format!("out{launched}"));
-        let said = folder.path(&format!("said{launched}"));
+        let stderr_file = folder.path(&format!("said{launched}"));
         let args =
             [&["train", "--data", &data, "--out", &out], &SMALL[..], &LONG, &["--threads", "1"]].concat();
-        // A shell in the place of a launcher: it starts both ranks and waits.
-        let run = "ulimit -t 100; for rank in 0 1; do RANK=$rank LOCAL_RANK=$rank \"$0\" \"$@\" >/dev/null 2>\"$SAID-$rank\" & echo $!; done; wait";
+        // A shell acts as the launcher: it starts both ranks and waits.
+        let run = "ulimit -t 100; for rank in 0 1; do RANK=$rank LOCAL_RANK=$rank \"$0\" \"$@\" >/dev/null 2>\"$STDERR-$rank\" & echo $!; done; wait";
         let mut shell = Command::new("sh");
         shell.args(["-c", run, env!("CARGO_BIN_EXE_shardgrad")]).args(args);
         shell.envs([("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")]);
-        shell.env("MASTER_PORT", free_port().to_string()).env("SAID", &said);
+        shell.env("MASTER_PORT", free_port().to_string()).env("STDERR", &stderr_file);
         if launched {
             shell.env("TORCHELASTIC_RUN_ID", "run");
         }
@@ -177,16 +177,16 @@ fn ranks_whose_launcher_is_killed_save_and_stop() {
         let kill = |with: &str| Command::new("kill").arg(with).args(&ranks).status().unwrap().success();
         let mut reason = "the end of its launcher";
         if !launched {
-            // Ranks that were started by hand go on without the shell.
+            // Ranks that were started by hand keep running without the shell.
             thread::sleep(Duration::from_millis(1200));
-            assert!(kill("-0"), "they run");
+            assert!(kill("-0"), "the ranks run");
             assert!(kill("-TERM"));
             reason = "SIGTERM";
         }
-        wait_for(Path::new(&format!("{said}-0")), &format!("stopped by {reason} after step"));
+        wait_for(Path::new(&format!("{stderr_file}-0")), &format!("stopped by {reason} after step"));
         let begun = Instant::now();
         while ranks.iter().any(|rank| is_running(rank)) {
-            assert!(begun.elapsed() < Duration::from_secs(60), "a rank goes on");
+            assert!(begun.elapsed() < Duration::from_secs(60), "a rank still runs");
             thread::sleep(Duration::from_millis(20));
         }
         assert!(Path::new(&out).join("model/model.safetensors").is_file());

@@ -1,20 +1,20 @@
-//! Names of things on a tape.
+//! Identifiers of values on a tape, and the state of random numbers.
 
 use shardgrad_tensor::Tensor;
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{BuildHasherDefault, Hasher};
 
-/// What a parameter is called on a tape: a number that its owner chose.
+/// The identifier of a parameter on a tape: a number that the parameter's owner chose.
 pub type Key = u64;
 
-/// Gradients by parameter, in the dual of the stored layout (which is the stored layout itself).
+/// Gradients by parameter, in the dual of the stored layout (which equals the stored layout).
 pub type Gradients = BTreeMap<Key, Tensor>;
 
-/// Things by parameter, in no order.
-pub(crate) type ByKey<T> = HashMap<Key, T, BuildHasherDefault<KeyHasher>>;
+/// A hash map by parameter, without an order.
+pub(crate) type KeyMap<T> = HashMap<Key, T, BuildHasherDefault<KeyHasher>>;
 
-/// A hash of one number that nobody chooses against us.
+/// A hasher of one number; no input is adversarial.
 #[derive(Default)]
 pub(crate) struct KeyHasher(u64);
 
@@ -28,81 +28,86 @@ impl Hasher for KeyHasher {
     }
 
     fn write_u64(&mut self, x: u64) {
-        // Tables take low bits and high ones; a multiplication leaves the low ones weak.
+        // Hash tables take low and high bits; a multiplication leaves the low bits weak.
         let mixed = (self.0 ^ x).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         self.0 = mixed ^ mixed >> 32;
     }
 }
 
-/// Where a variable stands on its tape.
+/// The position of a variable on its tape.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Id {
     /// A leaf, by number.
     Leaf(u32),
     /// An output of a node of a round.
-    Made { round: u32, node: u32, out: u32 },
+    Output { round: u32, node: u32, out: u32 },
 }
 
 impl Id {
-    /// The number of the leaf that it names.
+    /// The number of the leaf, if this is a leaf.
     pub(crate) fn leaf(self) -> Option<usize> {
         match self {
             Id::Leaf(at) => Some(at as usize),
-            Id::Made { .. } => None,
+            Id::Output { .. } => None,
         }
     }
 }
 
-/// Which random numbers the ops of a recorded program draw when it is replayed.
+/// The random numbers that ops of a recorded program draw when the program is replayed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Draw {
-    /// Those that they were recorded with.
-    Same,
-    /// Those of another step or row.
+pub enum ReplayNoise {
+    /// The random numbers of the recording.
+    Recorded,
+    /// The random numbers of another step or row.
     Of(Noise),
-    /// None: ops that draw let everything pass, as in inference.
+    /// None: random ops are the identity, as in inference.
     Off,
 }
 
-/// What random ops are keyed by, beside their own name.
+/// The key of random numbers, together with the name of the op that draws them.
+#[doc(alias = "rng")]
+#[doc(alias = "random seed")]
+#[doc(alias = "generator")]
+#[doc(alias = "PRNGKey")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Noise {
     /// The seed of the run.
     pub seed: u64,
     /// The step of the run.
     pub step: u64,
-    /// The row of the global batch with which this round's rows begin, so that microbatches do not matter.
+    /// The index in the global batch of the first row of this round, so that microbatching does not change the random
+    /// numbers.
     pub first_row: u64,
 }
 
-/// The noise of a tape, and what was asked of it.
+/// The noise of a tape, and whether it was read.
 #[derive(Default)]
-pub(crate) struct Draws {
+pub(crate) struct NoiseState {
     noise: Cell<Option<Noise>>,
-    is_asked: Cell<bool>,
-    /// How often each key was drawn by since the noise was set.
-    counts: RefCell<ByKey<u64>>,
+    was_read: Cell<bool>,
+    /// The number of draws by each key since the noise was set.
+    counts: RefCell<KeyMap<u64>>,
 }
 
-impl Draws {
-    /// Begins anew.
+impl NoiseState {
+    /// Sets the noise and clears the counts.
     pub(crate) fn begin(&self, noise: Option<Noise>) {
         self.noise.set(noise);
         self.counts.borrow_mut().clear();
     }
 
-    /// The noise, for somebody who draws by it.
+    /// The noise, for an op that draws by it.
     pub(crate) fn noise(&self) -> Option<Noise> {
-        self.is_asked.set(true);
+        self.was_read.set(true);
         self.noise.get()
     }
 
-    /// Whether anybody has asked for the noise, ever.
-    pub(crate) fn is_asked(&self) -> bool {
-        self.is_asked.get()
+    /// Whether [`NoiseState::noise`] was ever called.
+    pub(crate) fn was_read(&self) -> bool {
+        self.was_read.get()
     }
 
-    /// Counts a draw by a key; gives how many there were before it.
+    /// Counts a draw by a key and returns the number of earlier ones.
     pub(crate) fn count(&self, key: Key) -> u64 {
         let mut counts = self.counts.borrow_mut();
         let count = counts.entry(key).or_default();

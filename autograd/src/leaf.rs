@@ -1,9 +1,9 @@
-//! Leaves: parameters as they are stored, and in the layouts in which they are computed.
+//! Leaves: parameters as they are stored, and derived leaves: the same parameters in the layouts they are computed in.
 
 use crate::id::{Id, Key};
-use crate::program::SumDType;
-use crate::tape::sums::add;
-use crate::tape::{Arena, Leaf, Node, Stand, Tape};
+use crate::program::AccumulationDType;
+use crate::tape::accumulate::add;
+use crate::tape::{Arena, Leaf, Node, BackwardSite, Tape};
 use shardgrad_dist::{Error, Kind, Result};
 use shardgrad_tensor::op::Vjp;
 use shardgrad_tensor::ops::redistribute::Redistribute;
@@ -14,11 +14,11 @@ use std::panic::Location;
 use std::rc::Rc;
 
 impl Leaf {
-    /// A leaf of no other one.
+    /// A leaf that is not derived from another.
     fn new(
         key: Key,
         tensor: &Tensor,
-        sums: SumDType,
+        accumulation: AccumulationDType,
         (path, site): (Rc<str>, &'static Location<'static>),
     ) -> Leaf {
         Leaf {
@@ -26,150 +26,156 @@ impl Leaf {
             layout: tensor.layout().clone(),
             tensor: Some(tensor.clone()),
             reuse: None,
-            last: tensor.identity(),
+            tensor_id: tensor.identity(),
             origin: None,
-            forms: SmallVec::new(),
+            derived: SmallVec::new(),
             cotangent: None,
-            sums,
+            accumulation,
             path,
             site,
-            used: None,
+            last_used_round: None,
         }
     }
 
-    /// Lets go of its tensor.
-    pub(crate) fn give_up(&mut self) {
+    /// Drops the handle of the tensor.
+    pub(crate) fn release_tensor(&mut self) {
         (self.tensor, self.reuse) = (None, None);
     }
 
-    /// Takes over the tensor of another one, and how it came about. Cotangents that were added up stay.
-    fn upload_into(&mut self, other: Leaf) {
-        (self.tensor, self.last, self.origin) = (other.tensor, other.last, other.origin);
+    /// Takes over the tensor of another leaf and the route to it. The accumulated cotangent stays.
+    fn replace_with(&mut self, other: Leaf) {
+        (self.tensor, self.tensor_id, self.origin) = (other.tensor, other.tensor_id, other.origin);
         self.reuse = other.reuse;
-        (self.layout, self.sums, self.site) = (other.layout, other.sums, other.site);
+        (self.layout, self.accumulation, self.site) = (other.layout, other.accumulation, other.site);
     }
 }
 
 impl Arena {
-    /// Whether a leaf is the tensor of a variable that stands for it. One that was given up is taken up again, as long as no other
-    /// tensor has come in between: the variable has held its tensor since, so that none that came later has its identity.
-    fn takes(&mut self, at: usize, tensor: &Tensor) -> bool {
+    /// Whether the leaf still stands for the tensor of a variable. A leaf that released its tensor takes the tensor up
+    /// again. The comparison by identity is safe: the variable has held its tensor throughout, so no later tensor has
+    /// the same identity.
+    fn ensure_current(&mut self, at: usize, tensor: &Tensor) -> bool {
         let leaf = &mut self.leaves[at];
-        let fits = leaf.last == tensor.identity();
+        let fits = leaf.tensor_id == tensor.identity();
         if fits && leaf.tensor.is_none() {
             leaf.tensor = Some(tensor.clone());
         }
         fits
     }
 
-    /// Gives up the tensors of some leaves for good.
-    fn forget(&mut self, family: &[usize]) {
-        for at in family {
-            self.leaves[*at].give_up();
-            self.leaves[*at].last = 0;
+    /// Drops the tensors of some leaves for good.
+    fn drop_tensors(&mut self, subtree: &[usize]) {
+        for at in subtree {
+            self.leaves[*at].release_tensor();
+            self.leaves[*at].tensor_id = 0;
         }
     }
 
-    /// A leaf and all that are derived of it.
-    fn family(&self, at: usize) -> Vec<usize> {
-        let mut family = vec![at];
+    /// A leaf and all leaves derived from it.
+    fn subtree(&self, at: usize) -> Vec<usize> {
+        let mut subtree = vec![at];
         let mut next = 0;
-        while let Some(at) = family.get(next) {
-            family.extend(self.leaves[*at].forms.iter().map(|form| *form as usize));
+        while let Some(at) = subtree.get(next) {
+            subtree.extend(self.leaves[*at].derived.iter().map(|derived_leaf| *derived_leaf as usize));
             next += 1;
         }
-        family
+        subtree
     }
 
-    /// Derived leaves to which nothing is added any more once a node was pulled back: the number of the node, and the leaf, in
-    /// ascending order. Only those that alone make up the gradient of their parameter, whose sum is the same whenever it is formed.
-    pub(crate) fn ends(&self, nodes: &[Node]) -> Vec<(usize, usize)> {
+    /// Derived leaves whose gradient is complete once a node has run backward, as (node, leaf) in ascending order. Only
+    /// leaves that are the only contribution to the gradient of their parameter, because the sum of one is independent
+    /// of the order.
+    pub(crate) fn leaves_ready_after(&self, nodes: &[Node]) -> Vec<(usize, usize)> {
         let mut first = vec![None; self.leaves.len()];
         for (node, inputs) in nodes.iter().map(|node| &node.inputs).enumerate() {
             for leaf in inputs.iter().filter_map(|id| id.and_then(Id::leaf)) {
                 first[leaf].get_or_insert(node);
             }
         }
-        let is_alone = |origin: usize| {
+        let is_only_derived = |origin: usize| {
             let leaf = &self.leaves[origin];
-            leaf.forms.len() == 1 && leaf.cotangent.is_none() && first[origin].is_none()
+            leaf.derived.len() == 1 && leaf.cotangent.is_none() && first[origin].is_none()
         };
-        let end = |(at, leaf): (usize, &Leaf)| {
+        let ready_after = |(at, leaf): (usize, &Leaf)| {
             let (origin, _) = leaf.origin.as_ref()?;
-            // What is derived of it in turn adds to it last of all.
-            Some((first[at].filter(|_| leaf.forms.is_empty() && is_alone(*origin as usize))?, at))
+            // A leaf with derived leaves of its own receives their gradients last.
+            Some((first[at].filter(|_| leaf.derived.is_empty() && is_only_derived(*origin as usize))?, at))
         };
-        let mut ends: Vec<(usize, usize)> = self.leaves.iter().enumerate().filter_map(end).collect();
-        ends.sort_unstable();
-        ends
+        let mut ready: Vec<(usize, usize)> = self.leaves.iter().enumerate().filter_map(ready_after).collect();
+        ready.sort_unstable();
+        ready
     }
 
-    /// Gives a parameter another tensor, and its other layouts up.
+    /// Replaces the tensor of a parameter and drops its other layouts.
     fn replace(&mut self, at: usize, new: Leaf) -> Result<()> {
-        let (family, old) = (self.family(at), &self.leaves[at]);
+        let (subtree, old) = (self.subtree(at), &self.leaves[at]);
         let refused = |what: &str, help: &str| {
             let mut error = Error::new(Kind::Unsupported, format!("leaf: parameter {} {what}", new.key))
-                .detail("before", format!("{}, added up in {}", old.layout, old.sums.least))
-                .detail("now", format!("{}, added up in {}", new.layout, new.sums.least));
+                .detail("before", format!("{}, accumulated in {}", old.layout, old.accumulation.min))
+                .detail("now", format!("{}, accumulated in {}", new.layout, new.accumulation.min));
             if !old.path.is_empty() {
                 error = error.detail("at", old.path.to_string());
             }
             Err(error.detail("help", help))
         };
-        if family.iter().any(|at| self.leaves[*at].used == Some(self.round)) {
-            let help = "call backward() before it changes or its gradient is taken, or give the other tensor a key of its own";
+        if subtree.iter().any(|at| self.leaves[*at].last_used_round == Some(self.round)) {
+            let help = "call backward() before the parameter changes or its gradient is taken, or use another key for the other tensor";
             return refused(
-                "is another tensor than the one that this round has used, or its gradient was taken since",
+                "is not the tensor that this round has used, or its gradient was taken since",
                 help,
             );
         }
-        let collects = family.iter().any(|at| self.leaves[*at].cotangent.is_some());
-        if collects && (&old.layout, old.sums) != (&new.layout, new.sums) {
-            return refused("lies otherwise than its gradient", "take Tape::gradients() before it changes");
+        let collects = subtree.iter().any(|at| self.leaves[*at].cotangent.is_some());
+        if collects && (&old.layout, old.accumulation) != (&new.layout, new.accumulation) {
+            return refused("differs in layout or dtype from its accumulated gradient", "call Tape::gradients() before the parameter changes");
         }
-        self.forget(&family);
-        self.leaves[at].upload_into(new);
+        self.drop_tensors(&subtree);
+        self.leaves[at].replace_with(new);
         Ok(())
     }
 }
 
 impl Tape {
-    /// The same, empty as it is, for so many rounds: of several the back end is told that they read the leaves again
-    /// ([`Tensor::reuse`]), until the gradients are handed out. What it keeps of them takes memory so long; results are the same.
+    /// Prepares an empty tape for several rounds (gradient accumulation). With more than one round, the back end is
+    /// told that the leaves are read again ([`Tensor::reuse`]) until [`Tape::gradients`], and caches prepacked operands
+    /// for them. This takes memory; results are the same.
+    #[doc(alias = "gradient accumulation")]
+    #[doc(alias = "accumulation steps")]
     #[must_use]
     pub fn for_rounds(self, rounds: usize) -> Tape {
-        self.arena().reuses = rounds > 1;
+        self.arena().reuses_leaves = rounds > 1;
         self
     }
 
-    /// The number and the tensor of the leaf of a parameter, whose cotangents are added up in some dtype; made at its first use.
-    /// None where no gradient can reach it, so that nothing holds the tensor when it is to be updated. A parameter that comes back
-    /// as another tensor takes the place of the one before, unless something is pending that depends on that.
-    pub(crate) fn leaf_at(
+    /// The number and the tensor of the leaf of a parameter whose cotangents are accumulated in the given dtypes;
+    /// created at the first use. The number is `None` where no gradient can reach the parameter, so that the tape does
+    /// not hold the tensor when the optimizer updates it. A parameter that comes back as another tensor replaces the
+    /// one before, unless a pending backward pass or gradient depends on that.
+    pub(crate) fn parameter_leaf(
         &self,
         key: Key,
         tensor: &Tensor,
-        sums: SumDType,
+        accumulation: AccumulationDType,
         site: &'static Location<'static>,
     ) -> (Option<Id>, Tensor) {
-        if !self.keeps_leaves() {
+        if !self.tracks_parameters() {
             return (None, tensor.clone());
         }
         let mut arena = self.arena();
         let known = arena.by_key.get(&key).copied();
-        // In outline there is nothing but the layout.
-        let same = |t: &Tensor| t.same_as(tensor) || self.is_outline() && t.layout() == tensor.layout();
+        // Meta tensors are compared by layout: they have nothing else.
+        let same = |t: &Tensor| t.ptr_eq(tensor) || self.is_meta() && t.layout() == tensor.layout();
         let held = known.map(|at| (at, &arena.leaves[at as usize]));
-        let held = held.filter(|(_, leaf)| leaf.sums == sums && leaf.tensor.as_ref().is_some_and(same));
+        let held = held.filter(|(_, leaf)| leaf.accumulation == accumulation && leaf.tensor.as_ref().is_some_and(same));
         if let Some((at, Some(tensor))) = held.map(|(at, leaf)| (at, leaf.tensor.clone())) {
             return (Some(Id::Leaf(at)), tensor);
         }
-        if self.is_quiet() && !self.is_recording() {
+        if self.is_no_grad() && !self.is_recording() {
             return (None, tensor.clone());
         }
         let path = self.context().path();
-        let reuse = arena.reuses.then(|| tensor.reuse());
-        let mut new = Leaf::new(key, tensor, sums, (path, site));
+        let reuse = arena.reuses_leaves.then(|| tensor.reuse());
+        let mut new = Leaf::new(key, tensor, accumulation, (path, site));
         new.reuse = reuse;
         let at = known.unwrap_or(arena.leaves.len() as u32);
         match known {
@@ -182,26 +188,27 @@ impl Tape {
         (Some(Id::Leaf(at)), tensor.clone())
     }
 
-    /// Whether what a variable stands for is gone: the graph of a round with its backward pass, a leaf when its parameter is
-    /// another tensor. The running round uses it if not.
-    pub(crate) fn is_gone(&self, id: Id, tensor: &Tensor) -> bool {
+    /// Whether the value behind a variable is gone: for a node, after the backward pass of its round; for a leaf, when
+    /// its parameter is another tensor now. If not, marks a leaf as used in the current round.
+    pub(crate) fn is_stale(&self, id: Id, tensor: &Tensor) -> bool {
         let mut arena = self.arena();
         match id {
-            Id::Made { round, .. } => round != arena.round,
+            Id::Output { round, .. } => round != arena.round,
             Id::Leaf(at) => {
                 let (at, round) = (at as usize, arena.round);
-                let is_here = arena.takes(at, tensor);
+                let is_current = arena.ensure_current(at, tensor);
                 let leaf = &mut arena.leaves[at];
-                if is_here {
-                    leaf.used = Some(round);
+                if is_current {
+                    leaf.last_used_round = Some(round);
                 }
-                !is_here
+                !is_current
             }
         }
     }
 
-    /// Another layout of a leaf as a derived leaf; `None` if the id is no leaf's, or that of one which is another tensor now.
-    pub(crate) fn leaf_form(
+    /// Another layout of a leaf, as a derived leaf; `None` if the id is not a leaf, or the leaf's parameter is another
+    /// tensor now.
+    pub(crate) fn derive_leaf(
         &self,
         (id, stored): (Option<Id>, &Tensor),
         to: &Layout,
@@ -209,50 +216,50 @@ impl Tape {
     ) -> Option<(Id, Tensor)> {
         let Some(Id::Leaf(origin)) = id else { return None };
         let (mut arena, origin_at) = (self.arena(), origin as usize);
-        if !arena.takes(origin_at, stored) {
+        if !arena.ensure_current(origin_at, stored) {
             return None;
         }
-        let mut forms = arena.leaves[origin_at].forms.iter().map(|at| *at as usize);
-        let known = forms.find(|at| arena.leaves[*at].layout == *to);
+        let mut derived = arena.leaves[origin_at].derived.iter().map(|at| *at as usize);
+        let known = derived.find(|at| arena.leaves[*at].layout == *to);
         if let Some((at, held)) = known.and_then(|at| Some((at, arena.leaves[at].tensor.clone()?))) {
             return Some((Id::Leaf(at as u32), held));
         }
         let op = unwind(Redistribute::between(self.rank(), stored.layout(), to).map_err(|e| e.at(site)));
         let inference = unwind(op::plan(&*op, (self.rank(), self.context()), &[stored.layout()], &[], site));
-        let made = match self.is_outline() {
-            true => op::outline(&inference, self.rank()),
+        let made = match self.is_meta() {
+            true => op::meta(&inference, self.rank()),
             false => {
-                unwind(op::run(&*op, &[stored.piece()], &inference, (self.rank(), self.context()), site))
+                unwind(op::run(&*op, &[stored.local()], &inference, (self.rank(), self.context()), site))
             }
         };
         let tensor = made.into_iter().next().expect("redistribute has one output");
-        let (key, sums) = (arena.leaves[origin_at].key, arena.leaves[origin_at].sums.before_ranks());
+        let (key, accumulation) = (arena.leaves[origin_at].key, arena.leaves[origin_at].accumulation.before_reduction());
         let path = arena.leaves[origin_at].path.clone();
-        let reuse = arena.reuses.then(|| tensor.reuse());
-        let form = Leaf { origin: Some((origin, op)), reuse, ..Leaf::new(key, &tensor, sums, (path, site)) };
-        // One that an earlier step has given up is taken up again.
+        let reuse = arena.reuses_leaves.then(|| tensor.reuse());
+        let derived_leaf = Leaf { origin: Some((origin, op)), reuse, ..Leaf::new(key, &tensor, accumulation, (path, site)) };
+        // A leaf whose tensor an earlier step released is filled again.
         let at = known.unwrap_or(arena.leaves.len());
         match known {
             Some(at) => {
-                let family = arena.family(at);
-                arena.forget(&family);
-                arena.leaves[at].upload_into(form);
+                let subtree = arena.subtree(at);
+                arena.drop_tensors(&subtree);
+                arena.leaves[at].replace_with(derived_leaf);
             }
             None => {
-                arena.leaves[origin_at].forms.push(at as u32);
-                arena.leaves.push(form);
+                arena.leaves[origin_at].derived.push(at as u32);
+                arena.leaves.push(derived_leaf);
             }
         }
         Some((Id::Leaf(at as u32), tensor))
     }
 
-    /// Takes the cotangent of a derived leaf back along its route, if it has one, to the leaf that it is derived of.
-    pub(crate) fn take_back(&self, arena: &mut Arena, at: usize, stand: &Stand) {
+    /// Backpropagates the cotangent of a derived leaf, if there is one, along its route to the leaf it is derived from.
+    pub(crate) fn backpropagate_route(&self, arena: &mut Arena, at: usize, backward_site: &BackwardSite) {
         let leaf = &mut arena.leaves[at];
         let Some((origin, op)) = leaf.origin.clone() else { return };
         let Some(cotangent) = leaf.cotangent.take() else { return };
         self.context().set_path(&leaf.path);
-        stand.set(Some((leaf.site, op.name())));
+        backward_site.set(Some((leaf.site, op.name())));
         let back = op.vjp(&Vjp {
             rank: self.rank(),
             inputs: &[None],
@@ -260,9 +267,9 @@ impl Tape {
             input_layouts: &[arena.leaves[origin as usize].layout.clone()],
             output_layouts: &[cotangent.layout().dual()],
             grads: &[Some(cotangent)],
-            wanted: &[true],
-            taken: RefCell::default(),
-            sums: &[],
+            needs_input_grad: &[true],
+            donated: RefCell::default(),
+            accumulators: &[],
         });
         let back = back.into_iter().next().flatten().expect("redistribute has a vjp");
         add(&mut arena.leaves, &mut [], Id::Leaf(origin), back);
@@ -271,15 +278,15 @@ impl Tape {
     pub(crate) fn key_of(&self, id: Id) -> Option<Key> {
         match id {
             Id::Leaf(at) => Some(self.arena().leaves[at as usize].key),
-            Id::Made { .. } => None,
+            Id::Output { .. } => None,
         }
     }
 
-    /// The dtypes in which cotangents of a value are added up.
-    pub(crate) fn sums_of(&self, id: Option<Id>, tensor: &Tensor) -> SumDType {
+    /// The dtypes in which the cotangents of a value are accumulated.
+    pub(crate) fn accumulation_dtype_of(&self, id: Option<Id>, tensor: &Tensor) -> AccumulationDType {
         match id {
-            Some(Id::Leaf(at)) => self.arena().leaves[at as usize].sums,
-            _ => SumDType::of(tensor.dtype()),
+            Some(Id::Leaf(at)) => self.arena().leaves[at as usize].accumulation,
+            _ => AccumulationDType::of(tensor.dtype()),
         }
     }
 }

@@ -1,7 +1,8 @@
-//! The memory of shardgrad: what happened on the way forward, and its replay backwards.
+//! Reverse-mode automatic differentiation: the tape, activation checkpointing, recorded programs and pipeline
+//! schedules.
 //!
-//! This crate knows the order in which ops were applied. It names no op and no parameter, and it asks no
-//! question about shapes: layouts of cotangents follow from layouts of values (the gradient law).
+//! The tape stores the order in which ops were applied. This crate names no op and no parameter and inspects no shapes:
+//! the layouts of cotangents follow from the layouts of values (the dual layout).
 
 #![forbid(unsafe_code)]
 
@@ -11,13 +12,13 @@ pub mod tape;
 mod leaf;
 pub mod var;
 pub mod replay;
-mod remat;
-mod halves;
+mod activation_checkpoint;
+mod split_backward;
 pub mod pipeline;
 pub mod fuzz;
 
-pub use id::{Draw, Gradients, Key, Noise};
-pub use program::{OpRecord, Outer, Program, Slot, SumDType};
+pub use id::{ReplayNoise, Gradients, Key, Noise};
+pub use program::{OpRecord, ExternalInput, Program, Slot, AccumulationDType};
 pub use replay::Values;
 pub use tape::Tape;
 pub use var::Var;

@@ -1,7 +1,7 @@
-//! A recorded program: the ops that a piece of model text applied, without any value.
+//! A recorded program: the list of ops that model code applied, without values.
 //!
-//! Recomputation replays one; a pipeline cuts one into stages. Under a recorder the model text runs once, on the
-//! null back end or for real, and leaves this list; a slice of it can then be replayed on other values.
+//! Activation checkpointing replays a program; a pipeline cuts one into stages. A recorder makes the list in one run of
+//! the model code, with values or on meta tensors; a slice of the list can be replayed on other values.
 
 use crate::id::{Id, Key};
 use shardgrad_dist::Result;
@@ -16,13 +16,13 @@ use std::rc::Rc;
 /// A value of a program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Slot {
-    /// Something that came from outside: argument, parameter or constant, in order of first use.
-    Outer(u32),
+    /// An external input (argument, parameter or constant), in order of first use.
+    External(u32),
     /// Output `out` of record `record`.
-    Made {
-        /// Which record.
+    Output {
+        /// The index of the record.
         record: u32,
-        /// Which of its visible outputs.
+        /// The index among its visible outputs.
         out: u32,
     },
 }
@@ -36,12 +36,12 @@ pub struct OpRecord {
     pub inputs: SmallVec<[Slot; 4]>,
     /// Layouts of its visible outputs.
     pub outputs: SmallVec<[Layout; 2]>,
-    /// The dotted name of the parameter or point touched last before it.
+    /// The dotted name of the parameter or checkpoint used last before it.
     pub path: Rc<str>,
-    /// The line that asked for it.
+    /// The line that applied the op.
     pub site: &'static Location<'static>,
-    /// Per argument, whether no gradient flows back through this use of it.
-    pub stops: SmallVec<[bool; 4]>,
+    /// Per argument, whether this use of it stops the gradient.
+    pub stops_gradient: SmallVec<[bool; 4]>,
 }
 
 impl fmt::Debug for OpRecord {
@@ -50,121 +50,128 @@ impl fmt::Debug for OpRecord {
     }
 }
 
-/// The dtypes in which cotangents of a value are added up.
+/// The range of dtypes in which cotangents of a value are accumulated.
+#[doc(alias = "main_grad")]
+#[doc(alias = "accumulate_allreduce_grads_in_fp32")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct SumDType {
+pub struct AccumulationDType {
     /// Narrower cotangents are widened to this dtype.
-    pub least: DType,
+    pub min: DType,
     /// Wider cotangents are rounded to this dtype.
-    pub most: DType,
+    pub max: DType,
 }
 
-impl SumDType {
+impl AccumulationDType {
     /// One dtype for all cotangents.
     #[must_use]
-    pub fn of(dtype: DType) -> SumDType {
-        SumDType { least: dtype, most: dtype }
+    pub fn of(dtype: DType) -> AccumulationDType {
+        AccumulationDType { min: dtype, max: dtype }
     }
 
-    /// The same for a value whose cotangents the ranks still have to add up: a wider one is rounded after that.
+    /// The same range before the sum over ranks: a wider cotangent is rounded after that sum.
     #[must_use]
-    pub fn before_ranks(self) -> SumDType {
-        let accumulator = self.most.accumulator();
-        SumDType { most: if accumulator.size() > self.most.size() { accumulator } else { self.most }, ..self }
+    pub fn before_reduction(self) -> AccumulationDType {
+        let accumulator = self.max.accumulator();
+        AccumulationDType { max: if accumulator.size() > self.max.size() { accumulator } else { self.max }, ..self }
     }
 
-    /// A cotangent in a dtype in which it can be added up.
+    /// A cotangent, cast into the range.
     ///
     /// # Errors
     /// `Kind::OutOfMemory`.
-    pub(crate) fn fit(self, cotangent: Tensor) -> Result<Tensor> {
+    pub(crate) fn cast(self, cotangent: Tensor) -> Result<Tensor> {
         let size = cotangent.dtype().size();
         match self {
-            SumDType { least, .. } if size < least.size() => cotangent.converted(least),
-            SumDType { most, .. } if size > most.size() => cotangent.converted(most),
+            AccumulationDType { min, .. } if size < min.size() => cotangent.into_dtype(min),
+            AccumulationDType { max, .. } if size > max.size() => cotangent.into_dtype(max),
             _ => Ok(cotangent),
         }
     }
 }
 
-/// Something that a program takes from outside.
+/// A value that a program takes from outside.
+#[doc(alias = "free variable")]
+#[doc(alias = "invars")]
+#[doc(alias = "constvars")]
 #[derive(Clone, Debug)]
-pub struct Outer {
-    /// The parameter it is, if it is one.
+pub struct ExternalInput {
+    /// The key, if the value is a parameter.
     pub key: Option<Key>,
-    /// Its layout: of a parameter, the one in which it is computed with.
+    /// Its layout; of a parameter, the layout it is computed in.
     pub layout: Layout,
-    /// The dtypes in which its cotangents are added up: of a parameter, at least the one in which it is stored.
-    pub sums: SumDType,
+    /// The dtypes in which its cotangents are accumulated; of a parameter, at least the dtype it is stored in.
+    pub accumulation: AccumulationDType,
     /// Its value, if it is neither an argument nor a parameter.
     pub constant: Option<Tensor>,
 }
 
-/// A list of op records with what they take from outside and what they leave.
+/// A list of op records with external inputs and outputs.
+#[doc(alias = "jaxpr")]
+#[doc(alias = "fx graph")]
 #[derive(Clone, Debug, Default)]
 pub struct Program {
-    /// What comes from outside, in order of first use (arguments first).
-    pub outers: Vec<Outer>,
-    /// How many of them are arguments.
+    /// The external inputs, in order of first use, arguments first.
+    pub external_inputs: Vec<ExternalInput>,
+    /// The number of external inputs that are arguments.
     pub num_arguments: usize,
     /// The ops, in the order in which they were applied.
     pub records: Vec<OpRecord>,
-    /// Ranges of records that are to be computed again in the backward pass.
+    /// Ranges of records that are recomputed in the backward pass (activation checkpointing).
     pub blocks: Vec<Range<usize>>,
-    /// The results, in the order in which the model text returned them.
+    /// The results, in the order in which the model code returned them.
     pub outputs: Vec<Slot>,
 }
 
-/// A recorder: the program so far and the values that stand for its outer slots.
+/// A recorder: the program so far, and the values of its external inputs.
 #[derive(Default)]
 pub(crate) struct Recorder {
     pub(crate) program: Program,
-    pub(crate) outers: Vec<(Option<Id>, Tensor)>,
+    pub(crate) external_inputs: Vec<(Option<Id>, Tensor)>,
 }
 
-/// Something that keeps what a recording has made, which is of no use after it.
-pub(crate) trait Keeper {
-    /// Lets go of what a recording has made.
+/// A cache of values that belong to a recording and are useless after it.
+pub(crate) trait RecordingCache {
+    /// Drops the values that a recording made.
     fn forget(&self, recording: u32);
 }
 
 impl Recorder {
-    /// The slot of a value that the program has not made: it is taken in from outside, once.
-    pub(crate) fn outer(
+    /// The slot of a value that the program did not make; a value is taken in once.
+    pub(crate) fn external(
         &mut self,
         (id, key): (Option<Id>, Option<Key>),
         tensor: &Tensor,
-        sums: SumDType,
+        accumulation: AccumulationDType,
     ) -> Slot {
-        Slot::Outer(self.known(id, tensor).unwrap_or_else(|| {
+        Slot::External(self.position_of(id, tensor).unwrap_or_else(|| {
             let constant = key.is_none().then(|| tensor.clone());
-            self.program.outers.push(Outer { key, layout: tensor.layout().clone(), sums, constant });
-            self.outers.push((id, tensor.clone()));
-            self.outers.len() - 1
+            self.program.external_inputs.push(ExternalInput { key, layout: tensor.layout().clone(), accumulation, constant });
+            self.external_inputs.push((id, tensor.clone()));
+            self.external_inputs.len() - 1
         }) as u32)
     }
 
     /// Whether a value is one of the arguments.
     pub(crate) fn is_argument(&self, id: Option<Id>, tensor: &Tensor) -> bool {
-        self.known(id, tensor).is_some_and(|at| at < self.program.num_arguments)
+        self.position_of(id, tensor).is_some_and(|at| at < self.program.num_arguments)
     }
 
-    /// Where a value stands among those from outside.
-    fn known(&self, id: Option<Id>, tensor: &Tensor) -> Option<usize> {
-        // One memory can stand for two values: a variable and what was cut off of it.
-        let same = |(i, t): &(Option<Id>, Tensor)| *i == id && (id.is_some() || t.same_as(tensor));
-        self.outers.iter().position(same)
+    /// The index of a value among the external inputs.
+    fn position_of(&self, id: Option<Id>, tensor: &Tensor) -> Option<usize> {
+        // A variable and its detached form are two values with the same buffer.
+        let same = |(i, t): &(Option<Id>, Tensor)| *i == id && (id.is_some() || t.ptr_eq(tensor));
+        self.external_inputs.iter().position(same)
     }
 }
 
 impl Program {
-    /// The slots that a slice reads but does not make: what has to cross into a stage.
+    /// The slots that a slice reads but does not make: the inputs of a stage.
     #[must_use]
-    pub fn needs(&self, range: Range<usize>) -> Vec<Slot> {
+    pub fn inputs_of(&self, range: Range<usize>) -> Vec<Slot> {
         let mut needs = Vec::new();
         for record in &self.records[range.clone()] {
             for &slot in &record.inputs {
-                let inside = matches!(slot, Slot::Made { record, .. } if range.contains(&(record as usize)));
+                let inside = matches!(slot, Slot::Output { record, .. } if range.contains(&(record as usize)));
                 if !inside && !needs.contains(&slot) {
                     needs.push(slot);
                 }
@@ -173,13 +180,13 @@ impl Program {
         needs
     }
 
-    /// The slots that a slice makes and others read: what has to leave a stage. Results of the program are among them.
+    /// The slots that a slice makes and other records read, or that are results of the program: the outputs of a stage.
     #[must_use]
-    pub fn leaves(&self, range: Range<usize>) -> Vec<Slot> {
+    pub fn outputs_of(&self, range: Range<usize>) -> Vec<Slot> {
         let inside = |at: usize| range.contains(&at);
         let outside = self.records.iter().enumerate().filter(|(at, _)| !inside(*at));
         let read = outside.flat_map(|(_, record)| &record.inputs).chain(&self.outputs);
-        let made = |slot: &&Slot| matches!(slot, Slot::Made { record, .. } if inside(*record as usize));
+        let made = |slot: &&Slot| matches!(slot, Slot::Output { record, .. } if inside(*record as usize));
         read.filter(made).copied().collect::<BTreeSet<Slot>>().into_iter().collect()
     }
 
@@ -187,25 +194,26 @@ impl Program {
     #[must_use]
     pub fn layout(&self, slot: Slot) -> &Layout {
         match slot {
-            Slot::Outer(outer) => &self.outers[outer as usize].layout,
-            Slot::Made { record, out } => &self.records[record as usize].outputs[out as usize],
+            Slot::External(external) => &self.external_inputs[external as usize].layout,
+            Slot::Output { record, out } => &self.records[record as usize].outputs[out as usize],
         }
     }
 
-    /// What a gradient can reach: some of what comes from outside, and what is made of it by ops that have one.
-    pub(crate) fn reached(&self, from: impl Fn(usize) -> bool) -> HashSet<Slot> {
-        let sources = (0..self.outers.len()).filter(|outer| from(*outer));
-        let mut reached: HashSet<Slot> = sources.map(|outer| Slot::Outer(outer as u32)).collect();
+    /// The slots that have a gradient: the external inputs chosen by `from`, and all results that depend on them
+    /// through differentiable ops.
+    pub(crate) fn slots_with_gradient(&self, from: impl Fn(usize) -> bool) -> HashSet<Slot> {
+        let sources = (0..self.external_inputs.len()).filter(|external| from(*external));
+        let mut reached: HashSet<Slot> = sources.map(|external| Slot::External(external as u32)).collect();
         for (at, record) in self.records.iter().enumerate() {
             let layouts: SmallVec<[&Layout; 4]> = record.inputs.iter().map(|s| self.layout(*s)).collect();
             let differentiable = op::differentiable_args(&*record.op, &layouts);
-            let flows = |(i, s): (usize, &Slot)| differentiable[i] && !record.stops[i] && reached.contains(s);
+            let flows = |(i, s): (usize, &Slot)| differentiable[i] && !record.stops_gradient[i] && reached.contains(s);
             if !record.inputs.iter().enumerate().any(flows) {
                 continue;
             }
             for (out, layout) in record.outputs.iter().enumerate() {
                 if layout.dtype().is_float() {
-                    reached.insert(Slot::Made { record: at as u32, out: out as u32 });
+                    reached.insert(Slot::Output { record: at as u32, out: out as u32 });
                 }
             }
         }

@@ -1,18 +1,19 @@
 //! The tape: leaves that last for a step, nodes that last for a round.
 //!
 //! A leaf is a parameter as it is stored; a derived leaf is the same parameter in the layout it is computed in, with
-//! the route between the two. Microbatches are rounds on one tape: each [`Var::backward`](crate::Var::backward) uses up the
-//! nodes and adds to the leaves, and [`Tape::gradients`] takes the adjoint of every route once, whatever the number of rounds.
+//! the route (a redistribution) between the two. A round is one forward and one backward pass. Microbatches are rounds
+//! on one tape (gradient accumulation): each [`Var::backward`](crate::Var::backward) consumes the nodes and adds to the
+//! leaves, and [`Tape::gradients`] takes the adjoint of every route once, whatever the number of rounds.
 //!
-//! A derived leaf lives from its first use until the gradients are handed out or the tape is dropped. So each rank holds a
-//! parameter that it stores a shard of, and computes with whole, for the rest of the step.
+//! A derived leaf lives from its first use until [`Tape::gradients`], or until the tape is dropped. So a rank that
+//! stores a shard of a parameter and computes with all of it (FSDP) holds the whole parameter for the rest of the step.
 
-pub(crate) mod sums;
+pub(crate) mod accumulate;
 
-use crate::id::{ByKey, Draws, Gradients, Id, Key, Noise};
-use crate::program::{Keeper, OpRecord, Recorder, Slot, SumDType};
+use crate::id::{KeyMap, NoiseState, Gradients, Id, Key, Noise};
+use crate::program::{RecordingCache, OpRecord, Recorder, Slot, AccumulationDType};
 use shardgrad_dist::{Error, Rank};
-use shardgrad_tensor::op::{Cotangents, Offer, Vjp, check_given, check_lawful};
+use shardgrad_tensor::op::{Cotangents, GradAccumulator, Vjp, check_cotangents_present, check_cotangent_layouts};
 use shardgrad_tensor::{Context, Inference, Layout, Op, PackCacheGuard, Tensor};
 use smallvec::SmallVec;
 use std::cell::{Cell, RefCell, RefMut};
@@ -21,100 +22,103 @@ use std::fmt;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, Location, catch_unwind, resume_unwind};
 use std::rc::{Rc, Weak};
-use sums::add;
+use accumulate::add;
 
+/// A parameter in one layout: as it is stored, or derived from that by a route.
 pub(crate) struct Leaf {
     pub(crate) key: Key,
     pub(crate) layout: Layout,
-    /// Given up when gradients are handed out, so that the optimizer can update the parameter in place.
+    /// Released by [`Tape::gradients`], so that the optimizer can update the parameter in place.
     pub(crate) tensor: Option<Tensor>,
-    /// While it is held for rounds that read it again.
+    /// Keeps prepacked forms of the tensor in the pack cache while rounds read it again.
     pub(crate) reuse: Option<PackCacheGuard>,
-    /// The [identity](Tensor::identity) of the tensor that it is, or was; 0 for one that is no more.
-    pub(crate) last: usize,
+    /// The [identity](Tensor::identity) of the tensor, also after its release; 0 if the tensor was dropped for good.
+    pub(crate) tensor_id: usize,
     pub(crate) origin: Option<(u32, Rc<dyn Op>)>,
-    /// The leaves derived of it, one for each layout.
-    pub(crate) forms: SmallVec<[u32; 1]>,
+    /// The leaves derived from this one, one per layout.
+    pub(crate) derived: SmallVec<[u32; 1]>,
     pub(crate) cotangent: Option<Tensor>,
-    /// The dtypes in which cotangents are added up: at least that of the stored parameter, which is wider than the one it is computed
-    /// with in mixed precision.
-    pub(crate) sums: SumDType,
-    /// What the parameter is called in the model.
+    /// The dtypes in which cotangents are accumulated: at least that of the stored parameter, which is wider than the
+    /// dtype it is computed in under mixed precision.
+    pub(crate) accumulation: AccumulationDType,
+    /// The name of the parameter in the model.
     pub(crate) path: Rc<str>,
-    /// The line that asked for it.
+    /// The caller's line.
     pub(crate) site: &'static Location<'static>,
-    /// The last round that has used it.
-    pub(crate) used: Option<u32>,
+    /// The last round that used this leaf.
+    pub(crate) last_used_round: Option<u32>,
 }
 
-/// How the cotangents of a node's inputs come about.
-pub(crate) enum Work {
-    /// By the vjp of an op, whose arguments and outputs lie as was inferred.
+/// How the cotangents of a node's inputs are computed.
+pub(crate) enum NodeKind {
+    /// By the vjp of an op, whose arguments and outputs have the inferred layouts.
     Op(Rc<dyn Op>, Rc<Inference>),
-    /// By computing a whole block again.
-    Block(Box<dyn PullBack>),
+    /// By recomputing a checkpointed block.
+    Block(Box<dyn BlockVjp>),
 }
 
 /// A block of ops that is one node of the tape.
-pub(crate) trait PullBack {
-    /// Cotangents of the wanted inputs from those of the outputs, with the sums in them that were taken up.
-    fn pull_back(
+pub(crate) trait BlockVjp {
+    /// The cotangents of the wanted inputs from those of the outputs. Where the node took an accumulator, the cotangent
+    /// includes the sum accumulated so far.
+    fn vjp(
         &self,
         rank: &Rank,
         inputs: &[Option<Tensor>],
         cotangents: &[Option<Tensor>],
-        of: (&[bool], &[Offer]),
+        of: (&[bool], &[GradAccumulator]),
     ) -> Cotangents;
 }
 
-/// Something that happened: what it kept, and where its cotangents go.
+/// A recorded operation: the tensors saved for backward, and the ids of its inputs.
 pub(crate) struct Node {
-    pub(crate) work: Work,
+    pub(crate) kind: NodeKind,
     pub(crate) inputs: SmallVec<[Option<Id>; 4]>,
-    pub(crate) kept_inputs: SmallVec<[Option<Tensor>; 4]>,
-    pub(crate) kept_outputs: SmallVec<[Option<Tensor>; 2]>,
+    pub(crate) saved_inputs: SmallVec<[Option<Tensor>; 4]>,
+    pub(crate) saved_outputs: SmallVec<[Option<Tensor>; 2]>,
     pub(crate) cotangents: SmallVec<[Option<Tensor>; 1]>,
     pub(crate) path: Rc<str>,
-    /// The line that asked for it.
+    /// The caller's line.
     pub(crate) site: &'static Location<'static>,
 }
 
-/// Where a backward pass stands: the line that asked for the op whose cotangents are formed, and the op.
-pub(crate) type Stand = Cell<Option<(&'static Location<'static>, &'static str)>>;
+/// The operation that a backward pass is in: the line that applied the op, and the name of the op.
+pub(crate) type BackwardSite = Cell<Option<(&'static Location<'static>, &'static str)>>;
 
+/// The leaves of a tape and the nodes of its current round.
 #[derive(Default)]
 pub(crate) struct Arena {
     pub(crate) leaves: Vec<Leaf>,
-    pub(crate) by_key: ByKey<u32>,
+    pub(crate) by_key: KeyMap<u32>,
     nodes: Vec<Node>,
     pub(crate) round: u32,
-    /// Whether several rounds are to come.
-    pub(crate) reuses: bool,
+    /// Whether several rounds read the leaves.
+    pub(crate) reuses_leaves: bool,
 }
 
-/// The memory of the tape before, empty: a rank makes one tape after the other.
+/// The emptied arena of the previous tape, reused because a rank creates one tape after another.
 #[derive(Default)]
-struct Spare(Cell<Option<Arena>>);
+struct SpareArena(Cell<Option<Arena>>);
 
 struct Inner {
     rank: Rank,
     context: Rc<Context>,
-    spare: Rc<Spare>,
+    spare: Rc<SpareArena>,
     arena: RefCell<Arena>,
     records: Cell<bool>,
-    /// Whether the user asked for no gradients.
-    quiet: Cell<bool>,
-    outline: bool,
-    /// Whether a gradient can reach a parameter, or a program is to name it.
-    keeps_leaves: bool,
-    /// Whether gradients are taken after the next backward pass.
-    is_last: Cell<bool>,
-    draws: Draws,
+    /// Whether [`Tape::no_grad`] is active.
+    no_grad: Cell<bool>,
+    meta: bool,
+    /// Whether parameters become leaves: on tapes that record, and on meta tapes, whose programs name their parameters.
+    tracks_parameters: bool,
+    /// Whether the next backward pass is the last before [`Tape::gradients`].
+    expects_gradients: Cell<bool>,
+    draws: NoiseState,
     recorder: RefCell<Option<Box<Recorder>>>,
-    /// How many recordings there were.
-    recordings: Cell<u32>,
-    /// What keeps something that the running one has made.
-    keepers: RefCell<Vec<Weak<dyn Keeper>>>,
+    /// The number of recordings so far.
+    num_recordings: Cell<u32>,
+    /// Caches that hold values of the running recording.
+    caches: RefCell<Vec<Weak<dyn RecordingCache>>>,
 }
 
 impl Drop for Inner {
@@ -123,12 +127,14 @@ impl Drop for Inner {
         arena.leaves.clear();
         arena.by_key.clear();
         arena.nodes.clear();
-        (arena.round, arena.reuses) = (0, false);
+        (arena.round, arena.reuses_leaves) = (0, false);
         self.spare.0.set(Some(arena));
     }
 }
 
-/// What happened, in order. Cloning copies the handle.
+/// The tape: a record of the ops applied, in order. A clone is another handle of the same tape.
+#[doc(alias = "autograd graph")]
+#[doc(alias = "GradientTape")]
 #[derive(Clone)]
 pub struct Tape(Rc<Inner>);
 
@@ -139,105 +145,111 @@ impl Tape {
         Tape::with(rank, true, false)
     }
 
-    /// A tape that records nothing: for inference and validation. It keeps nothing of a parameter: a layout in which one is
-    /// computed lives as long as the variables in it, and each use of a parameter makes it anew.
+    /// A tape that records nothing: for inference and validation. The tape holds no parameters: a compute layout of one
+    /// lives as long as the variables in it, and each use of the parameter makes it anew.
+    #[doc(alias = "inference_mode")]
     #[must_use]
     pub fn inference(rank: &Rank) -> Tape {
         Tape::with(rank, false, false)
     }
 
     /// A tape on which variables have layouts and no values: ops are checked and recorded, not computed. Parameters may
-    /// be anywhere.
+    /// be on any device.
+    #[doc(alias = "meta device")]
+    #[doc(alias = "FakeTensor")]
     #[must_use]
-    pub(crate) fn outline(rank: &Rank) -> Tape {
+    pub(crate) fn meta(rank: &Rank) -> Tape {
         Tape::with(rank, false, true)
     }
 
-    fn with(rank: &Rank, records: bool, outline: bool) -> Tape {
-        let spare = rank.extension::<Spare>().clone();
+    fn with(rank: &Rank, records: bool, meta: bool) -> Tape {
+        let spare = rank.extension::<SpareArena>().clone();
         Tape(Rc::new(Inner {
             rank: rank.clone(),
             context: rank.extension::<Context>().clone(),
             arena: RefCell::new(spare.0.take().unwrap_or_default()),
             spare,
             records: Cell::new(records),
-            quiet: Cell::new(false),
-            outline,
-            keeps_leaves: records || outline,
-            is_last: Cell::new(false),
-            draws: Draws::default(),
+            no_grad: Cell::new(false),
+            meta,
+            tracks_parameters: records || meta,
+            expects_gradients: Cell::new(false),
+            draws: NoiseState::default(),
             recorder: RefCell::default(),
-            recordings: Cell::new(0),
-            keepers: RefCell::default(),
+            num_recordings: Cell::new(0),
+            caches: RefCell::default(),
         }))
     }
 
-    /// The rank whose tape this is.
+    /// The rank of this tape.
     #[must_use]
     pub fn rank(&self) -> &Rank {
         &self.0.rank
     }
 
-    /// Where the program stands on the rank.
+    /// The context of the rank: current path, phase, plans.
     pub(crate) fn context(&self) -> &Context {
         &self.0.context
     }
 
-    /// Turns random ops on (`None`, the default, turns them off: dropout is then the identity). A loop of one's own says so for
+    /// Turns random ops on; with `None`, the default, dropout is the identity. A custom training loop calls this before
     /// each round.
     pub fn set_noise(&self, noise: Option<Noise>) {
         self.0.draws.begin(noise);
     }
 
-    /// Counts a draw by a key; gives how many there were before it, since [`Tape::set_noise`]. What draws more than once in a
-    /// round can take other numbers each time by it, the same ones on every mesh.
+    /// Counts a draw by a key and returns the number of earlier ones since [`Tape::set_noise`]. A layer that draws more
+    /// than once in a round uses the count to take other random numbers each time, the same ones on every mesh.
     #[must_use]
     pub fn count_draw(&self, key: u64) -> u64 {
         self.0.draws.count(key)
     }
 
-    /// What random ops are keyed by, if they are on.
+    /// The key of random ops, if they are on.
     #[must_use]
     pub fn noise(&self) -> Option<Noise> {
         self.0.draws.noise()
     }
 
-    /// Whether [`Tape::noise`] was ever asked for: what is made then may be of the step that it names.
+    /// Whether [`Tape::noise`] was ever called. If so, values on this tape may depend on the step and row in it.
     #[must_use]
-    pub fn noise_is_asked(&self) -> bool {
-        self.0.draws.is_asked()
+    pub fn noise_was_read(&self) -> bool {
+        self.0.draws.was_read()
     }
 
     /// Whether variables have layouts only.
     #[must_use]
-    pub fn is_outline(&self) -> bool {
-        self.0.outline
+    pub fn is_meta(&self) -> bool {
+        self.0.meta
     }
 
     /// Whether parameters are leaves.
-    pub(crate) fn keeps_leaves(&self) -> bool {
-        self.0.keeps_leaves
+    pub(crate) fn tracks_parameters(&self) -> bool {
+        self.0.tracks_parameters
     }
 
-    /// Whether ops are put on the tape.
+    /// Whether ops are recorded as nodes.
     pub(crate) fn records(&self) -> bool {
         self.0.records.get()
     }
 
-    /// Runs `f` without recording; what it makes are constants, and of a parameter that is first used in it nothing is kept.
+    /// Runs `f` without recording. Its results are constants, and the tape keeps nothing of a parameter first used in
+    /// it.
+    #[doc(alias = "torch.no_grad")]
+    #[doc(alias = "stop_gradient")]
     pub fn no_grad<T>(&self, f: impl FnOnce() -> T) -> T {
-        let before = self.0.quiet.replace(true);
+        let before = self.0.no_grad.replace(true);
         let value = self.without_nodes(f);
-        self.0.quiet.set(before);
+        self.0.no_grad.set(before);
         value
     }
 
-    /// Whether what is made now is to have no gradient.
-    pub(crate) fn is_quiet(&self) -> bool {
-        self.0.quiet.get()
+    /// Whether [`Tape::no_grad`] is active.
+    pub(crate) fn is_no_grad(&self) -> bool {
+        self.0.no_grad.get()
     }
 
-    /// Runs `f` without nodes; a recorder goes on.
+    /// Runs `f` without creating nodes; an active recorder continues.
     pub(crate) fn without_nodes<T>(&self, f: impl FnOnce() -> T) -> T {
         let before = self.0.records.replace(false);
         let value = f();
@@ -245,74 +257,74 @@ impl Tape {
         value
     }
 
-    /// Runs `f` as if no block were recorded: to the block, what it makes comes from outside.
-    pub(crate) fn outside<T>(&self, f: impl FnOnce() -> T) -> T {
-        let (recorder, before) = (self.0.recorder.take(), self.0.records.replace(!self.is_quiet()));
+    /// Runs `f` as if no block were being recorded, so that the block takes its results as external inputs.
+    pub(crate) fn outside_recording<T>(&self, f: impl FnOnce() -> T) -> T {
+        let (recorder, before) = (self.0.recorder.take(), self.0.records.replace(!self.is_no_grad()));
         let value = f();
         self.0.records.set(before);
         self.0.recorder.replace(recorder);
         value
     }
 
-    /// Whether a program is recorded right now.
+    /// Whether a program is being recorded.
     pub(crate) fn is_recording(&self) -> bool {
         self.0.recorder.borrow().is_some()
     }
 
-    /// The number of the recording that runs; 0 if none does.
+    /// The number of the running recording; 0 if there is none.
     pub(crate) fn recording(&self) -> u32 {
-        if self.is_recording() { self.0.recordings.get() } else { 0 }
+        if self.is_recording() { self.0.num_recordings.get() } else { 0 }
     }
 
-    /// Starts (or, with `None`, ends) a recording; gives the recorder that was there.
+    /// Starts a recording, or ends it with `None`. Returns the previous recorder.
     pub(crate) fn set_recorder(&self, recorder: Option<Recorder>) -> Option<Recorder> {
         let ended = self.recording();
-        self.0.keepers.take().iter().filter_map(Weak::upgrade).for_each(|keeper| keeper.forget(ended));
-        self.0.recordings.set(self.0.recordings.get() + u32::from(recorder.is_some()));
+        self.0.caches.take().iter().filter_map(Weak::upgrade).for_each(|cache| cache.forget(ended));
+        self.0.num_recordings.set(self.0.num_recordings.get() + u32::from(recorder.is_some()));
         self.0.recorder.replace(recorder.map(Box::new)).map(|recorder| *recorder)
     }
 
-    /// Has a keeper forget what the running recording has made when that ends.
-    pub(crate) fn note_keeper(&self, keeper: Weak<dyn Keeper>) {
-        self.0.keepers.borrow_mut().push(keeper);
+    /// Registers a cache that drops values of the running recording when the recording ends.
+    pub(crate) fn register_cache(&self, cache: Weak<dyn RecordingCache>) {
+        self.0.caches.borrow_mut().push(cache);
     }
 
-    /// What is recorded right now.
+    /// The active recorder. Call only while recording.
     pub(crate) fn recorder(&self) -> RefMut<'_, Recorder> {
         let running = self.0.recorder.borrow_mut();
-        RefMut::map(running, |running| &mut **running.as_mut().expect("asked for while recording only"))
+        RefMut::map(running, |running| &mut **running.as_mut().expect("called while recording only"))
     }
 
-    /// The slot of a value that came from outside of the recording.
-    pub(crate) fn outer_slot(&self, id: Option<Id>, tensor: &Tensor) -> Slot {
-        let (key, sums) = (id.and_then(|id| self.key_of(id)), self.sums_of(id, tensor));
-        self.recorder().outer((id, key), tensor, sums)
+    /// The slot of a value that the recording takes as an external input.
+    pub(crate) fn external_slot(&self, id: Option<Id>, tensor: &Tensor) -> Slot {
+        let (key, accumulation) = (id.and_then(|id| self.key_of(id)), self.accumulation_dtype_of(id, tensor));
+        self.recorder().external((id, key), tensor, accumulation)
     }
 
-    /// How many ops the running recording has.
+    /// The number of ops recorded so far.
     pub(crate) fn num_records(&self) -> usize {
         self.0.recorder.borrow().as_ref().map_or(0, |r| r.program.records.len())
     }
 
-    /// Says that a range of records is to be computed again in the backward pass.
-    pub(crate) fn note_block(&self, block: Range<usize>) {
+    /// Marks a range of records as a checkpointed block, to be recomputed in the backward pass.
+    pub(crate) fn record_block(&self, block: Range<usize>) {
         self.recorder().program.blocks.push(block);
     }
 
-    /// Adds a record; gives its number.
-    pub(crate) fn note(&self, record: OpRecord) -> u32 {
+    /// Appends an op record and returns its index.
+    pub(crate) fn record_op(&self, record: OpRecord) -> u32 {
         let mut recorder = self.recorder();
         recorder.program.records.push(record);
         recorder.program.records.len() as u32 - 1
     }
 
-    /// Whether two handles name the same tape.
+    /// Whether two handles are of the same tape.
     pub(crate) fn same_as(&self, other: &Tape) -> bool {
         Rc::ptr_eq(&self.0, &other.0)
     }
 
     #[inline]
-    pub(crate) fn push(&self, node: Node) -> (u32, u32) {
+    pub(crate) fn push_node(&self, node: Node) -> (u32, u32) {
         let mut arena = self.0.arena.borrow_mut();
         arena.nodes.push(node);
         (arena.round, arena.nodes.len() as u32 - 1)
@@ -322,44 +334,45 @@ impl Tape {
         self.0.arena.borrow_mut()
     }
 
-    /// Backpropagates given cotangents to the leaves; the nodes of the round are used up.
+    /// Backpropagates the given cotangents to the leaves. Consumes the nodes of the round.
     pub(crate) fn backward_from(&self, seeds: impl IntoIterator<Item = (Id, Tensor)>) {
         let context = self.context();
         let before = context.set_backward(true);
         let mut arena = self.arena();
         let mut nodes = arena.take_nodes();
-        let mut ends = if self.0.is_last.take() { arena.ends(&nodes) } else { Vec::new() };
+        let mut ready = if self.0.expects_gradients.take() { arena.leaves_ready_after(&nodes) } else { Vec::new() };
         for (id, seed) in seeds {
             add(&mut arena.leaves, &mut nodes, id, seed);
         }
-        named(|stand| {
+        with_backward_site(|backward_site| {
             for at in (0..nodes.len()).rev() {
                 let (earlier, node) = nodes.split_at_mut(at);
                 let node = &mut node[0];
                 if node.cotangents.iter().any(Option::is_some) {
                     let wanted: SmallVec<[bool; 4]> = node.inputs.iter().map(Option::is_some).collect();
-                    self.pull((&mut arena.leaves, earlier), node, &wanted, stand);
+                    self.backward_node((&mut arena.leaves, earlier), node, &wanted, backward_site);
                 }
                 nodes.truncate(at);
-                while let Some((_, leaf)) = ends.pop_if(|(node, _)| *node == at) {
-                    self.take_back(&mut arena, leaf, stand);
+                while let Some((_, leaf)) = ready.pop_if(|(node, _)| *node == at) {
+                    self.backpropagate_route(&mut arena, leaf, backward_site);
                 }
             }
         });
-        // Its memory serves the next round.
+        // The next round reuses the allocation.
         arena.nodes = nodes;
         context.set_backward(before);
     }
 
-    /// Says that gradients are taken after the next backward pass. It takes the adjoint of a parameter's route as soon as it has
-    /// added the last cotangent to it, so that a device can reduce that gradient while it forms the others. The gradients are the
-    /// same, and every rank says so alike.
+    /// Announces that [`Tape::gradients`] follows the next backward pass. This pass then takes the adjoint of a
+    /// parameter's route as soon as the last cotangent has been added, so that a device can reduce that gradient while
+    /// it computes the others. The gradients are the same. All ranks make this call alike.
+    #[doc(alias = "set_is_last_backward")]
+    #[doc(alias = "gradient reduction overlap")]
     pub fn expect_gradients(&self) {
-        self.0.is_last.set(true);
+        self.0.expects_gradients.set(true);
     }
 
-    /// The gradients collected so far, brought to the stored layouts (the adjoint of each route runs here, once),
-    /// and taken off the tape.
+    /// Takes the accumulated gradients off the tape, in the stored layouts. The adjoint of each route runs here, once.
     #[must_use]
     pub fn gradients(&self) -> Gradients {
         let context = self.context();
@@ -368,9 +381,9 @@ impl Tape {
         let mut gradients = Gradients::new();
         for at in (0..arena.leaves.len()).rev() {
             let leaf = &mut arena.leaves[at];
-            leaf.give_up();
+            leaf.release_tensor();
             if leaf.origin.is_some() {
-                named(|stand| self.take_back(&mut arena, at, stand));
+                with_backward_site(|backward_site| self.backpropagate_route(&mut arena, at, backward_site));
             } else if let Some(cotangent) = leaf.cotangent.take() {
                 gradients.insert(leaf.key, cotangent);
             }
@@ -379,16 +392,17 @@ impl Tape {
         gradients
     }
 
-    /// Bytes that the nodes of the running round keep alive for the backward pass, each buffer counted once.
+    /// The bytes that the nodes of the current round keep alive for the backward pass, each buffer counted once.
+    #[doc(alias = "saved_tensors")]
     #[must_use]
     pub fn saved_bytes(&self) -> usize {
         let arena = self.0.arena.borrow();
         let mut seen = HashSet::new();
-        let kept = arena.nodes.iter().flat_map(|n| n.kept_inputs.iter().chain(&n.kept_outputs)).flatten();
-        kept.filter(|t| seen.insert(t.piece().buffer.address())).map(|t| t.piece().buffer.bytes()).sum()
+        let saved = arena.nodes.iter().flat_map(|n| n.saved_inputs.iter().chain(&n.saved_outputs)).flatten();
+        saved.filter(|t| seen.insert(t.local().buffer.address())).map(|t| t.local().buffer.bytes()).sum()
     }
 
-    /// The number of nodes of the running round.
+    /// The number of nodes of the current round.
     #[must_use]
     pub fn num_nodes(&self) -> usize {
         self.0.arena.borrow().nodes.len()
@@ -396,55 +410,56 @@ impl Tape {
 }
 
 impl Node {
-    /// Lets go of what was kept.
+    /// Drops the saved tensors and cotangents.
     pub(crate) fn empty(&mut self) {
-        self.kept_inputs.clear();
-        self.kept_outputs.clear();
+        self.saved_inputs.clear();
+        self.saved_outputs.clear();
         self.cotangents.clear();
     }
 
-    /// Whether going back through it can add to sums of cotangents.
-    fn takes_sums(&self) -> bool {
-        match &self.work {
-            Work::Op(op, _) => op.takes_sums(),
-            Work::Block(_) => true,
+    /// Whether the vjp of the node can add to gradient accumulators.
+    fn accumulates_in_place(&self) -> bool {
+        match &self.kind {
+            NodeKind::Op(op, _) => op.accumulates_in_place(),
+            NodeKind::Block(_) => true,
         }
     }
 
-    /// Cotangents of the wanted inputs from those of the outputs, with the sums in them that were taken up.
-    pub(crate) fn pull_back(
+    /// The cotangents of the wanted inputs from those of the outputs. Where the node took an accumulator, the cotangent
+    /// includes the sum accumulated so far.
+    pub(crate) fn vjp(
         &mut self,
         rank: &Rank,
         context: &Context,
-        (wanted, sums): (&[bool], &[Offer]),
-        stand: &Stand,
+        (wanted, sums): (&[bool], &[GradAccumulator]),
+        backward_site: &BackwardSite,
     ) -> Cotangents {
-        match &self.work {
-            Work::Op(op, inference) => {
-                stand.set(Some((self.site, op.name())));
-                let closed = context.set_closed(true);
-                let taken = op.consumes().filter(|&i| wanted[i]).and_then(|i| self.kept_inputs[i].take());
+        match &self.kind {
+            NodeKind::Op(op, inference) => {
+                backward_site.set(Some((self.site, op.name())));
+                let closed = context.set_in_vjp(true);
+                let donated = op.donated_input().filter(|&i| wanted[i]).and_then(|i| self.saved_inputs[i].take());
                 let cotangents = op.vjp(&Vjp {
                     rank,
-                    inputs: &self.kept_inputs,
-                    outputs: &self.kept_outputs,
+                    inputs: &self.saved_inputs,
+                    outputs: &self.saved_outputs,
                     input_layouts: inference.inputs(),
                     output_layouts: &inference.outputs,
                     grads: &self.cotangents,
-                    wanted,
-                    taken: RefCell::new(taken),
-                    sums,
+                    needs_input_grad: wanted,
+                    donated: RefCell::new(donated),
+                    accumulators: sums,
                 });
-                context.set_closed(closed);
-                let lawful = check_lawful(&**op, &cotangents, inference.inputs());
-                lawful.and_then(|()| check_given(&**op, &cotangents, wanted)).unwrap_or_else(|e| e.raise());
+                context.set_in_vjp(closed);
+                let lawful = check_cotangent_layouts(&**op, &cotangents, inference.inputs());
+                lawful.and_then(|()| check_cotangents_present(&**op, &cotangents, wanted)).unwrap_or_else(|e| e.raise());
                 cotangents
             }
-            Work::Block(block) => {
-                // Its ops have lines of their own.
-                stand.set(None);
-                let cotangents = block.pull_back(rank, &self.kept_inputs, &self.cotangents, (wanted, sums));
-                stand.set(Some((self.site, "checkpoint")));
+            NodeKind::Block(block) => {
+                // The ops of the block set their own lines.
+                backward_site.set(None);
+                let cotangents = block.vjp(rank, &self.saved_inputs, &self.cotangents, (wanted, sums));
+                backward_site.set(Some((self.site, "checkpoint")));
                 cotangents
             }
         }
@@ -452,20 +467,20 @@ impl Node {
 }
 
 impl Arena {
-    /// The nodes of the running round, which ends.
+    /// Takes the nodes of the current round and ends the round.
     pub(crate) fn take_nodes(&mut self) -> Vec<Node> {
         self.round += 1;
         std::mem::take(&mut self.nodes)
     }
 }
 
-/// Runs a part of a backward pass, which says where it stands. An error in it names the line of the user's program that asked
-/// for the op, and the op: the lines within a vjp are the library's.
-pub(crate) fn named<T>(part: impl FnOnce(&Stand) -> T) -> T {
-    let stand = Stand::default();
-    catch_unwind(AssertUnwindSafe(|| part(&stand))).unwrap_or_else(|cause| {
-        match (cause.downcast::<Error>(), stand.get()) {
-            (Ok(error), Some((site, op))) => error.detail("vjp", op).asked_by(site).raise(),
+/// Runs a part of a backward pass that reports its current operation. An error in it names that op and the line of the
+/// user's program that applied it, since the lines within a vjp are the library's.
+pub(crate) fn with_backward_site<T>(part: impl FnOnce(&BackwardSite) -> T) -> T {
+    let backward_site = BackwardSite::default();
+    catch_unwind(AssertUnwindSafe(|| part(&backward_site))).unwrap_or_else(|cause| {
+        match (cause.downcast::<Error>(), backward_site.get()) {
+            (Ok(error), Some((site, op))) => error.detail("vjp", op).replace_site(site).raise(),
             (Ok(error), None) => error.raise(),
             (Err(cause), _) => resume_unwind(cause),
         }

@@ -1,17 +1,17 @@
-//! Random programs over the list of ops; and planted faults, each of which the fuzzer must find and make small.
+//! Fuzzing over the list of ops, and planted faults, each of which the fuzzer must find and shrink.
 
-use shardgrad_autograd::fuzz::{Feed, Marks, Place, Program, Report, Step, Verdict, programs};
+use shardgrad_autograd::fuzz::{TestInput, LayoutPattern, ValueRef, Program, Report, Step, Verdict, programs};
 use shardgrad_autograd::{Var, fuzz_model};
 use shardgrad_dist::{Error, Result};
-use shardgrad_tensor::op::{Cotangents, Local, Op, Pieces, Vjp};
-use shardgrad_tensor::ops::{Case, Entry, Input, OPS};
-use shardgrad_tensor::{DType, Piece, Tensor, Value, View};
+use shardgrad_tensor::op::{Cotangents, ForwardContext, Op, LocalTensors, Vjp};
+use shardgrad_tensor::ops::{Case, OpModule, Input, OPS};
+use shardgrad_tensor::{DType, LocalTensor, Tensor, Value, View};
 use std::io::Write as _;
 use std::rc::Rc;
 
-/// 2,000 programs, or as many as SHARDGRAD_PROGRAMS says, shared among the cores.
+/// 2,000 programs, or as many as SHARDGRAD_PROGRAMS says, distributed over the cores.
 #[test]
-fn random_programs_are_those_of_one_rank() {
+fn random_programs_match_one_rank() {
     let count =
         std::env::var("SHARDGRAD_PROGRAMS").map_or(2000, |n| n.parse().expect("a number of programs"));
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get() as u64).min(count);
@@ -29,43 +29,43 @@ fn random_programs_are_those_of_one_rank() {
         all.ill_posed += report.ill_posed;
         all.refused += report.refused;
         all.steps += report.steps;
-        all.narrow += report.narrow;
-        all.empty += report.empty;
-        all.whole += report.whole;
-        all.ties += report.ties;
+        all.in_f32 += report.in_f32;
+        all.with_empty += report.with_empty;
+        all.with_integers += report.with_integers;
+        all.with_ties += report.with_ties;
     }
     std::io::stdout().write_all(format!("{count} programs: {all:?}\n").as_bytes()).unwrap();
     assert!(all.right as u64 * 10 >= count * 9, "nine in ten say something: {all:?}");
     assert!(all.steps as u64 >= 5 * count, "programs have some length: {all:?}");
     assert!(all.ill_posed as u64 * 50 <= count + 50, "few hang on the last bits: {all:?}");
-    assert!(all.narrow as u64 * 5 >= count, "one in five computes in f32: {all:?}");
-    assert!(all.empty as u64 * 20 >= count, "one in twenty has empty tensors: {all:?}");
-    assert!(all.whole as u64 * 3 >= count, "one in three has integers or truth values: {all:?}");
-    assert!(all.ties as u64 * 100 + 50 >= count, "one in a hundred has elements that tie: {all:?}");
+    assert!(all.in_f32 as u64 * 5 >= count, "one in five computes in f32: {all:?}");
+    assert!(all.with_empty as u64 * 20 >= count, "one in twenty has empty tensors: {all:?}");
+    assert!(all.with_integers as u64 * 3 >= count, "one in three has integers or truth values: {all:?}");
+    assert!(all.with_ties as u64 * 100 + 50 >= count, "one in a hundred has elements that tie: {all:?}");
 }
 
 #[test]
-fn the_same_number_gives_the_same_program() {
+fn programs_are_deterministic_by_seed() {
     for seed in [3, 4, 5] {
         let text = || Program::draw(OPS, seed).unwrap().map(|p| p.to_string());
         assert_eq!(text(), text());
     }
 }
 
-/// Squares, wrong in one way.
+/// An op with one planted fault.
 #[derive(Debug)]
 enum Planted {
-    /// Declared linear: squares of pending parts are not parts of the square.
+    /// Declares the square linear: squares of partial values are not partial values of the square.
     Linear,
-    /// Twice the cotangent on the second rank of an axis.
+    /// Doubles the cotangent on the second rank of an axis.
     Doubled,
-    /// Forward by the local extent.
+    /// Divides by the local extent.
     LocalMean,
-    /// Reads its memory as if it had no gaps.
+    /// Reads its buffer as if the view were contiguous.
     Dense,
-    /// Off by one on the second rank in f32.
+    /// Adds one on the second rank in f32.
     Narrow,
-    /// A sum that is one on the second rank where there is nothing to sum.
+    /// Gives one instead of zero on the second rank for a sum over nothing.
     Empty,
 }
 
@@ -82,18 +82,18 @@ impl Op for Planted {
         if matches!(self, Planted::Doubled | Planted::Narrow) { &[] } else { &[&[0]] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        if local.rank.is_dry() {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
+        if local.rank.is_dry_run() {
             return Ok([local.output(0)?].into_iter().collect());
         }
         let shape = x[0].view.shape.clone();
         let x = match self {
-            // What lies at the start of the memory, in the order of the memory.
+            // The elements at the start of the buffer, in memory order.
             Planted::Dense if x[0].numel() * x[0].dtype.size() <= x[0].buffer.bytes() => {
                 let mut view = x[0].view.geometry();
                 view.offset = 0;
                 (0..shape.len()).for_each(|d| view.strides[d] = shape[d + 1..].iter().product());
-                x[0].viewed(View::new(view.into()))
+                x[0].with_view(View::new(view.into()))
             }
             _ => x[0].clone(),
         };
@@ -121,23 +121,23 @@ impl Op for Planted {
             }
         };
         let out = local.inference.outputs[0].local_shape(local.rank.coordinates());
-        let made = Piece::upload(local.rank, &out, &values)?;
-        let made = if x.dtype == made.dtype { made } else { made.converted(local.rank, x.dtype)? };
+        let made = LocalTensor::upload(local.rank, &out, &values)?;
+        let made = if x.dtype == made.dtype { made } else { made.to_dtype(local.rank, x.dtype)? };
         Ok([made].into_iter().collect())
     }
 
-    fn keeps(&self) -> shardgrad_tensor::Keeps {
-        shardgrad_tensor::Keeps { inputs: &[0], outputs: &[] }
+    fn saved_for_backward(&self) -> shardgrad_tensor::SavedForBackward {
+        shardgrad_tensor::SavedForBackward { inputs: &[0], outputs: &[] }
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         let (x, second) = (cx.input(0), cx.rank.index() == 1);
-        cx.each(|_| match self {
+        cx.cotangents(|_| match self {
             Planted::Linear => cx.grad(0),
             Planted::Doubled => x.mul(&cx.grad(0)).scale(if second { 4.0 } else { 2.0 }),
             Planted::Dense | Planted::Narrow => cx.grad(0),
             Planted::LocalMean | Planted::Empty => {
-                let goal = cx.goal(0);
+                let goal = cx.cotangent_layout(0);
                 let (shape, last) = (goal.shape(), goal.ndim() - 1);
                 let op = shardgrad_tensor::ops::sum::Expand::to(&shape, &[last]).expect("the last dim");
                 let is_mean = matches!(self, Planted::LocalMean);
@@ -152,16 +152,16 @@ fn planted(fault: Planted) -> Vec<Case> {
     vec![Case::new(Rc::new(fault), vec![Input::real(&[5, 3])])]
 }
 
-/// The list with one op more.
-fn with(cases: fn() -> Vec<Case>) -> Vec<Entry> {
+/// The list with one more op.
+fn with(cases: fn() -> Vec<Case>) -> Vec<OpModule> {
     let sound = ["add", "sub", "mul", "einsum", "permute", "sum", "relu", "concat"];
-    let mut ops: Vec<Entry> = OPS.iter().filter(|e| sound.contains(&e.name)).copied().collect();
-    ops.push(Entry { name: "planted", cases, source: "" });
+    let mut ops: Vec<OpModule> = OPS.iter().filter(|e| sound.contains(&e.name)).copied().collect();
+    ops.push(OpModule { name: "planted", cases, source: "" });
     ops
 }
 
 #[test]
-fn planted_faults_are_found_and_made_small() {
+fn planted_faults_are_found_and_shrunk() {
     let faults: [fn() -> Vec<Case>; 6] = [
         || planted(Planted::Linear),
         || planted(Planted::Doubled),
@@ -187,7 +187,7 @@ fn planted_faults_are_found_and_made_small() {
 }
 
 #[test]
-fn models_are_fuzzed_by_one_macro() {
+fn fuzz_model_macro_accepts_and_rejects_models() {
     let report = fuzz_model!(
         [Input::real(&[4, 6]), Input::real(&[6, 3]), Input::index(&[4], 3)],
         60,
@@ -207,19 +207,19 @@ fn models_are_fuzzed_by_one_macro() {
 
 /// In f32 sigmoid(expm1(x)) is 1 for an x for which it is less in f64: its floor says nothing about the mesh.
 #[test]
-fn what_one_rank_cannot_hold_in_f32_is_not_held_against_a_mesh() {
-    let apply = |op: &str, arg| Step::Apply { op: op.into(), case: 0, args: vec![arg], is_quiet: false };
+fn f32_rounding_of_one_rank_is_ill_posed() {
+    let apply = |op: &str, arg| Step::Apply { op: op.into(), case: 0, args: vec![arg], no_grad: false };
     let program = Program {
         mesh: "a=2".into(),
         dtype: DType::F32,
-        inputs: vec![Feed { input: Input::real(&[3, 2]), marks: Marks::whole(2), is_leaf: false }],
+        inputs: vec![TestInput { input: Input::real(&[3, 2]), layout: LayoutPattern::unsharded(2), is_leaf: false }],
         steps: vec![
-            apply("expm1", Place::Input(0)),
-            apply("sigmoid", Place::Made(0, 0)),
-            apply("floor", Place::Made(1, 0)),
+            apply("expm1", ValueRef::Input(0)),
+            apply("sigmoid", ValueRef::Output(0, 0)),
+            apply("floor", ValueRef::Output(1, 0)),
         ],
         blocks: vec![],
-        outputs: vec![Place::Made(2, 0)],
+        outputs: vec![ValueRef::Output(2, 0)],
         seed: 167_525,
     };
     assert!(matches!(program.check(OPS), Ok(Verdict::IllPosed)), "{:?}", program.check(OPS));
@@ -227,11 +227,11 @@ fn what_one_rank_cannot_hold_in_f32_is_not_held_against_a_mesh() {
     assert!(matches!(wide.check(OPS), Ok(Verdict::Right)), "{:?}", wide.check(OPS));
 }
 
-/// Pending parts of 0, each divided by 3 and rounded, add up to almost 0, where |x| has another slope.
+/// Partial values of 0, each divided by 3 and rounded, add up to almost 0, where |x| has another slope.
 #[test]
-fn a_kink_at_nothing_is_not_held_against_a_mesh() {
-    let apply = |op: &str, case, args| Step::Apply { op: op.into(), case, args, is_quiet: false };
-    let feed = |input, marks: &str, is_leaf| Feed { input, marks: Marks::parse(marks).unwrap(), is_leaf };
+fn kink_at_zero_is_ill_posed() {
+    let apply = |op: &str, case, args| Step::Apply { op: op.into(), case, args, no_grad: false };
+    let feed = |input, marks: &str, is_leaf| TestInput { input, layout: LayoutPattern::parse(marks).unwrap(), is_leaf };
     let program = Program {
         mesh: "a=4".into(),
         dtype: DType::F32,
@@ -241,11 +241,11 @@ fn a_kink_at_nothing_is_not_held_against_a_mesh() {
             feed(Input::Positive(vec![3, 4]), "[, ]", false),
         ],
         steps: vec![
-            apply("div", 2, vec![Place::Input(1), Place::Input(2)]),
-            apply("abs", 0, vec![Place::Made(0, 0)]),
+            apply("div", 2, vec![ValueRef::Input(1), ValueRef::Input(2)]),
+            apply("abs", 0, vec![ValueRef::Output(0, 0)]),
         ],
         blocks: vec![],
-        outputs: vec![Place::Made(1, 0)],
+        outputs: vec![ValueRef::Output(1, 0)],
         seed: 316_830,
     };
     assert!(matches!(program.check(OPS), Ok(Verdict::IllPosed)), "{:?}", program.check(OPS));

@@ -1,7 +1,7 @@
-//! A program cut anywhere, under every schedule, gives the values and gradients of one rank.
+//! A pipeline with any cut, under any schedule, gives the values and gradients of one rank.
 
-use shardgrad_autograd::pipeline::{Action, Cut, Feed, Profile, Runner, Schedule, Stages};
-use shardgrad_autograd::{Draw, Gradients, Noise, Program, Tape, Var};
+use shardgrad_autograd::pipeline::{Action, Cut, PipelineInputs, Profile, Runner, Schedule, Stages};
+use shardgrad_autograd::{ReplayNoise, Gradients, Noise, Program, Tape, Var};
 use shardgrad_dist::{Mesh, Phase, Rank, Result, World};
 use shardgrad_tensor::{DType, Layout, Tensor, Value};
 use std::collections::BTreeMap;
@@ -18,8 +18,8 @@ fn parameter(rank: &Rank, key: u64) -> Result<Tensor> {
     Tensor::from_host(rank, &shape, &data)
 }
 
-/// Layers with a skip from the first to the last (over all stages between), a table used at both ends (tied), a mask that
-/// is a constant, and a second use of the input at the end. Where it is `relu`, numbers stay small.
+/// Layers with a skip connection from the first to the last (over all stages between), a tied embedding at both ends, a
+/// constant mask, and a second use of the input at the end. With relu, numbers stay small.
 fn text(args: &[Var]) -> Result<Vec<Var>> {
     let (ids, x) = (&args[0], &args[1]);
     let tape = x.tape().clone();
@@ -40,10 +40,10 @@ fn text(args: &[Var]) -> Result<Vec<Var>> {
         };
     }
     let y = y.add(&first).mul(&y.constant(mask));
-    // Uses through which no gradient may flow back: of a value, of a parameter, of what is made without one.
-    let quiet = tape.no_grad(|| first.scale(0.5).add(x));
-    let y = y.add(&first.detach().matmul(&on(10)?.detach())).add(&quiet);
-    // What the loss does not read has no gradient, not even zeros.
+    // Uses that stop gradients: of a value, of a parameter, and of a value made without one.
+    let no_grad = tape.no_grad(|| first.scale(0.5).add(x));
+    let y = y.add(&first.detach().matmul(&on(10)?.detach())).add(&no_grad);
+    // A value that the loss does not read has no gradient, not even zeros.
     let unread = y.matmul(&on(11)?);
     let _ = unread.relu();
     Ok(vec![y.matmul_nt(&table).sum().add(&y.mul(x).sum())])
@@ -60,7 +60,7 @@ fn noise(microbatch: usize) -> Option<Noise> {
 }
 
 /// Losses and gradients of one rank.
-fn oracle(num_microbatches: usize) -> (Vec<f64>, BTreeMap<u64, Vec<f64>>) {
+fn reference(num_microbatches: usize) -> (Vec<f64>, BTreeMap<u64, Vec<f64>>) {
     let ranks = World::run(Mesh::single(), |rank| {
         let tape = Tape::new(rank);
         let mut losses = Vec::new();
@@ -89,9 +89,9 @@ fn recorded(rank: &Rank) -> Result<Program> {
     Program::record(rank, &layouts, Some(start), text)
 }
 
-/// Runs a schedule on a pipeline with these cuts and compares with one rank, exactly.
+/// Runs a schedule on a pipeline with these cuts and compares exactly with one rank.
 fn check(name: &str, mesh: &str, starts: &[usize], num_microbatches: usize) {
-    let expected = oracle(num_microbatches);
+    let expected = reference(num_microbatches);
     let mesh = Mesh::parse(mesh).unwrap();
     let ranks = World::run(mesh.clone(), |rank| {
         let axis = rank.mesh().axis("pp").unwrap();
@@ -101,13 +101,13 @@ fn check(name: &str, mesh: &str, starts: &[usize], num_microbatches: usize) {
         let num_ranks = rank.mesh().size(axis);
         let schedule = Schedule::named(name, num_ranks, num_microbatches)?.with_transfers(&links);
         assert_eq!(schedule.verify(&links)?.peak_live.len(), num_ranks);
-        let place = schedule.place.clone();
+        let place = schedule.stage_ranks.clone();
         let runner = Runner { rank: &here, axis, stages: &stages, schedule: &schedule };
-        let outcome = runner.run(&Feed {
+        let outcome = runner.run(&PipelineInputs {
             arguments: &|m| arguments(&here, m),
             parameter: &|key| parameter(&here, key).unwrap(),
             is_trained: &|_| true,
-            draw: &|m| Draw::Of(noise(m).unwrap()),
+            draw: &|m| ReplayNoise::Of(noise(m).unwrap()),
             weight: 0.5,
         })?;
         let losses: Result<Vec<Option<f64>>> =
@@ -130,7 +130,7 @@ fn check(name: &str, mesh: &str, starts: &[usize], num_microbatches: usize) {
 }
 
 #[test]
-fn every_cut_gives_the_gradients_of_one_rank() {
+fn every_cut_matches_one_rank() {
     let len = World::new(Mesh::single()).dry_run(0, |rank| Ok(recorded(rank)?.records.len())).unwrap();
     for start in 0..=len {
         check("1f1b", "pp=2", &[start], 3);
@@ -139,7 +139,7 @@ fn every_cut_gives_the_gradients_of_one_rank() {
 }
 
 #[test]
-fn every_schedule_on_more_stages() {
+fn every_schedule_matches_one_rank() {
     for name in shardgrad_autograd::pipeline::NAMES {
         for (mesh, starts) in
             [("pp=3", vec![7, 12]), ("pp=4", vec![3, 3, 15]), ("dp=2,pp=2", vec![9]), ("pp=1", vec![])]
@@ -157,7 +157,7 @@ fn every_schedule_on_more_stages() {
 }
 
 #[test]
-fn arguments_of_another_shape_are_refused() {
+fn argument_of_another_shape_is_refused() {
     let error = World::run(Mesh::parse("pp=2").unwrap(), |rank| {
         let axis = rank.mesh().axis("pp").unwrap();
         let here = rank.slice(axis);
@@ -168,11 +168,11 @@ fn arguments_of_another_shape_are_refused() {
             let x = Tensor::from_host(&here, &[1, WIDTH], &[0.0f64; WIDTH])?;
             Ok(vec![Tensor::from_host(&here, &[1], &[0i64])?, x])
         };
-        let outcome = runner.run(&Feed {
+        let outcome = runner.run(&PipelineInputs {
             arguments: &wide,
             parameter: &|key| parameter(&here, key).unwrap(),
             is_trained: &|_| true,
-            draw: &|_| Draw::Off,
+            draw: &|_| ReplayNoise::Off,
             weight: 1.0,
         });
         outcome.map(drop)
@@ -193,28 +193,28 @@ fn frozen_parameters_have_no_gradient_on_any_stage() {
         let stages = Stages::new(recorded(&here)?, &[7, 12]);
         let schedule = Schedule::zb_h1(3, 2).unwrap().with_transfers(&stages.links());
         let runner = Runner { rank: &here, axis, stages: &stages, schedule: &schedule };
-        let outcome = runner.run(&Feed {
+        let outcome = runner.run(&PipelineInputs {
             arguments: &|m| arguments(&here, m),
             parameter: &|key| parameter(&here, key).unwrap(),
             is_trained: &|key| !frozen.contains(&key),
-            draw: &|m| Draw::Of(noise(m).unwrap()),
+            draw: &|m| ReplayNoise::Of(noise(m).unwrap()),
             weight: 0.5,
         })?;
         values(&outcome.gradients)
     });
-    let expected = oracle(2).1;
+    let expected = reference(2).1;
     let all: BTreeMap<u64, Vec<f64>> = ranks.unwrap().into_iter().flatten().collect();
     let trained: Vec<u64> = expected.keys().copied().filter(|key| !frozen.contains(key)).collect();
     assert_eq!(all.keys().copied().collect::<Vec<u64>>(), trained);
     assert!(all.iter().all(|(key, gradient)| *gradient == expected[key]));
 }
 
-/// Of a rank: gradients by key, transfers with gradients, operations.
-type Found = (BTreeMap<u64, Vec<f64>>, Vec<&'static str>, u64);
+/// The gradients by key, the transfers of gradients, and the number of operations of a rank.
+type RankRun = (BTreeMap<u64, Vec<f64>>, Vec<&'static str>, u64);
 
-/// One product with a parameter of its own for each of four stages, of which `frozen` are not trained. Of each rank: its gradients,
-/// the transfers with gradients, and what its step computes, without the seed of the loss.
-fn chain(schedule: &Schedule, frozen: &[u64]) -> Vec<Found> {
+/// Runs four stages, each a matmul with its own parameter; `frozen` ones are not trained. Returns for each rank the
+/// gradients, the transfers of gradients, and the operations of the step.
+fn chain(schedule: &Schedule, frozen: &[u64]) -> Vec<RankRun> {
     let ranks = World::run(Mesh::parse(&format!("pp={}", schedule.ranks.len())).unwrap(), |rank| {
         let axis = rank.mesh().axis("pp").unwrap();
         let here = rank.slice(axis);
@@ -232,11 +232,11 @@ fn chain(schedule: &Schedule, frozen: &[u64]) -> Vec<Found> {
         schedule.verify(&stages.links())?;
         let runner = Runner { rank: &here, axis, stages: &stages, schedule: &schedule };
         rank.trace().enable();
-        let outcome = runner.run(&Feed {
+        let outcome = runner.run(&PipelineInputs {
             arguments: &|m| Ok(vec![arguments(&here, m)?.remove(1)]),
             parameter: &|key| parameter(&here, key).unwrap(),
             is_trained: &|key| !frozen.contains(&key),
-            draw: &|_| Draw::Off,
+            draw: &|_| ReplayNoise::Off,
             weight: 1.0,
         })?;
         let records = rank.trace().take();
@@ -246,9 +246,10 @@ fn chain(schedule: &Schedule, frozen: &[u64]) -> Vec<Found> {
     ranks.unwrap()
 }
 
-/// What is frozen with all before it takes no part in the backward pass; what has something trained before it hands gradients on.
+/// Stages that are frozen together with all stages before them take no part in the backward pass; a frozen stage after
+/// a trained one sends gradients on.
 #[test]
-fn nothing_goes_back_through_stages_that_train_nothing_and_have_nothing_before_them() {
+fn frozen_first_stages_skip_the_backward_pass() {
     let one_each = [
         Schedule::gpipe(4, 3).unwrap(),
         Schedule::one_f_one_b(4, 3).unwrap(),
@@ -256,13 +257,13 @@ fn nothing_goes_back_through_stages_that_train_nothing_and_have_nothing_before_t
     ];
     for schedule in one_each.into_iter().chain([Schedule::zb_v(2, 3).unwrap()]) {
         let whole = chain(&schedule, &[]);
-        let forward = chain(&Schedule::forward_only(&schedule.place, schedule.ranks.len()).unwrap(), &[]);
+        let forward = chain(&Schedule::forward_only(&schedule.stage_ranks, schedule.ranks.len()).unwrap(), &[]);
         for frozen in [&[0][..], &[0, 1], &[0, 1, 2], &[1], &[0, 2], &[3]] {
             let what = format!("{} without {frozen:?}", schedule.name);
             let ran = chain(&schedule, frozen);
             let first = (0..4).find(|key| !frozen.contains(key)).unwrap() as usize;
-            // Of three microbatches, over the borders behind the first that is trained and between two ranks.
-            let apart = |stage: &usize| schedule.place[*stage] != schedule.place[stage + 1];
+            // Three microbatches, over the boundaries after the first trained stage that are between two ranks.
+            let apart = |stage: &usize| schedule.stage_ranks[*stage] != schedule.stage_ranks[stage + 1];
             let hops = 3 * (first..3).filter(apart).count();
             let moved: Vec<&str> = ran.iter().flat_map(|r| r.1.clone()).collect();
             assert_eq!(moved.iter().filter(|op| **op == "send").count(), hops, "{what}");
@@ -271,7 +272,7 @@ fn nothing_goes_back_through_stages_that_train_nothing_and_have_nothing_before_t
                 let mut expected = whole[rank].0.clone();
                 expected.retain(|key, _| !frozen.contains(key));
                 assert_eq!(*gradients, expected, "{what}");
-                if (0..4).filter(|stage| schedule.place[*stage] == rank).all(|stage| stage < first) {
+                if (0..4).filter(|stage| schedule.stage_ranks[*stage] == rank).all(|stage| stage < first) {
                     assert_eq!(*flops, 3 * forward[rank].2, "{what}: rank {rank} goes forward only");
                 }
             }
@@ -280,14 +281,14 @@ fn nothing_goes_back_through_stages_that_train_nothing_and_have_nothing_before_t
 }
 
 #[test]
-fn cuts_are_balanced_or_named() {
+fn cuts_balanced_by_path_and_by_layers() {
     let program = |cut: &str, n: usize| {
         let cut: Cut = cut.parse().unwrap();
         World::new(Mesh::single()).dry_run(0, |rank| recorded(rank)?.cut(rank, &cut, n))
     };
     assert_eq!(program("balanced", 1).unwrap(), []);
     assert_eq!(program("balanced", 4).unwrap().len(), 3);
-    assert!(program("balanced", 0).unwrap_err().message().contains("a schedule has no stage"));
+    assert!(program("balanced", 0).unwrap_err().message().contains("a schedule needs at least one stage"));
     let error = program("h.1", 2).unwrap_err();
     assert!(error.message().contains("no op of the model is at `h.1`"), "{error}");
     assert!(program("2,2", 2).unwrap_err().message().contains("the stages have 4 layers, the model has 0"));
@@ -295,7 +296,7 @@ fn cuts_are_balanced_or_named() {
 }
 
 #[test]
-fn several_stages_on_a_rank() {
+fn several_stages_per_rank_match_one_rank() {
     for (name, mesh, starts, num_microbatches) in [
         ("interleaved", "pp=2", vec![4, 9, 15], 2),
         ("interleaved-3", "pp=2", vec![2, 4, 9, 15, 18], 4),
@@ -315,8 +316,8 @@ fn several_stages_on_a_rank() {
     }
 }
 
-/// Two stages of which the schedule is another one than was proved, on one rank of two; what the run says.
-fn misled(change: impl Fn(&mut Schedule) + Sync) -> String {
+/// Runs two stages with a changed, unverified schedule on one of two ranks; returns the error text.
+fn run_unverified(change: impl Fn(&mut Schedule) + Sync) -> String {
     let error = World::run(Mesh::parse("pp=2").unwrap(), |rank| {
         let axis = rank.mesh().axis("pp").unwrap();
         let here = rank.slice(axis);
@@ -324,11 +325,11 @@ fn misled(change: impl Fn(&mut Schedule) + Sync) -> String {
         let mut schedule = Schedule::gpipe(2, 1).unwrap().with_transfers(&stages.links());
         change(&mut schedule);
         let runner = Runner { rank: &here, axis, stages: &stages, schedule: &schedule };
-        let outcome = runner.run(&Feed {
+        let outcome = runner.run(&PipelineInputs {
             arguments: &|m| arguments(&here, m),
             parameter: &|key| parameter(&here, key).unwrap(),
             is_trained: &|_| true,
-            draw: &|m| Draw::Of(noise(m).unwrap()),
+            draw: &|m| ReplayNoise::Of(noise(m).unwrap()),
             weight: 1.0,
         });
         outcome.map(drop)
@@ -337,50 +338,51 @@ fn misled(change: impl Fn(&mut Schedule) + Sync) -> String {
 }
 
 #[test]
-fn lists_that_were_not_proved_end_in_an_error() {
-    let why = "a stage needs a value that is not there; the schedule was not verified";
-    // Without the receive, without the forward pass, without the send, with half of a backward pass that was none.
+fn unverified_schedule_ends_in_an_error() {
+    let why = "a stage needs a value that was not made or received: call Schedule::verify before a run";
+    // Without the receive, without the forward pass, without the send, and with a weight gradient of a backward pass
+    // that did not run.
     for at in [0, 1] {
-        let text = misled(|schedule| {
+        let text = run_unverified(|schedule| {
             schedule.ranks[1].remove(at);
         });
         assert!(text.contains(why), "{at}: {text}");
     }
-    let text = misled(|schedule| {
+    let text = run_unverified(|schedule| {
         schedule.ranks[0].remove(1);
     });
     assert!(text.contains(why), "{text}");
     let half = Action::WeightGradient { stage: 1, microbatch: 0 };
-    let text = misled(|schedule| schedule.ranks[1].insert(2, half));
+    let text = run_unverified(|schedule| schedule.ranks[1].insert(2, half));
     assert!(text.contains(why), "{text}");
-    let text = misled(|schedule| schedule.place.push(0));
-    assert!(text.contains("schedule gpipe is for 3 stages on 2 ranks, there are 2 on 2"), "{text}");
+    let text = run_unverified(|schedule| schedule.stage_ranks.push(0));
+    assert!(text.contains("schedule gpipe is for 3 stages on 2 ranks, but there are 2 stages on 2 ranks"), "{text}");
 }
 
 #[test]
-fn stages_do_not_stay_where_other_ops_are_applied() {
-    let told = World::new(Mesh::single()).dry_run(0, |rank| {
+fn recut_refuses_other_ops() {
+    let stages = World::new(Mesh::single()).dry_run(0, |rank| {
         let stages = Stages::new(recorded(rank)?, &[9]);
         let same = stages.recut(recorded(rank)?)?.stages().len();
         let layout = Layout::invariant(rank.mesh(), DType::F64, &[ROWS]);
         let other = Program::record(rank, &[layout], None, |x| Ok(vec![x[0].square().sum()]))?;
         Ok((same, stages.recut(other).unwrap_err().to_string()))
     });
-    let (same, text) = told.unwrap();
-    assert!(same == 2 && text.contains("on another shape the model applies other ops"), "{text}");
+    let (same, text) = stages.unwrap();
+    assert!(same == 2 && text.contains("with another shape the model applies other ops"), "{text}");
 }
 
 #[test]
-fn a_profile_has_the_time_of_every_piece_and_the_same_numbers_on_every_rank() {
+fn profile_times_every_segment_alike_on_all_ranks() {
     let profiles = World::run(Mesh::parse("pp=2,dp=2").unwrap(), |rank| {
         let axis = rank.mesh().axis("pp").unwrap();
         let here = rank.slice(axis);
         let program = recorded(&here)?;
-        let feed = Feed {
+        let feed = PipelineInputs {
             arguments: &|m| arguments(&here, m),
             parameter: &|key| parameter(&here, key).unwrap(),
             is_trained: &|_| true,
-            draw: &|m| Draw::Of(noise(m).unwrap()),
+            draw: &|m| ReplayNoise::Of(noise(m).unwrap()),
             weight: 1.0,
         };
         let profile = Profile::measure((&here, axis), &program, 4, &feed)?;
@@ -389,10 +391,10 @@ fn a_profile_has_the_time_of_every_piece_and_the_same_numbers_on_every_rank() {
     let profiles = profiles.unwrap();
     let (profile, num_records) = &profiles[0];
     assert!(profiles.iter().all(|p| p == &profiles[0]));
-    assert!(profile.pieces.len() >= 4 && profile.pieces.len() == profile.times.len());
+    assert!(profile.segments.len() >= 4 && profile.segments.len() == profile.times.len());
     let tiled =
-        profile.pieces.iter().scan(0, |end, piece| Some(piece.start == std::mem::replace(end, piece.end)));
-    assert!(tiled.into_iter().all(|fits| fits) && profile.pieces.last().unwrap().end == *num_records);
+        profile.segments.iter().scan(0, |end, segment| Some(segment.start == std::mem::replace(end, segment.end)));
+    assert!(tiled.into_iter().all(|fits| fits) && profile.segments.last().unwrap().end == *num_records);
     assert!(profile.times.iter().all(|t| t.forward > 0.0 && t.forward < 1.0) && profile.transfer > 0.0);
     assert!(profile.times.iter().any(|t| t.input > 0.0) && profile.times.iter().any(|t| t.weight > 0.0));
     for num_stages in 1..=4 {
@@ -400,51 +402,51 @@ fn a_profile_has_the_time_of_every_piece_and_the_same_numbers_on_every_rank() {
     }
 }
 
-/// A parameter that one stage trains and another reads, in another layout and without a gradient, has one value on both:
-/// each has its gradient, whichever comes first.
+/// A parameter that one stage trains and another stage reads in another layout and without a gradient has one value:
+/// both stages get its gradient, whichever comes first.
 #[test]
-fn a_parameter_read_elsewhere_without_a_gradient_has_it_there_too() {
-    for quiet_first in [false, true] {
+fn tied_parameter_read_without_gradient_gets_the_gradient() {
+    for detached_first in [false, true] {
         let ranks = World::run(Mesh::parse("pp=2,tp=2").unwrap(), |rank| {
             let axis = rank.mesh().axis("pp").unwrap();
             let here = rank.slice(axis);
             let split = Layout::parse("f64[6@tp, 6]", here.mesh())?;
             let text = |args: &[Var]| {
                 let w = args[0].tape().leaf(0, &parameter(args[0].rank(), 0)?);
-                let quiet = |x: &Var| x.add(&w.to_layout(&split).detach().sum());
+                let detached = |x: &Var| x.add(&w.to_layout(&split).detach().sum());
                 let live = |x: &Var| x.matmul(&w);
-                Ok(vec![if quiet_first { live(&quiet(&args[0])) } else { quiet(&live(&args[0])) }.sum()])
+                Ok(vec![if detached_first { live(&detached(&args[0])) } else { detached(&live(&args[0])) }.sum()])
             };
             let layout = Layout::invariant(here.mesh(), DType::F64, &[ROWS, WIDTH]);
             let program = Program::record(&here, std::slice::from_ref(&layout), None, text)?;
             let names = program.records.iter().map(|r| r.op.name());
-            let start = names.clone().position(|name| name == if quiet_first { "matmul" } else { "sum" });
+            let start = names.clone().position(|name| name == if detached_first { "matmul" } else { "sum" });
             let stages = Stages::new(program, &[start.expect("it is among them")]);
             let schedule = Schedule::gpipe(2, 1).unwrap().with_transfers(&stages.links());
             let runner = Runner { rank: &here, axis, stages: &stages, schedule: &schedule };
-            let outcome = runner.run(&Feed {
+            let outcome = runner.run(&PipelineInputs {
                 arguments: &|m| Ok(vec![arguments(&here, m)?.remove(1)]),
                 parameter: &|key| parameter(&here, key).unwrap(),
                 is_trained: &|_| true,
-                draw: &|_| Draw::Off,
+                draw: &|_| ReplayNoise::Off,
                 weight: 1.0,
             })?;
-            Ok((stages.shared(&schedule.place), values(&outcome.gradients)?))
+            Ok((stages.shared_parameters(&schedule.stage_ranks), values(&outcome.gradients)?))
         });
         let ranks = ranks.unwrap();
-        assert_eq!(ranks[0].0, [(0, vec![0, 1])], "{quiet_first}");
+        assert_eq!(ranks[0].0, [(0, vec![0, 1])], "{detached_first}");
         assert!(ranks[0].1[&0].iter().any(|g| *g != 0.0));
-        assert!(ranks.iter().all(|r| r.1 == ranks[0].1), "{quiet_first}: {ranks:?}");
+        assert!(ranks.iter().all(|r| r.1 == ranks[0].1), "{detached_first}: {ranks:?}");
     }
 }
 
 #[test]
-fn a_program_without_a_gradient_is_refused() {
+fn program_without_gradient_is_refused() {
     let error = World::run(Mesh::parse("pp=2").unwrap(), |rank| {
         let axis = rank.mesh().axis("pp").unwrap();
         let here = rank.slice(axis);
         let layout = Layout::invariant(here.mesh(), DType::F64, &[WIDTH, WIDTH]);
-        // A parameter takes part, cut off.
+        // The parameter is detached.
         let text = |args: &[Var]| {
             let w = args[0].tape().leaf(0, &parameter(args[0].rank(), 0)?);
             Ok(vec![args[0].square().add(&w.detach()).sum()])
@@ -453,22 +455,22 @@ fn a_program_without_a_gradient_is_refused() {
         let stages = Stages::new(program, &[1]);
         let schedule = Schedule::gpipe(2, 1).unwrap().with_transfers(&stages.links());
         let runner = Runner { rank: &here, axis, stages: &stages, schedule: &schedule };
-        let outcome = runner.run(&Feed {
+        let outcome = runner.run(&PipelineInputs {
             arguments: &|_| Ok(vec![Tensor::zeros(&here, &layout)?]),
             parameter: &|key| parameter(&here, key).unwrap(),
             is_trained: &|_| true,
-            draw: &|_| Draw::Off,
+            draw: &|_| ReplayNoise::Off,
             weight: 1.0,
         });
         outcome.map(drop)
     });
     let text = error.unwrap_err().to_string();
-    assert!(text.contains("backward of a value that no gradient reaches"), "{text}");
+    assert!(text.contains("backward() of a value that has no gradient"), "{text}");
 }
 
-/// What is received takes its own memory, and no other while it is waited for.
+/// A received value takes its own memory, and no more while the receive waits.
 #[test]
-fn a_transfer_is_received_in_the_memory_that_it_takes() {
+fn receive_takes_no_extra_memory() {
     const NUMEL: usize = 1 << 16;
     let peaks = World::run(Mesh::parse("pp=2").unwrap(), |rank| {
         let axis = rank.mesh().axis("pp").unwrap();
@@ -479,11 +481,11 @@ fn a_transfer_is_received_in_the_memory_that_it_takes() {
         let stages = Stages::new(program, &[1]);
         let schedule = Schedule::forward_only(&[0, 1], 2).unwrap().with_transfers(&stages.links());
         let runner = Runner { rank: &here, axis, stages: &stages, schedule: &schedule };
-        runner.run(&Feed {
+        runner.run(&PipelineInputs {
             arguments: &|_| Ok(vec![Tensor::zeros(&here, &layout)?]),
             parameter: &|_| unreachable!("there is none"),
             is_trained: &|_| true,
-            draw: &|_| Draw::Off,
+            draw: &|_| ReplayNoise::Off,
             weight: 1.0,
         })?;
         Ok(rank.backend().memory().peak_bytes)

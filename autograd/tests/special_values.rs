@@ -1,4 +1,4 @@
-//! Gradients at equal elements and at values that are not numbers. Each expectation is what PyTorch gives.
+//! Gradients at equal elements and at NaN, compared with those of PyTorch.
 
 use shardgrad_autograd::{Tape, Var};
 use shardgrad_dist::{Mesh, Result, World};
@@ -31,7 +31,7 @@ fn assert_same(got: &[f64], want: &[f64], what: &str) {
 }
 
 #[test]
-fn the_gradient_of_the_deviation_of_equal_elements_is_zero() {
+fn std_gradient_of_equal_elements_is_zero() {
     let x = [3.0, 3.0, 3.0, 3.0, 1.0, 2.0, 2.0, 3.0];
     for dtype in ["f64", "f32", "bf16", "f16"] {
         for (mesh, shape) in [("", "[2, 4]"), ("a=2", "[2, 4@a]"), ("a=2", "[2@a, 4]")] {
@@ -46,13 +46,13 @@ fn the_gradient_of_the_deviation_of_equal_elements_is_zero() {
 }
 
 #[test]
-fn the_deviation_of_one_element_of_a_sample_is_not_a_number() {
+fn sample_std_gradient_of_one_element_is_nan() {
     let got = gradients("", "f64[2, 1]", &[&[3.0, 1.0]], |x| x[0].std(&[1], 1.0)).remove(0);
     assert!(got.iter().all(|g| g.is_nan()), "{got:?}");
 }
 
 #[test]
-fn both_arguments_of_an_extreme_that_is_not_a_number_have_the_gradient() {
+fn maximum_and_minimum_of_nan_send_the_gradient_to_both() {
     let (a, b) = ([1.0, 5.0, 2.0, NAN, 1.0, NAN], [4.0, 3.0, 2.0, 1.0, NAN, NAN]);
     for dtype in ["f64", "f32", "bf16", "f16"] {
         for (mesh, shape) in [("", "[6]"), ("a=2", "[6@a]"), ("a=4", "[6] +a")] {
@@ -68,7 +68,7 @@ fn both_arguments_of_an_extreme_that_is_not_a_number_have_the_gradient() {
 }
 
 #[test]
-fn a_row_whose_extreme_is_not_a_number_has_a_gradient_that_is_none() {
+fn amax_and_amin_gradient_of_a_nan_row_is_nan() {
     let x = [1.0, NAN, 3.0, 5.0, 5.0, 1.0];
     for dtype in ["f64", "f32", "bf16", "f16"] {
         for (mesh, shape) in [("", "[2, 3]"), ("a=2", "[2, 3@a]"), ("a=4", "[2, 3@a]")] {
@@ -80,7 +80,7 @@ fn a_row_whose_extreme_is_not_a_number_has_a_gradient_that_is_none() {
 }
 
 #[test]
-fn functions_with_corners_at_what_is_not_a_number() {
+fn clamp_and_relu_gradients_at_kinks_and_nan() {
     for dtype in ["f64", "f32", "bf16", "f16"] {
         let of = |f| gradients("", &format!("{dtype}[4]"), &[&[-1.0, 0.0, 2.0, NAN]], f).remove(0);
         assert_same(&of(|x| x[0].clamp(-0.5, 1.0)), &[0.0, 1.0, 0.0, 0.0], "clamp");

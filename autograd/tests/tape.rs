@@ -1,6 +1,6 @@
-//! The tape by hand: gradients, rounds, routes, recomputation, recording, and what it refuses.
+//! The tape on hand-computed examples: gradients, rounds, routes, activation checkpointing, recording, and errors.
 
-use shardgrad_autograd::{Draw, Program, Slot, Tape, Var};
+use shardgrad_autograd::{ReplayNoise, Program, Slot, Tape, Var};
 use shardgrad_dist::{Kind, Mesh, Rank, Result, World};
 use shardgrad_tensor::{Contraction, Indexing, Layout, Residual, Shaping, Tensor, Value};
 use std::collections::HashMap;
@@ -14,7 +14,7 @@ fn one_rank<T: Send>(f: impl Fn(&Rank) -> Result<T> + Sync) -> T {
 }
 
 #[test]
-fn gradients_add_up_over_uses_and_rounds() {
+fn gradients_accumulate_over_uses_and_rounds() {
     one_rank(|rank| {
         let tape = Tape::new(rank);
         let w = vector(rank, &[2.0, -1.0])?;
@@ -28,13 +28,13 @@ fn gradients_add_up_over_uses_and_rounds() {
         }
         let gradients = tape.gradients();
         assert_eq!(gradients[&7].to_host::<f64>()?, [2.0 * 7.0, 2.0 * 3.0]);
-        assert!(tape.gradients().is_empty(), "gradients are handed out once");
+        assert!(tape.gradients().is_empty(), "gradients are taken once");
         Ok(())
     });
 }
 
 #[test]
-fn a_tape_knows_nothing_of_the_one_before() {
+fn new_tape_is_independent_of_earlier_tapes() {
     one_rank(|rank| {
         let w = vector(rank, &[2.0, -1.0])?;
         let loss = |tape: &Tape, key: u64| tape.leaf(key, &w).square().sum();
@@ -53,7 +53,7 @@ fn a_tape_knows_nothing_of_the_one_before() {
 }
 
 #[test]
-fn places_that_an_op_found_are_constants_for_the_next() {
+fn integer_results_are_constants() {
     one_rank(|rank| {
         let tape = Tape::new(rank);
         let w = tape.leaf(1, &vector(rank, &[3.0, 1.0, 2.0])?);
@@ -71,7 +71,7 @@ fn places_that_an_op_found_are_constants_for_the_next() {
 }
 
 #[test]
-fn nothing_is_recorded_where_no_gradient_goes() {
+fn ops_without_gradient_are_not_recorded() {
     one_rank(|rank| {
         let tape = Tape::new(rank);
         let w = tape.leaf(1, &vector(rank, &[1.0])?);
@@ -88,7 +88,7 @@ fn nothing_is_recorded_where_no_gradient_goes() {
 }
 
 #[test]
-fn misuse_is_named_with_its_line() {
+fn misuse_errors_name_the_line() {
     let refused = |f: fn(&Rank) -> Result<()>| World::run(Mesh::single(), f).unwrap_err();
     let error = refused(|rank| {
         let tape = Tape::new(rank);
@@ -97,7 +97,7 @@ fn misuse_is_named_with_its_line() {
     assert_eq!(error.kind(), Kind::Shape);
     assert!(error.site().unwrap().file().ends_with("tape.rs"), "{error}");
     let error = refused(|rank| Tape::new(rank).constant(vector(rank, &[1.0])?).sum().backward());
-    assert!(error.to_string().contains("no gradient reaches"), "{error}");
+    assert!(error.to_string().contains("has no gradient"), "{error}");
     let error = refused(|rank| {
         let tape = Tape::new(rank);
         let y = tape.leaf(1, &vector(rank, &[1.0])?).square();
@@ -114,9 +114,9 @@ fn misuse_is_named_with_its_line() {
     assert!(error.to_string().contains("different tapes"), "{error}");
 }
 
-/// On a split batch the weight is cast once a step, however many rounds there are, and reduced once.
+/// With a sharded batch the weight is cast once per step, for any number of rounds, and its gradient is reduced once.
 #[test]
-fn a_route_is_taken_back_once_a_step() {
+fn route_runs_backward_once_per_step() {
     let counts = World::run(Mesh::parse("dp=2").unwrap(), |rank| {
         rank.trace().enable();
         let layout = Layout::parse("f64[4@dp, 3]", rank.mesh())?;
@@ -138,21 +138,21 @@ fn a_route_is_taken_back_once_a_step() {
     assert_eq!(counts.unwrap(), [1, 1], "one all_reduce a step");
 }
 
-/// A layout of a parameter of which another is derived gets a cotangent from that one last.
+/// A derived leaf of which another leaf is derived gets that leaf's cotangent last.
 #[test]
-fn the_route_of_a_layout_of_which_another_is_derived_is_taken_back_once() {
+fn route_of_a_twice_derived_leaf_runs_backward_once() {
     World::run(Mesh::parse("dp=2,tp=2").unwrap(), |rank| {
         rank.trace().enable();
         let parse = |text: &str| Layout::parse(text, rank.mesh());
         let stored = Tensor::normal(rank, &parse("f64[4@dp]")?, 1, 1, 1.0)?;
         let x = Tensor::normal(rank, &parse("f64[4@tp]")?, 1, 2, 1.0)?;
-        let step = |is_told: bool| -> Result<_> {
+        let step = |expects: bool| -> Result<_> {
             rank.trace().take();
             let tape = Tape::new(rank);
             let whole = tape.leaf(0, &stored).to_layout(&parse("f64[4] ~dp")?);
             let parts = whole.to_layout(&parse("f64[4@tp] ~dp")?);
             let loss = whole.square().sum().add(&parts.mul(&tape.constant(x.clone())).sum());
-            if is_told {
+            if expects {
                 tape.expect_gradients();
             }
             loss.backward()?;
@@ -165,25 +165,27 @@ fn the_route_of_a_layout_of_which_another_is_derived_is_taken_back_once() {
     .unwrap();
 }
 
-/// Where gradients are expected, each route is taken back in the backward pass, as soon as no cotangent is left to come.
+/// With `expect_gradients` each route is backpropagated within the backward pass, as soon as its last cotangent has
+/// been added.
 #[test]
-fn expected_gradients_are_reduced_within_the_last_backward_pass() {
+fn expect_gradients_reduces_within_the_last_backward_pass() {
     World::run(Mesh::parse("dp=2").unwrap(), |rank| {
         rank.trace().enable();
         let layout = Layout::parse("f64[4@dp, 3]", rank.mesh())?;
         let weight = |key: u64| Tensor::normal(rank, &Layout::parse("f64[3, 3]", rank.mesh())?, 1, key, 0.5);
         let weights = [weight(1)?, weight(2)?, weight(3)?];
-        let step = |is_told: bool| -> Result<_> {
+        let step = |expects: bool| -> Result<_> {
             let tape = Tape::new(rank);
             let mut counts = Vec::new();
             for round in 0..3 {
                 let x = tape.constant(Tensor::normal(rank, &layout, 2, round, 1.0)?);
                 let leaf = |i: usize| tape.leaf(i as u64, &weights[i]);
-                // The first is used twice; the last is used as it is stored too, so that two places add to its gradient.
+                // The first is used twice; the last is also used in its stored layout, so that two leaves contribute to
+                // its gradient.
                 let h = x.matmul(&leaf(0)).gelu().matmul(&leaf(1)).gelu().matmul(&leaf(0)).matmul(&leaf(2));
                 let loss = h.square().sum().add(&leaf(2).square().sum());
                 rank.trace().take();
-                if is_told && round == 2 {
+                if expects && round == 2 {
                     tape.expect_gradients();
                 }
                 loss.backward()?;
@@ -195,12 +197,12 @@ fn expected_gradients_are_reduced_within_the_last_backward_pass() {
             Ok((gradients, counts, left))
         };
         let (plain, counts, left) = step(false)?;
-        let (told, told_counts, told_left) = step(true)?;
-        assert_eq!(told, plain, "the same bits");
+        let (expected, expected_counts, expected_left) = step(true)?;
+        assert_eq!(expected, plain, "the same bits");
         assert_eq!(left, 3);
-        assert_eq!(told_left, 1, "only what may still grow is left");
-        assert_eq!(told_counts[..2], counts[..2]);
-        assert_eq!(told_counts[2].len(), counts[2].len() + 2, "{told_counts:?}");
+        assert_eq!(expected_left, 1, "only what may still grow is left");
+        assert_eq!(expected_counts[..2], counts[..2]);
+        assert_eq!(expected_counts[2].len(), counts[2].len() + 2, "{expected_counts:?}");
         Ok(())
     })
     .unwrap();
@@ -212,7 +214,7 @@ fn block(x: &Var, w: &Var) -> Var {
 }
 
 #[test]
-fn a_checkpoint_keeps_less_and_changes_nothing() {
+fn checkpoint_saves_memory_and_is_bitwise_neutral() {
     let mesh = Mesh::parse("tp=2").unwrap();
     World::run(mesh, |rank| {
         let w = Tensor::normal(rank, &Layout::parse("f64[6, 6]", rank.mesh())?, 1, 1, 0.5)?;
@@ -235,42 +237,42 @@ fn a_checkpoint_keeps_less_and_changes_nothing() {
         };
         let (plain, light) = (run(false)?, run(true)?);
         assert_eq!((plain.0, &plain.2, &plain.3), (light.0, &light.2, &light.3), "the same bits");
-        assert!(light.1 < plain.1, "{} bytes kept instead of {}", light.1, plain.1);
+        assert!(light.1 < plain.1, "{} saved bytes instead of {}", light.1, plain.1);
         Ok(())
     })
     .unwrap();
 }
 
-/// x + gelu(norm(x)), the norm giving x back or not.
-fn half(x: &Var, [w, b]: &[Var; 2], gives_back: bool) -> Var {
-    let (x, y) = match gives_back {
-        true => x.layer_norm_beside(w, b, 1e-3),
+/// x + gelu(norm(x)), where the norm also returns x as the residual, or not.
+fn two_norms(x: &Var, [w, b]: &[Var; 2], with_residual: bool) -> Var {
+    let (x, y) = match with_residual {
+        true => x.layer_norm_with_residual(w, b, 1e-3),
         false => (x.clone(), x.layer_norm(w, b, 1e-3)),
     };
     let x = x.add(&y.gelu());
-    let (x, y) = match gives_back {
-        true => x.rms_norm_beside(w, 1e-3),
+    let (x, y) = match with_residual {
+        true => x.rms_norm_with_residual(w, 1e-3),
         false => (x.clone(), x.rms_norm(w, 1e-3)),
     };
     x.add(&y.gelu())
 }
 
 #[test]
-fn a_norm_that_gives_x_back_adds_its_gradient_and_changes_no_bit() {
+fn norm_with_residual_is_bitwise_equal_to_norm() {
     for (x, w) in [
         ("f64[5, 6]", "f64[6]"),
         ("f64[5@a, 6]", "f64[6]"),
         ("f32[1@a, 6]", "f32[6]"),
         ("f32[5, 6]", "f32[6] ~a"),
     ] {
-        let run = |rank: &Rank, gives_back: bool, checkpointed: bool| -> Result<_> {
+        let run = |rank: &Rank, with_residual: bool, checkpointed: bool| -> Result<_> {
             let normal =
                 |layout: &str, key| Tensor::normal(rank, &Layout::parse(layout, rank.mesh())?, key, 1, 1.0);
             let (x, wb, tape) = (normal(x, 1)?, [normal(w, 2)?, normal(w, 3)?], Tape::new(rank));
             let before = x.to_f64()?;
             let mut y = tape.leaf(1, &x);
             for _ in 0..2 {
-                let block = |x: &Var| half(x, &[tape.leaf(2, &wb[0]), tape.leaf(3, &wb[1])], gives_back);
+                let block = |x: &Var| two_norms(x, &[tape.leaf(2, &wb[0]), tape.leaf(3, &wb[1])], with_residual);
                 y = match checkpointed {
                     true => tape.checkpoint(&[y], |args| Ok(vec![block(&args[0])]))?.remove(0),
                     false => block(&y),
@@ -285,8 +287,8 @@ fn a_norm_that_gives_x_back_adds_its_gradient_and_changes_no_bit() {
         };
         World::run(Mesh::parse("a=2").unwrap(), |rank| {
             for checkpointed in [false, true] {
-                let (plain, beside) = (run(rank, false, checkpointed)?, run(rank, true, checkpointed)?);
-                assert_eq!(plain, beside, "values, gradients and bytes kept of {x}, {w}, {checkpointed}");
+                let (plain, with_residual) = (run(rank, false, checkpointed)?, run(rank, true, checkpointed)?);
+                assert_eq!(plain, with_residual, "values, gradients and saved bytes of {x}, {w}, {checkpointed}");
             }
             Ok(())
         })
@@ -295,17 +297,17 @@ fn a_norm_that_gives_x_back_adds_its_gradient_and_changes_no_bit() {
 }
 
 #[test]
-fn no_more_crosses_a_cut_where_a_norm_gives_x_back() {
+fn norm_with_residual_adds_no_stage_inputs() {
     one_rank(|rank| {
-        let crossing = |gives_back: bool| -> Result<Vec<usize>> {
+        let crossing = |with_residual: bool| -> Result<Vec<usize>> {
             let layouts = ["f32[5, 6]", "f32[6]", "f32[6]"].map(|l| Layout::parse(l, rank.mesh()));
             let layouts = layouts.into_iter().collect::<Result<Vec<_>>>()?;
             let program = Program::record(rank, &layouts, None, |args| {
-                Ok(vec![half(&args[0].square(), &[args[1].clone(), args[2].clone()], gives_back)])
+                Ok(vec![two_norms(&args[0].square(), &[args[1].clone(), args[2].clone()], with_residual)])
             })?;
-            let made = |slot: &Slot| matches!(slot, Slot::Made { .. });
+            let made = |slot: &Slot| matches!(slot, Slot::Output { .. });
             let ends = program.records.len();
-            Ok((0..ends).map(|at| program.needs(at..ends).into_iter().filter(made).count()).collect())
+            Ok((0..ends).map(|at| program.inputs_of(at..ends).into_iter().filter(made).count()).collect())
         };
         assert_eq!(crossing(true)?, crossing(false)?);
         assert_eq!(crossing(true)?, [0, 1, 2, 2, 1, 2, 2]);
@@ -314,15 +316,15 @@ fn no_more_crosses_a_cut_where_a_norm_gives_x_back() {
 }
 
 #[test]
-fn what_a_norm_gives_back_is_x_with_or_without_a_use() {
+fn residual_of_a_norm_is_x() {
     one_rank(|rank| {
         let (x, w) = (Tensor::from_host(rank, &[1, 2], &[3.0f64, 1.0])?, vector(rank, &[1.0, 2.0])?);
         let (tape, other) = (Tape::new(rank), vector(rank, &[5.0, 7.0])?.reshape(&[1, 2]));
         let other = tape.constant(other);
-        let of_y = |beside: bool| {
+        let of_y = |with_residual: bool| {
             let x = tape.leaf(1, &x);
-            let y = if beside {
-                x.rms_norm_beside(&tape.leaf(2, &w), 0.0).1
+            let y = if with_residual {
+                x.rms_norm_with_residual(&tape.leaf(2, &w), 0.0).1
             } else {
                 x.rms_norm(&tape.leaf(2, &w), 0.0)
             };
@@ -330,17 +332,17 @@ fn what_a_norm_gives_back_is_x_with_or_without_a_use() {
             tape.gradients()[&1].to_f64()
         };
         assert_eq!(of_y(true)?, of_y(false)?);
-        let (same, _) = tape.leaf(1, &x).rms_norm_beside(&tape.leaf(2, &w), 0.0);
-        assert_eq!(same.tensor().piece().buffer.address(), x.piece().buffer.address(), "no copy");
+        let (same, _) = tape.leaf(1, &x).rms_norm_with_residual(&tape.leaf(2, &w), 0.0);
+        assert_eq!(same.tensor().local().buffer.address(), x.local().buffer.address(), "no copy");
         same.mul(&other).sum().backward()?;
         let gradients = tape.gradients();
         assert_eq!(gradients[&1].to_f64()?, [5.0, 7.0]);
         assert_eq!(gradients[&2].to_f64()?, [0.0, 0.0]);
-        // One of a constant has no gradient; the other has all of it.
-        let (_, y) = tape.constant(x.clone()).rms_norm_beside(&tape.leaf(2, &w), 0.0);
+        // A residual of a constant has no gradient; the weight gets all of it.
+        let (_, y) = tape.constant(x.clone()).rms_norm_with_residual(&tape.leaf(2, &w), 0.0);
         y.mul(&other).sum().backward()?;
         let of_w = tape.gradients()[&2].to_f64()?;
-        let (back, y) = tape.constant(x.clone()).rms_norm_beside(&tape.leaf(2, &w), 0.0);
+        let (back, y) = tape.constant(x.clone()).rms_norm_with_residual(&tape.leaf(2, &w), 0.0);
         back.mul(&y).mul(&other).sum().backward()?;
         assert_eq!(tape.gradients()[&2].to_f64()?, [3.0 * of_w[0], of_w[1]]);
         Ok(())
@@ -348,7 +350,7 @@ fn what_a_norm_gives_back_is_x_with_or_without_a_use() {
 }
 
 #[test]
-fn a_recorded_program_replays_in_slices() {
+fn recorded_program_replays_in_slices() {
     one_rank(|rank| {
         let tape = Tape::new(rank);
         let w = Tensor::from_host(rank, &[2, 2], &[1.0f64, 2.0, 3.0, 4.0])?;
@@ -357,32 +359,32 @@ fn a_recorded_program_replays_in_slices() {
         let program = Program::record(rank, std::slice::from_ref(x.layout()), None, text)?;
         let names: Vec<&str> = program.records.iter().map(|r| r.op.name()).collect();
         assert_eq!(names, ["matmul", "gelu", "mul", "add"]);
-        assert_eq!(program.outers[1].key, Some(9));
-        assert_eq!(program.needs(2..4), [Slot::Made { record: 1, out: 0 }, Slot::Outer(0)]);
+        assert_eq!(program.external_inputs[1].key, Some(9));
+        assert_eq!(program.inputs_of(2..4), [Slot::Output { record: 1, out: 0 }, Slot::External(0)]);
         let other = tape.constant(Tensor::from_host(rank, &[1, 2], &[0.5f64, 2.0])?);
-        let mut values = HashMap::from([(Slot::Outer(0), other.clone()), (Slot::Outer(1), tape.leaf(9, &w))]);
-        program.replay(0..2, &mut values, Draw::Same)?;
-        program.replay(2..4, &mut values, Draw::Same)?;
+        let mut values = HashMap::from([(Slot::External(0), other.clone()), (Slot::External(1), tape.leaf(9, &w))]);
+        program.replay(0..2, &mut values, ReplayNoise::Recorded)?;
+        program.replay(2..4, &mut values, ReplayNoise::Recorded)?;
         let replayed = values[&program.outputs[0]].tensor().to_host::<f64>()?;
         assert_eq!(replayed, block(&other, &tape.leaf(9, &w)).tensor().to_host::<f64>()?);
-        let error = program.replay(0..1, &mut HashMap::new(), Draw::Same).unwrap_err();
+        let error = program.replay(0..1, &mut HashMap::new(), ReplayNoise::Recorded).unwrap_err();
         assert_eq!(error.kind(), Kind::Unsupported);
         let read = Program::record(rank, &[x.layout().clone()], None, |args| {
             args[0].sum().item()?;
             Ok(vec![])
         });
-        assert!(read.unwrap_err().to_string().contains("while the program is recorded"));
+        assert!(read.unwrap_err().to_string().contains("while a program is being recorded"));
         Ok(())
     });
 }
 
 #[test]
-fn a_checkpoint_stops_gradients_where_its_text_does() {
+fn checkpoint_keeps_detach_and_no_grad() {
     one_rank(|rank| {
         let w = Tensor::from_host(rank, &[2, 2], &[1.0f64, 2.0, 3.0, 4.0])?;
         let text = |x: &Var, w: &Var| {
-            let quiet = x.tape().no_grad(|| x.matmul(w));
-            x.matmul(w).add(&x.detach().matmul(w)).add(&x.matmul(&w.detach())).add(&quiet)
+            let no_grad = x.tape().no_grad(|| x.matmul(w));
+            x.matmul(w).add(&x.detach().matmul(w)).add(&x.matmul(&w.detach())).add(&no_grad)
         };
         let run = |checkpointed: bool| -> Result<[Vec<f64>; 2]> {
             let tape = Tape::new(rank);
@@ -402,7 +404,7 @@ fn a_checkpoint_stops_gradients_where_its_text_does() {
 }
 
 #[test]
-fn what_a_checkpoint_returns_cut_off_has_no_gradient() {
+fn detached_checkpoint_result_has_no_gradient() {
     one_rank(|rank| {
         let tape = Tape::new(rank);
         let x = tape.leaf(1, &vector(rank, &[1.0, -2.0])?);
@@ -417,7 +419,7 @@ fn what_a_checkpoint_returns_cut_off_has_no_gradient() {
 }
 
 #[test]
-fn a_block_may_return_any_number_of_results() {
+fn checkpoint_may_return_many_results() {
     one_rank(|rank| {
         let tape = Tape::new(rank);
         let x = tape.leaf(1, &vector(rank, &[1.0, -2.0])?);
@@ -430,17 +432,17 @@ fn a_block_may_return_any_number_of_results() {
     });
 }
 
-/// An op under no_grad, or in a block that is computed again, may complete a pending sum first. What it completed is not what
-/// a later op needs: no gradient flows through it.
+/// An op under no_grad, or in a checkpointed block, may reduce a partial sum first. A later op needs its own reduced
+/// value, because no gradient flows through the other.
 #[test]
-fn a_layout_made_where_no_gradient_goes_does_not_stop_one() {
+fn layout_made_under_no_grad_does_not_stop_gradients() {
     World::run(Mesh::parse("tp=2").unwrap(), |rank| {
         let layout = Layout::parse("f64[2] +tp", rank.mesh())?;
         let x = Tensor::from_global(rank, &layout, &[1.0, -2.0])?;
         let gradient = |text: &dyn Fn(&Tape, &Var) -> Result<Var>| -> Result<Vec<f64>> {
             let tape = Tape::new(rank);
             let y = tape.leaf(1, &x).scale(3.0);
-            assert_eq!(y.layout(), &layout, "a sum that is pending still");
+            assert_eq!(y.layout(), &layout, "still a partial sum");
             text(&tape, &y)?.sum().backward()?;
             tape.gradients()[&1].to_local_f64()
         };
@@ -461,7 +463,7 @@ fn a_layout_made_where_no_gradient_goes_does_not_stop_one() {
 }
 
 #[test]
-fn a_block_may_take_a_value_and_what_was_cut_off_of_it() {
+fn checkpoint_takes_a_value_and_its_detached_form() {
     one_rank(|rank| {
         for order in [[0, 1], [1, 0]] {
             let tape = Tape::new(rank);
@@ -476,9 +478,9 @@ fn a_block_may_take_a_value_and_what_was_cut_off_of_it() {
     });
 }
 
-/// Each rank's use of a replicated loss is its own, and their gradients are added: the seed counts once.
+/// Each rank uses a replicated loss on its own and their gradients are summed, so the seed must count once.
 #[test]
-fn a_replicated_loss_counts_once() {
+fn replicated_loss_counts_once() {
     World::run(Mesh::parse("tp=2").unwrap(), |rank| {
         for text in ["f64[2] ~tp", "f64[2] +tp", "f64[2@tp]", "f64[2]"] {
             let x = Tensor::from_global(rank, &Layout::parse(text, rank.mesh())?, &[3.0, 5.0])?;

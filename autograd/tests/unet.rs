@@ -1,8 +1,9 @@
-//! Skips from the way down to the way up, a table used at both ends, an auxiliary loss and a result that is no loss: under every
-//! schedule, on any number of stages, such a model has the gradients of one rank, and holds what the simulator says.
+//! A U-Net-like model: skip connections from the way down to the way up, a tied embedding at both ends, an auxiliary
+//! loss and a result that is not a loss. Under every schedule, on any number of stages, it has the gradients of one
+//! rank, and as many live passes as the simulation.
 
-use shardgrad_autograd::pipeline::{Feed, NAMES, Outcome, Runner, Schedule, Stages, Times};
-use shardgrad_autograd::{Draw, Gradients, Program, Tape, Var};
+use shardgrad_autograd::pipeline::{PipelineInputs, NAMES, PipelineOutputs, Runner, Schedule, Stages, PassTimes};
+use shardgrad_autograd::{ReplayNoise, Gradients, Program, Tape, Var};
 use shardgrad_dist::{Mesh, Rank, Result, World};
 use shardgrad_tensor::{DType, Layout, Tensor, Value};
 use std::collections::BTreeMap;
@@ -12,9 +13,9 @@ const WIDTH: usize = 5;
 const ROWS: usize = 3;
 const WORDS: usize = 7;
 const DEPTH: u64 = 4;
-/// The table, behind the layers.
+/// The key of the tied embedding, after the layers.
 const TABLE: u64 = 2 * DEPTH;
-/// What the auxiliary loss counts.
+/// The weight of the auxiliary loss.
 const AUXILIARY: f64 = 0.25;
 
 /// Numbers without a pattern, between -1 and 1.
@@ -25,7 +26,7 @@ fn parameter(rank: &Rank, key: u64) -> Result<Tensor> {
     Tensor::from_host(rank, &shape, &data)
 }
 
-/// The main loss, the auxiliary one, and what the model says of each row.
+/// The main loss, the auxiliary loss, and the logits of each row.
 fn text(args: &[Var]) -> Result<Vec<Var>> {
     let ids = &args[0];
     let tape = ids.tape().clone();
@@ -37,7 +38,7 @@ fn text(args: &[Var]) -> Result<Vec<Var>> {
         h = h.matmul(&on(layer)?).relu();
         skips.push(h.clone());
     }
-    // Without parameters.
+    // Ops without parameters.
     h = h.square().scale(0.5).relu().scale(0.7);
     let auxiliary = h.square().mean().scale(AUXILIARY);
     for layer in DEPTH..2 * DEPTH {
@@ -52,10 +53,10 @@ fn arguments(rank: &Rank, microbatch: usize) -> Result<Vec<Tensor>> {
     Ok(vec![Tensor::from_host(rank, &[ROWS], &ids)?])
 }
 
-/// Losses, the third result, and gradients.
+/// Losses and logits by microbatch, and gradients.
 type Expected = (Vec<[Vec<f64>; 3]>, BTreeMap<u64, Vec<f64>>);
 
-fn oracle(num_microbatches: usize) -> Expected {
+fn reference(num_microbatches: usize) -> Expected {
     let ranks = World::run(Mesh::single(), |rank| {
         let tape = Tape::new(rank);
         let mut all = Vec::new();
@@ -91,7 +92,7 @@ fn recorded(rank: &Rank) -> Result<Program> {
 fn bare(program: &Program) -> Range<usize> {
     let reads = |at: usize| {
         let slots = program.records[at].inputs.iter();
-        slots.filter(|s| matches!(s, shardgrad_autograd::Slot::Outer(_))).count() > 0
+        slots.filter(|s| matches!(s, shardgrad_autograd::Slot::External(_))).count() > 0
     };
     let mut best = 0..0;
     let mut from = 0;
@@ -104,21 +105,22 @@ fn bare(program: &Program) -> Range<usize> {
     best
 }
 
-/// Cuts of which one stage has no parameter (where there are three or more), and others have two records or many.
+/// Cuts with one stage without parameters (with three or more stages), and stages of two or of many records.
 fn starts(program: &Program, num_stages: usize) -> Vec<usize> {
     let bare = bare(program);
     let mut starts: Vec<usize> = [bare.start, bare.end].into_iter().take(num_stages - 1).collect();
     let free = (1..program.records.len()).filter(|at| *at < bare.start || *at > bare.end);
     let free: Vec<usize> = free.collect();
     let left = (num_stages - 1).saturating_sub(2);
-    // Close to each other at the front, far apart at the back.
+    // Close together at the front, far apart at the back.
     starts.extend((0..left).map(|i| free[(i * i * (free.len() - left) / (left * left).max(1)) + i]));
     starts.sort_unstable();
     starts
 }
 
-/// One rank's step, with the lists that it followed and its place.
-fn step(rank: &Rank, name: &str, num_microbatches: usize) -> Result<(Outcome, Vec<Vec<usize>>, Vec<u64>)> {
+/// One rank's step, with the live passes that the verification and the simulation give, and the parameters of its
+/// stages.
+fn step(rank: &Rank, name: &str, num_microbatches: usize) -> Result<(PipelineOutputs, Vec<Vec<usize>>, Vec<u64>)> {
     let axis = rank.mesh().axis("pp").unwrap();
     let (here, place) = (rank.slice(axis), rank.coordinate(axis));
     let schedule = Schedule::named(name, rank.mesh().size(axis), num_microbatches)?;
@@ -128,26 +130,26 @@ fn step(rank: &Rank, name: &str, num_microbatches: usize) -> Result<(Outcome, Ve
     let links = stages.links();
     let schedule = schedule.with_transfers(&links);
     let proved = schedule.verify(&links)?.peak_live;
-    let even = vec![Times { forward: 1.0, input: 1.0, weight: 1.0 }; schedule.num_stages()];
+    let even = vec![PassTimes { forward: 1.0, input: 1.0, weight: 1.0 }; schedule.num_stages()];
     let timeline = schedule.simulate(&links, &even, 0.0);
     let most = |rank: usize| timeline.live(rank).iter().map(|(_, n)| *n).max().unwrap_or(0);
     let simulated: Vec<usize> = (0..schedule.ranks.len()).map(most).collect();
     let runner = Runner { rank: &here, axis, stages: &stages, schedule: &schedule };
-    let outcome = runner.run(&Feed {
+    let outcome = runner.run(&PipelineInputs {
         arguments: &|m| arguments(&here, m),
         parameter: &|key| parameter(&here, key).unwrap(),
         is_trained: &|_| true,
-        draw: &|_| Draw::Off,
+        draw: &|_| ReplayNoise::Off,
         weight: 1.0 / num_microbatches as f64,
     })?;
-    let mine = (0..schedule.num_stages()).filter(|stage| schedule.place[*stage] == place);
+    let mine = (0..schedule.num_stages()).filter(|stage| schedule.stage_ranks[*stage] == place);
     let mut keys: Vec<u64> = mine.flat_map(|stage| stages.keys(stage)).collect();
     keys.sort_unstable();
     keys.dedup();
     Ok((outcome, vec![proved, simulated], keys))
 }
 
-/// Runs a schedule and compares with one rank.
+/// Runs a schedule and compares it with one rank.
 fn check(name: &str, num_ranks: usize, num_microbatches: usize, expected: &Expected) {
     let what = format!("{name} on {num_ranks} ranks, {num_microbatches} microbatches");
     let mesh = Mesh::new(&[("pp", num_ranks)]).unwrap();
@@ -179,10 +181,10 @@ fn check(name: &str, num_ranks: usize, num_microbatches: usize, expected: &Expec
 }
 
 #[test]
-fn every_schedule_gives_the_gradients_of_one_rank_and_holds_what_is_simulated() {
+fn every_schedule_matches_one_rank_and_the_simulated_live_passes() {
     for num_ranks in [2, 3, 4, 8] {
         for num_microbatches in [num_ranks, 2 * num_ranks + 1] {
-            let expected = oracle(num_microbatches);
+            let expected = reference(num_microbatches);
             for name in NAMES {
                 match Schedule::named(name, num_ranks, num_microbatches) {
                     Ok(_) => check(name, num_ranks, num_microbatches, &expected),
@@ -197,8 +199,8 @@ fn every_schedule_gives_the_gradients_of_one_rank_and_holds_what_is_simulated() 
 }
 
 #[test]
-fn cuts_are_uneven_and_one_stage_has_no_parameter() {
-    let told = World::new(Mesh::single()).dry_run(0, |rank| {
+fn test_cuts_are_uneven_with_one_stage_without_parameters() {
+    let stages = World::new(Mesh::single()).dry_run(0, |rank| {
         let program = recorded(rank)?;
         let all = [2, 3, 4, 6, 8, 16].map(|n| {
             let stages = Stages::with_losses(program.clone(), &starts(&program, n), 2);
@@ -209,7 +211,7 @@ fn cuts_are_uneven_and_one_stage_has_no_parameter() {
         });
         Ok(all.to_vec())
     });
-    for (n, lens, bare, skips) in told.unwrap() {
+    for (n, lens, bare, skips) in stages.unwrap() {
         assert_eq!(lens.len(), n);
         assert!(lens.iter().max() >= lens.iter().min().map(|least| least + 2).as_ref(), "{lens:?}");
         assert!(n < 3 || (bare >= 1 && skips >= 1), "{n}: {lens:?}, {bare} bare, {skips} skips");

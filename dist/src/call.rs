@@ -1,11 +1,11 @@
-//! What a collective call is: the part callers state, and the fingerprint that ranks compare.
+//! Descriptions of collective calls: the part that callers give ([`Call`]), and the fingerprint that ranks compare.
 
-mod coded;
+mod encoding;
 mod payload;
 
-use coded::Site;
+use encoding::Site;
 
-use crate::bytes::printable;
+use crate::encoding::printable;
 use crate::mesh::{AxisSet, Mesh};
 use shardgrad_kernels::{Buffer, DType};
 use smallvec::SmallVec;
@@ -14,14 +14,14 @@ use std::fmt;
 use std::ops::Range;
 use std::panic::Location;
 
-/// How an all-reduce combines elements.
+/// The reduction of an all-reduce.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ReduceOp {
-    /// The sum, in a fixed balanced tree over the place in the group.
+    /// The sum, in a fixed balanced tree over the group ranks.
     Sum,
-    /// The largest.
+    /// The maximum.
     Max,
-    /// The smallest.
+    /// The minimum.
     Min,
 }
 
@@ -35,45 +35,46 @@ impl fmt::Display for ReduceOp {
     }
 }
 
-/// Which part of a step a call belongs to.
+/// The part of a training step that a call belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Phase {
     /// The forward pass.
     Forward,
     /// The backward pass.
     Backward,
-    /// Neither: norms, stop words, loading, saving.
+    /// Everything else: norms, stop flags, loading, saving.
     Control,
 }
 
-/// What the elements of a call come from, as far as its caller knows: ranks that meet made it alike.
+/// The origin of the elements of a call: which global tensors they were computed from, as far as the caller knows. It must be the
+/// same on all members of the group.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Origin<'a> {
-    /// The same on all ranks that meet; 0 where nothing is known, which is compared with nothing.
-    pub mark: u64,
-    /// What this rank was given last, a line each with ` at ` and where, the newest first, for the error of unlike marks. It is not
-    /// compared.
-    pub given: &'a str,
+    /// A hash of the origin, compared between members; 0 if the origin is unknown, which matches any hash.
+    pub hash: u64,
+    /// The newest global tensors that this rank created, for the error about different origins: one line `shape at file:line` each,
+    /// the newest first. Not compared.
+    pub recent_inputs: &'a str,
 }
 
-/// What a caller states of a collective besides its buffers.
+/// The description of a collective that its caller gives, besides buffers and counts.
 #[derive(Clone, Copy, Debug)]
 pub struct Call<'a> {
-    /// The mesh axes over which ranks meet.
+    /// The mesh axes of the group.
     pub axes: AxisSet,
-    /// What the elements are.
+    /// The dtype of the elements.
     pub dtype: DType,
-    /// The part of the step; the same on all ranks that meet.
+    /// The part of the step; the same on all members of the group.
     pub phase: Phase,
-    /// The value in question, as in `h.3.mlp.out`. May be empty; ranks that meet and name one name the same.
+    /// The name of the value, as in `h.3.mlp.out`; may be empty. Members that name the value must give the same name.
     pub path: &'a str,
-    /// What the elements come from.
+    /// The origin of the elements.
     pub origin: Origin<'a>,
-    /// The line of user code that asked.
+    /// The line of user code that made the call.
     pub site: &'static Location<'static>,
 }
 
-/// A collective with what belongs to it alone. Roots and peers are places in the group.
+/// A collective or message with its own parameters. Roots and peers are group ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Op {
     AllReduce(ReduceOp),
@@ -100,35 +101,35 @@ impl Op {
         }
     }
 
-    /// Whether the whole group takes part, not one pair.
+    /// Whether the whole group takes part, rather than a pair of ranks.
     pub(crate) fn is_collective(self) -> bool {
         !matches!(self, Op::Send { .. } | Op::Recv { .. })
     }
 }
 
-/// A rank's seat in one group: who is in it, where this rank stands, how often it has called.
+/// A rank's position in one group: the members, its group rank, and how many calls it has made.
 #[derive(Debug)]
-pub(crate) struct Seat {
+pub(crate) struct GroupPosition {
     pub(crate) members: Vec<usize>,
-    pub(crate) place: usize,
+    pub(crate) group_rank: usize,
     pub(crate) calls: Cell<u64>,
     pub(crate) sent: RefCell<Vec<u64>>,
     pub(crate) received: RefCell<Vec<u64>>,
 }
 
-impl Seat {
-    pub(crate) fn new(mesh: &Mesh, rank: usize, axes: AxisSet) -> Seat {
+impl GroupPosition {
+    pub(crate) fn new(mesh: &Mesh, rank: usize, axes: AxisSet) -> GroupPosition {
         let members = mesh.group(rank, axes);
-        let place = members.iter().position(|&r| r == rank).expect("a rank is in each of its groups");
+        let group_rank = members.iter().position(|&r| r == rank).expect("bug: a rank is not in its group");
         let none = || RefCell::new(vec![0; members.len()]);
-        Seat { place, calls: Cell::new(0), sent: none(), received: none(), members }
+        GroupPosition { group_rank, calls: Cell::new(0), sent: none(), received: none(), members }
     }
 
     pub(crate) fn size(&self) -> usize {
         self.members.len()
     }
 
-    /// The number of this call: from 1 in its group, or among the messages of its pair.
+    /// Counts a call and returns its number, from 1: in its group, or among the messages of its pair of ranks.
     pub(crate) fn count(&self, op: Op) -> u64 {
         let next = |counts: &RefCell<Vec<u64>>, peer: usize| {
             let mut counts = counts.borrow_mut();
@@ -146,127 +147,127 @@ impl Seat {
     }
 }
 
-/// How messages call a difference of what the elements come from.
-pub(crate) const ORIGIN: &str = "global shapes";
+/// The word for a different origin in error messages.
+pub(crate) const ORIGIN_DIFFERS: &str = "global shapes";
 
-/// One call on its way to a transport. `counts` holds the global extents that all members must agree on; for
-/// all_to_all it holds what this rank sends to each member, and `received` what it gets from each.
+/// One call on its way to a transport. `counts` holds the counts that all members must agree on; for all_to_all, `counts` holds
+/// the elements that this rank sends to each member, and `received` the elements that it receives from each.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Request<'a> {
     pub(crate) call: &'a Call<'a>,
     pub(crate) op: Op,
-    pub(crate) seat: &'a Seat,
+    pub(crate) position: &'a GroupPosition,
     pub(crate) number: u64,
     pub(crate) counts: &'a [usize],
     pub(crate) received: &'a [usize],
     pub(crate) x: Option<&'a Buffer>,
 }
 
-/// Chunk i of n elements over k ranks: floor(i*n/k) .. floor((i+1)*n/k).
+/// The range of chunk i of n elements over k ranks: floor(i*n/k) .. floor((i+1)*n/k).
 pub(crate) fn chunk(n: usize, k: usize, i: usize) -> Range<usize> {
     let border = |i: usize| (i as u128 * n as u128 / k as u128) as usize;
     border(i)..border(i + 1)
 }
 
 impl Request<'_> {
-    /// Elements of the result; `None` for calls without one.
+    /// The number of elements of the result; `None` for calls without a result.
     pub(crate) fn result_numel(&self) -> Option<usize> {
         match self.op {
             Op::AllReduce(_) | Op::Broadcast { .. } | Op::Recv { .. } => Some(self.counts[0]),
             Op::AllGather => Some(self.counts.iter().sum()),
-            Op::ReduceScatter => Some(self.counts[self.seat.place]),
+            Op::ReduceScatter => Some(self.counts[self.position.group_rank]),
             Op::AllToAll => Some(self.received.iter().sum()),
             Op::Send { .. } | Op::Barrier => None,
         }
     }
 
-    /// Elements that the member at a place shows to the others.
-    pub(crate) fn shown_numel(&self, place: usize) -> usize {
+    /// The number of elements that a member makes readable to the others.
+    pub(crate) fn published_numel(&self, group_rank: usize) -> usize {
         match self.op {
             Op::AllReduce(_) => self.counts[0],
-            Op::AllGather => self.counts[place],
-            Op::Broadcast { root } if root != place => 0,
+            Op::AllGather => self.counts[group_rank],
+            Op::Broadcast { root } if root != group_rank => 0,
             Op::Barrier | Op::Recv { .. } => 0,
             _ => self.counts.iter().sum(),
         }
     }
 
-    /// Elements that this rank has to move, whatever the algorithm.
-    pub(crate) fn moved_numel(&self) -> usize {
-        let (place, k) = (self.seat.place, self.seat.size());
+    /// The number of elements that this rank has to transfer, whatever the algorithm.
+    pub(crate) fn transferred_numel(&self) -> usize {
+        let (group_rank, k) = (self.position.group_rank, self.position.size());
         let total: usize = self.counts.iter().sum();
         match self.op {
-            Op::AllReduce(_) => 2 * (total - chunk(total, k, place).len()),
-            Op::AllGather | Op::ReduceScatter => total - self.counts[place],
-            Op::AllToAll => total.max(self.received.iter().sum()) - self.counts[place],
+            Op::AllReduce(_) => 2 * (total - chunk(total, k, group_rank).len()),
+            Op::AllGather | Op::ReduceScatter => total - self.counts[group_rank],
+            Op::AllToAll => total.max(self.received.iter().sum()) - self.counts[group_rank],
             Op::Broadcast { .. } if k == 1 => 0,
-            Op::Send { to: peer } | Op::Recv { from: peer } if peer == place => 0,
+            Op::Send { to: peer } | Op::Recv { from: peer } if peer == group_rank => 0,
             Op::Broadcast { .. } | Op::Send { .. } | Op::Recv { .. } => total,
             Op::Barrier => 0,
         }
     }
 }
 
-/// What is compared of a call, in three numbers.
+/// The fingerprint of a call: three hashes that members compare in place of the full description.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Print {
-    /// Of all that has to be the same for every member.
+pub(crate) struct Fingerprint {
+    /// The hash of everything that must be the same for every member.
     pub(crate) call: u64,
-    /// Of the path; 0 if there is none.
+    /// The hash of the path; 0 if the path is empty.
     pub(crate) path: u64,
-    /// Of what the elements come from; 0 if nothing is known.
-    pub(crate) mark: u64,
+    /// The hash of the origin of the elements; 0 if the origin is unknown.
+    pub(crate) origin: u64,
 }
 
-impl Print {
-    /// Of a call to a whole group. What [`Issued::differences`] tells apart has unlike prints but for one chance in 2^64; the
-    /// splits of an all_to_all, which differ from member to member, are not in it.
-    pub(crate) fn of(request: &Request<'_>) -> Print {
+impl Fingerprint {
+    /// The fingerprint of a collective. Calls that [`IssuedCall::differences`] distinguishes have different fingerprints, except with
+    /// a chance of 2^-64. The splits of an all_to_all are left out: they differ from member to member.
+    pub(crate) fn of(request: &Request<'_>) -> Fingerprint {
         let Call { axes, dtype, phase, path, origin, .. } = *request.call;
         let (kind, with) = match request.op {
-            Op::AllReduce(how) => (0, how as u64),
+            Op::AllReduce(reduce_op) => (0, reduce_op as u64),
             Op::AllGather => (1, 0),
             Op::ReduceScatter => (2, 0),
             Op::AllToAll => (3, 0),
             Op::Broadcast { root } => (4, root as u64),
             Op::Barrier => (5, 0),
-            Op::Send { .. } | Op::Recv { .. } => unreachable!("bug: messages have no print"),
+            Op::Send { .. } | Op::Recv { .. } => unreachable!("bug: messages have no fingerprint"),
         };
         let small = kind | (dtype as u64) << 8 | (phase as u64) << 16 | u64::from(axes.bits()) << 32;
         let counts = if request.op == Op::AllToAll { &[] } else { request.counts };
-        let start = [small, with, request.number, counts.len() as u64].into_iter().fold(0, mixed);
-        let call = counts.iter().fold(start, |hash, count| mixed(hash, *count as u64));
+        let start = [small, with, request.number, counts.len() as u64].into_iter().fold(0, mix);
+        let call = counts.iter().fold(start, |hash, count| mix(hash, *count as u64));
         let (words, rest) = path.as_bytes().as_chunks::<8>();
-        let start = words.iter().fold(path.len() as u64, |hash, word| mixed(hash, u64::from_ne_bytes(*word)));
-        let hash = rest.iter().fold(start, |hash, byte| mixed(hash, u64::from(*byte)));
-        Print { call, path: if path.is_empty() { 0 } else { hash | 1 }, mark: origin.mark }
+        let start = words.iter().fold(path.len() as u64, |hash, word| mix(hash, u64::from_ne_bytes(*word)));
+        let hash = rest.iter().fold(start, |hash, byte| mix(hash, u64::from(*byte)));
+        Fingerprint { call, path: if path.is_empty() { 0 } else { hash | 1 }, origin: origin.hash }
     }
 
-    /// Takes over what another knows and this one does not.
-    pub(crate) fn learn(&mut self, other: Print) {
+    /// Takes over the hashes that `other` knows and this fingerprint does not.
+    pub(crate) fn fill_unknown(&mut self, other: Fingerprint) {
         let known = |own: u64, other: u64| if own == 0 { other } else { own };
-        (self.path, self.mark) = (known(self.path, other.path), known(self.mark, other.mark));
+        (self.path, self.origin) = (known(self.path, other.path), known(self.origin, other.origin));
     }
 
-    /// Whether two members' calls fit together.
-    pub(crate) fn fits(self, other: Print) -> bool {
+    /// Whether two members' calls match.
+    pub(crate) fn fits(self, other: Fingerprint) -> bool {
         let agree = |a: u64, b: u64| a == b || a == 0 || b == 0;
-        self.call == other.call && agree(self.path, other.path) && agree(self.mark, other.mark)
+        self.call == other.call && agree(self.path, other.path) && agree(self.origin, other.origin)
     }
 }
 
-/// One word more in a hash: a product spreads it, and what it brought to the upper half comes down.
-fn mixed(hash: u64, word: u64) -> u64 {
+/// Mixes one word into a hash: a multiplication spreads its bits upwards, a shift brings the upper half down.
+fn mix(hash: u64, word: u64) -> u64 {
     let product = (hash ^ word).wrapping_add(0x9E37_79B9_7F4A_7C15).wrapping_mul(0xD6E8_FEB8_6659_FD93);
     product ^ product >> 32
 }
 
-/// Characters of a path that a message shows.
+/// The most characters of a path that an error message shows.
 const PATH_CHARS_MAX: usize = 200;
 
-/// The fingerprint of a call, kept where other ranks can read it. `number` 0 means no call yet.
+/// The description of an issued call, stored where other ranks can read it. `number` is 0 before the first call.
 #[derive(Clone, Debug)]
-pub(crate) struct Issued {
+pub(crate) struct IssuedCall {
     pub(crate) op: Op,
     pub(crate) axes: AxisSet,
     pub(crate) dtype: DType,
@@ -275,15 +276,15 @@ pub(crate) struct Issued {
     pub(crate) received: SmallVec<[usize; 8]>,
     phase: Phase,
     path: String,
-    mark: u64,
-    pub(crate) given: String,
+    origin_hash: u64,
+    pub(crate) recent_inputs: String,
     site: Site,
 }
 
-impl Issued {
-    /// No call yet.
-    pub(crate) fn nothing() -> Issued {
-        Issued {
+impl IssuedCall {
+    /// The value before the first call.
+    pub(crate) fn none() -> IssuedCall {
+        IssuedCall {
             op: Op::Barrier,
             axes: AxisSet::EMPTY,
             dtype: DType::U8,
@@ -292,13 +293,13 @@ impl Issued {
             received: SmallVec::new(),
             phase: Phase::Control,
             path: String::new(),
-            mark: 0,
-            given: String::new(),
-            site: Site::Here(Location::caller()),
+            origin_hash: 0,
+            recent_inputs: String::new(),
+            site: Site::Local(Location::caller()),
         }
     }
 
-    /// Takes over a call, reusing the memory of the last one.
+    /// Overwrites the description with that of a call, reusing the memory.
     pub(crate) fn set(&mut self, request: &Request<'_>) {
         self.op = request.op;
         self.axes = request.call.axes;
@@ -311,15 +312,15 @@ impl Issued {
         self.phase = request.call.phase;
         self.path.clear();
         self.path.push_str(request.call.path);
-        self.mark = request.call.origin.mark;
-        self.given.clear();
-        self.given.push_str(request.call.origin.given);
-        self.site = Site::Here(request.call.site);
+        self.origin_hash = request.call.origin.hash;
+        self.recent_inputs.clear();
+        self.recent_inputs.push_str(request.call.origin.recent_inputs);
+        self.site = Site::Local(request.call.site);
     }
 
-    /// In what this call and another member's cannot belong together; empty if they can. The splits of an
-    /// all_to_all are compared by pairs elsewhere; both ends of a message count as one op.
-    pub(crate) fn differences(&self, other: &Issued) -> SmallVec<[&'static str; 4]> {
+    /// The fields in which this call and another member's differ; empty if the calls match. The splits of an all_to_all are compared
+    /// pairwise elsewhere. A send matches a recv.
+    pub(crate) fn differences(&self, other: &IssuedCall) -> SmallVec<[&'static str; 4]> {
         let same_op = match (self.op, other.op) {
             (Op::Send { .. }, Op::Recv { .. }) | (Op::Recv { .. }, Op::Send { .. }) => true,
             (a, b) => std::mem::discriminant(&a) == std::mem::discriminant(&b),
@@ -330,7 +331,7 @@ impl Issued {
             (Op::Broadcast { root: a }, Op::Broadcast { root: b }) => root = a != b,
             _ => {}
         }
-        let marks = self.mark != 0 && other.mark != 0 && self.mark != other.mark;
+        let origins = self.origin_hash != 0 && other.origin_hash != 0 && self.origin_hash != other.origin_hash;
         let paths = !self.path.is_empty() && !other.path.is_empty() && self.path != other.path;
         [
             (!same_op, "op"),
@@ -342,20 +343,20 @@ impl Issued {
             (self.axes != other.axes, "axes"),
             (self.phase != other.phase, "phase"),
             (paths, "path"),
-            (marks, ORIGIN),
+            (origins, ORIGIN_DIFFERS),
         ]
         .iter()
         .filter_map(|&(differs, what)| differs.then_some(what))
         .collect()
     }
 
-    /// The call as messages name it: `#17 all_reduce(sum) f32[4096] over tp at src/x.rs:10 (backward of
+    /// The call as error messages name it: `#17 all_reduce(sum) f32[4096] over tp at src/x.rs:10 (backward of
     /// h.3)`.
     pub(crate) fn text(&self, mesh: &Mesh, rank: usize) -> String {
-        let member = |place: usize| mesh.group(rank, self.axes)[place];
+        let member = |group_rank: usize| mesh.group(rank, self.axes)[group_rank];
         let extent = self.extent();
         let what = match self.op {
-            Op::AllReduce(how) => format!("all_reduce({how}) {extent}"),
+            Op::AllReduce(reduce_op) => format!("all_reduce({reduce_op}) {extent}"),
             Op::Broadcast { root } => format!("broadcast {extent} from rank {}", member(root)),
             Op::Send { to } => format!("send {extent} to rank {}", member(to)),
             Op::Recv { from } => format!("recv {extent} from rank {}", member(from)),
@@ -374,7 +375,7 @@ impl Issued {
         format!("#{} {what} over {over} at {}{about}", self.number, self.site)
     }
 
-    /// Dtype and elements: `f32[12]`, uneven parts as `f32[3+4+5]`.
+    /// Dtype and element count: `f32[12]`; uneven parts as `f32[3+4+5]`.
     fn extent(&self) -> String {
         let parts = |counts: &[usize]| counts.iter().map(usize::to_string).collect::<Vec<_>>().join("+");
         if self.op == Op::AllToAll {
@@ -392,14 +393,14 @@ mod tests {
     use crate::mesh::Axis;
 
     #[test]
-    fn chunks_follow_the_floor_rule() {
+    fn chunk_bounds_are_rounded_down() {
         let all: Vec<_> = (0..4).map(|i| chunk(10, 4, i)).collect();
         assert_eq!(all, [0..2, 2..5, 5..7, 7..10]);
         assert_eq!(chunk(2, 4, 0), 0..0);
     }
 
     #[test]
-    fn moved_elements_by_hand() {
+    fn transferred_elements_by_hand() {
         let mesh = Mesh::new(&[("tp", 3)]).unwrap();
         let axes = AxisSet::one(Axis(0));
         let call = Call {
@@ -411,8 +412,8 @@ mod tests {
             site: Location::caller(),
         };
         let moved = |rank: usize, op: Op, counts: &[usize], received: &[usize]| {
-            let seat = Seat::new(&mesh, rank, axes);
-            Request { call: &call, op, seat: &seat, number: 1, counts, received, x: None }.moved_numel()
+            let position = GroupPosition::new(&mesh, rank, axes);
+            Request { call: &call, op, position: &position, number: 1, counts, received, x: None }.transferred_numel()
         };
         assert_eq!(moved(0, Op::AllReduce(ReduceOp::Sum), &[10], &[]), 14);
         assert_eq!(moved(2, Op::AllReduce(ReduceOp::Sum), &[10], &[]), 12);
@@ -424,7 +425,7 @@ mod tests {
     }
 
     #[test]
-    fn prints_tell_apart_what_is_compared() {
+    fn fingerprints_differ_exactly_where_calls_differ() {
         let mesh = Mesh::new(&[("dp", 2), ("tp", 2)]).unwrap();
         let site = Location::caller();
         let call = |axis: u8, dtype, phase, path| Call {
@@ -445,8 +446,8 @@ mod tests {
             Call { path: "h.0.mlp.ouu", ..plain },
             Call { path: "h.0.mlp", ..plain },
             Call { path: "", ..plain },
-            Call { origin: Origin { mark: 3, given: "x" }, ..plain },
-            Call { origin: Origin { mark: 4, given: "x" }, ..plain },
+            Call { origin: Origin { hash: 3, recent_inputs: "x" }, ..plain },
+            Call { origin: Origin { hash: 4, recent_inputs: "x" }, ..plain },
         ];
         let ops = [
             Op::AllReduce(ReduceOp::Sum),
@@ -459,29 +460,29 @@ mod tests {
             Op::Barrier,
         ];
         let counts = [&[][..], &[6], &[7], &[3, 4], &[4, 3], &[0, 7]];
-        let mut all: Vec<(Print, Issued)> = Vec::new();
+        let mut all: Vec<(Fingerprint, IssuedCall)> = Vec::new();
         let parts = calls.iter().flat_map(|call| ops.iter().map(move |op| (call, *op)));
         for (call, op) in parts {
-            let seat = Seat::new(&mesh, 0, call.axes);
+            let position = GroupPosition::new(&mesh, 0, call.axes);
             for (counts, number) in counts.iter().flat_map(|counts| [(*counts, 1), (*counts, 2)]) {
-                let request = Request { call, op, seat: &seat, number, counts, received: &[], x: None };
-                let mut issued = Issued::nothing();
+                let request = Request { call, op, position: &position, number, counts, received: &[], x: None };
+                let mut issued = IssuedCall::none();
                 issued.set(&request);
-                all.push((Print::of(&request), issued));
+                all.push((Fingerprint::of(&request), issued));
             }
         }
-        for (i, (print, issued)) in all.iter().enumerate() {
-            for (other_print, other) in &all[i..] {
+        for (i, (fingerprint, issued)) in all.iter().enumerate() {
+            for (other_fingerprint, other) in &all[i..] {
                 let fits = issued.differences(other).is_empty();
-                assert_eq!(print.fits(*other_print), fits, "{issued:?} and {other:?}");
+                assert_eq!(fingerprint.fits(*other_fingerprint), fits, "{issued:?} and {other:?}");
             }
         }
     }
 
     #[test]
-    fn a_call_reads_as_one_line() {
+    fn call_text_is_one_line() {
         let mesh = Mesh::new(&[("dp", 2), ("tp", 2)]).unwrap();
-        let mut issued = Issued::nothing();
+        let mut issued = IssuedCall::none();
         issued.number = 17;
         issued.op = Op::Broadcast { root: 1 };
         issued.axes = AxisSet::one(Axis(1));

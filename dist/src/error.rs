@@ -1,72 +1,75 @@
-//! The one public error of shardgrad, and the two ways in which it leaves a function.
+//! The public error type of shardgrad.
 //!
-//! Whatever opens, parses, launches, loads or saves returns `Result`. Misuse inside an op, a backward pass or
-//! a step unwinds with the [`Error`] as payload ([`Error::raise`]), so that model code stays free of `?`;
-//! [`World::run`](crate::World::run) catches it, releases the other ranks and returns it.
+//! Functions that open, parse, launch, load or save return `Result`. Misuse inside an op, a backward pass or a training step unwinds
+//! with the [`Error`] as panic payload ([`Error::raise`]), so that model code needs no `?`; [`World::run`](crate::World::run)
+//! catches the payload, ends the other ranks and returns the error.
 
-mod coded;
+mod encoding;
 
 use std::fmt;
 use std::panic::Location;
 
-/// What sort of thing went wrong.
+/// The kind of an [`Error`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Kind {
-    /// Extents that do not fit together.
+    /// Shapes that do not match.
     Shape,
-    /// Dtypes that do not fit together.
+    /// Dtypes that do not match, or that an op does not support.
     DType,
-    /// Layouts that an op refuses.
+    /// Layouts (shard, replicate, partial) that an op rejects.
     Layout,
-    /// A mesh that cannot be.
+    /// An invalid mesh.
     Mesh,
-    /// A device that is missing or failed.
+    /// A device that is missing or has failed.
     Device,
-    /// Ranks that called different collectives, or wait for each other in a circle.
+    /// Ranks that called different collectives, or that are deadlocked.
     Collective,
-    /// A rank that left while others waited for it, failed, fell silent, or sent a malformed message.
+    /// A peer that returned while other ranks waited for it, failed, became unresponsive, or sent a malformed message.
     PeerLost,
-    /// A wait that outlasted its limit.
+    /// A wait that exceeded its timeout.
     Timeout,
-    /// Memory that could not be had.
+    /// Memory that could not be allocated.
     OutOfMemory,
-    /// Something this build or back end does not do.
+    /// A feature that this build or back end does not support.
     Unsupported,
     /// A model or checkpoint folder that cannot be read or written.
     Checkpoint,
-    /// An option or a configuration value that makes no sense.
+    /// An invalid option or configuration value.
     Config,
     /// Data that cannot be used.
     Data,
-    /// Ranks that hold or were told different things where they should be alike.
+    /// Ranks that hold or were given different values where all must have the same.
     Diverged,
-    /// A number that is not finite where it has to be.
+    /// A NaN or infinity where a finite number is required.
     NotFinite,
-    /// A stop that was asked for from outside (SIGINT).
+    /// A stop requested by a signal (SIGINT) or the launcher.
     Interrupted,
-    /// The operating system refused.
+    /// A failed call to the operating system.
     Io,
-    /// A panic in user code, with its text.
+    /// A panic in user code, with its message.
     Panic,
 }
 
-/// An error with its kind, a message of one line, details of one line each, and the user's line.
+/// The error of every fallible function of shardgrad: a kind, a one-line message, labelled details, and the line of user code that
+/// made the failing call.
 #[derive(Clone)]
-pub struct Error(Box<Facts>);
+pub struct Error(Box<ErrorData>);
 
 #[derive(Clone)]
-struct Facts {
+struct ErrorData {
     kind: Kind,
     message: String,
     details: Vec<(&'static str, String)>,
     site: Option<&'static Location<'static>>,
+    /// Kind of another rank's error, of which this error is a consequence.
+    cause: Option<Kind>,
 }
 
 impl Error {
-    /// An error without details.
+    /// Creates an error without details.
     pub fn new(kind: Kind, message: impl Into<String>) -> Error {
-        Error(Box::new(Facts { kind, message: message.into(), details: Vec::new(), site: None }))
+        Error(Box::new(ErrorData { kind, message: message.into(), details: Vec::new(), site: None, cause: None }))
     }
 
     /// Adds a labelled line (`signature`, `arg 0`, `at`, `help`, ...); lines print in the order added.
@@ -76,24 +79,37 @@ impl Error {
         self
     }
 
-    /// Names the line of user code that asked, if none is named yet.
+    /// Sets the line of user code that made the failing call, unless a line is set.
     #[must_use]
     pub fn at(mut self, site: &'static Location<'static>) -> Error {
         self.0.site.get_or_insert(site);
         self
     }
 
-    /// Names the line of user code that asked, in the place of a line that is named already.
+    /// Sets the line of user code that made the failing call, replacing a line that is set.
     #[must_use]
-    pub fn asked_by(mut self, site: &'static Location<'static>) -> Error {
+    pub fn replace_site(mut self, site: &'static Location<'static>) -> Error {
         self.0.site = Some(site);
         self
     }
 
-    /// What sort of error this is.
+    /// The kind of the error.
     #[must_use]
     pub fn kind(&self) -> Kind {
         self.0.kind
+    }
+
+    /// The kind of the error that ended the world: of another rank's error if this rank stopped only because that rank failed, else
+    /// [`Error::kind`].
+    #[must_use]
+    pub fn cause_kind(&self) -> Kind {
+        self.0.cause.unwrap_or(self.0.kind)
+    }
+
+    /// Sets the kind of the error of which this error is a consequence.
+    pub(crate) fn caused_by(mut self, cause: Kind) -> Error {
+        self.0.cause = Some(cause);
+        self
     }
 
     /// The first line, without details.
@@ -108,13 +124,13 @@ impl Error {
         &self.0.details
     }
 
-    /// The user's line, where known.
+    /// The line of user code that made the failing call, if known.
     #[must_use]
     pub fn site(&self) -> Option<&'static Location<'static>> {
         self.0.site
     }
 
-    /// Unwinds to the rank boundary with this error. No panic hook runs, nothing is printed.
+    /// Unwinds with this error as panic payload, up to the function that runs the rank. No panic hook runs; nothing is printed.
     pub fn raise(self) -> ! {
         std::panic::resume_unwind(Box::new(self))
     }
@@ -168,5 +184,5 @@ impl From<shardgrad_kernels::KernelError> for Error {
     }
 }
 
-/// The result type of everything in shardgrad that can fail.
+/// The result type of fallible functions of shardgrad.
 pub type Result<T, E = Error> = std::result::Result<T, E>;

@@ -1,32 +1,33 @@
-//! The corridors of shardgrad: who talks to whom.
+//! Device meshes, process groups and collectives of shardgrad: the layer that `torch.distributed` is for PyTorch.
 //!
-//! This crate knows bytes, ranks and named axes; nothing of shapes, ops or gradients. A [`World`] launches
-//! one thread per rank of a [`Mesh`]; each gets a [`Rank`], the one handle through which it meets the others.
+//! A [`Mesh`] names the axes of a grid of ranks (PyTorch: `DeviceMesh`). A [`World`] starts the ranks, as threads of this process
+//! ([`World::launch`]) or as one rank per process, over TCP ([`World::join`]), and gives each a [`Rank`]: the handle for
+//! all-reduce, all-gather, reduce-scatter, all-to-all, broadcast, send, recv and barrier over any set of axes. The crate moves
+//! flat buffers; it knows nothing of shapes, ops or gradients.
 //!
-//! What always holds:
-//! - Every collective carries what it is (number, op, reduction, root, dtype, counts, axes, path, line) and what its
-//!   elements come from, and ranks that called different things get an error naming both. Nothing is computed from unlike calls.
-//! - No wait is endless: a mismatch, a circle of waits over any groups, a rank that left and a wait beyond
-//!   [`World::timeout`] all end in an error on every rank, and [`World::launch`] returns the first cause.
-//! - Results are functions of the inputs and the mesh: sums are formed in a fixed balanced tree over the place
-//!   in the group, whatever the timing and whichever algorithm ran.
+//! Guarantees:
+//! - Every collective carries a description (number, op, reduction, root, dtype, counts, axes, path, line of code, origin of its
+//!   elements). Ranks whose calls differ get an error that names both calls, before anything is computed.
+//! - No wait is endless: a mismatch, a deadlock over any groups, a rank that returned or failed, and a wait beyond
+//!   [`World::timeout`] are each an error on every rank. [`World::launch`] returns the first cause.
+//! - Results are deterministic: sums are formed in a fixed balanced tree over the group ranks, independent of timing, of the
+//!   algorithm (direct or chunked) and of the transport (threads or TCP).
 //! - When a collective returns, no other rank holds a buffer that was passed to it.
-//! - A [`Rank`] exists only inside a launch, and neither crosses threads nor is reached through a global.
-//! - There is no `unsafe` code here: ranks share memory through ref-counted buffers that nobody can write
-//!   while they are shared.
+//! - A [`Rank`] exists only while its function runs; it neither crosses threads nor lives in a global.
+//! - There is no `unsafe` code: ranks share memory through reference-counted buffers that are read-only while shared.
 
 #![forbid(unsafe_code)]
 
-mod bytes;
+mod encoding;
 pub mod error;
 pub mod mesh;
 pub mod call;
 pub mod trace;
 pub mod process;
 mod sync;
-mod park;
-mod group;
-mod table;
+mod spin_condvar;
+mod group_sync;
+mod world_state;
 mod report;
 mod transport;
 pub mod rank;
@@ -39,4 +40,4 @@ pub use mesh::{Axis, AxisSet, Mesh};
 pub use process::Process;
 pub use rank::Rank;
 pub use trace::{Record, Trace};
-pub use transport::wire::Rendezvous;
+pub use transport::tcp::Rendezvous;

@@ -1,10 +1,11 @@
-//! Named axes over ranks: pure arithmetic on coordinates, no communication.
+//! Device mesh: named axes over ranks. Pure arithmetic on coordinates, no communication.
 
 use crate::error::{Error, Kind};
 use std::fmt;
 use std::sync::Arc;
 
-/// The place of an axis in its mesh (0 is the outermost).
+/// An axis (mesh dimension) by its index in the mesh; 0 is the outermost.
+#[doc(alias = "mesh_dim")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Axis(pub u8);
 
@@ -13,7 +14,7 @@ pub struct Axis(pub u8);
 pub struct AxisSet(u16);
 
 impl AxisSet {
-    /// No axis.
+    /// The empty set.
     pub const EMPTY: AxisSet = AxisSet(0);
 
     /// The set of one axis.
@@ -28,7 +29,7 @@ impl AxisSet {
         self.0 & (1 << axis.0) != 0
     }
 
-    /// Whether there is no axis in the set.
+    /// Whether the set is empty.
     #[must_use]
     pub const fn is_empty(self) -> bool {
         self.0 == 0
@@ -46,19 +47,19 @@ impl AxisSet {
         AxisSet(self.0 | (1 << axis.0))
     }
 
-    /// The set with an axis taken out.
+    /// The set with an axis removed.
     #[must_use]
     pub const fn without(self, axis: Axis) -> AxisSet {
         AxisSet(self.0 & !(1 << axis.0))
     }
 
-    /// Axes in either set.
+    /// The union of two sets.
     #[must_use]
     pub const fn union(self, other: AxisSet) -> AxisSet {
         AxisSet(self.0 | other.0)
     }
 
-    /// The set as one bit per axis, the outermost in bit 0: a small dense number to index tables with.
+    /// The set as a bit mask, the outermost axis in bit 0: a small dense number for indexing tables.
     #[must_use]
     pub const fn bits(self) -> u16 {
         self.0
@@ -87,7 +88,10 @@ struct Axes {
     sizes: Vec<usize>,
 }
 
-/// A grid of ranks with named axes, the first one outermost: rank = ((c0 * n1 + c1) * n2 + c2) ...
+/// A grid of ranks with named axes, the first axis outermost: rank = ((c0 * n1 + c1) * n2 + c2) ...
+#[doc(alias = "DeviceMesh")]
+#[doc(alias = "init_device_mesh")]
+#[doc(alias = "jax.sharding.Mesh")]
 #[derive(Clone)]
 pub struct Mesh(Arc<Axes>);
 
@@ -105,14 +109,14 @@ impl std::hash::Hash for Mesh {
 }
 
 impl Mesh {
-    /// At most this many axes in one mesh.
+    /// The most axes of one mesh.
     pub const MAX_AXES: usize = 8;
 
-    /// A mesh of the given axes, outermost first.
+    /// Creates a mesh of the given axes, outermost first.
     ///
     /// # Errors
-    /// `Kind::Mesh` for more than [`Mesh::MAX_AXES`] axes, a size of zero, a name used twice or
-    /// one that is not a word (`[A-Za-z_][A-Za-z0-9_]*`), and for a rank count beyond 2^31.
+    /// `Kind::Mesh` for more than [`Mesh::MAX_AXES`] axes, a size of zero, a duplicate name, a name that is not an identifier
+    /// (`[A-Za-z_][A-Za-z0-9_]*`), and for more than 2^31 ranks.
     pub fn new(axes: &[(&str, usize)]) -> Result<Mesh, Error> {
         let refuse = |why: String| Err(Error::new(Kind::Mesh, why));
         if axes.len() > Mesh::MAX_AXES {
@@ -123,7 +127,7 @@ impl Mesh {
             let word = name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')
                 && name.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_');
             if !word {
-                return refuse(format!("`{name}` is not an axis name; use letters, digits and `_`"));
+                return refuse(format!("`{name}` is not an axis name: use letters, digits and `_`, and start with a letter or `_`"));
             }
             if axes[..i].iter().any(|(other, _)| other == name) {
                 return refuse(format!("axis `{name}` is named twice in the mesh"));
@@ -133,7 +137,7 @@ impl Mesh {
             }
             ranks = match ranks.checked_mul(*size) {
                 Some(n) if n <= 1 << 31 => n,
-                _ => return refuse(format!("axis `{name}` takes the mesh beyond 2^31 ranks")),
+                _ => return refuse(format!("axis `{name}` of size {size} makes the mesh larger than 2^31 ranks")),
             };
         }
         Ok(Mesh(Arc::new(Axes {
@@ -142,16 +146,16 @@ impl Mesh {
         })))
     }
 
-    /// The mesh of one rank and no axis.
+    /// The mesh of one rank and no axes.
     #[must_use]
     pub fn single() -> Mesh {
         Mesh(Arc::new(Axes { names: vec![], sizes: vec![] }))
     }
 
-    /// Reads `dp=2,tp=4`; an empty text is [`Mesh::single`].
+    /// Parses a mesh such as `dp=2,tp=4`; an empty text is [`Mesh::single`].
     ///
     /// # Errors
-    /// `Kind::Mesh` naming the part that is no `axis=size`, and what [`Mesh::new`] refuses.
+    /// `Kind::Mesh` naming the part that is not `axis=size`, and the errors of [`Mesh::new`].
     pub fn parse(text: &str) -> Result<Mesh, Error> {
         let mut axes = Vec::new();
         for part in text.split(',').map(str::trim).filter(|p| !p.is_empty()) {
@@ -161,7 +165,7 @@ impl Mesh {
                 .ok_or_else(|| {
                     Error::new(
                         Kind::Mesh,
-                        format!("`{part}` is no mesh axis; write axis=size, as in dp=2,tp=2"),
+                        format!("`{part}` is not a mesh axis: write axis=size, as in dp=2,tp=2"),
                     )
                 })?;
             axes.push((name, size));
@@ -192,25 +196,27 @@ impl Mesh {
         &self.0.names[axis.0 as usize]
     }
 
-    /// The axis of a name.
+    /// The axis with a name, if there is one.
     #[must_use]
     pub fn axis(&self, name: &str) -> Option<Axis> {
         self.0.names.iter().position(|n| n == name).map(|i| Axis(i as u8))
     }
 
-    /// The product of all sizes.
+    /// The number of ranks: the product of all sizes.
+    #[doc(alias = "world_size")]
+    #[doc(alias = "get_world_size")]
     #[must_use]
     pub fn num_ranks(&self) -> usize {
         self.0.sizes.iter().product()
     }
 
-    /// The number of ranks in a group over some axes: the product of their sizes.
+    /// The number of ranks in a group over a set of axes: the product of their sizes.
     #[must_use]
     pub fn group_size(&self, axes: AxisSet) -> usize {
         axes.iter().map(|a| self.size(a)).product()
     }
 
-    /// Where a rank stands on each axis.
+    /// The coordinate of a rank on each axis.
     #[must_use]
     pub fn coordinate(&self, rank: usize) -> Vec<usize> {
         let mut rest = rank;
@@ -228,11 +234,14 @@ impl Mesh {
         coordinate.iter().zip(&self.0.sizes).fold(0, |r, (c, size)| r * size + c)
     }
 
-    /// The ranks that share every coordinate with `rank` but those on `axes`, in mixed-radix order
-    /// of these axes (mesh order, outermost first). `rank` itself is among them.
+    /// The members of the group of `rank` over `axes`: the ranks, itself included, that differ from `rank` only in the coordinates on
+    /// `axes`, in mixed-radix order of these axes (mesh order, outermost first). A rank's index in this list is its group rank.
+    #[doc(alias = "new_group")]
+    #[doc(alias = "ProcessGroup")]
+    #[doc(alias = "get_process_group_ranks")]
     #[must_use]
     pub fn group(&self, rank: usize, axes: AxisSet) -> Vec<usize> {
-        let mut members = vec![self.head(rank, axes)];
+        let mut members = vec![self.first_in_group(rank, axes)];
         for axis in axes.iter() {
             let (size, stride) = (self.size(axis), self.stride(axis));
             members = members.iter().flat_map(|first| (0..size).map(move |c| first + c * stride)).collect();
@@ -240,24 +249,24 @@ impl Mesh {
         members
     }
 
-    /// The first of [`Mesh::group`].
-    pub(crate) fn head(&self, rank: usize, axes: AxisSet) -> usize {
+    /// The first rank of [`Mesh::group`].
+    pub(crate) fn first_in_group(&self, rank: usize, axes: AxisSet) -> usize {
         let own = |axis: Axis| rank / self.stride(axis) % self.size(axis) * self.stride(axis);
         rank - axes.iter().map(own).sum::<usize>()
     }
 
-    /// How far apart two neighbours on an axis are.
+    /// The difference between the rank numbers of two neighbours on an axis.
     fn stride(&self, axis: Axis) -> usize {
         self.0.sizes[axis.0 as usize + 1..].iter().product()
     }
 
-    /// Every axis of the mesh.
+    /// The set of all axes of the mesh.
     #[must_use]
     pub fn all_axes(&self) -> AxisSet {
         self.axes().collect()
     }
 
-    /// A rank with its place, as messages name it: `5 (dp=1, tp=1) of mesh(dp=2, tp=4)`.
+    /// A rank with its coordinates, as error messages name it: `5 (dp=1, tp=1) of mesh(dp=2, tp=4)`.
     #[must_use]
     pub fn describe(&self, rank: usize) -> String {
         let coordinate = self.coordinate(rank);
@@ -266,16 +275,17 @@ impl Mesh {
         format!("{rank} ({}) of {self}", at.join(", "))
     }
 
-    /// The names of some axes, joined by `,` (for messages).
+    /// The names of a set of axes, joined by `,` (for error messages).
     #[must_use]
     pub fn names(&self, axes: AxisSet) -> String {
         axes.iter().map(|a| self.name(a)).collect::<Vec<_>>().join(",")
     }
 
-    /// The mesh of the ranks that share one place on an axis.
+    /// The mesh without an axis: the sub-mesh of the ranks with the same coordinate on that axis.
     ///
     /// # Panics
     /// If the mesh has no such axis.
+    #[doc(alias = "submesh")]
     #[must_use]
     pub fn without(&self, axis: Axis) -> Mesh {
         let mut axes = Axes { names: self.0.names.clone(), sizes: self.0.sizes.clone() };
@@ -284,16 +294,17 @@ impl Mesh {
         Mesh(Arc::new(axes))
     }
 
-    /// The same ranks with one axis split in two, the first of them outer: no rank moves.
+    /// Splits one axis into an outer and an inner axis. Rank numbers stay.
     ///
     /// # Errors
-    /// `Kind::Mesh` if the sizes do not multiply to that of the axis, or a name is taken.
+    /// `Kind::Mesh` if the product of the sizes is not the size of the axis, or a name is taken.
+    #[doc(alias = "unflatten")]
     pub fn split(&self, axis: Axis, outer: (&str, usize), inner: (&str, usize)) -> Result<Mesh, Error> {
         if outer.1.checked_mul(inner.1) != Some(self.size(axis)) {
             let (name, size) = (self.name(axis), self.size(axis));
             return Err(Error::new(
                 Kind::Mesh,
-                format!("axis `{name}` of size {size} does not split into {} x {}", outer.1, inner.1),
+                format!("axis `{name}` of size {size} cannot be split into {} x {}", outer.1, inner.1),
             ));
         }
         let mut axes: Vec<(&str, usize)> = self.axes().map(|a| (self.name(a), self.size(a))).collect();
@@ -301,16 +312,17 @@ impl Mesh {
         Mesh::new(&axes)
     }
 
-    /// The same ranks with an axis and its inner neighbour folded into one: no rank moves.
+    /// Merges an axis with its inner neighbour into one axis. Rank numbers stay.
     ///
     /// # Errors
     /// `Kind::Mesh` if `outer` is the innermost axis, or the name is taken.
+    #[doc(alias = "flatten")]
     pub fn fold(&self, outer: Axis, name: &str) -> Result<Mesh, Error> {
         let at = outer.0 as usize;
         if at + 1 >= self.num_axes() {
             return Err(Error::new(
                 Kind::Mesh,
-                format!("axis `{}` has no inner neighbour to fold with", self.name(outer)),
+                format!("axis `{}` is the innermost axis: there is no inner neighbour to fold it with", self.name(outer)),
             ));
         }
         let mut axes: Vec<(&str, usize)> = self.axes().map(|a| (self.name(a), self.size(a))).collect();
@@ -338,7 +350,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn places_by_hand() {
+    fn groups_and_descriptions_by_hand() {
         let mesh = Mesh::parse("dp=2, tp=3").unwrap();
         let (dp, tp) = (mesh.axis("dp").unwrap(), mesh.axis("tp").unwrap());
         assert_eq!(mesh.describe(4), "4 (dp=1, tp=1) of mesh(dp=2, tp=3)");
@@ -352,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn split_and_folded_axes_keep_every_rank_in_place() {
+    fn split_and_fold_keep_rank_numbers() {
         let mesh = Mesh::parse("dp=4,tp=3").unwrap();
         let split = mesh.split(Axis(0), ("dp", 2), ("ep", 2)).unwrap();
         assert_eq!(split.to_string(), "mesh(dp=2, ep=2, tp=3)");
@@ -366,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn meshes_that_cannot_be_are_refused() {
+    fn invalid_meshes_are_rejected() {
         for text in [
             "tp",
             "tp=0",

@@ -1,138 +1,153 @@
-//! A process that is one rank of a world of processes, read from the environment variables that its launcher sets.
+//! A process that is one rank of a world, read from the environment variables of its launcher (torchrun, mpirun, srun, ...).
 
-mod variables;
+mod environment;
 
-mod incomplete;
+mod incomplete_environment;
 mod slurm;
 
 mod launcher;
 
 use crate::error::{Error, Kind, Result};
-use variables::Variables;
+use environment::EnvVars;
 
-/// This process among those that are one world: which rank it is, of how many, and where they meet.
+/// The rank of this process, the number of ranks, and the address of the rendezvous (PyTorch: `RANK`, `WORLD_SIZE`, `MASTER_ADDR`,
+/// `MASTER_PORT`).
 ///
-/// Launchers tell it through the environment ([`Process::from_environment`]); a program that starts its processes by itself says it
-/// with [`Process::new`].
+/// [`Process::from_environment`] reads them from the variables of a launcher; a program that starts its processes itself uses
+/// [`Process::new`].
+#[doc(alias = "RANK")]
+#[doc(alias = "WORLD_SIZE")]
+#[doc(alias = "LOCAL_RANK")]
+#[doc(alias = "MASTER_ADDR")]
+#[doc(alias = "MASTER_PORT")]
+#[doc(alias = "torchrun")]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Process {
     rank: usize,
     num_ranks: usize,
     local_rank: usize,
-    num_local: usize,
+    num_local_ranks: usize,
     host: String,
     port: u16,
-    run: String,
+    run_id: String,
 }
 
 impl Process {
-    /// Rank `rank` of `num_ranks`, where rank 0 listens at a port of a host: a name or an address under which all others reach the
-    /// machine of rank 0. All are taken to be on one machine until [`Process::beside`] says otherwise.
+    /// Rank `rank` of `num_ranks`, with the rendezvous at `host` and `port`: a host name or address by which all other ranks reach the
+    /// machine of rank 0, and the port on which rank 0 listens there. All ranks are taken to be on one machine, unless
+    /// [`Process::with_local_rank`] is called.
     ///
     /// # Errors
-    /// `Kind::Config` for a rank that is none of so many.
+    /// `Kind::Config` if `rank` is not below `num_ranks`.
     pub fn new(rank: usize, num_ranks: usize, host: &str, port: u16) -> Result<Process> {
         if rank >= num_ranks {
             let why = format!("there is no rank {rank} among {num_ranks}: ranks are counted from 0");
             return Err(Error::new(Kind::Config, why));
         }
-        let (host, run) = (host.to_string(), String::new());
-        Ok(Process { rank, num_ranks, local_rank: rank, num_local: num_ranks, host, port, run })
+        let (host, run_id) = (host.to_string(), String::new());
+        Ok(Process { rank, num_ranks, local_rank: rank, num_local_ranks: num_ranks, host, port, run_id })
     }
 
-    /// With its number among the processes on its machine, and how many these are: they share the cores.
+    /// Sets the rank of this process among the processes on its machine, and their number: they share the cores.
     ///
     /// # Errors
-    /// `Kind::Config` for a number that is none of so many.
-    pub fn beside(self, local_rank: usize, num_local: usize) -> Result<Process> {
-        if local_rank >= num_local {
-            let why = format!("there is no process {local_rank} among {num_local} on a machine");
+    /// `Kind::Config` if `local_rank` is not below `num_local_ranks`.
+    pub fn with_local_rank(self, local_rank: usize, num_local_ranks: usize) -> Result<Process> {
+        if local_rank >= num_local_ranks {
+            let why = format!("there is no local rank {local_rank} among {num_local_ranks} processes on a machine: local ranks are counted from 0");
             return Err(Error::new(Kind::Config, why));
         }
-        Ok(Process { local_rank, num_local, ..self })
+        Ok(Process { local_rank, num_local_ranks, ..self })
     }
 
-    /// With the name of the run: processes of another one that come to the same port are sent away.
+    /// Sets the id of the run: rank 0 rejects processes of other runs that connect to the same port.
     #[must_use]
-    pub fn of_run(self, run: &str) -> Process {
-        Process { run: run.to_string(), ..self }
+    pub fn with_run_id(self, run_id: &str) -> Process {
+        Process { run_id: run_id.to_string(), ..self }
     }
 
-    /// Reads the process from the variables of its launcher; `None` if no launcher started it as one of several. Launchers are looked
-    /// for in this order:
+    /// Reads the process from the environment variables of its launcher; `None` if the process is alone. Launchers are recognized in
+    /// this order:
     ///
-    /// | launcher | rank and count | on its machine | where rank 0 is |
+    /// | launcher | rank and count | local rank and count | host of rank 0 |
     /// |---|---|---|---|
-    /// | torchrun, or by hand | `RANK`, `WORLD_SIZE` | `LOCAL_RANK`, `LOCAL_WORLD_SIZE` | `MASTER_ADDR`, `MASTER_PORT` |
-    /// | `mpirun` of Open MPI | `OMPI_COMM_WORLD_RANK`, `_SIZE` | `OMPI_COMM_WORLD_LOCAL_RANK`, `_SIZE` | as above; this machine, if all are here; the first node of the SLURM job, if rank 0 is there |
+    /// | torchrun, or started by hand | `RANK`, `WORLD_SIZE` | `LOCAL_RANK`, `LOCAL_WORLD_SIZE` | `MASTER_ADDR`, `MASTER_PORT` |
+    /// | `mpirun` of Open MPI | `OMPI_COMM_WORLD_RANK`, `_SIZE` | `OMPI_COMM_WORLD_LOCAL_RANK`, `_SIZE` | as above; else this machine, if all ranks are on it; else the first node of the SLURM job, if rank 0 is there |
     /// | `mpiexec` of MPICH | `PMI_RANK`, `PMI_SIZE` | `MPI_LOCALRANKID`, `MPI_LOCALNRANKS` | as for Open MPI |
-    /// | `srun` of SLURM | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS` | `SLURM_LOCALID`, `SLURM_STEP_TASKS_PER_NODE` | as above; this machine, if all are here; the first of `SLURM_STEP_NODELIST` |
-    /// | AWS Batch, multi-node parallel job | `AWS_BATCH_JOB_NODE_INDEX`, `AWS_BATCH_JOB_NUM_NODES` | alone | as above; `AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS` |
-    /// | LeaderWorkerSet of Kubernetes | `LWS_WORKER_INDEX`, `LWS_GROUP_SIZE` | alone | as above; `LWS_LEADER_ADDRESS` |
+    /// | `srun` of SLURM | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS` | `SLURM_LOCALID`, `SLURM_STEP_TASKS_PER_NODE` | as above; else this machine, if all ranks are on it; else the first of `SLURM_STEP_NODELIST` |
+    /// | AWS Batch, multi-node parallel job | `AWS_BATCH_JOB_NODE_INDEX`, `AWS_BATCH_JOB_NUM_NODES` | one process per machine | as above; else `AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS` |
+    /// | LeaderWorkerSet of Kubernetes | `LWS_WORKER_INDEX`, `LWS_GROUP_SIZE` | one process per machine | as above; else `LWS_LEADER_ADDRESS` |
     ///
-    /// Where `PMI_*` and `SLURM_*` agree, the launcher is `srun`. Ranks of AWS Batch are counted from the main node
+    /// If `PMI_*` and `SLURM_*` agree, the launcher is `srun`. Ranks of AWS Batch are counted from the main node
     /// (`AWS_BATCH_JOB_MAIN_NODE_INDEX`). The last two rows are from the platforms' documentation and have not been run.
     ///
-    /// Ranks meet at `SHARDGRAD_PORT` if that is set, else at `MASTER_PORT` or, under torchrun, whose own store listens there
-    /// (`TORCHELASTIC_USE_AGENT_STORE`), the port above it; else at 29500, or within a job of SLURM a port by the ids of job and step.
+    /// The port of the rendezvous is `SHARDGRAD_PORT` if that is set; else `MASTER_PORT` or, if torchrun's own store listens there
+    /// (`TORCHELASTIC_USE_AGENT_STORE`), the port above it; else 29500, or within a SLURM job a port computed from the ids of job and
+    /// step.
     ///
     /// Variables that number the processes of a job without their count and the address of rank 0 (`JOB_COMPLETION_INDEX`,
-    /// `TPU_WORKER_ID`, `SM_CURRENT_HOST`, `NODE_RANK`) are refused, unless `WORLD_SIZE=1` says that the process is alone.
+    /// `TPU_WORKER_ID`, `SM_CURRENT_HOST`, `NODE_RANK`) are an error, unless `WORLD_SIZE=1` states that the process is alone.
     ///
     /// # Errors
-    /// `Kind::Config` naming the variable that is missing or makes no sense.
+    /// `Kind::Config` naming the variable that is missing or invalid.
+    #[doc(alias = "env://")]
     pub fn from_environment() -> Result<Option<Process>> {
         Process::from_variables(&|name| std::env::var(name).ok())
     }
 
-    /// [`Process::from_environment`], of variables that a function knows.
+    /// [`Process::from_environment`] with a lookup function in place of the environment.
     ///
     /// # Errors
     /// As [`Process::from_environment`].
     pub fn from_variables(variable: &dyn Fn(&str) -> Option<String>) -> Result<Option<Process>> {
-        launcher::read(&Variables(variable))
+        launcher::read(&EnvVars(variable))
     }
 
-    /// The number of the rank that this process is.
+    /// The rank of this process.
+    #[doc(alias = "get_rank")]
     #[must_use]
     pub fn rank(&self) -> usize {
         self.rank
     }
 
-    /// How many ranks there are.
+    /// The number of ranks.
+    #[doc(alias = "get_world_size")]
     #[must_use]
     pub fn num_ranks(&self) -> usize {
         self.num_ranks
     }
 
-    /// The number of this process among those on its machine.
+    /// The rank of this process among the processes on its machine.
     #[must_use]
     pub fn local_rank(&self) -> usize {
         self.local_rank
     }
 
-    /// How many processes of the world are on this machine.
+    /// The number of processes of the world on this machine.
+    #[doc(alias = "LOCAL_WORLD_SIZE")]
     #[must_use]
-    pub fn num_local(&self) -> usize {
-        self.num_local
+    pub fn num_local_ranks(&self) -> usize {
+        self.num_local_ranks
     }
 
-    /// The machine of rank 0, as the others reach it.
+    /// The host name or address of rank 0.
     #[must_use]
     pub fn host(&self) -> &str {
         &self.host
     }
 
-    /// The port on which rank 0 listens until all have come.
+    /// The port on which rank 0 listens until all ranks are connected.
     #[must_use]
     pub fn port(&self) -> u16 {
         self.port
     }
 
-    /// The name of the run; empty if it has none.
+    /// The id of the run; empty if it has none.
+    #[doc(alias = "TORCHELASTIC_RUN_ID")]
+    #[doc(alias = "rdzv_id")]
     #[must_use]
-    pub fn run(&self) -> &str {
-        &self.run
+    pub fn run_id(&self) -> &str {
+        &self.run_id
     }
 }
 
@@ -140,22 +155,26 @@ impl Process {
 mod tests {
     use super::*;
 
-    fn of(variables: &[(&str, &str)]) -> Result<Option<Process>> {
+    fn read(variables: &[(&str, &str)]) -> Result<Option<Process>> {
         let get = |name: &str| variables.iter().find(|(n, _)| *n == name).map(|(_, v)| v.to_string());
         Process::from_variables(&get)
     }
 
-    fn refused(variables: &[(&str, &str)]) -> String {
-        let error = of(variables).unwrap_err();
+    fn error_text(variables: &[(&str, &str)]) -> String {
+        let error = read(variables).unwrap_err();
         assert_eq!(error.kind(), Kind::Config);
         error.to_string()
     }
 
-    /// Rank, count, number on its machine, how many there, host, port and run.
-    fn told(variables: &[(&str, &str)]) -> (usize, usize, usize, usize, String, u16, String) {
-        let Process { rank, num_ranks, local_rank, num_local, host, port, run } =
-            of(variables).unwrap().unwrap();
-        (rank, num_ranks, local_rank, num_local, host, port, run)
+    fn parsed(variables: &[(&str, &str)]) -> Process {
+        read(variables).unwrap().unwrap()
+    }
+
+    /// The process with these numbers: rank, number of ranks, local rank, number of local ranks.
+    fn process(numbers: [usize; 4], host: &str, port: u16, run_id: &str) -> Process {
+        let [rank, num_ranks, local_rank, num_local_ranks] = numbers;
+        let process = Process::new(rank, num_ranks, host, port).unwrap();
+        process.with_local_rank(local_rank, num_local_ranks).unwrap().with_run_id(run_id)
     }
 
     const BY_HAND: [(&str, &str); 4] =
@@ -163,7 +182,7 @@ mod tests {
 
     #[test]
     fn processes_started_by_torchrun_or_by_hand() {
-        assert_eq!(told(&BY_HAND), (3, 4, 0, 1, "10.0.0.1".into(), 4000, String::new()));
+        assert_eq!(parsed(&BY_HAND), process([3, 4, 0, 1], "10.0.0.1", 4000, ""));
         let torchrun = [
             ("LOCAL_RANK", "1"),
             ("LOCAL_WORLD_SIZE", "2"),
@@ -171,43 +190,43 @@ mod tests {
             ("TORCHELASTIC_USE_AGENT_STORE", "True"),
         ];
         let torchrun = [&BY_HAND[..], &torchrun].concat();
-        assert_eq!(told(&torchrun), (3, 4, 1, 2, "10.0.0.1".into(), 4001, "none".into()));
+        assert_eq!(parsed(&torchrun), process([3, 4, 1, 2], "10.0.0.1", 4001, "none"));
         let last = [&torchrun[..3], &[("MASTER_PORT", "65535")], &torchrun[4..]].concat();
-        assert_eq!(told(&last).5, 65534);
-        assert_eq!(told(&[&torchrun[..], &[("SHARDGRAD_PORT", "5000")]].concat()).5, 5000);
-        assert_eq!(told(&BY_HAND[..3]).5, 29500);
+        assert_eq!(parsed(&last).port, 65534);
+        assert_eq!(parsed(&[&torchrun[..], &[("SHARDGRAD_PORT", "5000")]].concat()).port, 5000);
+        assert_eq!(parsed(&BY_HAND[..3]).port, 29500);
     }
 
     #[test]
-    fn a_process_that_is_alone_is_none_of_several() {
+    fn process_without_a_launcher_is_alone() {
         for alone in
             [&[][..], &[("RANK", "7")], &[("WORLD_SIZE", "1"), ("RANK", "0")], &[("WORLD_SIZE", " ")]]
         {
-            assert_eq!(of(alone).unwrap(), None, "{alone:?}");
+            assert_eq!(read(alone).unwrap(), None, "{alone:?}");
         }
-        // A script of sbatch, which has more tasks.
-        assert_eq!(of(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "4")]).unwrap(), None);
+        // A batch script under sbatch is one process, although its job has several tasks.
+        assert_eq!(read(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "4")]).unwrap(), None);
     }
 
     #[test]
-    fn processes_of_mpi() {
+    fn processes_started_by_mpirun_and_mpiexec() {
         let open = [
             ("OMPI_COMM_WORLD_RANK", "1"),
             ("OMPI_COMM_WORLD_SIZE", "2"),
             ("OMPI_COMM_WORLD_LOCAL_RANK", "1"),
             ("OMPI_COMM_WORLD_LOCAL_SIZE", "2"),
             ("PMIX_NAMESPACE", "prterun-1"),
-            // Of the process that starts those of its machine.
+            // Of mpirun's daemon, which starts the processes of its machine.
             ("SLURM_PROCID", "0"),
             ("SLURM_STEP_NUM_TASKS", "3"),
         ];
-        assert_eq!(told(&open), (1, 2, 1, 2, "127.0.0.1".into(), 29500, "prterun-1".into()));
+        assert_eq!(parsed(&open), process([1, 2, 1, 2], "127.0.0.1", 29500, "prterun-1"));
         let apart = [&open[..2], &[("OMPI_COMM_WORLD_LOCAL_RANK", "0"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "1")]];
-        assert!(refused(&apart.concat()).contains("MASTER_ADDR is not set"));
-        // The number of processes on the machine is not stated: nothing shows that all are here.
-        assert!(refused(&open[..3]).contains("MASTER_ADDR is not set"));
+        assert!(error_text(&apart.concat()).contains("MASTER_ADDR is not set"));
+        // Without the number of processes on the machine, nothing shows that all ranks are here.
+        assert!(error_text(&open[..3]).contains("MASTER_ADDR is not set"));
         let mpich = [("PMI_RANK", "0"), ("PMI_SIZE", "3"), ("MASTER_ADDR", "a"), ("MASTER_PORT", "1")];
-        assert_eq!(told(&mpich), (0, 3, 0, 1, "a".into(), 1, String::new()));
+        assert_eq!(parsed(&mpich), process([0, 3, 0, 1], "a", 1, ""));
     }
 
     const STEP: [(&str, &str); 8] = [
@@ -221,35 +240,35 @@ mod tests {
         ("SLURM_STEP_ID", "2"),
     ];
 
-    /// `STEP` with some variables changed or added.
+    /// `STEP` with variables changed or added.
     fn step_with<'a>(changed: &[(&'a str, &'a str)]) -> Vec<(&'a str, &'a str)> {
         let unchanged = STEP.into_iter().filter(|(name, _)| changed.iter().all(|(other, _)| other != name));
         unchanged.chain(changed.iter().copied()).collect()
     }
 
     #[test]
-    fn tasks_of_slurm() {
-        assert_eq!(told(&STEP), (5, 7, 1, 3, "gpu03".into(), 29058, "123456.2".into()));
-        // Without the id of the step, those of one job share port and name.
-        assert_eq!(told(&STEP[..7]), (5, 7, 1, 3, "gpu03".into(), 29056, "123456".into()));
-        // The name of a single node may resolve to nothing.
+    fn tasks_started_by_srun() {
+        assert_eq!(parsed(&STEP), process([5, 7, 1, 3], "gpu03", 29058, "123456.2"));
+        // Without the id of the step, all steps of a job share port and run id.
+        assert_eq!(parsed(&STEP[..7]), process([5, 7, 1, 3], "gpu03", 29056, "123456"));
+        // The name of a single node may not resolve; the loopback address always works.
         let one_node = step_with(&[
             ("SLURM_LOCALID", "5"),
             ("SLURM_NODEID", "0"),
             ("SLURM_STEP_TASKS_PER_NODE", "7"),
             ("SLURM_STEP_NODELIST", "gpu03"),
         ]);
-        assert_eq!(told(&one_node), (5, 7, 5, 7, "127.0.0.1".into(), 29058, "123456.2".into()));
+        assert_eq!(parsed(&one_node), process([5, 7, 5, 7], "127.0.0.1", 29058, "123456.2"));
         let elsewhere = [&one_node[..], &[("MASTER_ADDR", "a")]].concat();
-        assert_eq!(told(&elsewhere).4, "a");
-        assert!(refused(&STEP[..5]).contains("MASTER_ADDR is not set"));
+        assert_eq!(parsed(&elsewhere).host, "a");
+        assert!(error_text(&STEP[..5]).contains("MASTER_ADDR is not set"));
     }
 
     #[test]
-    fn srun_that_sets_pmi_is_slurm() {
+    fn srun_with_pmi_variables_is_not_mpich() {
         let pmi2 = step_with(&[("PMI_RANK", "5"), ("PMI_SIZE", "7")]);
-        assert_eq!(told(&pmi2), told(&STEP));
-        // Hydra within a job: SLURM's tasks are its proxies.
+        assert_eq!(parsed(&pmi2), parsed(&STEP));
+        // MPICH's Hydra within a job: the tasks of SLURM are Hydra's proxies.
         let hydra = step_with(&[
             ("PMI_RANK", "5"),
             ("PMI_SIZE", "6"),
@@ -259,18 +278,18 @@ mod tests {
             ("SLURM_STEP_NUM_TASKS", "2"),
             ("SLURM_JOB_NODELIST", "gpu[03-04]"),
         ]);
-        assert_eq!(told(&hydra), (5, 6, 2, 3, "gpu03".into(), 29058, "123456.2".into()));
+        assert_eq!(parsed(&hydra), process([5, 6, 2, 3], "gpu03", 29058, "123456.2"));
     }
 
     #[test]
-    fn mpirun_within_a_job_of_slurm_meets_on_the_first_node_if_rank_0_is_there() {
+    fn mpirun_in_a_slurm_job_uses_the_first_node_if_rank_0_is_there() {
         let mpi = |rank, local_rank, here: &[(&'static str, &'static str)]| {
             let job = [("SLURM_JOB_ID", "7"), ("SLURM_JOB_NODELIST", "n[1-2]")];
             let ranks = [("OMPI_COMM_WORLD_RANK", rank), ("OMPI_COMM_WORLD_SIZE", "4")];
             let local = [("OMPI_COMM_WORLD_LOCAL_RANK", local_rank), ("OMPI_COMM_WORLD_LOCAL_SIZE", "2")];
             [&job[..], &ranks, &local, here].concat()
         };
-        // Started by mpirun itself, in the batch script, or through srun, on all nodes or on the other ones.
+        // Ranks started by mpirun itself in the batch script, or through srun, on all nodes or on the other nodes.
         let script = [("SLURMD_NODENAME", "n1"), ("SLURM_NODEID", "0")];
         let first = [("SLURM_STEP_NODELIST", "n[1-2]"), ("SLURM_NODEID", "0"), ("SLURM_STEP_ID", "3")];
         let second = [("SLURM_STEP_NODELIST", "n[1-2]"), ("SLURM_NODEID", "1"), ("SLURM_STEP_ID", "3")];
@@ -283,17 +302,17 @@ mod tests {
             ("2", "0", &other),
             ("3", "1", &other),
         ] {
-            let read = told(&mpi(rank, local_rank, here));
-            assert_eq!((read.4.as_str(), read.5), ("n1", 20_707), "rank {rank}, {here:?}");
+            let read = parsed(&mpi(rank, local_rank, here));
+            assert_eq!((read.host.as_str(), read.port), ("n1", 20_707), "rank {rank}, {here:?}");
         }
         for (rank, here) in [("0", &second[..]), ("0", &other), ("2", &first), ("2", &script)] {
-            let text = refused(&mpi(rank, "0", here));
+            let text = error_text(&mpi(rank, "0", here));
             assert!(text.contains("rank 0 is not on n1, the first node of the job"), "{text}");
         }
-        // Nothing shows on which node a process is.
-        assert!(refused(&mpi("0", "0", &[])).contains("but MASTER_ADDR is not set"));
+        // No variable shows the node of the process.
+        assert!(error_text(&mpi("0", "0", &[])).contains("but MASTER_ADDR is not set"));
         let stated = mpi("0", "0", &[&second[..], &[("MASTER_ADDR", "n2")]].concat());
-        assert_eq!((told(&stated).4.as_str(), told(&stated).5), ("n2", 29_500));
+        assert_eq!((parsed(&stated).host.as_str(), parsed(&stated).port), ("n2", 29_500));
     }
 
     #[test]
@@ -304,53 +323,53 @@ mod tests {
         };
         let address = ("AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS", "10.0.0.7");
         let child = |index, main| [&node(index, main)[..], &[address]].concat();
-        assert_eq!(told(&node("0", "0")), (0, 3, 0, 1, "0.0.0.0".into(), 29500, String::new()));
-        assert_eq!(told(&child("2", "0")), (2, 3, 0, 1, "10.0.0.7".into(), 29500, String::new()));
-        assert_eq!([told(&node("1", "1")).0, told(&child("2", "1")).0, told(&child("0", "1")).0], [0, 1, 2]);
+        assert_eq!(parsed(&node("0", "0")), process([0, 3, 0, 1], "0.0.0.0", 29500, ""));
+        assert_eq!(parsed(&child("2", "0")), process([2, 3, 0, 1], "10.0.0.7", 29500, ""));
+        assert_eq!([parsed(&node("1", "1")).rank, parsed(&child("2", "1")).rank, parsed(&child("0", "1")).rank], [0, 1, 2]);
         assert!(
-            refused(&node("1", "0")).contains("but AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS is not set")
+            error_text(&node("1", "0")).contains("but AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS is not set")
         );
-        assert!(refused(&node("1", "0")[..2]).contains("AWS_BATCH_JOB_MAIN_NODE_INDEX is not set"));
-        assert!(refused(&node("1", "3")).contains("AWS_BATCH_JOB_MAIN_NODE_INDEX is 3, but"));
-        assert!(refused(&node("1", "0")[..1]).contains("AWS_BATCH_JOB_NODE_INDEX does not say which"));
-        assert_eq!(of(&[("AWS_BATCH_JOB_NUM_NODES", "1"), ("AWS_BATCH_JOB_NODE_INDEX", "0")]).unwrap(), None);
+        assert!(error_text(&node("1", "0")[..2]).contains("AWS_BATCH_JOB_MAIN_NODE_INDEX is not set"));
+        assert!(error_text(&node("1", "3")).contains("AWS_BATCH_JOB_MAIN_NODE_INDEX is 3, but"));
+        assert!(error_text(&node("1", "0")[..1]).contains("AWS_BATCH_JOB_NODE_INDEX is not set"));
+        assert_eq!(read(&[("AWS_BATCH_JOB_NUM_NODES", "1"), ("AWS_BATCH_JOB_NODE_INDEX", "0")]).unwrap(), None);
     }
 
     #[test]
-    fn pods_of_a_leader_worker_set() {
+    fn pods_of_a_kubernetes_leader_worker_set() {
         let pod =
             [("LWS_GROUP_SIZE", "2"), ("LWS_WORKER_INDEX", "1"), ("LWS_LEADER_ADDRESS", "a-0.a.default")];
-        assert_eq!(told(&pod), (1, 2, 0, 1, "a-0.a.default".into(), 29500, String::new()));
-        assert!(refused(&pod[..2]).contains("LWS_GROUP_SIZE is 2, but LWS_LEADER_ADDRESS is not set"));
-        assert!(refused(&pod[..1]).contains("LWS_WORKER_INDEX does not say which"));
-        // torchrun within the pods.
-        assert_eq!(told(&[&BY_HAND[..], &pod].concat()), told(&BY_HAND));
+        assert_eq!(parsed(&pod), process([1, 2, 0, 1], "a-0.a.default", 29500, ""));
+        assert!(error_text(&pod[..2]).contains("LWS_GROUP_SIZE is 2, but LWS_LEADER_ADDRESS is not set"));
+        assert!(error_text(&pod[..1]).contains("LWS_WORKER_INDEX is not set"));
+        // torchrun inside the pods.
+        assert_eq!(parsed(&[&BY_HAND[..], &pod].concat()), parsed(&BY_HAND));
     }
 
     #[test]
-    fn a_number_without_a_count_and_an_address_is_refused() {
+    fn index_without_count_and_address_is_an_error() {
         for name in ["JOB_COMPLETION_INDEX", "NODE_RANK", "TPU_WORKER_ID"] {
-            let text = refused(&[(name, "1")]);
+            let text = error_text(&[(name, "1")]);
             assert!(text.contains("but RANK, WORLD_SIZE and MASTER_ADDR are not set"), "{text}");
-            assert_eq!(of(&[(name, "1"), ("WORLD_SIZE", "1")]).unwrap(), None, "{name}");
-            assert_eq!(told(&[&BY_HAND[..], &[(name, "1")]].concat()), told(&BY_HAND), "{name}");
+            assert_eq!(read(&[(name, "1"), ("WORLD_SIZE", "1")]).unwrap(), None, "{name}");
+            assert_eq!(parsed(&[&BY_HAND[..], &[(name, "1")]].concat()), parsed(&BY_HAND), "{name}");
         }
     }
 
     #[test]
-    fn what_is_missing_or_makes_no_sense_is_named() {
-        assert!(refused(&BY_HAND[1..]).contains("RANK does not say which"));
-        assert!(refused(&BY_HAND[..2]).contains("MASTER_ADDR is not set"));
+    fn errors_name_the_missing_or_invalid_variable() {
+        assert!(error_text(&BY_HAND[1..]).contains("WORLD_SIZE is 4, but RANK is not set"));
+        assert!(error_text(&BY_HAND[..2]).contains("MASTER_ADDR is not set"));
         let with = |name: &'static str, value: &'static str| {
             let others = BY_HAND.into_iter().filter(|(other, _)| *other != name);
-            refused(&others.chain([(name, value)]).collect::<Vec<_>>())
+            error_text(&others.chain([(name, value)]).collect::<Vec<_>>())
         };
         assert_eq!(with("RANK", "4"), "RANK is 4, but WORLD_SIZE is 4: ranks are counted from 0");
-        assert!(with("RANK", "-1").starts_with("RANK is `-1`, which is no count"));
+        assert!(with("RANK", "-1").starts_with("RANK is `-1`, which is not a whole number"));
         assert!(with("WORLD_SIZE", "four").starts_with("WORLD_SIZE is `four`"));
-        assert!(with("MASTER_PORT", "0").starts_with("MASTER_PORT is `0`, which is no port"));
+        assert!(with("MASTER_PORT", "0").starts_with("MASTER_PORT is `0`, which is not a port"));
         assert!(with("SHARDGRAD_PORT", "70000").starts_with("SHARDGRAD_PORT is `70000`"));
         let local = [&BY_HAND[..], &[("LOCAL_RANK", "2"), ("LOCAL_WORLD_SIZE", "2")]].concat();
-        assert_eq!(refused(&local), "LOCAL_RANK of rank 3 is 2, but LOCAL_WORLD_SIZE is 2");
+        assert_eq!(error_text(&local), "LOCAL_RANK of rank 3 is 2, but LOCAL_WORLD_SIZE is 2");
     }
 }

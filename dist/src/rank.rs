@@ -1,6 +1,6 @@
-//! The one handle through which a rank meets the others.
+//! The handle of a rank: its coordinates, its back end, and collectives with other ranks.
 
-use crate::call::{Call, Op, ReduceOp, Request, Seat};
+use crate::call::{Call, Op, ReduceOp, Request, GroupPosition};
 use crate::error::{Error, Kind, Result};
 use crate::mesh::{Axis, AxisSet, Mesh};
 use crate::trace::Trace;
@@ -13,7 +13,8 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A rank of a running [`World`](crate::World). Clones are handles of the same rank; none leaves its thread:
+/// A rank of a running [`World`](crate::World), with the collectives of PyTorch's `ProcessGroup`. Clones are handles of the same rank;
+/// none leaves its thread:
 ///
 /// ```compile_fail,E0277
 /// # use shardgrad_dist::{Mesh, World};
@@ -21,18 +22,20 @@ use std::time::Duration;
 /// # Ok::<(), shardgrad_dist::Error>(())
 /// ```
 ///
-/// Buffers given to collectives are flat and contiguous from their start; counts are in elements of the dtype
+/// Buffers passed to collectives are flat and contiguous from their start; counts are in elements of the dtype
 /// of the call. Results are new memory, except that a group of one rank and the root of a broadcast get a
-/// handle of the argument. Every method returns an error of kind
-/// - `Collective` if the arguments do not fit each other, if members of the group called unlike things, or if
-///   ranks wait for each other in a circle;
-/// - `PeerLost` if a rank that is waited for has returned, or any rank has failed or sent a malformed message;
-/// - `Timeout` after [`World::timeout`](crate::World::timeout), or what [`Rank::patiently`] says;
-/// - `DType` for a sum of truth values;
-/// - `OutOfMemory`, or whatever else the back end says.
+/// handle of the argument. Every collective returns an error of kind
+/// - `Collective` if the arguments are inconsistent, if members of the group made different calls, or if ranks are deadlocked;
+/// - `PeerLost` if an awaited rank has returned, or any rank has failed or sent a malformed message;
+/// - `Timeout` after [`World::timeout`](crate::World::timeout), or the longer limit of [`Rank::with_timeout`];
+/// - `DType` for a sum of bool elements;
+/// - `OutOfMemory`, or any other kind that the back end reports.
 ///
-/// Arguments that do not fit are refused before the call is issued. Every other error ends the world: all
-/// ranks get an error from the call they wait in, and from every later one.
+/// Invalid arguments are rejected before the call is issued. Every other error fails the world: all ranks get an error from the
+/// call that they wait in, and from every later call.
+#[doc(alias = "ProcessGroup")]
+#[doc(alias = "torch.distributed")]
+#[doc(alias = "communicator")]
 #[derive(Clone)]
 pub struct Rank(Rc<Inner>);
 
@@ -41,43 +44,43 @@ struct Inner {
     mesh: Mesh,
     coordinate: Vec<usize>,
     backend: Arc<dyn Backend>,
-    link: Link,
-    extensions: Extensions,
+    route: Route,
+    type_map: TypeMap,
 }
 
-/// A handful of things, each found by its type: a chain, in which what was lent stays where it is.
+/// A type map: at most one value per type, in a linked list, so that references to values stay valid while others are added.
 #[derive(Default)]
-struct Extensions(OnceCell<Box<Extension>>);
+struct TypeMap(OnceCell<Box<TypeMapEntry>>);
 
-struct Extension {
+struct TypeMapEntry {
     kind: TypeId,
     /// An `Rc` of the type.
     handle: Box<dyn Any>,
-    others: Extensions,
+    others: TypeMap,
 }
 
-/// Gives a transport back the patience that it had.
-struct PatienceOf<'a> {
+/// Restores the minimum timeout of a transport when dropped.
+struct RestoreTimeout<'a> {
     transport: &'a dyn Transport,
     before: Duration,
 }
 
-impl Drop for PatienceOf<'_> {
+impl Drop for RestoreTimeout<'_> {
     fn drop(&mut self) {
-        self.transport.be_patient(self.before);
+        self.transport.set_min_timeout(self.before);
     }
 }
 
-/// How calls of a rank leave it.
-enum Link {
-    /// Through a transport.
+/// How the calls of a rank reach its transport.
+enum Route {
+    /// Directly: this is the rank of the whole world.
     Direct {
         transport: Box<dyn Transport>,
         trace: Trace,
-        /// By axes.
-        seats: RefCell<Vec<Option<Rc<Seat>>>>,
+        /// By the bits of the axes.
+        positions: RefCell<Vec<Option<Rc<GroupPosition>>>>,
     },
-    /// As calls of the rank of a mesh with one axis more; its axes by ours.
+    /// As calls of the outer rank, whose mesh has one axis more. `axes` maps axes of the slice to axes of the outer mesh.
     Slice { outer: Rank, axes: Vec<Axis> },
 }
 
@@ -88,18 +91,18 @@ impl Rank {
         backend: Arc<dyn Backend>,
         transport: Box<dyn Transport>,
     ) -> Rank {
-        let seats = RefCell::new(vec![None; 1 << mesh.num_axes()]);
-        let link = Link::Direct { transport, trace: Trace::default(), seats };
-        Rank::linked(mesh, index, backend, link)
+        let positions = RefCell::new(vec![None; 1 << mesh.num_axes()]);
+        let route = Route::Direct { transport, trace: Trace::default(), positions };
+        Rank::with_route(mesh, index, backend, route)
     }
 
-    fn linked(mesh: Mesh, index: usize, backend: Arc<dyn Backend>, link: Link) -> Rank {
-        let (coordinate, extensions) = (mesh.coordinate(index), Extensions::default());
-        Rank(Rc::new(Inner { index, coordinate, backend, link, extensions, mesh }))
+    fn with_route(mesh: Mesh, index: usize, backend: Arc<dyn Backend>, route: Route) -> Rank {
+        let (coordinate, type_map) = (mesh.coordinate(index), TypeMap::default());
+        Rank(Rc::new(Inner { index, coordinate, backend, route, type_map, mesh }))
     }
 
-    /// This rank in the mesh without an axis: the ranks that share its place on that axis. Layouts, tensors and calls of
-    /// the slice know nothing of the axis; its calls are counted, compared and recorded as those of the world.
+    /// This rank in the mesh without an axis: the sub-mesh of the ranks with its coordinate on that axis. Layouts, tensors and calls
+    /// of the slice do not see the axis; its calls are numbered, compared and recorded as calls of the world.
     ///
     /// # Panics
     /// If the mesh has no such axis.
@@ -108,173 +111,186 @@ impl Rank {
         let axes: Vec<Axis> = self.mesh().axes().filter(|a| *a != axis).collect();
         assert!(axes.len() < self.mesh().num_axes(), "bug: {axis:?} is no axis of {}", self.mesh());
         let mesh = self.mesh().without(axis);
-        let place: Vec<usize> = axes.iter().map(|a| self.coordinate(*a)).collect();
-        let index = mesh.rank_at(&place);
-        Rank::linked(mesh, index, self.0.backend.clone(), Link::Slice { outer: self.clone(), axes })
+        let coordinate: Vec<usize> = axes.iter().map(|a| self.coordinate(*a)).collect();
+        let index = mesh.rank_at(&coordinate);
+        Rank::with_route(mesh, index, self.0.backend.clone(), Route::Slice { outer: self.clone(), axes })
     }
 
-    /// The rank of the whole world that this is, or is a slice of.
+    /// The rank of the whole world that this rank is, or is a slice of.
     #[must_use]
     pub fn world(&self) -> &Rank {
-        match &self.0.link {
-            Link::Direct { .. } => self,
-            Link::Slice { outer, .. } => outer.world(),
+        match &self.0.route {
+            Route::Direct { .. } => self,
+            Route::Slice { outer, .. } => outer.world(),
         }
     }
 
-    /// The number of this rank in the mesh.
+    /// The number of this rank in the mesh, from 0.
+    #[doc(alias = "get_rank")]
     #[must_use]
     pub fn index(&self) -> usize {
         self.0.index
     }
 
-    /// The mesh of the world.
+    /// The mesh of this rank: that of the world, or of the [slice](Rank::slice).
     #[must_use]
     pub fn mesh(&self) -> &Mesh {
         &self.0.mesh
     }
 
-    /// Where this rank stands on an axis.
+    /// The coordinate of this rank on an axis.
+    #[doc(alias = "get_local_rank")]
     #[must_use]
     pub fn coordinate(&self, axis: Axis) -> usize {
         self.0.coordinate[axis.0 as usize]
     }
 
-    /// Where this rank stands on each axis.
+    /// The coordinates of this rank, by axis.
+    #[doc(alias = "get_coordinate")]
     #[must_use]
     pub fn coordinates(&self) -> &[usize] {
         &self.0.coordinate
     }
 
-    /// This rank with its place in the world, as messages name it: `5 (dp=1, tp=1) of mesh(dp=2, tp=4)`.
+    /// This rank with its coordinates in the world, as error messages name it: `5 (dp=1, tp=1) of mesh(dp=2, tp=4)`.
     #[must_use]
     pub fn describe(&self) -> String {
         let world = self.world();
         world.mesh().describe(world.index())
     }
 
-    /// The place of this rank in its group over some axes: mixed radix in mesh order, the outermost axis
-    /// first.
+    /// The rank of this rank in its group over a set of axes: mixed radix in mesh order, the outermost axis first.
+    #[doc(alias = "get_group_rank")]
     #[must_use]
-    pub fn group_index(&self, axes: AxisSet) -> usize {
-        axes.iter().fold(0, |place, a| place * self.mesh().size(a) + self.coordinate(a))
+    pub fn group_rank(&self, axes: AxisSet) -> usize {
+        axes.iter().fold(0, |index, a| index * self.mesh().size(a) + self.coordinate(a))
     }
 
-    /// Where kernels of this rank run.
+    /// The back end that runs the kernels of this rank.
     #[must_use]
     pub fn backend(&self) -> &Arc<dyn Backend> {
         &self.0.backend
     }
 
-    /// Whether buffers have no contents, because the world only records.
+    /// Whether this is a [dry run](crate::World::dry_run), in which buffers have no contents.
     #[must_use]
-    pub fn is_dry(&self) -> bool {
+    pub fn is_dry_run(&self) -> bool {
         self.0.backend.device() == Device::Null
     }
 
-    /// Stops this rank if the world has failed: one load when it has not. Ops call it, so that a rank that
-    /// computes without meeting anybody is released too.
+    /// Unwinds if the world has failed; otherwise costs one atomic load. Ops call it, so that a rank that computes without
+    /// communicating stops too.
     ///
     /// # Panics
     /// Unwinds with the [`Error`] of the failure ([`Error::raise`]).
     pub fn check(&self) {
-        match &self.0.link {
-            Link::Direct { transport, .. } => transport.check().unwrap_or_else(|error| error.raise()),
-            Link::Slice { outer, .. } => outer.check(),
+        match &self.0.route {
+            Route::Direct { transport, .. } => transport.check().unwrap_or_else(|error| error.raise()),
+            Route::Slice { outer, .. } => outer.check(),
         }
     }
 
-    /// Runs `f`, in which a wait of this rank is an error after `limit` only, where that is longer than
-    /// [`World::timeout`](crate::World::timeout): for calls before which another rank does what may take long for good
-    /// reasons, such as writing to a disk. Where a rank has gone, or waits in a circle, is told as soon as ever.
-    pub fn patiently<T>(&self, limit: Duration, f: impl FnOnce() -> T) -> T {
-        match &self.0.link {
-            Link::Direct { transport, .. } => {
-                let before = transport.be_patient(limit);
+    /// Runs `f` with a longer timeout: waits of this rank fail after `limit`, or after [`World::timeout`](crate::World::timeout) if that
+    /// is longer. For calls before which another rank may legitimately take long, such as writing to a disk. A departed rank or a
+    /// deadlock is still reported at once.
+    pub fn with_timeout<T>(&self, limit: Duration, f: impl FnOnce() -> T) -> T {
+        match &self.0.route {
+            Route::Direct { transport, .. } => {
+                let before = transport.set_min_timeout(limit);
                 if before > limit {
-                    transport.be_patient(before);
+                    transport.set_min_timeout(before);
                 }
-                // After an unwinding too.
-                let _back = PatienceOf { transport: &**transport, before };
+                // Restored after a panic too.
+                let _restore = RestoreTimeout { transport: &**transport, before };
                 f()
             }
-            Link::Slice { outer, .. } => outer.patiently(limit, f),
+            Route::Slice { outer, .. } => outer.with_timeout(limit, f),
         }
     }
 
-    /// What this rank has called; slices share the trace of their world.
+    /// The trace of this rank's collectives; slices share the trace of the world.
     #[must_use]
     pub fn trace(&self) -> &Trace {
-        match &self.0.link {
-            Link::Direct { trace, .. } => trace,
-            Link::Slice { outer, .. } => outer.trace(),
+        match &self.0.route {
+            Route::Direct { trace, .. } => trace,
+            Route::Slice { outer, .. } => outer.trace(),
         }
     }
 
-    /// The one `T` of this rank, made by `Default` when first asked for: a place for caches of upper crates.
+    /// The value of type `T` of this rank, created by `Default` on first use: storage for caches of the crates above.
     #[must_use]
     pub fn extension<T: Default + 'static>(&self) -> &Rc<T> {
         let kind = TypeId::of::<T>();
-        let mut place = &self.0.extensions;
+        let mut node = &self.0.type_map;
         loop {
-            match place.0.get() {
+            match node.0.get() {
                 Some(here) if here.kind == kind => {
                     return here
                         .handle
                         .downcast_ref()
-                        .expect("a place holds the type that it is filed under");
+                        .expect("bug: the value of a type has another type");
                 }
-                Some(other) => place = &other.others,
+                Some(other) => node = &other.others,
                 None => {
-                    // To make it may ask for others, which then lie here.
+                    // `T::default` may itself call this method, and append before this value.
                     let handle = Box::new(Rc::new(T::default()));
-                    let fresh = Extension { kind, handle, others: Extensions::default() };
-                    let _ = place.0.set(Box::new(fresh));
+                    let fresh = TypeMapEntry { kind, handle, others: TypeMap::default() };
+                    let _ = node.0.set(Box::new(fresh));
                 }
             }
         }
     }
 
-    /// Combines `numel` elements of all members, y = x_0 op x_1 op ..., in a fixed balanced tree over the
-    /// place in the group. Everyone gets the same bits. 16-bit floats are combined in f32 and rounded once.
+    /// Reduces `numel` elements over all members of the group, y = x_0 op x_1 op ..., in a fixed balanced tree over the group
+    /// ranks. All members get the same bits. 16-bit floats are reduced in f32 and rounded once.
     ///
     /// # Errors
     /// See [`Rank`].
+    #[doc(alias = "allreduce")]
+    #[doc(alias = "psum")]
+    #[doc(alias = "pmax")]
+    #[doc(alias = "pmin")]
     pub fn all_reduce(&self, call: &Call<'_>, x: &Buffer, numel: usize, op: ReduceOp) -> Result<Buffer> {
-        self.issue(call, Op::AllReduce(op), Some(x), numel, &[numel], &[])
+        self.issue_with_result(call, Op::AllReduce(op), Some(x), numel, &[numel], &[])
     }
 
-    /// Joins the parts of all members in the order of the group; member i brings `counts[i]` elements.
+    /// Concatenates the buffers of all members in the order of group ranks; member i passes `counts[i]` elements.
     ///
     /// # Errors
     /// See [`Rank`].
+    #[doc(alias = "allgather")]
+    #[doc(alias = "all_gather_into_tensor")]
     pub fn all_gather(&self, call: &Call<'_>, x: &Buffer, counts: &[usize]) -> Result<Buffer> {
-        let place = self.one_each(call, "all_gather", counts)?;
-        self.issue(call, Op::AllGather, Some(x), counts[place], counts, &[])
+        let group_rank = self.check_counts(call, "all_gather", counts)?;
+        self.issue_with_result(call, Op::AllGather, Some(x), counts[group_rank], counts, &[])
     }
 
-    /// Sums what all members bring (`counts` added up, each) as [`Rank::all_reduce`] does; member i gets
-    /// chunk i of the sum, `counts[i]` elements long.
+    /// Sums the buffers of all members as [`Rank::all_reduce`] does and gives member i chunk i of the sum, `counts[i]` elements. Each
+    /// member passes as many elements as `counts` adds up to.
     ///
     /// # Errors
     /// See [`Rank`].
+    #[doc(alias = "reduce_scatter_tensor")]
+    #[doc(alias = "psum_scatter")]
     pub fn reduce_scatter(&self, call: &Call<'_>, x: &Buffer, counts: &[usize]) -> Result<Buffer> {
-        self.one_each(call, "reduce_scatter", counts)?;
-        self.issue(call, Op::ReduceScatter, Some(x), counts.iter().sum(), counts, &[])
+        self.check_counts(call, "reduce_scatter", counts)?;
+        self.issue_with_result(call, Op::ReduceScatter, Some(x), counts.iter().sum(), counts, &[])
     }
 
-    /// Exchanges pieces: `x` holds `send[j]` elements for each member j one after another; the result holds
-    /// `recv[i]` elements from each member i one after another. `send[j]` here is `recv[i]` there.
+    /// Sends one part of `x` to each member and receives one part from each: `x` holds `send[j]` elements for each member j in order,
+    /// the result `recv[i]` elements from each member i in order. `send[j]` of member i must equal `recv[i]` of member j.
     ///
     /// # Errors
     /// See [`Rank`].
+    #[doc(alias = "all_to_all_single")]
+    #[doc(alias = "alltoall")]
     pub fn all_to_all(&self, call: &Call<'_>, x: &Buffer, send: &[usize], recv: &[usize]) -> Result<Buffer> {
-        self.one_each(call, "all_to_all", send)?;
-        self.one_each(call, "all_to_all", recv)?;
-        self.issue(call, Op::AllToAll, Some(x), send.iter().sum(), send, recv)
+        self.check_counts(call, "all_to_all", send)?;
+        self.check_counts(call, "all_to_all", recv)?;
+        self.issue_with_result(call, Op::AllToAll, Some(x), send.iter().sum(), send, recv)
     }
 
-    /// Hands the `numel` elements of the member at place `root` to all; only that member brings a buffer.
+    /// Copies the `numel` elements of the member with group rank `root` to all members; only the root needs to pass a buffer.
     ///
     /// # Errors
     /// See [`Rank`].
@@ -285,134 +301,137 @@ impl Rank {
         numel: usize,
         root: usize,
     ) -> Result<Buffer> {
-        let seat = self.peer(call, "broadcast", root)?;
-        if seat.place == root && x.is_none() {
-            return Err(refuse(call, "broadcast: the root brings no buffer"));
+        let position = self.check_peer(call, "broadcast", root)?;
+        if position.group_rank == root && x.is_none() {
+            return Err(invalid_call(call, "broadcast: the root passes no buffer: give `x` on the rank whose group rank is `root`"));
         }
-        let x = x.filter(|_| seat.place == root);
-        let held = if x.is_some() { numel } else { 0 };
-        self.issue(call, Op::Broadcast { root }, x, held, &[numel], &[])
+        let x = x.filter(|_| position.group_rank == root);
+        let numel_held = if x.is_some() { numel } else { 0 };
+        self.issue_with_result(call, Op::Broadcast { root }, x, numel_held, &[numel], &[])
     }
 
-    /// Leaves `numel` elements with the member at place `to` and returns without waiting for it. Messages of
-    /// a pair over the same axes are received in the order in which they were sent; one that is never
-    /// received is an error of the launch.
+    /// Sends `numel` elements to the member with group rank `to`, without waiting for the receiver (buffered send). Messages of a pair
+    /// of ranks over the same axes are received in the order in which they were sent. A message that is never received is an error of
+    /// the launch.
     ///
     /// # Errors
     /// See [`Rank`].
+    #[doc(alias = "isend")]
     pub fn send(&self, call: &Call<'_>, x: &Buffer, numel: usize, to: usize) -> Result<()> {
-        self.peer(call, "send", to)?;
-        self.post(call, Op::Send { to }, Some(x), numel, &[numel], &[])?;
+        self.check_peer(call, "send", to)?;
+        self.issue(call, Op::Send { to }, Some(x), numel, &[numel], &[])?;
         Ok(())
     }
 
-    /// Waits for the next `numel` elements from the member at place `from`.
+    /// Receives the next message, of `numel` elements, from the member with group rank `from`. Blocks until it arrives.
     ///
     /// # Errors
     /// See [`Rank`].
+    #[doc(alias = "irecv")]
     pub fn recv(&self, call: &Call<'_>, numel: usize, from: usize) -> Result<Buffer> {
-        self.peer(call, "recv", from)?;
-        self.issue(call, Op::Recv { from }, None, 0, &[numel], &[])
+        self.check_peer(call, "recv", from)?;
+        self.issue_with_result(call, Op::Recv { from }, None, 0, &[numel], &[])
     }
 
-    /// Waits until every member of the group is here. The dtype of the call is compared like any other's.
+    /// Waits until every member of the group has called `barrier`. The dtype of the call is compared as for any collective.
     ///
     /// # Errors
     /// See [`Rank`].
     pub fn barrier(&self, call: &Call<'_>) -> Result<()> {
-        self.post(call, Op::Barrier, None, 0, &[], &[])?;
+        self.issue(call, Op::Barrier, None, 0, &[], &[])?;
         Ok(())
     }
 
-    fn seat(&self, call: &Call<'_>) -> Result<Rc<Seat>> {
+    fn position(&self, call: &Call<'_>) -> Result<Rc<GroupPosition>> {
         let here = self.mesh().num_axes();
         if usize::from(call.axes.bits()) >= 1 << here {
-            let why = format!("a call over axes {:?} that {} does not have", call.axes, self.mesh());
+            let (bits, mesh) = (call.axes.bits(), self.mesh());
+            let why = format!("the call names axes (bits {bits:#b}) that {mesh} does not have");
             return Err(Error::new(Kind::Mesh, why).at(call.site));
         }
-        match &self.0.link {
-            Link::Direct { seats, .. } => {
-                let fresh = || Rc::new(Seat::new(self.mesh(), self.index(), call.axes));
-                let mut seats = seats.borrow_mut();
-                Ok(seats[usize::from(call.axes.bits())].get_or_insert_with(fresh).clone())
+        match &self.0.route {
+            Route::Direct { positions, .. } => {
+                let fresh = || Rc::new(GroupPosition::new(self.mesh(), self.index(), call.axes));
+                let mut positions = positions.borrow_mut();
+                Ok(positions[usize::from(call.axes.bits())].get_or_insert_with(fresh).clone())
             }
-            Link::Slice { outer, axes } => outer.seat(&translated(call, axes)),
+            Route::Slice { outer, axes } => outer.position(&to_outer_call(call, axes)),
         }
     }
 
-    /// The place of this rank, if there is one count for each member of the group.
-    fn one_each(&self, call: &Call<'_>, name: &str, counts: &[usize]) -> Result<usize> {
-        let seat = self.seat(call)?;
-        if counts.len() != seat.size() {
-            let (got, size) = (counts.len(), seat.size());
-            return Err(refuse(call, format!("{name}: {got} counts for a group of {size} ranks")));
+    /// Checks that there is one count per member of the group. Returns the group rank of this rank.
+    fn check_counts(&self, call: &Call<'_>, name: &str, counts: &[usize]) -> Result<usize> {
+        let position = self.position(call)?;
+        if counts.len() != position.size() {
+            let (got, size) = (counts.len(), position.size());
+            return Err(invalid_call(call, format!("{name}: {got} counts for a group of {size} ranks: give one count per rank of the group")));
         }
-        Ok(seat.place)
+        Ok(position.group_rank)
     }
 
-    fn peer(&self, call: &Call<'_>, name: &str, place: usize) -> Result<Rc<Seat>> {
-        let seat = self.seat(call)?;
-        if place >= seat.size() {
-            let size = seat.size();
-            return Err(refuse(
+    fn check_peer(&self, call: &Call<'_>, name: &str, group_rank: usize) -> Result<Rc<GroupPosition>> {
+        let position = self.position(call)?;
+        if group_rank >= position.size() {
+            let size = position.size();
+            return Err(invalid_call(
                 call,
-                format!("{name}: there is no place {place} in a group of {size} ranks"),
+                format!("{name}: there is no group rank {group_rank} in a group of {size} ranks"),
             ));
         }
-        Ok(seat)
+        Ok(position)
     }
 
+    fn issue_with_result(
+        &self,
+        call: &Call<'_>,
+        op: Op,
+        x: Option<&Buffer>,
+        numel_held: usize,
+        counts: &[usize],
+        received: &[usize],
+    ) -> Result<Buffer> {
+        Ok(self.issue(call, op, x, numel_held, counts, received)?.expect("bug: a call without a result"))
+    }
+
+    /// Checks, numbers, records and executes a call whose argument must hold `numel_held` elements.
     fn issue(
         &self,
         call: &Call<'_>,
         op: Op,
         x: Option<&Buffer>,
-        held: usize,
-        counts: &[usize],
-        received: &[usize],
-    ) -> Result<Buffer> {
-        Ok(self.post(call, op, x, held, counts, received)?.expect("a call with a result has one"))
-    }
-
-    /// Checks, numbers, records and carries out a call whose argument holds `held` elements.
-    fn post(
-        &self,
-        call: &Call<'_>,
-        op: Op,
-        x: Option<&Buffer>,
-        held: usize,
+        numel_held: usize,
         counts: &[usize],
         received: &[usize],
     ) -> Result<Option<Buffer>> {
-        let seat = self.seat(call)?;
+        let position = self.position(call)?;
         if let Some(x) = x
-            && x.bytes() / call.dtype.size() < held
+            && x.bytes() / call.dtype.size() < numel_held
         {
             let (name, dtype, bytes) = (op.name(), call.dtype, x.bytes());
-            return Err(refuse(
+            return Err(invalid_call(
                 call,
-                format!("{name}: a buffer of {bytes} bytes cannot hold {dtype}[{held}]"),
+                format!("{name}: a buffer of {bytes} bytes is too short for {dtype}[{numel_held}]"),
             ));
         }
         if call.dtype == DType::Bool && matches!(op, Op::AllReduce(ReduceOp::Sum) | Op::ReduceScatter) {
-            let why = format!("{}: truth values have no sum; reduce with max (any) or min (all)", op.name());
+            let why = format!("{}: bool elements cannot be summed: all_reduce them with max (any) or min (all)", op.name());
             return Err(Error::new(Kind::DType, why).at(call.site));
         }
-        if seat.size() == 1 && op == Op::AllToAll && counts != received {
-            return Err(refuse(
+        if position.size() == 1 && op == Op::AllToAll && counts != received {
+            return Err(invalid_call(
                 call,
-                format!("all_to_all: {counts:?} to itself, but {received:?} from itself"),
+                format!("all_to_all: the only rank of the group sends {counts:?} elements to itself, but receives {received:?}"),
             ));
         }
-        let (transport, trace) = match &self.0.link {
-            Link::Direct { transport, trace, .. } => (transport, trace),
-            Link::Slice { outer, axes } => {
-                return outer.post(&translated(call, axes), op, x, held, counts, received);
+        let (transport, trace) = match &self.0.route {
+            Route::Direct { transport, trace, .. } => (transport, trace),
+            Route::Slice { outer, axes } => {
+                return outer.issue(&to_outer_call(call, axes), op, x, numel_held, counts, received);
             }
         };
-        let request = Request { call, op, seat: &seat, number: seat.count(op), counts, received, x };
+        let request = Request { call, op, position: &position, number: position.count(op), counts, received, x };
         trace.add(&request);
-        if seat.size() == 1 && op.is_collective() {
+        if position.size() == 1 && op.is_collective() {
             transport.check()?;
             return Ok(x.cloned());
         }
@@ -420,12 +439,12 @@ impl Rank {
     }
 }
 
-/// A call of a slice as its outer rank makes it.
-fn translated<'a>(call: &Call<'a>, axes: &[Axis]) -> Call<'a> {
+/// Translates a call of a slice to the axes of its outer rank.
+fn to_outer_call<'a>(call: &Call<'a>, axes: &[Axis]) -> Call<'a> {
     Call { axes: call.axes.iter().map(|a| axes[usize::from(a.0)]).collect(), ..*call }
 }
 
-fn refuse(call: &Call<'_>, why: impl Into<String>) -> Error {
+fn invalid_call(call: &Call<'_>, why: impl Into<String>) -> Error {
     Error::new(Kind::Collective, why).at(call.site)
 }
 

@@ -1,39 +1,39 @@
-//! The texts of everything that can go wrong between ranks.
+//! Error messages about ranks: mismatched collectives, deadlocks, timeouts, lost peers and malformed messages.
 
-use crate::bytes::printable;
-use crate::call::{Issued, ORIGIN, Op};
+use crate::encoding::printable;
+use crate::call::{IssuedCall, ORIGIN_DIFFERS, Op};
 use crate::error::{Error, Kind};
 use crate::mesh::Mesh;
-use crate::table::{Failure, Seen, State};
+use crate::world_state::{Failure, RankSnapshot, RankStatus};
 use std::time::Duration;
 
-/// Characters of the message of another rank, where this rank repeats it.
+/// The most characters of another rank's message that this rank repeats.
 const CAUSE_CHARS_MAX: usize = 200;
-/// Characters of what a rank was given.
-const GIVEN_CHARS_MAX: usize = 1000;
-const LONGER: &str = "a longer limit is set with World::timeout (--timeout on the command line)";
+/// The most characters shown of an input.
+const INPUT_CHARS_MAX: usize = 1000;
+const RAISE_TIMEOUT: &str = "raise the timeout with World::timeout (--timeout on the command line)";
 const SILENT: &str =
-    "the network may be cut, or the process stopped: check the links between the machines, and for SIGSTOP";
-const SAME_CALLS: &str = "all ranks of a group make the same calls in the same order";
+    "the network may be down, or the process stopped: check the connection between the machines, and for SIGSTOP";
+const SAME_CALLS: &str = "all ranks of a group must make the same calls in the same order";
 const SAME_PROGRAM: &str =
-    "start the same program on all machines, and let nothing else connect to its ports";
-const SAME_SHAPES: &str = "all ranks must give the same global shape: leave out what a rank has more of, or pad the numbers, before a tensor is made of them";
+    "start the same program on all machines, and let no other program connect to its ports";
+const SAME_SHAPES: &str = "all ranks must create a tensor with the same global shape: drop the surplus elements of a rank, or pad, before creating the tensor";
 
-/// The error of a group whose members called unlike things; `None` if all agree.
-pub(crate) fn mismatch(mesh: &Mesh, members: &[usize], calls: &[&Issued]) -> Option<Error> {
-    // Not with the first alone: it may know less than others.
+/// The error of a group whose members made different calls; `None` if all match.
+pub(crate) fn mismatch(mesh: &Mesh, members: &[usize], calls: &[&IssuedCall]) -> Option<Error> {
+    // Compare all pairs: the first call may leave out its path or origin, which match any.
     let pairs = || (0..calls.len()).flat_map(|i| (0..i).map(move |j| (j, i)));
     let differences = pairs().map(|(j, i)| calls[j].differences(calls[i])).find(|d| !d.is_empty());
     match differences {
-        Some(differences) => Some(unlike(mesh, members, calls, &differences)),
-        None if calls[0].op == Op::AllToAll => unlike_splits(mesh, members, calls),
+        Some(differences) => Some(call_mismatch(mesh, members, calls, &differences)),
+        None if calls[0].op == Op::AllToAll => split_mismatch(mesh, members, calls),
         None => None,
     }
 }
 
-/// One clause for each kind of call, with the ranks that made it.
-fn unlike(mesh: &Mesh, members: &[usize], calls: &[&Issued], differences: &[&str]) -> Error {
-    let mut classes: Vec<(&Issued, Vec<usize>)> = Vec::new();
+/// The error about different calls: one clause per distinct call, with the ranks that made it.
+fn call_mismatch(mesh: &Mesh, members: &[usize], calls: &[&IssuedCall], differences: &[&str]) -> Error {
+    let mut classes: Vec<(&IssuedCall, Vec<usize>)> = Vec::new();
     for (&call, &rank) in calls.iter().zip(members) {
         match classes.iter_mut().find(|(first, _)| first.differences(call).is_empty()) {
             Some((_, ranks)) => ranks.push(rank),
@@ -47,28 +47,28 @@ fn unlike(mesh: &Mesh, members: &[usize], calls: &[&Issued], differences: &[&str
     let mut error = Error::new(Kind::Collective, format!("collective mismatch: {}", clauses.join(", ")))
         .detail("differs", differences.join(", "))
         .detail("ranks", format!("{members:?} of {mesh}"));
-    if !differences.contains(&ORIGIN) {
+    if !differences.contains(&ORIGIN_DIFFERS) {
         return error.detail("help", SAME_CALLS);
     }
-    let given: Vec<&str> = classes.iter().map(|(call, _)| call.given.as_str()).collect();
-    for ((_, ranks), told) in classes.iter().zip(unlike_given(&given)).filter(|(_, told)| !told.is_empty()) {
-        error = error.detail("given", format!("{}: {}", list(ranks), printable(told, GIVEN_CHARS_MAX)));
+    let inputs: Vec<&str> = classes.iter().map(|(call, _)| call.recent_inputs.as_str()).collect();
+    for ((_, ranks), input) in classes.iter().zip(differing_inputs(&inputs)).filter(|(_, input)| !input.is_empty()) {
+        error = error.detail("given", format!("{}: {}", list(ranks), printable(input, INPUT_CHARS_MAX)));
     }
     error.detail("help", SAME_SHAPES)
 }
 
-/// Of each list of what was given, the newest of the line of the program at which, looked back from the end, all were given
-/// something and not all the same; the newest of all where there is no such line.
-fn unlike_given<'a>(lists: &[&'a str]) -> Vec<&'a str> {
-    let at = |told: &'a str| told.rsplit_once(" at ").map_or(told, |(_, site)| site);
-    let newest = |list: &'a str, site: &str| list.lines().find(|told| at(told) == site);
+/// Picks from each rank's recent inputs the one to show: the newest input of the line of user code, searched from the newest, at
+/// which all ranks have an input and the inputs differ; each rank's newest input if there is no such line.
+fn differing_inputs<'a>(lists: &[&'a str]) -> Vec<&'a str> {
+    let at = |line: &'a str| line.rsplit_once(" at ").map_or(line, |(_, site)| site);
+    let newest = |list: &'a str, site: &str| list.lines().find(|line| at(line) == site);
     let of_site = |site: &'a str| lists.iter().map(|list| newest(list, site)).collect::<Option<Vec<&str>>>();
     let sites = lists[0].lines().map(at);
-    let unlike = sites.filter_map(of_site).find(|told| told.iter().any(|one| *one != told[0]));
-    unlike.unwrap_or_else(|| lists.iter().map(|list| list.lines().next().unwrap_or("")).collect())
+    let differing = sites.filter_map(of_site).find(|newest| newest.iter().any(|line| *line != newest[0]));
+    differing.unwrap_or_else(|| lists.iter().map(|list| list.lines().next().unwrap_or("")).collect())
 }
 
-fn unlike_splits(mesh: &Mesh, members: &[usize], calls: &[&Issued]) -> Option<Error> {
+fn split_mismatch(mesh: &Mesh, members: &[usize], calls: &[&IssuedCall]) -> Option<Error> {
     let pairs = (0..calls.len()).flat_map(|i| (0..calls.len()).map(move |j| (i, j)));
     let (i, j) = pairs.into_iter().find(|&(i, j)| calls[i].counts[j] != calls[j].received[i])?;
     let (from, to) = (members[i], members[j]);
@@ -84,56 +84,57 @@ fn unlike_splits(mesh: &Mesh, members: &[usize], calls: &[&Issued]) -> Option<Er
         Error::new(Kind::Collective, message)
             .detail("differs", "splits")
             .detail("ranks", format!("{members:?} of {mesh}"))
-            .detail("help", "what member i sends to j is what member j receives from i"),
+            .detail("help", "the elements that member i sends to member j must be those that member j receives from member i"),
     )
 }
 
-/// The error of a message that is not what its receiver asked for; `None` if it is.
-pub(crate) fn wrong_letter(
+/// The error of a message that does not match the recv of its receiver; `None` if the message matches.
+pub(crate) fn wrong_message(
     mesh: &Mesh,
-    (from, issued): (usize, &Issued),
+    from: usize,
+    sent: &IssuedCall,
     to: usize,
-    asked: &Issued,
+    expected: &IssuedCall,
 ) -> Option<Error> {
-    let differences = issued.differences(asked);
+    let differences = sent.differences(expected);
     (!differences.is_empty()).then(|| {
-        let (sent, asked) = (issued.text(mesh, from), asked.text(mesh, to));
+        let (sent, expected) = (sent.text(mesh, from), expected.text(mesh, to));
         Error::new(
             Kind::Collective,
-            format!("collective mismatch: rank {from} called {sent}, rank {to} called {asked}"),
+            format!("collective mismatch: rank {from} called {sent}, rank {to} called {expected}"),
         )
         .detail("differs", differences.join(", "))
         .detail("help", "messages of a pair of ranks are received in the order in which they are sent")
     })
 }
 
-/// The error of ranks that wait for each other.
-pub(crate) fn cycle(mesh: &Mesh, seen: &[Seen], ranks: &[usize]) -> Error {
+/// The error of a deadlock: a cycle of ranks, each of which waits for the next.
+pub(crate) fn cycle(mesh: &Mesh, seen: &[RankSnapshot], ranks: &[usize]) -> Error {
     let next = |i: usize| ranks[(i + 1) % ranks.len()];
     let wait = |i: usize| {
         let whom = if next(i) == ranks[i] { "itself".to_string() } else { format!("rank {}", next(i)) };
         format!("rank {} waits for {whom} in {}", ranks[i], seen[ranks[i]].issued.text(mesh, ranks[i]))
     };
     let waits: Vec<String> = (0..ranks.len()).map(wait).collect();
-    Error::new(Kind::Collective, format!("ranks wait in a circle: {}", waits.join(", ")))
+    Error::new(Kind::Collective, format!("deadlock: {}", waits.join(", ")))
         .detail("ranks", format!("{ranks:?} of {mesh}"))
         .detail(
             "help",
-            "ranks that share groups call them in the same order; a recv needs a send of its peer before",
+            "ranks that share groups must call them in the same order; a recv needs an earlier send of its peer",
         )
 }
 
-/// The error of waiting for a rank that is gone.
-pub(crate) fn departed(mesh: &Mesh, seen: &[Seen], waiting: usize, gone: usize) -> Error {
+/// The error of waiting for a rank that has returned or failed.
+pub(crate) fn departed(mesh: &Mesh, seen: &[RankSnapshot], waiting: usize, gone: usize) -> Error {
     let call = seen[waiting].issued.text(mesh, waiting);
-    let how = whereabouts(mesh, &seen[gone], gone);
+    let how = activity(mesh, &seen[gone], gone);
     Error::new(Kind::PeerLost, format!("rank {gone} left ({how}) while rank {waiting} waits in {call}"))
         .detail("rank", mesh.describe(waiting))
         .detail("help", SAME_CALLS)
 }
 
-/// The error of a wait that took too long: who has come, who has not, and where those are.
-pub(crate) fn overdue(mesh: &Mesh, seen: &[Seen], waiting: usize, limit: Duration) -> Error {
+/// The error of a wait for absent ranks that exceeded its timeout: the ranks that have arrived, and what each absent rank does.
+pub(crate) fn timed_out(mesh: &Mesh, seen: &[RankSnapshot], waiting: usize, limit: Duration) -> Error {
     let call = seen[waiting].issued.text(mesh, waiting);
     let (absent, arrived): (Vec<usize>, Vec<usize>) = mesh
         .group(waiting, seen[waiting].issued.axes)
@@ -149,42 +150,43 @@ pub(crate) fn overdue(mesh: &Mesh, seen: &[Seen], waiting: usize, limit: Duratio
     }
     let is_silent = absent.iter().any(|rank| seen[*rank].is_silent());
     for rank in absent {
-        error = error.detail("absent", state(mesh, &seen[rank], rank));
+        error = error.detail("absent", describe_status(mesh, &seen[rank], rank));
     }
-    error.detail("help", if is_silent { SILENT } else { LONGER })
+    error.detail("help", if is_silent { SILENT } else { RAISE_TIMEOUT })
 }
 
-/// The error of a wait for members that have come but do not finish.
-pub(crate) fn unfinished(mesh: &Mesh, rank: usize, call: &Issued, limit: Duration) -> Error {
+/// The error of a timeout in a call that all members have entered but not all have finished.
+pub(crate) fn unfinished(mesh: &Mesh, rank: usize, call: &IssuedCall, limit: Duration) -> Error {
     let call = call.text(mesh, rank);
     Error::new(
         Kind::Timeout,
         format!("rank {rank} waited more than {limit:?} for the others to finish {call}"),
     )
     .detail("rank", mesh.describe(rank))
-    .detail("help", LONGER)
+    .detail("help", RAISE_TIMEOUT)
 }
 
-/// The error of a rank that takes nothing of what is sent to it.
-pub(crate) fn not_taken(
+/// The error of a timeout in a send: the receiver reads nothing.
+pub(crate) fn send_timed_out(
     mesh: &Mesh,
     rank: usize,
-    (to, seen): (usize, &Seen),
-    call: &Issued,
+    to: usize,
+    seen: &RankSnapshot,
+    call: &IssuedCall,
     limit: Duration,
 ) -> Error {
     let call = call.text(mesh, rank);
     Error::new(
         Kind::Timeout,
-        format!("rank {rank} waited more than {limit:?} for rank {to} to take what it sends in {call}"),
+        format!("rank {rank} waited more than {limit:?} for rank {to} to receive the data of {call}"),
     )
     .detail("rank", mesh.describe(rank))
-    .detail("receiver", state(mesh, seen, to))
-    .detail("help", if seen.is_silent() { SILENT } else { LONGER })
+    .detail("receiver", describe_status(mesh, seen, to))
+    .detail("help", if seen.is_silent() { SILENT } else { RAISE_TIMEOUT })
 }
 
-/// The error of a message that nobody has received at the end.
-pub(crate) fn unread(mesh: &Mesh, to: usize, (from, issued): (usize, &Issued)) -> Error {
+/// The error of a message that was never received.
+pub(crate) fn not_received(mesh: &Mesh, to: usize, from: usize, issued: &IssuedCall) -> Error {
     let call = issued.text(mesh, from);
     Error::new(
         Kind::Collective,
@@ -192,34 +194,34 @@ pub(crate) fn unread(mesh: &Mesh, to: usize, (from, issued): (usize, &Issued)) -
     )
 }
 
-/// The error of a process that has closed its connections without a word.
+/// The error of a process that closed its connections without reporting a failure.
 pub(crate) fn process_ended(rank: usize) -> Error {
     Error::new(Kind::PeerLost, format!("rank {rank}'s process ended (killed or crashed)"))
-        .detail("help", "the output of that process, or the log of its machine, says why")
+        .detail("help", "look for the cause in the output of that process, or in the log of its machine (out of memory?)")
 }
 
-/// The error of a process of which nothing is heard: from here, a cut link and a stopped process look the same.
-pub(crate) fn silent(rank: usize, silence: Duration) -> Error {
+/// The error of an unresponsive process: from here, a network failure and a stopped process look the same.
+pub(crate) fn unresponsive(rank: usize, silence: Duration) -> Error {
     let seconds = silence.as_secs();
     let why = format!(
-        "nothing heard of rank {rank} for {seconds} s; the network may be cut, or the process stopped"
+        "nothing received from rank {rank} for {seconds} s: the network may be down, or the process stopped"
     );
-    Error::new(Kind::PeerLost, why).detail("help", "check the links between the machines, and for SIGSTOP")
+    Error::new(Kind::PeerLost, why).detail("help", "check the connection between the machines, and for SIGSTOP")
 }
 
-/// The error of a process that sends what is no message of a rank.
+/// The error of a process that sent a malformed message.
 pub(crate) fn malformed(rank: usize) -> Error {
     Error::new(Kind::PeerLost, format!("rank {rank} sent a malformed message")).detail("help", SAME_PROGRAM)
 }
 
-/// The error of a message, or of a shared buffer, that is not as long as its call says.
-pub(crate) fn wrong_size(mesh: &Mesh, (from, call): (usize, &Issued), bytes: usize, due: usize) -> Error {
+/// The error of a message, or a shared buffer, whose size does not match its call.
+pub(crate) fn wrong_size(mesh: &Mesh, from: usize, call: &IssuedCall, bytes: usize, expected: usize) -> Error {
     let call = call.text(mesh, from);
-    let why = format!("rank {from} sent a malformed message: {bytes} bytes for {call}, {due} are due");
+    let why = format!("rank {from} sent a malformed message: {bytes} bytes for {call}, expected {expected}");
     Error::new(Kind::PeerLost, why).detail("help", SAME_PROGRAM)
 }
 
-/// Why a rank stops that did not fail itself, in one line.
+/// The one-line reason why a rank stops that has not failed itself.
 pub(crate) fn stops_too(failure: &Failure, rank: usize) -> String {
     let why = printable(failure.error.message(), CAUSE_CHARS_MAX);
     match failure.is_of_origin() {
@@ -228,10 +230,10 @@ pub(crate) fn stops_too(failure: &Failure, rank: usize) -> String {
     }
 }
 
-/// The error of a rank that has to stop because of another one. `doing` continues `rank 3 ...`. The details of the failure are
-/// part of it on one rank only, where the rank that they belong to can report nothing any more.
+/// The error of a rank that has to stop because another rank failed. `doing` continues `rank 3 ...`. The error has the details of
+/// the failure on one rank only, if the failed rank's process can no longer report them.
 pub(crate) fn lost(failure: &Failure, rank: usize, doing: &str) -> Error {
-    let error = Error::new(Kind::PeerLost, stops_too(failure, rank));
+    let error = Error::new(Kind::PeerLost, stops_too(failure, rank)).caused_by(failure.error.kind());
     if !failure.is_lost_process() || failure.reporter() != rank {
         return error;
     }
@@ -241,48 +243,48 @@ pub(crate) fn lost(failure: &Failure, rank: usize, doing: &str) -> Error {
         .detail("meanwhile", format!("rank {rank} {doing}"))
 }
 
-/// The error with which a process ends after a failure of its world, from the one with which its rank ended. Of several processes
-/// that have one message to report, one prints it with its details. `alike` is the failure of a rank of lower number that failed by
-/// itself with the same message.
-pub(crate) fn last_error(failure: &Failure, alike: Option<&Failure>, rank: usize, error: Error) -> Error {
-    let short = |kind: Kind, failure: &Failure| Error::new(kind, stops_too(failure, rank));
+/// The error that a process reports after its world has failed, from the error with which its rank ended. Of several processes with
+/// the same error, one reports it with its details, all others in one line. `earlier` is the failure of a rank with a lower number
+/// that failed independently with the same message.
+pub(crate) fn last_error(failure: &Failure, earlier: Option<&Failure>, rank: usize, error: Error) -> Error {
+    let short = |kind: Kind, failure: &Failure| Error::new(kind, stops_too(failure, rank)).caused_by(failure.error.kind());
     let own = &failure.error;
     if failure.is_of(rank) {
-        return match alike {
-            _ if failure.told.first().is_some_and(|first| *first != rank) => short(own.kind(), failure),
+        return match earlier {
+            _ if failure.affected.first().is_some_and(|first| *first != rank) => short(own.kind(), failure),
             Some(first) => short(own.kind(), first),
             None => own.clone(),
         };
     }
-    let is_alike = failure.origin != rank && (error.kind(), error.message()) == (own.kind(), own.message());
+    let is_same_error = failure.origin != rank && (error.kind(), error.message()) == (own.kind(), own.message());
     let is_short = error.kind() == Kind::PeerLost && error.message() == stops_too(failure, rank);
-    if failure.reporter() != rank && (is_alike || is_short) { short(error.kind(), failure) } else { error }
+    if failure.reporter() != rank && (is_same_error || is_short) { short(error.kind(), failure) } else { error }
 }
 
-/// How a rank is that others wait for, as a sentence.
-fn state(mesh: &Mesh, seen: &Seen, rank: usize) -> String {
+/// The status of an awaited rank, as a sentence.
+fn describe_status(mesh: &Mesh, seen: &RankSnapshot, rank: usize) -> String {
     if !seen.is_silent() {
-        return format!("rank {rank}: {}", whereabouts(mesh, seen, rank));
+        return format!("rank {rank}: {}", activity(mesh, seen, rank));
     }
-    let silence = format!("no sign of life from rank {rank} for {} s", seen.silence.as_secs());
+    let silence = format!("no heartbeat from rank {rank} for {} s", seen.silence.as_secs());
     match seen.issued.number {
-        0 => format!("{silence}; it has made no call"),
+        0 => format!("{silence}; it has made no call yet"),
         _ => format!("{silence}; its last call was {}", seen.issued.text(mesh, rank)),
     }
 }
 
-/// Where a rank is that others wait for.
-fn whereabouts(mesh: &Mesh, seen: &Seen, rank: usize) -> String {
-    let (state, called) = (seen.state, seen.issued.number > 0);
+/// What an awaited rank does, or has done last.
+fn activity(mesh: &Mesh, seen: &RankSnapshot, rank: usize) -> String {
+    let (status, called) = (seen.status, seen.issued.number > 0);
     let call = seen.issued.text(mesh, rank);
-    match (state, called) {
-        (State::Running, true) if seen.waiting => format!("waits in {call}"),
-        (State::Running, true) => format!("computing since {call}"),
-        (State::Running, false) => "computing, no call so far".to_string(),
-        (State::Returned, true) => format!("returned after its call {call}"),
-        (State::Returned, false) => "returned without a call".to_string(),
-        (State::Failed, true) => format!("failed after its call {call}"),
-        (State::Failed, false) => "failed without a call".to_string(),
+    match (status, called) {
+        (RankStatus::Running, true) if seen.is_waiting => format!("waits in {call}"),
+        (RankStatus::Running, true) => format!("computing since {call}"),
+        (RankStatus::Running, false) => "computing, no call yet".to_string(),
+        (RankStatus::Returned, true) => format!("returned after its call {call}"),
+        (RankStatus::Returned, false) => "returned without a call".to_string(),
+        (RankStatus::Failed, true) => format!("failed after its call {call}"),
+        (RankStatus::Failed, false) => "failed without a call".to_string(),
     }
 }
 
@@ -299,13 +301,13 @@ fn list(ranks: &[usize]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::table::Table;
+    use crate::world_state::WorldState;
 
     #[test]
-    fn whoever_waited_too_long_is_told_how_to_wait_longer() {
+    fn timeout_errors_name_the_timeout_option() {
         let mesh = Mesh::new(&[("dp", 2)]).unwrap();
-        let (seen, limit) = (Table::new(mesh.clone()).look(), Duration::from_secs(1));
-        let late = [overdue(&mesh, &seen, 0, limit), unfinished(&mesh, 0, &Issued::nothing(), limit)];
+        let (seen, limit) = (WorldState::new(mesh.clone()).snapshot(), Duration::from_secs(1));
+        let late = [timed_out(&mesh, &seen, 0, limit), unfinished(&mesh, 0, &IssuedCall::none(), limit)];
         for error in late {
             let help = error.details().iter().find(|(label, _)| *label == "help");
             assert!(help.is_some_and(|(_, text)| text.contains("--timeout")), "{error}");

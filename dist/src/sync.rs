@@ -1,5 +1,5 @@
-//! The locks, counters and pauses with which ranks meet: those of `std`, or in a build with `--cfg loom` those of the model
-//! checker loom, whose tests run every order in which a few threads can meet.
+//! Locks, condition variables and atomics: those of `std`, or with `--cfg loom` those of the model checker loom, whose tests run
+//! every interleaving of a few threads.
 
 #[cfg(all(loom, test))]
 pub(crate) use loom::{
@@ -14,9 +14,11 @@ pub(crate) use std::{
     thread::yield_now,
 };
 
-/// What sequentially consistent changes and looks promise anyhow: of two threads that each change one thing and then look at
-/// the other's, at least one sees the change. loom takes them for acquire and release, so it has to be told.
-pub(crate) fn in_one_order() {
+/// Sequentially consistent fence under loom; nothing otherwise.
+///
+/// Of two threads that each store to one variable and then load the other's, at least one sees the store. `SeqCst` accesses
+/// guarantee that by themselves; loom treats them as acquire and release, and needs the fence.
+pub(crate) fn seq_cst_fence() {
     #[cfg(all(loom, test))]
     loom::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
 }

@@ -1,4 +1,4 @@
-//! What a rank has asked the others for: running totals always, full records on request.
+//! Trace of the collectives of a rank: totals always, full records on request.
 
 use crate::call::{Op, Phase, ReduceOp, Request};
 use crate::mesh::AxisSet;
@@ -6,43 +6,43 @@ use shardgrad_kernels::DType;
 use std::cell::{Cell, RefCell};
 use std::panic::Location;
 
-/// One issued collective, as one rank sees it.
+/// One collective or message that a rank issued.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Record {
     /// The collective: `all_reduce`, `all_gather`, ...
     pub op: &'static str,
-    /// How an all-reduce combines.
+    /// The reduction of an all-reduce.
     pub reduction: Option<ReduceOp>,
-    /// The root of a broadcast, the other end of a send or recv, as a place in the group.
+    /// The root of a broadcast, or the peer of a send or recv, as a group rank.
     pub peer: Option<usize>,
-    /// The axes over which ranks meet.
+    /// The axes of the group.
     pub axes: AxisSet,
-    /// What the elements are.
+    /// The dtype of the elements.
     pub dtype: DType,
-    /// Elements: one global number, or one per member for gathers and scatters (all_to_all: what this rank
-    /// sends to each).
+    /// Element counts: one number, or one per group rank for gathers and scatters (all_to_all: the elements that this rank sends to
+    /// each).
     pub counts: Vec<usize>,
-    /// Bytes that this rank must move, whatever the algorithm.
+    /// Bytes that this rank must transfer, whatever the algorithm.
     pub bytes: u64,
-    /// The part of the step.
+    /// The part of the training step.
     pub phase: Phase,
-    /// The value in question; may be empty.
+    /// The name of the value, as in `h.3.mlp.out`; may be empty.
     pub path: String,
-    /// The line of user code that asked.
+    /// The line of user code that made the call.
     pub site: &'static Location<'static>,
-    /// The number of the call in its group (of a send or recv: among the messages of its pair), from 1.
+    /// The sequence number of the call in its group (of a send or recv: among the messages of its pair of ranks), from 1.
     pub seq: u64,
 }
 
 impl Record {
-    /// Elements in all: the sum of `counts`.
+    /// The number of elements: the sum of `counts`.
     #[must_use]
     pub fn numel(&self) -> usize {
         self.counts.iter().sum()
     }
 }
 
-/// The collectives of one rank. Totals are always kept; records only while enabled (dry runs start enabled).
+/// The trace of one rank's collectives. Totals are always kept, records only while enabled (dry runs start enabled).
 #[derive(Debug, Default)]
 pub struct Trace {
     enabled: Cell<bool>,
@@ -52,34 +52,34 @@ pub struct Trace {
 }
 
 impl Trace {
-    /// Starts to keep records.
+    /// Starts recording.
     pub fn enable(&self) {
         self.enabled.set(true);
     }
 
-    /// Stops to keep records; those kept stay.
+    /// Stops recording; existing records stay.
     pub fn disable(&self) {
         self.enabled.set(false);
     }
 
-    /// Whether records are kept.
+    /// Whether calls are recorded.
     #[must_use]
     pub fn is_enabled(&self) -> bool {
         self.enabled.get()
     }
 
-    /// Hands out the records kept so far and forgets them.
+    /// Returns and clears the records.
     pub fn take(&self) -> Vec<Record> {
         self.records.take()
     }
 
-    /// How many collectives were issued, recorded or not.
+    /// The number of collectives and messages issued, recorded or not.
     #[must_use]
     pub fn num_collectives(&self) -> u64 {
         self.num_collectives.get()
     }
 
-    /// The bytes that this rank had to move for all of them.
+    /// The bytes that this rank had to transfer for all of them.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.bytes.get()
@@ -87,7 +87,7 @@ impl Trace {
 
     pub(crate) fn add(&self, request: &Request<'_>) {
         let call = request.call;
-        let bytes = request.moved_numel() as u64 * call.dtype.size() as u64;
+        let bytes = request.transferred_numel() as u64 * call.dtype.size() as u64;
         self.num_collectives.set(self.num_collectives.get() + 1);
         self.bytes.set(self.bytes.get() + bytes);
         if !self.enabled.get() {

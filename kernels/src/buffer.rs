@@ -263,9 +263,9 @@ pub trait DeviceAllocator: fmt::Debug + Send + Sync {
     fn give_back(&self, address: u64);
 
     /// Prevents the memory at an address from being reused after its last handle is dropped, until [`DeviceAllocator::release`] is called as often.
-    fn keep(&self, _address: u64) {}
+    fn retain(&self, _address: u64) {}
 
-    /// Ends one [`DeviceAllocator::keep`].
+    /// Ends one [`DeviceAllocator::retain`].
     fn release(&self, _address: u64) {}
 }
 
@@ -404,7 +404,7 @@ impl Buffer {
 
     /// Returns the device address and the allocator of the memory.
     #[cfg(feature = "cuda")]
-    pub(crate) fn on_its_device(&self) -> Option<(u64, &Arc<dyn DeviceAllocator>)> {
+    pub(crate) fn device_allocation(&self) -> Option<(u64, &Arc<dyn DeviceAllocator>)> {
         match &self.0.memory {
             Memory::Device { address, home } => Some((*address, home)),
             Memory::Host { .. } | Memory::Meta { .. } => None,

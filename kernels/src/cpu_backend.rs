@@ -7,7 +7,7 @@ use crate::cpu::Pool;
 use crate::cpu::pack_cache::PackCache;
 use crate::device::Device;
 use crate::error::{KernelError, MemoryStats};
-use crate::host_vec::caught;
+use crate::host_vec::catch_kernel_error;
 use crate::kernel::{Kernel, Launch};
 use crate::provider::{BackendConfig, BackendProvider};
 use std::sync::Arc;
@@ -91,7 +91,7 @@ impl Backend for Cpu {
             kernel.name
         );
         self.cost.add(kernel.cost(launch));
-        caught(|| kernel.cpu.unwrap_or(kernel.reference)(&self.pool, launch))
+        catch_kernel_error(|| kernel.cpu.unwrap_or(kernel.reference)(&self.pool, launch))
     }
 
     fn memory(&self) -> MemoryStats {

@@ -40,7 +40,7 @@ pub fn try_copied<T: Copy>(from: &[T], what: &'static str) -> Result<Vec<T>, Ker
 }
 
 /// Runs a kernel, and returns the error with which a task of it unwound ([`filled`]).
-pub(crate) fn caught(work: impl FnOnce() -> Result<(), KernelError>) -> Result<(), KernelError> {
+pub(crate) fn catch_kernel_error(work: impl FnOnce() -> Result<(), KernelError>) -> Result<(), KernelError> {
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|payload| match payload.downcast::<KernelError>() {
         Ok(error) => Err(*error),
         Err(payload) => resume_unwind(payload),
@@ -48,7 +48,7 @@ pub(crate) fn caught(work: impl FnOnce() -> Result<(), KernelError>) -> Result<(
 }
 
 /// [`try_filled`] inside of a kernel task: unwinds with the error.
-pub(crate) fn filled<T: Clone>(value: T, len: usize) -> Vec<T> {
+pub(crate) fn filled_or_unwind<T: Clone>(value: T, len: usize) -> Vec<T> {
     try_filled(value, len, SCRATCH).unwrap_or_else(|error| resume_unwind(Box::new(error)))
 }
 
@@ -60,7 +60,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_length_beyond_all_memory_is_an_error_with_its_bytes() {
+    fn too_large_allocation_is_an_error_with_its_bytes() {
         let error = try_filled(0u32, usize::MAX / 8, "a test").unwrap_err();
         let bytes = usize::MAX / 8 * 4;
         assert_eq!(error, KernelError::HostMemory { requested_bytes: bytes, what: "a test" });
@@ -70,9 +70,9 @@ mod tests {
     }
 
     #[test]
-    fn vectors_hold_what_they_are_made_of() {
+    fn vectors_hold_their_elements() {
         assert_eq!(try_filled(7u8, 3, "a test").unwrap(), [7; 3]);
         assert_eq!(try_copied(&[1, 2], "a test").unwrap(), [1, 2]);
-        assert_eq!(filled(1.5f32, 1 << 19), vec![1.5; 1 << 19]);
+        assert_eq!(filled_or_unwind(1.5f32, 1 << 19), vec![1.5; 1 << 19]);
     }
 }

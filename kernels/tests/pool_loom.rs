@@ -69,7 +69,7 @@ fn four_threads_do_a_job() {
 
 /// Tasks that wait for each other need a thread each: whoever parked is woken, by way of a chain.
 #[test]
-fn all_who_are_needed_come() {
+fn all_requested_workers_join() {
     model(2, 1, |workers| {
         let (begun, more) = (Mutex::new(0), Condvar::new());
         let panicked = Job::run(workers, 3, &|_, _| {
@@ -85,7 +85,7 @@ fn all_who_are_needed_come() {
 }
 
 #[test]
-fn a_task_calls_the_workers_in_turn() {
+fn nested_task_uses_the_workers() {
     model(2, 2, |workers| {
         let panicked = Job::run(workers, 2, &|_, _| done_once(workers, 2));
         assert!(panicked.is_none());
@@ -93,7 +93,7 @@ fn a_task_calls_the_workers_in_turn() {
 }
 
 #[test]
-fn a_panic_is_told_and_nobody_is_lost() {
+fn panic_is_reported_and_no_worker_is_lost() {
     model(2, 1, |workers| {
         let panics = |_, i| {
             if i == 1 {

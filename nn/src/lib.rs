@@ -1,55 +1,57 @@
-//! The study of shardgrad: parameters, layers, models, plans and optimizers.
+//! Neural networks of shardgrad: parameters, layers, models, parallelism plans, optimizers, the trainer, checkpoints and
+//! Hugging Face folders.
 //!
-//! A model is a plain struct of layers whose fields are its names. It is written as if for one device; a [`Plan`] says
-//! which mesh axes split which parameters and activations, and [`Model::new`] brings the two together on a rank.
+//! A model is a plain struct of layers, and the names of its fields are the names of its parameters. Its code is written for
+//! one device. A [`Plan`] states which mesh axes shard which parameters and activations (data, tensor, pipeline, context and
+//! expert parallelism), and [`Model::new`] applies the plan to the model on each rank.
 //!
-//! What always holds:
+//! Invariants:
 //! - `layer` and `model` name no mesh axis, no rank and no collective.
-//! - A parameter's name, its initial value and its file form are functions of the model text, not of the mesh.
-//! - What is stored holds only shards and invariant copies; optimizer state lies as its parameter does.
-//! - A rule of a plan that matches nothing is an error.
+//! - The name of a parameter, its initial value and its form in files depend on the model alone, not on the mesh.
+//! - Stored parameters are shards or identical copies, never partial sums; optimizer state has the layout of its parameter.
+//! - A plan rule that matches nothing is an error.
 
 #![forbid(unsafe_code)]
 
 pub mod name;
 pub mod precision;
-pub mod point;
+pub mod activation_point;
 pub mod param;
 pub mod module;
 pub mod plan;
-pub mod placed;
+pub mod sharded_model;
 pub mod loss;
-pub mod cache;
+pub mod kv_cache;
 pub mod layer;
 pub mod optim;
 pub mod hf;
 pub mod model;
-pub mod cast;
+pub mod cast_rule;
+pub mod model_io;
 pub mod checkpoint;
-pub mod resume;
-pub mod reading;
-mod staged;
+pub mod decoding;
+mod pipelined_model;
 pub mod rescue;
-mod captured;
+mod graph_capture;
 pub mod trainer;
 
-pub use cache::{Cache, Past};
-pub use cast::{Cast, Casts};
+pub use kv_cache::{KvCache, LayerKvCache};
+pub use cast_rule::{CastRule, CastCounts};
 pub use hf::{BertConfig, BertHead, Gpt2Config, LlamaConfig, LlamaKind, ModelConfig};
 pub use layer::{
-    Attention, Block, Dropout, Embedding, Experts, FeedForward, GatedMlp, GroupedAttention, LayerNorm,
-    Linear, Mlp, RmsNorm, SelfAttention,
+    Attention, Block, Dropout, Embedding, MixtureOfExperts, FeedForward, GatedMlp, GroupedQueryAttention, LayerNorm,
+    Linear, Mlp, RmsNorm, EncoderAttention,
 };
-pub use loss::{CrossEntropy, balance, bce_with_logits, cross_entropy, mse};
-pub use model::{Bert, Family, Gpt2, LanguageModel, Llama};
-pub use module::{Leaf, Module};
-pub use optim::{AdamW, LossScale, Optimizer, Report, Schedule, Sgd, StepArgs};
+pub use loss::{CrossEntropy, bce_with_logits, cross_entropy, load_balancing_loss, mse};
+pub use model::{Bert, HfModel, Gpt2, LanguageModel, Llama};
+pub use module::{ModuleLeaf, Module};
+pub use optim::{AdamW, LossScale, Optimizer, UpdateReport, LrScheduler, Sgd, StepArgs};
 pub use param::{Init, Param};
-pub use placed::Model;
+pub use sharded_model::Model;
 pub use plan::Plan;
-pub use point::Point;
+pub use activation_point::ActivationPoint;
 pub use precision::Precision;
-pub use reading::Reading;
-pub use rescue::Rescued;
-pub use resume::RunState;
-pub use trainer::{Settings, StepReport, Trainer};
+pub use decoding::DecodingSession;
+pub use rescue::WeightSnapshot;
+pub use checkpoint::RunState;
+pub use trainer::{TrainerConfig, StepReport, Trainer};

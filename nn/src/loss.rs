@@ -1,16 +1,18 @@
-//! Losses.
+//! Loss functions: cross-entropy, mean squared error, binary cross-entropy, and the load-balancing loss of experts.
 
 use shardgrad_autograd::Var;
 use shardgrad_tensor::{Elementwise, Error, Kind, Value};
 
-/// `-log softmax(logits)[target]` of each row: logits `[..m, v]` (any float), targets `[..m]` (i64); `[..m]` in the
-/// accumulator type of the logits. Its mean is the usual loss.
+/// Cross-entropy of each row, `-log softmax(logits)[target]`: logits `[..m, v]` (any float), targets `[..m]` (i64); returns
+/// `[..m]` in the accumulator type of the logits. Take the mean for the usual loss.
 ///
-/// It is ln(sum exp z) - z_target, formed in one pass over the logits. Over a split vocabulary three all-reduces of one number
-/// a row are needed forward, of maxima, sums and targets' logits, and none backward.
+/// Computes ln(sum exp z) - z_target in one pass over the logits. A sharded vocabulary (vocab-parallel cross-entropy) costs three
+/// all-reduces of one number per row forward (maxima, sums, logits of the targets) and none backward.
 ///
 /// # Panics
-/// Unwinds with an error if the shapes do not fit, or a target is outside of `0..v`.
+/// Unwinds with an error if the shapes do not fit, or a target is outside `0..v`.
+#[doc(alias = "nll_loss")]
+#[doc(alias = "vocab_parallel_cross_entropy")]
 #[track_caller]
 #[must_use]
 pub fn cross_entropy(logits: &Var, targets: &Var) -> Var {
@@ -18,71 +20,76 @@ pub fn cross_entropy(logits: &Var, targets: &Var) -> Var {
     lse.sub(&picked)
 }
 
-/// Variants of the cross-entropy.
+/// Cross-entropy with label smoothing and an ignored target.
+#[doc(alias = "CrossEntropyLoss")]
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct CrossEntropy {
     /// Rows with this target have a loss of 0 and do not count in the mean.
-    pub ignored: Option<i64>,
-    /// This share of each row's weight is spread evenly over all classes (label smoothing), 0 to 1.
-    pub smoothing: f64,
+    pub ignore_index: Option<i64>,
+    /// Label smoothing: the share of each row's weight that is spread evenly over all classes, 0 to 1.
+    pub label_smoothing: f64,
 }
 
 impl CrossEntropy {
-    /// The loss of each row, as [`cross_entropy`]: with smoothing s it is
-    /// ln(sum exp z) - (1 - s) z_target - s mean(z).
+    /// The loss of each row, as [`cross_entropy`] (`reduction="none"`): ln(sum exp z) - (1 - s) z_target - s mean(z) with label
+    /// smoothing s.
     ///
     /// # Panics
-    /// Unwinds with an error if the shapes do not fit, or a target is neither in `0..v` nor ignored; with `Kind::Config` if the
-    /// smoothing is not in `0..=1`.
+    /// Unwinds with an error if the shapes do not fit, or a target is neither in `0..v` nor `ignore_index`; with `Kind::Config` if
+    /// `label_smoothing` is not in `0..=1`.
     #[track_caller]
     #[must_use]
-    pub fn rows(&self, logits: &Var, targets: &Var) -> Var {
-        if !(0.0..=1.0).contains(&self.smoothing) {
-            let text = format!("a smoothing of {} is no share: it must be from 0 to 1", self.smoothing);
+    pub fn per_row(&self, logits: &Var, targets: &Var) -> Var {
+        if !(0.0..=1.0).contains(&self.label_smoothing) {
+            let text = format!("`label_smoothing` is {}, but must be from 0 to 1", self.label_smoothing);
             Error::new(Kind::Config, text).at(std::panic::Location::caller()).raise();
         }
-        let ignored = self.ignored.map(|i| targets.eq_scalar(i as f64));
+        let ignored = self.ignore_index.map(|i| targets.eq_scalar(i as f64));
         let known = ignored.as_ref().map_or(targets.clone(), |mask| targets.masked_fill(mask, 0.0));
         let (lse, picked) = logits.cross_entropy_terms(&known);
         let mut loss = lse.sub(&picked);
-        if self.smoothing != 0.0 {
+        if self.label_smoothing != 0.0 {
             let last = logits.layout().ndim() - 1;
-            let mean = wide(logits).mean_dims(&[last]);
-            loss = loss.add(&picked.sub(&mean).scale(self.smoothing));
+            let mean = to_accumulator(logits).mean_dims(&[last]);
+            loss = loss.add(&picked.sub(&mean).scale(self.label_smoothing));
         }
         ignored.map_or(loss.clone(), |mask| loss.masked_fill(&mask, 0.0))
     }
 
-    /// The mean over the rows that are not ignored, a scalar; not a number if all are.
+    /// The mean loss over the rows that are not ignored, a scalar; NaN if all rows are ignored.
     ///
     /// # Panics
-    /// As [`CrossEntropy::rows`].
+    /// As [`CrossEntropy::per_row`].
     #[track_caller]
     #[must_use]
     pub fn mean(&self, logits: &Var, targets: &Var) -> Var {
-        let rows = self.rows(logits, targets);
-        match self.ignored {
+        let rows = self.per_row(logits, targets);
+        match self.ignore_index {
             None => rows.mean(),
             Some(i) => rows.sum().div(&targets.ne_scalar(i as f64).cast(rows.dtype()).sum()),
         }
     }
 }
 
-/// How unevenly experts are used: e times the sum over the e experts of f_i p_i, f_i being how often a row takes expert i and p_i its
-/// mean score, both over all `rows`. `usage` has how often each was taken, and the sums of scores, of each layer: `[e]` both, as
-/// [`Routes::usage`](crate::layer::Routes::usage) gives them; `rows` counts the rows of all layers. It is least, the experts of a row,
-/// where all are used alike; its gradient goes by the scores alone. Fedus et al., arXiv 2101.03961, equations 4 to 6. f and p are those
-/// of the whole batch, wherever its rows lie: two all-reduces of e numbers.
+/// Load-balancing loss of mixtures of experts: e times the sum over the e experts of f_i p_i, where f_i is the fraction of rows
+/// routed to expert i and p_i the mean router score of expert i. Fedus et al., arXiv 2101.03961, equations 4 to 6.
+///
+/// `usage` holds, for each layer, the number of rows routed to each expert and the sums of the scores, `[e]` both, as
+/// [`Routing::expert_usage`](crate::layer::Routing::expert_usage) returns them; `rows` counts the rows of all layers. The minimum
+/// is the number of experts per row, reached where all experts are used equally. The gradient flows through the scores alone.
+/// f and p are those of the whole batch, also where its rows are sharded: two all-reduces of e numbers.
 ///
 /// # Panics
-/// Unwinds with an error if shapes do not fit, or there is no layer.
+/// Unwinds with an error if shapes do not fit, or `usage` is empty.
+#[doc(alias = "aux_loss")]
+#[doc(alias = "router_aux_loss")]
 #[track_caller]
 #[must_use]
-pub fn balance(usage: &[[Var; 2]], rows: usize) -> Var {
+pub fn load_balancing_loss(usage: &[[Var; 2]], rows: usize) -> Var {
     let sum = |i: usize| {
         let mut all = usage.iter().map(|layer| layer[i].clone());
         let first = all.next().unwrap_or_else(|| {
-            let error = Error::new(Kind::Config, "no layer tells how its experts are used");
+            let error = Error::new(Kind::Config, "load_balancing_loss needs the expert usage of at least one layer");
             error.at(std::panic::Location::caller()).raise()
         });
         all.fold(first, |sum, layer| sum.add(&layer)).scale(1.0 / rows.max(1) as f64)
@@ -92,33 +99,38 @@ pub fn balance(usage: &[[Var; 2]], rows: usize) -> Var {
     taken.mul(&scores).sum().scale(count)
 }
 
-/// The mean over all elements of (prediction - target)^2, a scalar in the accumulator type; shapes as [`Value::sub`].
+/// Mean squared error: the mean of (prediction - target)^2 over all elements, a scalar in the accumulator type; shapes as
+/// [`Value::sub`].
 ///
 /// # Panics
 /// Unwinds with an error if shapes or dtypes do not fit.
+#[doc(alias = "mse_loss")]
+#[doc(alias = "MSELoss")]
 #[track_caller]
 #[must_use]
 pub fn mse(prediction: &Var, target: &Var) -> Var {
-    wide(prediction).sub(&wide(target)).square().mean()
+    to_accumulator(prediction).sub(&to_accumulator(target)).square().mean()
 }
 
 /// Binary cross-entropy of logits z and targets t in 0..=1 (same float dtype): -t ln s(z) - (1 - t) ln(1 - s(z)) of each
-/// element, in the accumulator type, s being the sigmoid; shapes as [`Value::mul`]. It is t softplus(-z) + (1 - t) softplus(z),
-/// exact in both tails. Its mean is the usual loss.
+/// element, in the accumulator type, where s is the sigmoid; shapes as [`Value::mul`]. Computed as
+/// t softplus(-z) + (1 - t) softplus(z), which is accurate in both tails. Take the mean for the usual loss.
 ///
 /// # Panics
 /// Unwinds with an error if shapes or dtypes do not fit.
+#[doc(alias = "binary_cross_entropy_with_logits")]
+#[doc(alias = "BCEWithLogitsLoss")]
 #[track_caller]
 #[must_use]
 pub fn bce_with_logits(logits: &Var, targets: &Var) -> Var {
-    let (logits, targets) = (wide(logits), wide(targets));
+    let (logits, targets) = (to_accumulator(logits), to_accumulator(targets));
     let yes = targets.mul(&logits.neg().softplus());
     yes.add(&targets.neg().add_scalar(1.0).mul(&logits.softplus()))
 }
 
-/// In the accumulator type: a mean of 16-bit numbers would be rounded to three digits.
+/// Casts to the accumulator type: a mean in a 16-bit dtype would be rounded to three digits.
 #[track_caller]
-fn wide(x: &Var) -> Var {
+fn to_accumulator(x: &Var) -> Var {
     x.cast(x.dtype().accumulator())
 }
 
@@ -132,7 +144,7 @@ mod tests {
         [("", "f64[3, 4]"), ("a=2", "f64[3@a, 4]"), ("a=2", "f64[3, 4@a]"), ("a=2,b=2", "f64[3@b, 4@a]")];
     const Z: [f64; 12] = [1.0, -0.5, 2.0, 0.25, 3.0, -1.0, 0.5, 0.0, -2.0, 1.5, 0.75, 1.0];
 
-    /// The value of a loss of Z on every layout, checked to be `right`, and its gradient to be that of differences.
+    /// Checks the value of a loss of Z on every layout against `right`, and its gradient against finite differences.
     fn check(loss: impl Fn(&Rank, &Var) -> Result<Var> + Sync, right: impl Fn(&[f64]) -> f64) {
         for (mesh, text) in LAYOUTS {
             let made = World::run(Mesh::parse(mesh).unwrap(), |rank| {
@@ -158,22 +170,22 @@ mod tests {
         }
     }
 
-    fn nll(row: &[f64], target: usize, smoothing: f64) -> f64 {
+    fn nll(row: &[f64], target: usize, label_smoothing: f64) -> f64 {
         let lse = row.iter().map(|z| z.exp()).sum::<f64>().ln();
         let mean = row.iter().sum::<f64>() / row.len() as f64;
-        lse - (1.0 - smoothing) * row[target] - smoothing * mean
+        lse - (1.0 - label_smoothing) * row[target] - label_smoothing * mean
     }
 
     #[test]
     fn cross_entropy_with_smoothing_and_without_ignored_rows() {
         let targets =
             |rank: &Rank, z: &Var, t: &[i64]| Ok::<_, Error>(z.constant(Tensor::from_host(rank, &[3], t)?));
-        let smooth = CrossEntropy { smoothing: 0.2, ..CrossEntropy::default() };
+        let smooth = CrossEntropy { label_smoothing: 0.2, ..CrossEntropy::default() };
         check(
             |rank, z| Ok(smooth.mean(z, &targets(rank, z, &[2, 0, 3])?)),
             |z| (nll(&z[..4], 2, 0.2) + nll(&z[4..8], 0, 0.2) + nll(&z[8..], 3, 0.2)) / 3.0,
         );
-        let ignoring = CrossEntropy { ignored: Some(-100), smoothing: 0.1 };
+        let ignoring = CrossEntropy { ignore_index: Some(-100), label_smoothing: 0.1 };
         check(
             |rank, z| Ok(ignoring.mean(z, &targets(rank, z, &[2, -100, 3])?)),
             |z| (nll(&z[..4], 2, 0.1) + nll(&z[8..], 3, 0.1)) / 2.0,
@@ -185,22 +197,22 @@ mod tests {
     }
 
     #[test]
-    fn a_smoothing_that_is_no_share_is_refused() {
-        for smoothing in [1.5, -0.1, f64::NAN] {
+    fn label_smoothing_outside_0_to_1_is_rejected() {
+        for label_smoothing in [1.5, -0.1, f64::NAN] {
             let made = World::run(Mesh::single(), |rank| {
                 let tape = Tape::new(rank);
                 let z = tape.constant(Tensor::from_host(rank, &[3, 4], &Z)?);
                 let targets = tape.constant(Tensor::from_host(rank, &[3], &[2i64, 0, 3])?);
-                CrossEntropy { smoothing, ..CrossEntropy::default() }.mean(&z, &targets).item()
+                CrossEntropy { label_smoothing, ..CrossEntropy::default() }.mean(&z, &targets).item()
             });
             let error = made.unwrap_err();
             assert_eq!(error.kind(), Kind::Config, "{error}");
-            assert!(error.message().starts_with("a smoothing of "), "{error}");
+            assert!(error.message().starts_with("`label_smoothing` is "), "{error}");
         }
     }
 
     #[test]
-    fn squares_and_binary_cross_entropy() {
+    fn mse_and_bce_with_logits_match_their_formulas() {
         let t = [0.0, 1.0, 0.5, 0.25];
         let targets = |rank: &Rank, z: &Var| Ok::<_, Error>(z.constant(Tensor::from_host(rank, &[4], &t)?));
         let mean = |z: &[f64], f: &dyn Fn(f64, f64) -> f64| {
@@ -214,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn means_of_narrow_numbers_are_not_rounded_to_them() {
+    fn losses_of_16_bit_inputs_are_computed_in_the_accumulator_type() {
         World::run(Mesh::single(), |rank| {
             let tape = Tape::new(rank);
             let narrow = |x: &[f64]| {
@@ -231,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn far_logits_have_a_small_loss_or_a_linear_one() {
+    fn bce_with_logits_is_accurate_for_large_logits() {
         World::run(Mesh::single(), |rank| {
             let tape = Tape::new(rank);
             let z = tape.constant(Tensor::from_host(rank, &[4], &[60.0f64, -60.0, 60.0, -60.0])?);

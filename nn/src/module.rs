@@ -1,25 +1,27 @@
-//! Traversal: how names come from fields.
+//! The `Module` trait: traversal of a model's parameters, whose names come from the fields of its structs.
 
 use crate::param::Param;
-use crate::point::Point;
+use crate::activation_point::ActivationPoint;
 
-/// What stands at the end of a path.
+/// A leaf of the module tree.
 #[derive(Clone, Copy, Debug)]
-pub enum Leaf<'a> {
+pub enum ModuleLeaf<'a> {
     /// A parameter.
     Param(&'a Param),
-    /// A place that a plan may speak of.
-    Point(&'a Point),
+    /// A named activation whose layout a plan can constrain.
+    Point(&'a ActivationPoint),
 }
 
-/// A part of a model. Write one with [`module!`](crate::module!); implement it by hand only where children are not
-/// plain fields.
+/// A layer or model: a tree whose leaves are parameters and activation points. Declare one with [`module!`](crate::module!);
+/// implement the trait by hand only where the children are not plain fields.
+#[doc(alias = "nn.Module")]
 pub trait Module {
-    /// Shows each child with its name, in a fixed order.
+    /// Calls `visit` with the name of each child and the child, in a fixed order.
+    #[doc(alias = "named_children")]
     fn children(&self, visit: &mut dyn FnMut(&str, &dyn Module));
 
-    /// The parameter or point that this is, if it is one.
-    fn leaf(&self) -> Option<Leaf<'_>> {
+    /// This module as a leaf: `Some` for a parameter or an activation point.
+    fn leaf(&self) -> Option<ModuleLeaf<'_>> {
         None
     }
 }
@@ -27,16 +29,16 @@ pub trait Module {
 impl Module for Param {
     fn children(&self, _: &mut dyn FnMut(&str, &dyn Module)) {}
 
-    fn leaf(&self) -> Option<Leaf<'_>> {
-        Some(Leaf::Param(self))
+    fn leaf(&self) -> Option<ModuleLeaf<'_>> {
+        Some(ModuleLeaf::Param(self))
     }
 }
 
-impl Module for Point {
+impl Module for ActivationPoint {
     fn children(&self, _: &mut dyn FnMut(&str, &dyn Module)) {}
 
-    fn leaf(&self) -> Option<Leaf<'_>> {
-        Some(Leaf::Point(self))
+    fn leaf(&self) -> Option<ModuleLeaf<'_>> {
+        Some(ModuleLeaf::Point(self))
     }
 }
 
@@ -55,7 +57,7 @@ impl<M: Module> Module for Option<M> {
         }
     }
 
-    fn leaf(&self) -> Option<Leaf<'_>> {
+    fn leaf(&self) -> Option<ModuleLeaf<'_>> {
         self.as_ref().and_then(Module::leaf)
     }
 }
@@ -65,17 +67,19 @@ impl<M: Module + ?Sized> Module for Box<M> {
         (**self).children(visit);
     }
 
-    fn leaf(&self) -> Option<Leaf<'_>> {
+    fn leaf(&self) -> Option<ModuleLeaf<'_>> {
         (**self).leaf()
     }
 }
 
-/// Shows every leaf below a module with its dotted path, depth first in the order of children.
-pub fn walk(module: &dyn Module, visit: &mut dyn FnMut(&str, Leaf<'_>)) {
+/// Calls `visit` with the dotted path of every leaf of a module and the leaf, depth first in the order of children.
+#[doc(alias = "named_parameters")]
+#[doc(alias = "state_dict")]
+pub fn visit_leaves(module: &dyn Module, visit: &mut dyn FnMut(&str, ModuleLeaf<'_>)) {
     descend(module, "", visit);
 }
 
-fn descend(module: &dyn Module, path: &str, visit: &mut dyn FnMut(&str, Leaf<'_>)) {
+fn descend(module: &dyn Module, path: &str, visit: &mut dyn FnMut(&str, ModuleLeaf<'_>)) {
     if let Some(leaf) = module.leaf() {
         visit(path, leaf);
     }
@@ -85,18 +89,18 @@ fn descend(module: &dyn Module, path: &str, visit: &mut dyn FnMut(&str, Leaf<'_>
     });
 }
 
-/// Declares a struct whose fields are children, named as they are called; fields after a `;` are plain values.
+/// Declares a module: a struct whose fields are its children, named after the fields. Fields after a `;` are plain values.
 ///
 /// ```
 /// use shardgrad_nn::{Linear, module};
 /// module! {
-///     /// Two products with a non-linearity between them.
+///     /// Two linear layers with an activation between them.
 ///     pub struct Net { pub up: Linear, pub down: Vec<Linear>; pub slope: f64 }
 /// }
 /// let net = Net { up: Linear::new(2, 8), down: vec![Linear::new(8, 1)], slope: 0.1 };
 /// let mut names = Vec::new();
-/// shardgrad_nn::module::walk(&net, &mut |path, leaf| {
-///     if let shardgrad_nn::Leaf::Param(_) = leaf {
+/// shardgrad_nn::module::visit_leaves(&net, &mut |path, leaf| {
+///     if let shardgrad_nn::ModuleLeaf::Param(_) = leaf {
 ///         names.push(path.to_string());
 ///     }
 /// });

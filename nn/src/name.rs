@@ -1,7 +1,7 @@
-//! Dotted names: patterns over them, the nearest ones to a misspelt pattern, and random keys made from them.
+//! Dotted parameter names: glob patterns, suggestions for misspelt patterns, and random keys derived from names.
 
-/// Whether a pattern names `name`: `*` stands for any run of characters, dots included. A pattern that does not begin
-/// with `*` may also leave out leading parts: `c_fc.weight` names `h.3.mlp.c_fc.weight`.
+/// Whether a glob pattern matches `name`: `*` matches any run of characters, dots included. A pattern that does not begin with
+/// `*` also matches without the leading parts of the name: `c_fc.weight` matches `h.3.mlp.c_fc.weight`.
 ///
 /// ```
 /// use shardgrad_nn::name::matches;
@@ -16,10 +16,10 @@ pub fn matches(pattern: &str, name: &str) -> bool {
             && tails.into_iter().any(|tail| glob(pattern.as_bytes(), tail.as_bytes())))
 }
 
-/// Whether the whole text fits the pattern.
+/// Whether the pattern matches the whole text.
 fn glob(pattern: &[u8], text: &[u8]) -> bool {
     let (mut p, mut t) = (0, 0);
-    // Where the last star stands, and how much of the text it has been given so far.
+    // The position of the last star, and the end of the text that the star matches so far.
     let mut star: Option<(usize, usize)> = None;
     while t < text.len() {
         if pattern.get(p) == Some(&b'*') {
@@ -37,7 +37,7 @@ fn glob(pattern: &[u8], text: &[u8]) -> bool {
     pattern[p..].iter().all(|&c| c == b'*')
 }
 
-/// The (at most) three names that a pattern is nearest to, by edit distance to as many last parts as it has.
+/// Returns up to three names closest to a pattern, by edit distance to as many trailing parts of the name as the pattern has.
 #[must_use]
 pub fn nearest<'a>(pattern: &str, names: impl IntoIterator<Item = &'a str>) -> Vec<&'a str> {
     let parts = pattern.split('.').count();
@@ -52,7 +52,7 @@ pub fn nearest<'a>(pattern: &str, names: impl IntoIterator<Item = &'a str>) -> V
     ranked.into_iter().take(3).map(|(_, name)| name).collect()
 }
 
-/// How many characters must be put in, taken out or changed to get from one text to the other.
+/// Levenshtein distance: the number of insertions, deletions and substitutions that turn one text into the other.
 fn distance(a: &str, b: &str) -> usize {
     let b: Vec<char> = b.chars().collect();
     let mut row: Vec<usize> = (0..=b.len()).collect();
@@ -67,9 +67,10 @@ fn distance(a: &str, b: &str) -> usize {
     row[b.len()]
 }
 
-/// The key of random numbers that belong to a name: a function of seed and name, whatever else was drawn.
+/// Returns the random number key of a name: a function of seed and name alone, independent of other draws.
+#[doc(alias = "fold_in")]
 #[must_use]
-pub fn key(seed: u64, name: &str) -> u64 {
+pub fn random_key(seed: u64, name: &str) -> u64 {
     name.bytes().fold(mix(seed), |key, byte| mix(key ^ u64::from(byte)))
 }
 
@@ -87,7 +88,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn patterns_by_hand() {
+    fn glob_patterns_match_names_and_their_suffixes() {
         let name = "h.10.attn.c_attn.weight";
         for yes in [
             "*",
@@ -111,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn the_nearest_names_come_first() {
+    fn nearest_orders_names_by_edit_distance() {
         let names =
             ["h.0.attn.c_attn.weight", "h.0.attn.c_proj.weight", "wte.weight", "h.0.attn.c_attn.bias"];
         assert_eq!(nearest("c_atn.weight", names)[0], "h.0.attn.c_attn.weight");
@@ -121,12 +122,12 @@ mod tests {
     }
 
     #[test]
-    fn keys_differ_by_seed_and_by_name() {
+    fn random_keys_differ_by_seed_and_name() {
         let mut keys: Vec<u64> =
-            (0..50).flat_map(|seed| ["a", "b", "ab", "ba", ""].map(|name| key(seed, name))).collect();
+            (0..50).flat_map(|seed| ["a", "b", "ab", "ba", ""].map(|name| random_key(seed, name))).collect();
         keys.sort_unstable();
         keys.dedup();
         assert_eq!(keys.len(), 250);
-        assert_eq!(key(7, "wte.weight"), key(7, "wte.weight"));
+        assert_eq!(random_key(7, "wte.weight"), random_key(7, "wte.weight"));
     }
 }

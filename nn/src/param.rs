@@ -1,6 +1,6 @@
-//! A parameter: declared by a layer, named and placed by a model.
+//! Parameters: declared by layers; named, sharded and initialized by [`Model`](crate::Model).
 
-use crate::name::key;
+use crate::name::random_key;
 use shardgrad_autograd::{Key, Tape, Var};
 use shardgrad_tensor::{Axis, Context, DType, Error, Kind, Layout, Rank, Result, Tensor, Value};
 use std::cell::{Cell, RefCell};
@@ -8,97 +8,99 @@ use std::fmt;
 use std::panic::Location;
 use std::rc::Rc;
 
-/// How fresh values are drawn. They depend on seed, name and global element index only, so not on the mesh.
+/// How a parameter is initialized. Values depend on seed, name and global element index only, not on the mesh.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Init {
-    /// 0 everywhere.
+    /// All zeros.
     Zeros,
-    /// 1 everywhere.
+    /// All ones.
     Ones,
-    /// Normal numbers of mean 0 and this standard deviation.
+    /// Normal distribution with mean 0 and this standard deviation.
     Normal(f64),
-    /// Uniform numbers between plus and minus this bound.
+    /// Uniform distribution between minus and plus this bound.
     Uniform(f64),
-    /// Whole numbers between plus and minus this bound, all as likely: sums of their products are exact, so that runs on
-    /// different meshes can be compared bit for bit.
+    /// Integers between minus and plus this bound, equally likely. Sums of their products are exact, so runs on different meshes
+    /// can be compared bit for bit.
     Integers(u32),
 }
 
-/// A parameter. Cloning copies the handle: two layers that hold clones of one parameter share it, and it has the name
-/// under which it is met first.
+/// A parameter of a model. Cloning copies the handle: two layers that hold clones of one parameter share it (weight tying), and its
+/// name is the path under which traversal meets it first.
+#[doc(alias = "Parameter")]
+#[doc(alias = "weight tying")]
 #[derive(Clone)]
 pub struct Param(Rc<Inner>);
 
 struct Inner {
-    declared: Declared,
-    placed: RefCell<Option<Placed>>,
+    spec: ParamSpec,
+    state: RefCell<Option<ParamState>>,
     frozen: Cell<bool>,
 }
 
 #[derive(Clone, Debug)]
-struct Declared {
+struct ParamSpec {
     shape: Vec<usize>,
     file_shape: Option<Vec<usize>>,
-    /// The order in which files hold the dims, where it is another one.
+    /// The order of the dims in files, where it differs.
     file_order: Option<Vec<usize>>,
     init: Init,
-    /// Dims of which no rank may be left without a part, and what they count.
-    never_empty: Vec<(usize, &'static str)>,
+    /// Dims of which every rank needs a non-empty shard, and what they count, such as heads.
+    nonempty_dims: Vec<(usize, &'static str)>,
 }
 
-struct Placed {
+struct ParamState {
     name: Rc<str>,
     key: Key,
     layout: Layout,
-    /// Nothing is here before the parameter is filled, on ranks where it does not live, and after an update that failed.
+    /// `None` before initialization, on ranks of other pipeline stages, and after a failed update.
     stored: Option<Tensor>,
-    computed: Option<Layout>,
-    home: Option<Home>,
+    compute_layout: Option<Layout>,
+    owners: Option<StageOwners>,
 }
 
-/// Where along a pipeline axis a parameter lives.
+/// The ranks of a pipeline axis that hold a parameter.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Home {
-    /// The axis, of the world's mesh.
+pub(crate) struct StageOwners {
+    /// The pipeline axis of the world's mesh.
     pub(crate) axis: Axis,
-    /// The places that hold it, in order.
-    pub(crate) places: Vec<usize>,
-    /// The place of this rank.
-    pub(crate) here: usize,
+    /// The pipeline ranks that hold the parameter, in ascending order.
+    pub(crate) ranks: Vec<usize>,
+    /// The pipeline rank of this process.
+    pub(crate) own_rank: usize,
 }
 
 impl Param {
-    /// A parameter of a global shape, initially zero.
+    /// Declares a parameter of a global shape, initialized with zeros.
     #[must_use]
     pub fn new(shape: &[usize]) -> Param {
-        Param::declare(Declared {
+        Param::declare(ParamSpec {
             shape: shape.to_vec(),
             file_shape: None,
             file_order: None,
             init: Init::Zeros,
-            never_empty: Vec::new(),
+            nonempty_dims: Vec::new(),
         })
     }
 
-    fn declare(declared: Declared) -> Param {
-        Param(Rc::new(Inner { declared, placed: RefCell::default(), frozen: Cell::new(false) }))
+    fn declare(spec: ParamSpec) -> Param {
+        Param(Rc::new(Inner { spec, state: RefCell::default(), frozen: Cell::new(false) }))
     }
 
-    fn change(self, change: impl FnOnce(&mut Declared)) -> Param {
-        let mut declared = self.0.declared.clone();
-        change(&mut declared);
-        Param::declare(declared)
+    fn change(self, change: impl FnOnce(&mut ParamSpec)) -> Param {
+        let mut spec = self.0.spec.clone();
+        change(&mut spec);
+        Param::declare(spec)
     }
 
-    /// The same declaration with other initial values.
+    /// Returns the same declaration with another initializer.
     #[must_use]
     pub fn init(self, init: Init) -> Param {
         self.change(|d| d.init = init)
     }
 
-    /// The same declaration with another shape in files (as many elements in the same order).
+    /// Returns the same declaration with another shape in files (same number of elements, same order).
     #[must_use]
-    pub fn file_shape(self, shape: &[usize]) -> Param {
+    pub fn with_file_shape(self, shape: &[usize]) -> Param {
         debug_assert_eq!(
             shape.iter().product::<usize>(),
             self.shape().iter().product::<usize>(),
@@ -107,138 +109,142 @@ impl Param {
         self.change(|d| d.file_shape = Some(shape.to_vec()))
     }
 
-    /// The same declaration, whose dims lie in another order in files: dim i there is dim `order[i]` here. The file shape,
-    /// if it is declared, is that of the result.
+    /// Returns the same declaration with permuted dims in files: dim i in files is dim `order[i]` of the parameter. A file shape, if
+    /// declared, is the shape after the permutation.
     #[must_use]
-    pub fn file_order(self, order: &[usize]) -> Param {
+    pub fn with_file_order(self, order: &[usize]) -> Param {
         debug_assert_eq!(order.len(), self.shape().len(), "an order names every dim");
         self.change(|d| d.file_order = Some(order.to_vec()))
     }
 
-    /// The same declaration, whose dim `dim` counts `things` (heads) of which every rank must have one at least.
+    /// Returns the same declaration, of whose dim `dim` every rank must hold a non-empty shard; `things` names what the dim counts,
+    /// such as "heads".
     #[must_use]
-    pub fn never_empty(self, dim: usize, things: &'static str) -> Param {
-        self.change(|d| d.never_empty.push((dim, things)))
+    pub fn no_empty_shards(self, dim: usize, things: &'static str) -> Param {
+        self.change(|d| d.nonempty_dims.push((dim, things)))
     }
 
     /// The global shape.
     #[must_use]
     pub fn shape(&self) -> &[usize] {
-        &self.0.declared.shape
+        &self.0.spec.shape
     }
 
     /// The shape in files.
     #[must_use]
-    pub fn shape_in_files(&self) -> Vec<usize> {
-        let Declared { shape, file_shape, file_order, .. } = &self.0.declared;
+    pub fn file_shape(&self) -> Vec<usize> {
+        let ParamSpec { shape, file_shape, file_order, .. } = &self.0.spec;
         match (file_shape, file_order) {
-            (Some(declared), _) => declared.clone(),
+            (Some(shape), _) => shape.clone(),
             (None, Some(order)) => order.iter().map(|d| shape[*d]).collect(),
             (None, None) => shape.clone(),
         }
     }
 
-    /// The stored tensor with its dims in the order of files.
+    /// Returns the stored tensor with its dims in file order.
     #[track_caller]
-    pub(crate) fn as_in_files(&self) -> Tensor {
-        self.in_file_order(self.tensor())
+    pub(crate) fn tensor_in_file_order(&self) -> Tensor {
+        self.permute_to_file_order(self.tensor())
     }
 
-    /// A tensor that lies as the stored one, with its dims in the order of files.
+    /// Permutes the dims of a tensor in the parameter's layout to file order.
     #[track_caller]
-    pub(crate) fn in_file_order(&self, tensor: Tensor) -> Tensor {
-        match &self.0.declared.file_order {
+    pub(crate) fn permute_to_file_order(&self, tensor: Tensor) -> Tensor {
+        match &self.0.spec.file_order {
             Some(order) => tensor.permute(order),
             None => tensor,
         }
     }
 
-    /// A tensor that lies as [`Param::as_in_files`], as the stored one lies.
+    /// Permutes the dims of a tensor in file order to the parameter's order.
     ///
     /// # Errors
     /// `Kind::OutOfMemory`.
     #[track_caller]
-    pub(crate) fn out_of_file_order(&self, tensor: Tensor) -> Result<Tensor> {
-        let Some(order) = &self.0.declared.file_order else { return Ok(tensor) };
+    pub(crate) fn permute_from_file_order(&self, tensor: Tensor) -> Result<Tensor> {
+        let Some(order) = &self.0.spec.file_order else { return Ok(tensor) };
         let mut back = vec![0; order.len()];
         order.iter().enumerate().for_each(|(i, d)| back[*d] = i);
         tensor.permute(&back).contiguous()
     }
 
-    /// Puts a tensor that lies as [`Param::as_in_files`] in the place of the stored one.
+    /// Replaces the stored tensor by a tensor whose dims are in file order.
     ///
     /// # Errors
     /// As [`Param::set_tensor`].
     #[track_caller]
-    pub(crate) fn set_from_files(&self, tensor: Tensor) -> Result<()> {
-        self.set_tensor(self.out_of_file_order(tensor)?)
+    pub(crate) fn set_from_file_order(&self, tensor: Tensor) -> Result<()> {
+        self.set_tensor(self.permute_from_file_order(tensor)?)
     }
 
-    /// The global number of elements.
+    /// The number of elements of the global shape.
     #[must_use]
     pub fn numel(&self) -> usize {
         self.shape().iter().product()
     }
 
-    /// Whether weight decay applies: to what has two or more dims in files.
+    /// Whether weight decay applies: to parameters with two or more dims in files, so not to biases and norms.
+    #[doc(alias = "no_decay")]
     #[must_use]
-    pub fn decays(&self) -> bool {
-        self.shape_in_files().len() >= 2
+    pub fn has_weight_decay(&self) -> bool {
+        self.file_shape().len() >= 2
     }
 
-    /// How fresh values are drawn.
+    /// The initializer.
     #[must_use]
-    pub fn initial(&self) -> Init {
-        self.0.declared.init
+    pub fn initializer(&self) -> Init {
+        self.0.spec.init
     }
 
-    /// Whether gradients pass it by.
+    /// Whether the parameter gets no gradient.
     #[must_use]
     pub fn is_frozen(&self) -> bool {
         self.0.frozen.get()
     }
 
-    /// Takes the parameter out of training, or back in.
+    /// Freezes the parameter, so that it gets no gradient and no update, or unfreezes it.
+    #[doc(alias = "requires_grad_")]
     pub fn set_frozen(&self, frozen: bool) {
         self.0.frozen.set(frozen);
     }
 
-    /// Whether two handles name one parameter.
+    /// Whether two handles refer to the same parameter.
     #[must_use]
-    pub fn same_as(&self, other: &Param) -> bool {
+    pub fn ptr_eq(&self, other: &Param) -> bool {
         Rc::ptr_eq(&self.0, &other.0)
     }
 
-    /// The parameter on the tape of a variable, in the layout in which it is computed with.
+    /// Returns the parameter as a variable on the tape of `x`, in its compute layout. The first use on a tape moves it there (the
+    /// all-gather of FSDP); later uses reuse the result.
     ///
     /// # Panics
-    /// Unwinds with `Kind::Config` if no model has placed it.
+    /// Unwinds with `Kind::Config` before [`Model::new`](crate::Model::new).
     #[track_caller]
     #[must_use]
     pub fn on(&self, x: &Var) -> Var {
         self.on_tape(x.tape())
     }
 
-    /// The parameter on a tape, as [`Param::on`].
+    /// Returns the parameter as a variable on a tape, as [`Param::on`].
     ///
     /// # Panics
-    /// Unwinds with `Kind::Config` if no model has placed it.
+    /// Unwinds with `Kind::Config` before [`Model::new`](crate::Model::new).
     #[track_caller]
     #[must_use]
     pub fn on_tape(&self, tape: &Tape) -> Var {
         let site = Location::caller();
-        let (key, stored, computed) = self.with(site, |placed| {
-            Context::of(tape.rank()).set_path(&placed.name);
-            let stored = match tape.is_outline() {
-                true => Tensor::outline(tape.rank(), &placed.layout),
-                false => placed.held().clone(),
+        let (key, stored, compute_layout) = self.with(site, |state| {
+            Context::of(tape.rank()).set_path(&state.name);
+            let stored = match tape.is_meta() {
+                true => Tensor::meta(tape.rank(), &state.layout),
+                false => state.value().clone(),
             };
-            (placed.key, stored, placed.computed.clone())
+            (state.key, stored, state.compute_layout.clone())
         });
         let leaf = tape.leaf(key, &stored);
-        // A leaf all the same: its other layouts are made once a step.
-        let leaf = if self.is_frozen() && !tape.is_outline() { leaf.detach() } else { leaf };
-        match computed {
+        // A frozen parameter is a leaf too, so that its compute layout is made once per tape.
+        let leaf = if self.is_frozen() && !tape.is_meta() { leaf.detach() } else { leaf };
+        match compute_layout {
             Some(layout) => leaf.to_layout(&layout),
             None => leaf,
         }
@@ -247,242 +253,244 @@ impl Param {
     /// The dotted name.
     ///
     /// # Panics
-    /// Unwinds with `Kind::Config` if no model has placed it; so do the methods below.
+    /// Unwinds with `Kind::Config` before [`Model::new`](crate::Model::new), as do the methods below.
     #[track_caller]
     #[must_use]
     pub fn name(&self) -> String {
-        self.with(Location::caller(), |placed| placed.name.to_string())
+        self.with(Location::caller(), |state| state.name.to_string())
     }
 
-    /// The dotted name, shared.
+    /// The dotted name, without a copy.
     #[track_caller]
-    pub(crate) fn path(&self) -> Rc<str> {
-        self.with(Location::caller(), |placed| placed.name.clone())
+    pub(crate) fn shared_name(&self) -> Rc<str> {
+        self.with(Location::caller(), |state| state.name.clone())
     }
 
-    /// What it is called on tapes and in [`Gradients`](shardgrad_autograd::Gradients): counted over all models of the
-    /// rank, in the order of traversal.
+    /// The key of the parameter on tapes and in [`Gradients`](shardgrad_autograd::Gradients): unique over all models of the
+    /// rank, counted in traversal order.
     #[track_caller]
     #[must_use]
     pub fn key(&self) -> Key {
-        self.with(Location::caller(), |placed| placed.key)
+        self.with(Location::caller(), |state| state.key)
     }
 
-    /// How it is stored.
+    /// The stored layout.
     #[track_caller]
     #[must_use]
     pub fn layout(&self) -> Layout {
-        self.with(Location::caller(), |placed| placed.layout.clone())
+        self.with(Location::caller(), |state| state.layout.clone())
     }
 
-    /// Whether this rank holds it: on a pipeline only the stages that use a parameter do.
+    /// Whether this rank holds the parameter. On a pipeline only the stages that use a parameter hold it.
     #[track_caller]
     #[must_use]
-    pub fn is_here(&self) -> bool {
-        self.home().is_none_or(|home| home.places.contains(&home.here))
+    pub fn is_local(&self) -> bool {
+        self.owners().is_none_or(|owners| owners.ranks.contains(&owners.own_rank))
     }
 
-    /// Whether this rank is of the first stage that holds it, the one that counts it and saves it.
+    /// Whether this rank belongs to the first stage that holds the parameter. That stage counts the parameter in norms and saves it.
     #[track_caller]
     #[must_use]
-    pub fn counts_here(&self) -> bool {
-        self.home().is_none_or(|home| home.places.first() == Some(&home.here))
+    pub fn is_primary_owner(&self) -> bool {
+        self.owners().is_none_or(|owners| owners.ranks.first() == Some(&owners.own_rank))
     }
 
-    /// Where along a pipeline it lives.
+    /// The pipeline ranks that hold the parameter; `None` without a pipeline.
     #[track_caller]
-    pub(crate) fn home(&self) -> Option<Home> {
-        self.with(Location::caller(), |placed| placed.home.clone())
+    pub(crate) fn owners(&self) -> Option<StageOwners> {
+        self.with(Location::caller(), |state| state.owners.clone())
     }
 
     /// The stored tensor.
     ///
     /// # Panics
-    /// Also where it is not here.
+    /// Also on ranks that do not hold the parameter ([`Param::is_local`]).
     #[track_caller]
     #[must_use]
     pub fn tensor(&self) -> Tensor {
-        self.with(Location::caller(), |placed| placed.held().clone())
+        self.with(Location::caller(), |state| state.value().clone())
     }
 
-    /// The layout in which it is computed with, its dtype included, where that is not the stored one.
+    /// The layout and dtype in which layers use the parameter, where they differ from the stored ones.
     #[track_caller]
     #[must_use]
-    pub fn computed(&self) -> Option<Layout> {
-        self.with(Location::caller(), |placed| placed.computed.clone())
+    pub fn compute_layout(&self) -> Option<Layout> {
+        self.with(Location::caller(), |state| state.compute_layout.clone())
     }
 
-    /// Puts another value in the place of the stored tensor.
+    /// Replaces the stored tensor.
     ///
     /// # Errors
-    /// `Kind::Layout` if it lies otherwise than the stored tensor.
+    /// `Kind::Layout` if the layout differs from the stored one.
     #[track_caller]
     pub fn set_tensor(&self, tensor: Tensor) -> Result<()> {
         let (name, layout) = self.with(Location::caller(), |p| (p.name.clone(), p.layout.clone()));
         if layout != *tensor.layout() {
-            let text = format!("parameter `{name}` is stored as {layout} but was given {}", tensor.layout());
-            return Err(Error::new(Kind::Layout, text).at(Location::caller()));
+            let text = format!("parameter `{name}` has the stored layout {layout}, but the new tensor has {}", tensor.layout());
+            let help = "move the tensor to the layout of the parameter with `to_layout` first";
+            return Err(Error::new(Kind::Layout, text).detail("help", help).at(Location::caller()));
         }
-        let mut placed = self.0.placed.borrow_mut();
-        placed.as_mut().ok_or_else(unplaced)?.stored = Some(tensor);
+        let mut state = self.0.state.borrow_mut();
+        state.as_mut().ok_or_else(without_model)?.stored = Some(tensor);
         Ok(())
     }
 
-    /// Replaces the stored tensors of several parameters by a function of them, which gets the only handles that the model has. They
-    /// come back in their order, whatever became of it.
+    /// Replaces the stored tensors of several parameters by a function of them. The function owns the model's only handles, so that
+    /// it can update in place; it returns the tensors in the same order, also when it fails.
     pub(crate) fn update_all<'a>(
         params: impl Iterator<Item = &'a Param> + Clone,
         change: impl FnOnce(Vec<Tensor>) -> (Vec<Tensor>, Result<()>),
     ) -> Result<()> {
         let take = |param: &Param| {
-            let mut placed = param.0.placed.borrow_mut();
-            let placed = placed.as_mut().ok_or_else(unplaced)?;
-            placed.stored.take().ok_or_else(|| lost(&placed.name))
+            let mut state = param.0.state.borrow_mut();
+            let state = state.as_mut().ok_or_else(without_model)?;
+            state.stored.take().ok_or_else(|| lost_value(&state.name))
         };
         let stored = params.clone().map(take).collect::<Result<Vec<Tensor>>>()?;
         let (changed, done) = change(stored);
         for (param, tensor) in params.zip(changed) {
-            param.0.placed.borrow_mut().as_mut().ok_or_else(unplaced)?.stored = Some(tensor);
+            param.0.state.borrow_mut().as_mut().ok_or_else(without_model)?.stored = Some(tensor);
         }
         done
     }
 
-    /// Copies the stored tensor where somebody else holds its memory, so that it can be changed in place.
-    pub(crate) fn own(&self) -> Result<()> {
+    /// Copies the stored tensor if another handle shares its memory, so that updates can be in place.
+    pub(crate) fn make_unique(&self) -> Result<()> {
         let own = |mut tensors: Vec<Tensor>| {
-            let done = tensors.iter_mut().try_for_each(Tensor::own);
+            let done = tensors.iter_mut().try_for_each(Tensor::make_unique);
             (tensors, done)
         };
         Param::update_all(std::iter::once(self), own)
     }
 
-    /// Forgets a value that is one of no step.
-    pub(crate) fn lose(&self) {
-        if let Some(placed) = self.0.placed.borrow_mut().as_mut() {
-            placed.stored = None;
+    /// Drops the stored value after a failed update, when it belongs to no step.
+    pub(crate) fn clear_value(&self) {
+        if let Some(state) = self.0.state.borrow_mut().as_mut() {
+            state.stored = None;
         }
     }
 
-    /// Names the parameter and says how it lies, without a value as yet.
+    /// Gives the parameter its name, key and layouts, without a value.
     ///
     /// # Errors
-    /// `Kind::Config` if a model has it already.
-    pub(crate) fn place(
+    /// `Kind::Config` if the parameter belongs to a model already.
+    pub(crate) fn bind(
         &self,
         name: &str,
         key: Key,
-        (layout, computed): (Layout, Option<Layout>),
+        layout: Layout,
+        compute_layout: Option<Layout>,
     ) -> Result<()> {
-        let mut placed = self.0.placed.borrow_mut();
-        if let Some(before) = placed.as_ref() {
-            let text = format!("parameter `{name}` is `{}` of another model already", before.name);
+        let mut state = self.0.state.borrow_mut();
+        if let Some(before) = state.as_ref() {
+            let text = format!("parameter `{name}` already belongs to another model, as `{}`", before.name);
             return Err(
-                Error::new(Kind::Config, text).detail("help", "build each model from layers of its own")
+                Error::new(Kind::Config, text).detail("help", "make new layers for each model instead of sharing them between models")
             );
         }
-        *placed = Some(Placed { name: name.into(), key, layout, stored: None, computed, home: None });
+        *state = Some(ParamState { name: name.into(), key, layout, stored: None, compute_layout, owners: None });
         Ok(())
     }
 
-    /// Says where along a pipeline it lives.
-    pub(crate) fn settle(&self, home: Option<Home>) {
-        if let Some(placed) = self.0.placed.borrow_mut().as_mut() {
-            placed.home = home;
+    /// Sets the pipeline ranks that hold the parameter.
+    pub(crate) fn set_owners(&self, owners: Option<StageOwners>) {
+        if let Some(state) = self.0.state.borrow_mut().as_mut() {
+            state.owners = owners;
         }
     }
 
-    /// Draws the first value, if the parameter lives here.
+    /// Initializes the parameter if this rank holds it.
     #[track_caller]
-    pub(crate) fn fill(&self, rank: &Rank, seed: u64, home: Option<Home>) -> Result<()> {
-        self.settle(home);
-        if !self.is_here() {
+    pub(crate) fn init_value(&self, rank: &Rank, seed: u64, owners: Option<StageOwners>) -> Result<()> {
+        self.set_owners(owners);
+        if !self.is_local() {
             return Ok(());
         }
         let (layout, site) = (self.layout(), Location::caller());
-        let drawn = draw(self, &layout, rank, key(seed, &self.name())).map_err(|error| match error.kind() {
+        let drawn = initial_value(self, &layout, rank, random_key(seed, &self.name())).map_err(|error| match error.kind() {
             Kind::OutOfMemory => error
                 .detail("parameter", format!("{}: {layout}", self.name()))
-                .detail("help", "split it over more ranks, store it in fewer bits, or raise the limit")
+                .detail("help", "shard the parameter over more ranks in the plan, use a smaller dtype, or raise the memory limit")
                 .at(site),
             _ => error.at(site),
         });
         self.set_tensor(drawn?)
     }
 
-    /// Refuses a layout that leaves a rank without a part of what it must have.
-    pub(crate) fn check_parts(&self, layout: &Layout) -> Result<()> {
-        for &(dim, things) in &self.0.declared.never_empty {
+    /// Rejects a layout that leaves a rank with an empty shard of a dim declared by [`Param::no_empty_shards`].
+    pub(crate) fn check_no_empty_shard(&self, layout: &Layout) -> Result<()> {
+        for &(dim, things) in &self.0.spec.nonempty_dims {
             let split = layout.dims()[dim];
-            if split.axes.ways(layout.mesh()) > split.extent {
+            if split.axes.num_shards(layout.mesh()) > split.extent {
                 let mesh = layout.mesh();
                 let axes: Vec<String> =
                     split.axes.iter().map(|a| format!("{}={}", mesh.name(a), mesh.size(a))).collect();
-                let text = format!("{} {things} cannot be split over {}", split.extent, axes.join(","));
-                let help = format!("use a mesh that splits them over at most {} ranks", split.extent);
+                let text = format!("{} {things} cannot be sharded over {}", split.extent, axes.join(","));
+                let help = format!("use a mesh that shards {things} over at most {} ranks", split.extent);
                 return Err(Error::new(Kind::Config, text).detail("help", help));
             }
         }
         Ok(())
     }
 
-    fn with<T>(&self, site: &'static Location<'static>, read: impl FnOnce(&Placed) -> T) -> T {
-        match self.0.placed.borrow().as_ref() {
-            Some(placed) => read(placed),
-            None => unplaced().at(site).raise(),
+    fn with<T>(&self, site: &'static Location<'static>, read: impl FnOnce(&ParamState) -> T) -> T {
+        match self.0.state.borrow().as_ref() {
+            Some(state) => read(state),
+            None => without_model().at(site).raise(),
         }
     }
 }
 
-impl Placed {
-    fn held(&self) -> &Tensor {
-        self.stored.as_ref().unwrap_or_else(|| match &self.home {
-            Some(home) if !home.places.contains(&home.here) => elsewhere(&self.name, home).raise(),
-            _ => lost(&self.name).raise(),
+impl ParamState {
+    fn value(&self) -> &Tensor {
+        self.stored.as_ref().unwrap_or_else(|| match &self.owners {
+            Some(owners) if !owners.ranks.contains(&owners.own_rank) => on_another_stage(&self.name, owners).raise(),
+            _ => lost_value(&self.name).raise(),
         })
     }
 }
 
-fn unplaced() -> Error {
-    Error::new(Kind::Config, "a parameter is used that no model has placed")
-        .detail("help", "make the layers, then Model::new(rank, layers, &plan, seed), and call the model")
+fn without_model() -> Error {
+    Error::new(Kind::Config, "a parameter is used before Model::new has named and initialized it")
+        .detail("help", "pass the layers to Model::new(rank, layers, &plan, seed), then call the model")
 }
 
-fn elsewhere(name: &str, home: &Home) -> Error {
+fn on_another_stage(name: &str, owners: &StageOwners) -> Error {
     let text =
-        format!("parameter `{name}` lives on stage {:?} of the pipeline, not on {}", home.places, home.here);
-    Error::new(Kind::Config, text).detail("help", "ask Param::is_here first")
+        format!("parameter `{name}` is on pipeline ranks {:?}, not on rank {}", owners.ranks, owners.own_rank);
+    Error::new(Kind::Config, text).detail("help", "check Param::is_local before reading the parameter")
 }
 
-fn lost(name: &str) -> Error {
-    Error::new(Kind::Config, format!("parameter `{name}` was lost in an update that failed"))
-        .detail("help", AFTER_LOSS)
+fn lost_value(name: &str) -> Error {
+    Error::new(Kind::Config, format!("parameter `{name}` has no value: an update of it failed"))
+        .detail("help", LOST_VALUE_HELP)
 }
 
-/// What is left to do where parameters are lost.
-pub(crate) const AFTER_LOSS: &str = "go on from the last model that was saved";
+/// The remedy for parameters without a value.
+pub(crate) const LOST_VALUE_HELP: &str = "resume from the last saved model or checkpoint";
 
 impl fmt::Debug for Param {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.0.placed.borrow().as_ref() {
-            Some(placed) => {
-                write!(f, "Param({}: {})", placed.name, placed.layout)
+        match self.0.state.borrow().as_ref() {
+            Some(state) => {
+                write!(f, "Param({}: {})", state.name, state.layout)
             }
             None => write!(f, "Param({:?})", self.shape()),
         }
     }
 }
 
-/// Fresh values of a parameter.
+/// Draws the initial value of a parameter.
 #[track_caller]
-fn draw(param: &Param, layout: &Layout, rank: &Rank, key: u64) -> Result<Tensor> {
-    match param.initial() {
+fn initial_value(param: &Param, layout: &Layout, rank: &Rank, key: u64) -> Result<Tensor> {
+    match param.initializer() {
         Init::Zeros => Tensor::zeros(rank, layout),
         Init::Ones => Tensor::full(rank, layout, 1.0),
         Init::Normal(std) => Tensor::normal(rank, layout, key, 0, std),
         Init::Uniform(bound) => Tensor::uniform(rank, layout, key, 0, -bound, bound),
         Init::Integers(bound) => {
             let bound = f64::from(bound);
-            // In f64, where the upper end is never reached; the cast to integers rounds towards zero.
+            // In f64, where the draw never reaches the upper bound; the cast to integers rounds towards zero.
             let wide = layout.with_dtype(DType::F64);
             let drawn = Tensor::uniform(rank, &wide, key, 0, 0.0, 2.0 * bound + 1.0)?;
             Ok(drawn.cast(DType::I64).cast(DType::F64).add_scalar(-bound).cast(layout.dtype()))

@@ -1,34 +1,42 @@
-//! In which floats a model computes, and in which its parameters are stored.
+//! Precision of a model: the compute dtype and the dtype of stored parameters (mixed precision).
 
 use shardgrad_tensor::{DType, Error, Kind, Result};
 use std::fmt;
 
-/// Two float dtypes: activations, products and what moves of a parameter are in the first; what stays between steps, and
-/// the gradient that the optimizer gets, are in the second. Where they differ a parameter is rounded once a step, before it moves, and
-/// cotangents are added up and reduced over ranks in the wider dtype: updates below the spacing of the narrow numbers are kept.
-/// Micikevicius and others, "Mixed Precision Training", arXiv 1710.03740.
+/// Compute dtype and parameter dtype. Activations, products and communicated parameters are in `dtype`; stored
+/// parameters, and the gradients that the optimizer reads, are in `param_dtype`. If the two differ, each parameter is
+/// rounded once a step before it is communicated, and gradients are accumulated and reduced over ranks in the wider
+/// dtype, so that updates below the spacing of the narrow dtype are not lost. Micikevicius et al., "Mixed Precision
+/// Training", arXiv 1710.03740.
+#[doc(alias = "MixedPrecision")]
+#[doc(alias = "master weights")]
+#[doc(alias = "amp")]
+#[doc(alias = "autocast")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Precision {
-    /// The dtype of computing.
+    /// Compute dtype.
     pub dtype: DType,
-    /// The dtype of stored parameters; it holds every number of the other.
+    /// Dtype of stored parameters; it contains every number of `dtype`.
     pub param_dtype: DType,
 }
 
 impl Precision {
-    /// Parameters in the dtype of computing.
+    /// Returns a precision with parameters in the compute dtype.
     #[must_use]
     pub const fn of(dtype: DType) -> Precision {
         Precision { dtype, param_dtype: dtype }
     }
 
-    /// Parameters in the dtype in which sums are formed: f32 for the 16-bit floats, else that of computing.
+    /// Returns mixed precision: parameters in the accumulator dtype, which is f32 for the 16-bit floats and else the
+    /// compute dtype.
+    #[doc(alias = "mixed_bfloat16")]
     #[must_use]
     pub const fn mixed(dtype: DType) -> Precision {
         Precision { dtype, param_dtype: dtype.accumulator() }
     }
 
-    /// Refuses dtypes that are no floats, and parameters in one that does not hold every number of the dtype of computing.
+    /// Refuses dtypes that are not floats, and a parameter dtype that does not contain every number of the compute
+    /// dtype.
     ///
     /// # Errors
     /// `Kind::DType`.
@@ -40,11 +48,11 @@ impl Precision {
             return Ok(());
         }
         let text = format!(
-            "parameters of {param_dtype} for computing in {dtype}, of which they do not hold every number"
+            "parameters in {param_dtype} cannot represent every number of the compute dtype {dtype}"
         );
         let wide = Precision::mixed(dtype).param_dtype;
         let choices = if wide == dtype { dtype.to_string() } else { format!("{wide} or {dtype}") };
-        Err(Error::new(Kind::DType, text).detail("help", format!("store them in {choices}")))
+        Err(Error::new(Kind::DType, text).detail("help", format!("store parameters in {choices}")))
     }
 }
 
@@ -57,12 +65,12 @@ impl fmt::Display for Precision {
     }
 }
 
-/// Refuses a dtype that no parameter can have.
+/// Refuses a parameter dtype that is not a float.
 pub(crate) fn check_dtype(dtype: DType) -> Result<()> {
     if dtype.is_float() {
         return Ok(());
     }
-    Err(Error::new(Kind::DType, format!("parameters of {dtype}")).detail("help", "use f32, f64, bf16 or f16"))
+    Err(Error::new(Kind::DType, format!("parameters cannot have dtype {dtype}")).detail("help", "use f32, f64, bf16 or f16"))
 }
 
 #[cfg(test)]
@@ -71,7 +79,7 @@ mod tests {
     use DType::{BF16, F16, F32, F64, I64};
 
     #[test]
-    fn parameters_hold_every_number_that_is_computed_with() {
+    fn parameter_dtype_must_contain_compute_dtype() {
         for dtype in [BF16, F16, F32, F64] {
             assert!(Precision::of(dtype).check().is_ok() && Precision::mixed(dtype).check().is_ok());
         }

@@ -1,69 +1,74 @@
-//! The weights that ranks still hold when their world fails, carried into another world on the same mesh.
+//! Snapshots of the weights that ranks still hold when their world fails, to rebuild the model in another world of
+//! the same mesh.
 
 use crate::module::Module;
-use crate::param::{Home, Param};
-use crate::placed::Model;
+use crate::param::{StageOwners, Param};
+use crate::sharded_model::Model;
 use crate::plan::Plan;
 use crate::precision::Precision;
-use crate::staged;
+use crate::pipelined_model;
 use shardgrad_tensor::{DetachedBytes, Error, Kind, Rank, Result, Tensor};
 
-/// What one rank held of the weights after a step: bytes that belong to no rank, and so outlive its world. On the host they are the
-/// memory of the parameters itself, so that they are kept even where there is no memory for a copy. See
+/// Snapshot of one rank's weights after a step. Its bytes belong to no rank, and so outlive the world of the rank. On
+/// the host they share the memory of the parameters, so that a snapshot needs no memory for a copy. See
 /// [`Trainer::rescue`](crate::Trainer::rescue).
+#[doc(alias = "in-memory checkpoint")]
+#[doc(alias = "fault tolerance")]
+#[doc(alias = "elastic")]
 #[derive(Clone, Debug)]
-pub struct Rescued {
+pub struct WeightSnapshot {
     step: u64,
     precision: Precision,
-    params: Vec<Held>,
+    params: Vec<ParamSnapshot>,
 }
 
-/// A parameter as a rank held it.
+/// Snapshot of one parameter on a rank.
 #[derive(Clone, Debug)]
-struct Held {
+struct ParamSnapshot {
     name: String,
-    home: Option<Home>,
-    /// Where it lives on this rank.
+    home: Option<StageOwners>,
+    /// The bytes, if the parameter is stored on this rank.
     bytes: Option<DetachedBytes>,
 }
 
-impl Rescued {
-    /// What this rank holds of a model; nothing is communicated, and no op is applied, which a world that has failed refuses.
+impl WeightSnapshot {
+    /// Takes a snapshot of a model on this rank. Nothing is communicated and no op runs, because a world that has
+    /// failed refuses ops.
     ///
     /// # Errors
-    /// What the device reports.
-    pub(crate) fn of<M: Module>(model: &Model<M>, step: u64) -> Result<Rescued> {
+    /// Errors of the device.
+    pub(crate) fn from_model<M: Module>(model: &Model<M>, step: u64) -> Result<WeightSnapshot> {
         let held = |param: &Param| {
-            let bytes = param.is_here().then(|| param.tensor().detach_bytes()).transpose()?;
-            Ok(Held { name: param.name(), home: param.home(), bytes })
+            let bytes = param.is_local().then(|| param.tensor().detach_bytes()).transpose()?;
+            Ok(ParamSnapshot { name: param.name(), home: param.owners(), bytes })
         };
         let params = model.params().iter().map(held).collect::<Result<_>>()?;
-        Ok(Rescued { step, precision: model.precision(), params })
+        Ok(WeightSnapshot { step, precision: model.precision(), params })
     }
 
-    /// How many steps were taken.
+    /// Returns the number of applied steps.
     #[must_use]
     pub fn step(&self) -> u64 {
         self.step
     }
 
-    /// The model on the same place of another world: of the same mesh, module text and plan, with stages where they were. Its
-    /// layers cannot be called on a pipeline; it can be saved.
+    /// Rebuilds the model on the same rank of another world, with the same mesh, module, plan and stages. On a
+    /// pipeline the layers of the model cannot be called; the model can be saved.
     ///
     /// # Errors
     /// As [`Model::new`]; `Kind::Config` for another model, `Kind::Shape` for another mesh or plan.
     pub fn model<M: Module>(self, rank: &Rank, module: M, plan: &Plan) -> Result<Model<M>> {
         let model = match plan.pipeline_on(rank.mesh()) {
-            None => Model::outline(rank, module, plan, self.precision)?,
-            Some((_, axis)) => staged::outline(rank, axis, module, plan, self.precision)?,
+            None => Model::without_values(rank, module, plan, self.precision)?,
+            Some((_, axis)) => pipelined_model::stage_model(rank, axis, module, plan, self.precision)?,
         };
         let (here, held) =
             (model.params().iter().map(Param::name), self.params.iter().map(|held| &held.name));
         if !here.eq(held.cloned()) {
-            return Err(Error::new(Kind::Config, "the weights that are left are those of another model"));
+            return Err(Error::new(Kind::Config, "the snapshot is of another model: its parameter names differ"));
         }
-        for (param, Held { name, home, bytes }) in model.params().iter().zip(self.params) {
-            param.settle(home);
+        for (param, ParamSnapshot { name, home, bytes }) in model.params().iter().zip(self.params) {
+            param.set_owners(home);
             if let Some(bytes) = bytes {
                 let layout = param.layout();
                 let tensor = Tensor::from_detached_bytes(model.rank(), &layout, &bytes);
@@ -79,17 +84,17 @@ mod tests {
     use super::*;
     use crate::layer::Linear;
     use crate::optim::{Optimizer, Sgd};
-    use crate::trainer::{Settings, Trainer};
+    use crate::trainer::{TrainerConfig, Trainer};
     use shardgrad_autograd::Var;
-    use shardgrad_tensor::{DType, GatedStep, Mesh, Value, World};
+    use shardgrad_tensor::{DType, OverflowCheck, Mesh, Value, World};
     use std::ops::Range;
     use std::sync::Mutex;
 
-    /// A rule whose second update fails on the last rank, when it has begun.
+    /// An optimizer whose second update fails on the last rank, after it has begun.
     #[derive(Debug)]
-    struct Fails(Sgd, bool);
+    struct FailsInSecondUpdate(Sgd, bool);
 
-    impl Optimizer for Fails {
+    impl Optimizer for FailsInSecondUpdate {
         fn lr(&self) -> f64 {
             self.0.lr()
         }
@@ -106,23 +111,24 @@ mod tests {
             self.0.rates(params, lr)
         }
 
-        fn change(&mut self, params: &[(&Param, Tensor)], step: &GatedStep) -> Result<()> {
+        fn apply_update(&mut self, params: &[(&Param, Tensor)], step: &OverflowCheck) -> Result<()> {
             if self.1 && self.num_steps() == 1 {
                 return Err(Error::new(Kind::OutOfMemory, "no room for an update"));
             }
-            self.0.change(params, step)
+            self.0.apply_update(params, step)
         }
 
-        fn count(&mut self, params: &[&Param]) {
-            self.0.count(params);
+        fn count_step(&mut self, params: &[&Param]) {
+            self.0.count_step(params);
         }
     }
 
-    /// What is left of each rank when the second step fails on the last one, in its loss or in its update.
-    fn left(in_update: bool) -> Vec<Result<Rescued>> {
+    /// Returns the snapshots of all ranks after the second step failed on the last rank, in its loss or in its
+    /// update.
+    fn weights_left_by(in_update: bool) -> Vec<Result<WeightSnapshot>> {
         let left = Mutex::new(vec![None, None]);
-        let plan = Plan::data("dp");
-        let ended = World::run(Mesh::parse("dp=2").unwrap(), |rank| {
+        let plan = Plan::data_parallel("dp");
+        let result = World::run(Mesh::parse("dp=2").unwrap(), |rank| {
             let fails = rank.index() == 1;
             let read = |rank: &Rank, step: u64, rows: Range<usize>| {
                 if fails && !in_update && step == 1 {
@@ -132,41 +138,41 @@ mod tests {
                 Ok(vec![Tensor::full(rank, &layout, 1.5)?])
             };
             let loss = |model: &Linear, x: &[Var]| model.forward(&x[0]).square().mean();
-            let optim = Fails(Sgd::new(0.1), fails && in_update);
+            let optim = FailsInSecondUpdate(Sgd::new(0.1), fails && in_update);
             let mut trainer =
-                Trainer::new(rank, Linear::new(3, 4), &plan, optim, Settings::new(4), read, loss)?;
+                Trainer::new(rank, Linear::new(3, 4), &plan, optim, TrainerConfig::new(4), read, loss)?;
             trainer.step(&[])?;
             let failed = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| trainer.step(&[])));
             left.lock().unwrap()[rank.index()] = Some(trainer.rescue());
             failed.unwrap_or_else(|payload| std::panic::resume_unwind(payload)).map(drop)
         });
-        assert_eq!(ended.unwrap_err().kind(), Kind::OutOfMemory);
+        assert_eq!(result.unwrap_err().kind(), Kind::OutOfMemory);
         left.into_inner().unwrap().into_iter().flatten().collect()
     }
 
     #[test]
-    fn weights_are_left_unless_their_update_had_begun() {
-        let both: Vec<Rescued> = left(false).into_iter().collect::<Result<_>>().unwrap();
-        let num_bytes = |one: &Rescued| one.params[0].bytes.as_ref().map(DetachedBytes::num_bytes);
-        assert!(both.iter().all(|one| one.step() == 1 && num_bytes(one) == Some(4 * 3 * 4)));
+    fn snapshot_is_refused_after_update_began() {
+        let snapshots: Vec<WeightSnapshot> = weights_left_by(false).into_iter().collect::<Result<_>>().unwrap();
+        let num_bytes = |snapshot: &WeightSnapshot| snapshot.params[0].bytes.as_ref().map(DetachedBytes::num_bytes);
+        assert!(snapshots.iter().all(|snapshot| snapshot.step() == 1 && num_bytes(snapshot) == Some(4 * 3 * 4)));
         let values = World::run(Mesh::parse("dp=2").unwrap(), |rank| {
-            let own = both[rank.index()].clone();
-            own.model(rank, Linear::new(3, 4), &Plan::data("dp"))?.params()[0].tensor().to_local_f64()
+            let own = snapshots[rank.index()].clone();
+            own.model(rank, Linear::new(3, 4), &Plan::data_parallel("dp"))?.params()[0].tensor().to_local_f64()
         });
         let values = values.unwrap();
         assert_eq!((values[0].len(), &values[0]), (12, &values[1]));
-        let found = left(true);
-        let error = found[1].as_ref().unwrap_err();
+        let snapshots = weights_left_by(true);
+        let error = snapshots[1].as_ref().unwrap_err();
         assert!(error.message().contains("the update of step 2 had begun"), "{error}");
     }
 
     #[test]
-    fn another_model_is_refused() {
-        let one = left(false).swap_remove(0).unwrap();
+    fn snapshot_of_another_model_is_refused() {
+        let snapshot = weights_left_by(false).swap_remove(0).unwrap();
         let refused = World::run(Mesh::parse("dp=2").unwrap(), |rank| {
-            let unlike = one.clone().model(rank, Linear::new(3, 5), &Plan::data("dp")).map(drop).unwrap_err();
+            let unlike = snapshot.clone().model(rank, Linear::new(3, 5), &Plan::data_parallel("dp")).map(drop).unwrap_err();
             assert_eq!(unlike.kind(), Kind::Shape, "{unlike}");
-            one.clone().model(rank, Linear::new(3, 4), &Plan::data("dp")).map(|model| model.params().len())
+            snapshot.clone().model(rank, Linear::new(3, 4), &Plan::data_parallel("dp")).map(|model| model.params().len())
         });
         assert_eq!(refused.unwrap(), [2, 2]);
     }

@@ -1,22 +1,21 @@
-//! The training loop's body: microbatches, stages, gradient norm, update.
+//! The trainer: one training step is forward and backward of all microbatches, the global gradient norm, and the
+//! optimizer's update; on a pipeline the microbatches follow its schedule.
 
-mod loss;
 mod not_finite;
-mod resumed;
+mod state;
 
-use crate::captured::{Capture, Passes};
-use crate::checkpoint::check_parameters;
+use crate::graph_capture::{PassOutputs, StepCapture};
+use crate::model_io::check_parameters;
 use crate::module::Module;
-use crate::optim::{self, LossParts, LossScale, Optimizer, Report, Schedule, StepArgs};
-use crate::placed::Model;
+use crate::optim::{self, PartialLoss, LossScale, Optimizer, UpdateReport, LrScheduler, StepArgs};
+use crate::sharded_model::Model;
 use crate::plan::Plan;
 use crate::precision::Precision;
-use crate::rescue::Rescued;
-use crate::staged::{self, Staged};
-use loss::wide;
-use shardgrad_autograd::pipeline::{self, Action, Passed};
+use crate::rescue::WeightSnapshot;
+use crate::pipelined_model::{self, PipelinedModel};
+use shardgrad_autograd::pipeline::{self, Action, TimedAction};
 use shardgrad_autograd::{Gradients, Noise, OpRecord, Program, Var};
-use shardgrad_tensor::agreement::{check_alike, check_copies};
+use shardgrad_tensor::consistency::{check_consistent, check_replicas};
 use shardgrad_tensor::{DType, Error, Kind, Layout, Rank, Result, Tensor, Value};
 use std::cell::RefCell;
 use std::fmt;
@@ -25,46 +24,64 @@ use std::panic::Location;
 use std::rc::Rc;
 use std::time::Instant;
 
-/// What decides the numbers of a run beside model, data and optimizer.
+/// Configuration of a [`Trainer`]: besides model, data and optimizer, all that decides the numbers of a run.
+#[doc(alias = "TrainingArguments")]
 #[derive(Clone, Debug)]
-pub struct Settings {
-    /// Rows of the global batch.
+pub struct TrainerConfig {
+    /// Rows (samples) of the global batch.
     pub rows: usize,
-    /// Pieces that the batch is cut into, one after another; they divide the rows.
+    /// Number of microbatches into which the batch is cut (gradient accumulation steps); it must divide `rows`.
+    #[doc(alias = "gradient accumulation")]
+    #[doc(alias = "gradient_accumulation_steps")]
     pub microbatches: usize,
-    /// The seed of first values and random ops.
+    /// Seed of the initial parameter values and of random ops such as dropout.
     pub seed: u64,
-    /// The dtype of computing. In f16 the loss is scaled ([`LossScale`]).
+    /// Compute dtype. With f16 the loss is scaled ([`LossScale`]).
+    #[doc(alias = "amp")]
+    #[doc(alias = "mixed precision")]
+    #[doc(alias = "autocast")]
     pub dtype: DType,
-    /// The dtype of the stored parameters; `None` is that in which sums are formed: f32 for computing in bf16 or f16.
+    /// Dtype of the stored parameters; `None` selects the accumulator dtype of `dtype`: f32 for bf16 and f16.
     pub param_dtype: Option<DType>,
-    /// Learning rates; `None` keeps the optimizer's.
-    pub schedule: Option<Schedule>,
-    /// Bound of the global gradient norm, above 0; `None` does not clip.
+    /// Learning-rate schedule; `None` uses the optimizer's constant rate.
+    pub lr_scheduler: Option<LrScheduler>,
+    /// Largest global gradient norm, above 0: larger gradients are scaled down to this norm. `None` does not clip.
+    #[doc(alias = "max_grad_norm")]
+    #[doc(alias = "clip_by_global_norm")]
+    #[doc(alias = "clip_grad_norm_")]
     pub clip: Option<f64>,
-    /// Whether steps are captured in the first one and replayed in the others, with the same bits, where that can be: in a world of
-    /// one rank, without a pipeline, on a device that does such things; [`Trainer::not_captured`] says why not. All from forward to
-    /// update is given at once then, and the host waits once, at the end.
+    /// Whether the first step is captured as a graph and later steps replay the graph, with the same bits.
     ///
-    /// What changes from step to step comes in through `read` then, as on a pipeline ([`Trainer::new`]), beside rates and control
-    /// numbers: the loss runs when its pass is captured, and what it computes beside its ops stays as it was, as does all that it reads
-    /// which is neither argument nor parameter. Where arguments, parameters or what the optimizer keeps lie otherwise than before, and
-    /// where the loss scale or what is frozen has changed, the step is captured anew. A loss that draws random numbers of the step, or
-    /// reaches for the host, is run in each step, and so is an update that does ([`Optimizer::change`]). A captured step keeps its
-    /// memory until [`Trainer::loss_part`] is called; what is held of its losses and gradients is overwritten by the next step.
+    /// Capture needs a world of one rank, no pipeline, and a device that supports graph capture;
+    /// [`Trainer::capture_refusal`] reports why a trainer does not capture. A replayed step enqueues all work from
+    /// forward to update at once, and the host waits once, at the end.
+    ///
+    /// - Values that change from step to step must come in through `load_batch`, as on a pipeline ([`Trainer::new`]), or be
+    ///   learning rates or control numbers. The loss closure runs only while its pass is captured: what the closure
+    ///   computes outside of ops, and tensors that the closure reads which are neither arguments nor parameters, keep
+    ///   the values of that step.
+    /// - The step is captured again when arguments, parameters or optimizer state are at other addresses, or when the
+    ///   loss scale or the set of frozen parameters changes.
+    /// - A loss that draws random numbers of the step, or reads from the device to the host, runs in each step
+    ///   without a graph; so does an update that does ([`Optimizer::apply_update`]).
+    /// - A captured step keeps its memory until [`Trainer::partial_loss`] is called. The next step overwrites the
+    ///   losses and gradients of a captured step.
+    #[doc(alias = "torch.cuda.graph")]
+    #[doc(alias = "CUDA graph")]
     pub capture: bool,
 }
 
-impl Settings {
-    /// A batch of so many rows in one piece, seed 0, f32, the optimizer's learning rate, no clipping, no capture.
+impl TrainerConfig {
+    /// Returns the defaults for a batch of `rows` rows: one microbatch, seed 0, f32, the optimizer's own learning
+    /// rate, no clipping, no graph capture.
     #[must_use]
-    pub fn new(rows: usize) -> Settings {
+    pub fn new(rows: usize) -> TrainerConfig {
         let (dtype, param_dtype) = (DType::F32, None);
-        let (schedule, clip, capture) = (None, None, false);
-        Settings { rows, microbatches: 1, seed: 0, dtype, param_dtype, schedule, clip, capture }
+        let (lr_scheduler, clip, capture) = (None, None, false);
+        TrainerConfig { rows, microbatches: 1, seed: 0, dtype, param_dtype, lr_scheduler, clip, capture }
     }
 
-    /// The dtypes of computing and of the stored parameters.
+    /// Returns the compute dtype and the dtype of the stored parameters.
     #[must_use]
     pub fn precision(&self) -> Precision {
         let param_dtype = self.param_dtype.unwrap_or(Precision::mixed(self.dtype).param_dtype);
@@ -72,339 +89,359 @@ impl Settings {
     }
 }
 
-/// What a step left behind; the same on every rank.
+/// Result of one training step; equal on every rank.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepReport {
-    /// The number of the step, from 0.
+    /// Number of the step, from 0.
     pub step: u64,
-    /// The mean of the loss over the microbatches.
+    /// Mean of the loss over the microbatches.
     pub loss: f64,
-    /// The global gradient norm, before clipping; not finite if the step was skipped.
+    /// Global gradient norm before clipping; not finite if the step was skipped.
     pub grad_norm: f64,
-    /// The learning rate.
+    /// Learning rate of the step.
     pub lr: f64,
-    /// What the loss was multiplied by before its backward pass, where losses are scaled (in f16).
+    /// Loss scale of the step: the factor on the loss before its backward pass. `None` without loss scaling.
     pub loss_scale: Option<f64>,
-    /// Whether parameters stayed as they were, since a gradient of the scaled loss was not finite.
+    /// Whether the update was skipped because a gradient of the scaled loss overflowed.
     pub skipped: bool,
-    /// The sums over all ranks of the numbers that rode along.
+    /// The caller's control numbers, each summed over all ranks.
     pub control: Vec<f64>,
 }
 
-/// What reads arguments: the rank on whose mesh they lie, the step, and the rows of the global batch.
-type Read<'t> = Box<dyn Fn(&Rank, u64, Range<usize>) -> Result<Vec<Tensor>> + 't>;
-/// The model text that makes a loss of arguments.
-type Loss<'t, M> = Box<dyn Fn(&M, &[Var]) -> Var + 't>;
+/// Loads the arguments of the loss: the rank on whose mesh the tensors are, the step, and the rows of the global
+/// batch.
+type LoadBatch<'t> = Box<dyn Fn(&Rank, u64, Range<usize>) -> Result<Vec<Tensor>> + 't>;
+/// Computes the loss from a module and arguments.
+type LossFn<'t, M> = Box<dyn Fn(&M, &[Var]) -> Var + 't>;
 
-/// A model in training on one rank, on any mesh: where the plan has a pipeline and the mesh its axis, the model is
-/// recorded and cut into stages, and only the parameters of this rank's stage are here.
+/// A model in training on one rank, on any mesh. If the plan has a pipeline and the mesh has its axis, the model is
+/// recorded and cut into stages, and this rank holds the parameters of its own stage only.
 ///
-/// Every rank makes its trainer alike and steps it together with the others.
+/// Every rank constructs its trainer with equal arguments and calls [`Trainer::step`] together with the other ranks.
 pub struct Trainer<'t, M> {
     model: Model<M>,
     optim: Box<dyn Optimizer + 't>,
-    settings: Settings,
-    read: Read<'t>,
-    loss: Loss<'t, M>,
-    staged: Option<Staged>,
-    capture: Capture,
+    config: TrainerConfig,
+    load_batch: LoadBatch<'t>,
+    loss_fn: LossFn<'t, M>,
+    pipelined: Option<PipelinedModel>,
+    capture: StepCapture,
     loss_scale: Option<LossScale>,
     step: u64,
-    /// The step before the first update of this trainer: no update has changed the parameters as long as `step` is this.
+    /// Step before the first update by this trainer. While `step` equals `first_step`, no update has changed the
+    /// parameters.
     first_step: u64,
-    /// Whether an update has begun and not ended: parameters may be of no step.
-    is_updating: bool,
-    passes: RefCell<Vec<Passed>>,
-    /// The line that asked for the last step.
+    /// Whether an update has begun and not finished: the parameters may then belong to no step.
+    update_in_progress: bool,
+    passes: RefCell<Vec<TimedAction>>,
+    /// Caller of the last step, for errors.
     site: &'static Location<'static>,
 }
 
 impl<'t, M: Module> Trainer<'t, M> {
-    /// Places a model. `read` gives the arguments of `loss` for some rows of the global batch of a step, as tensors on the
-    /// rank that it is handed, split as [`Plan::batch_layout`] says; `loss` is the model text, a scalar that is a mean over
-    /// rows: where rows do not weigh alike, a sum over a count of the whole step, which `read` hands over. Neither may depend
-    /// on the mesh. `optim` is any [`Optimizer`], made alike on every rank.
+    /// Creates a trainer: distributes the parameters of `module` over the mesh as `plan` says.
     ///
-    /// On a pipeline `loss` runs once for each shape of its arguments, and its ops are replayed in every step: what changes from step
-    /// to step comes in through `read`, and what the text computes beside its ops (counters, numbers of a key of one's own) stays as
-    /// it was. Layers that draw random numbers draw those of the step all the same.
+    /// - `load_batch` returns the arguments of `loss` for a range of rows of the global batch of a step: tensors on the
+    ///   rank that `load_batch` receives, split as [`Plan::batch_layout`] says.
+    /// - `loss` returns a scalar: a mean over rows. Where rows have unequal weights, divide a sum by the count of the
+    ///   whole step, which `load_batch` passes as an argument. Neither `load_batch` nor `loss` may depend on the mesh.
+    /// - `optim` is any [`Optimizer`], constructed with equal arguments on every rank.
+    ///
+    /// On a pipeline, `loss` runs once for each combination of argument shapes, and every step replays its recorded
+    /// ops. Values that change from step to step must come in through `load_batch`: what `loss` computes outside of ops
+    /// (counters, numbers drawn from a key of the caller) keeps the value of the recording. Dropout and other layers
+    /// still draw new random numbers in each step.
     ///
     /// # Errors
-    /// As [`Model::new`]; `Kind::Config` for rows that the microbatches do not divide, for a clip that is not above 0, for a
-    /// pipeline that the model cannot be cut for, and what [`Optimizer::check`] refuses; `Kind::DType` on a pipeline for a loss
-    /// of 16 bits, which [`Trainer::step`] refuses elsewhere; what `read` reports.
+    /// As [`Model::new`]; `Kind::Config` if the microbatches do not divide the rows, if `clip` is not above 0, if the
+    /// model cannot be cut for the pipeline, and as [`Optimizer::check_params`]; `Kind::DType` on a pipeline for a
+    /// loss of 16 bits, which [`Trainer::step`] refuses elsewhere; errors of `load_batch`.
     #[track_caller]
     pub fn new(
         rank: &Rank,
         module: M,
         plan: &Plan,
         optim: impl Optimizer + 't,
-        settings: Settings,
-        read: impl Fn(&Rank, u64, Range<usize>) -> Result<Vec<Tensor>> + 't,
+        config: TrainerConfig,
+        load_batch: impl Fn(&Rank, u64, Range<usize>) -> Result<Vec<Tensor>> + 't,
         loss: impl Fn(&M, &[Var]) -> Var + 't,
     ) -> Result<Trainer<'t, M>> {
-        check(&settings)?;
-        let precision = settings.precision();
-        let (model, staged) = match plan.pipeline_on(rank.mesh()) {
-            None => (Model::with_precision(rank, module, plan, settings.seed, precision)?, None),
+        check_config(&config)?;
+        let precision = config.precision();
+        let (model, pipelined) = match plan.pipeline_on(rank.mesh()) {
+            None => (Model::with_precision(rank, module, plan, config.seed, precision)?, None),
             Some((pipeline, axis)) => {
-                let model = staged::outline(rank, axis, module, plan, precision)?;
-                let first = read(model.rank(), 0, 0..settings.rows / settings.microbatches)?;
-                let of = (settings.seed, settings.microbatches);
-                let text = |arguments: &[Var]| Ok(vec![wide(loss(&model, arguments))?]);
-                let staged = Staged::new(&model, (pipeline, axis), of, &first, &text)?;
-                (model, Some(staged))
+                let model = pipelined_model::stage_model(rank, axis, module, plan, precision)?;
+                let first = load_batch(model.rank(), 0, 0..config.rows / config.microbatches)?;
+                let (seed, microbatches) = (config.seed, config.microbatches);
+                let forward = |arguments: &[Var]| Ok(vec![check_loss_dtype(loss(&model, arguments))?]);
+                let pipelined = PipelinedModel::new(&model, pipeline, axis, seed, microbatches, &first, &forward)?;
+                (model, Some(pipelined))
             }
         };
-        optim.check(model.params())?;
-        let (read, loss) = (Box::new(read), Box::new(loss));
-        let loss_scale = (settings.dtype == DType::F16).then(LossScale::default);
-        let capture = match &staged {
-            Some(_) => Capture::refused(Error::new(Kind::Unsupported, "it is that of a pipeline")),
+        optim.check_params(model.params())?;
+        let (load_batch, loss_fn) = (Box::new(load_batch), Box::new(loss));
+        let loss_scale = (config.dtype == DType::F16).then(LossScale::default);
+        let capture = match &pipelined {
+            Some(_) => StepCapture::disabled(Error::new(Kind::Unsupported, "graph capture does not support pipelines")),
             None if rank.mesh().num_ranks() > 1 => {
-                Capture::refused(Error::new(Kind::Unsupported, "several ranks take it together"))
+                StepCapture::disabled(Error::new(Kind::Unsupported, "graph capture supports a world of one rank only"))
             }
-            None => Capture::default(),
+            None => StepCapture::default(),
         };
         let (optim, passes) = (Box::new(optim), RefCell::default());
         Ok(Trainer {
             model,
             optim,
-            settings,
-            read,
-            loss,
-            staged,
+            config,
+            load_batch,
+            loss_fn,
+            pipelined,
             capture,
             loss_scale,
             step: 0,
             first_step: 0,
-            is_updating: false,
+            update_in_progress: false,
             passes,
             site: Location::caller(),
         })
     }
 
-    /// The model; on a pipeline, with the parameters of this rank's stage only.
+    /// Returns the model; on a pipeline it has the parameters of this rank's stage only.
     #[must_use]
     pub fn model(&self) -> &Model<M> {
         &self.model
     }
 
-    /// The optimizer.
+    /// Returns the optimizer.
     #[must_use]
     pub fn optim(&self) -> &(dyn Optimizer + 't) {
         &*self.optim
     }
 
-    /// By what the loss of the next step is multiplied, where losses are scaled (in f16).
+    /// Returns the state of loss scaling for the next step; `None` unless the compute dtype is f16.
     #[must_use]
     pub fn loss_scale(&self) -> Option<LossScale> {
         self.loss_scale
     }
 
-    /// The schedule that the trainer follows on a pipeline, transfers included.
+    /// Returns the pipeline schedule of the trainer, transfers included; `None` without a pipeline.
     #[must_use]
-    pub fn schedule(&self) -> Option<&pipeline::Schedule> {
-        self.staged.as_ref().map(Staged::schedule)
+    pub fn pipeline_schedule(&self) -> Option<&pipeline::Schedule> {
+        self.pipelined.as_ref().map(PipelinedModel::schedule)
     }
 
-    /// Of each stage of the pipeline, the number of its first op and the place of that in the model.
+    /// Returns the index of the first op of each pipeline stage, and the path of that op in the model.
     #[must_use]
     pub fn stage_starts(&self) -> Vec<(usize, Rc<str>)> {
-        self.staged.as_ref().map_or_else(Vec::new, Staged::starts)
+        self.pipelined.as_ref().map_or_else(Vec::new, PipelinedModel::stage_starts)
     }
 
-    /// Why steps, or their updates, are not captured, from the first on that was not; `None` where they are, or were not to be.
+    /// Returns why passes or updates are not captured as graphs: the first refusal. `None` if they are captured, or
+    /// if [`TrainerConfig::capture`] is off.
     #[must_use]
-    pub fn not_captured(&self) -> Option<&Error> {
-        self.capture.why_not().filter(|_| self.settings.capture)
+    pub fn capture_refusal(&self) -> Option<&Error> {
+        self.capture.refusal().filter(|_| self.config.capture)
     }
 
-    /// What the last step did on this rank, and when: passes, and transfers between stages. Nothing of one that was replayed.
+    /// Returns the timed actions of this rank in the last step: forward and backward passes, and transfers between
+    /// stages. Empty after a step that replayed a graph.
     #[must_use]
-    pub fn passes(&self) -> Vec<Passed> {
+    pub fn passes(&self) -> Vec<TimedAction> {
         self.passes.borrow().clone()
     }
 
-    /// The settings.
+    /// Returns the configuration.
     #[must_use]
-    pub fn settings(&self) -> &Settings {
-        &self.settings
+    pub fn config(&self) -> &TrainerConfig {
+        &self.config
     }
 
-    /// Forward, backward and update. The numbers of `control` are summed over all ranks along with the gradient norm.
+    /// Runs one training step: forward, backward, gradient norm, clipping and update. The numbers of `control` are
+    /// summed over all ranks in the same all-reduce as the gradient norm.
     ///
     /// # Errors
-    /// `Kind::NotFinite` on every rank, before the update, if the loss, a gradient or a control sum is not finite; with a
-    /// loss scale above 1, gradients that are not finite only skip the update and halve the scale. `Kind::DType` for a loss of 16
-    /// bits. `Kind::Config` as [`Optimizer::step`]. What ops, arguments and collectives report.
+    /// `Kind::NotFinite` on every rank, before the update, if the loss, a gradient or a control sum is not finite.
+    /// With a loss scale above 1, gradients that are not finite only skip the update and halve the scale.
+    /// `Kind::DType` for a loss of 16 bits. `Kind::Config` as [`Optimizer::step`]. Errors of ops, of `load_batch` and of
+    /// collectives.
+    #[doc(alias = "training_step")]
+    #[doc(alias = "train_step")]
     #[track_caller]
     pub fn step(&mut self, control: &[f64]) -> Result<StepReport> {
         self.site = Location::caller();
         let step = self.step;
-        let lr = self.settings.schedule.as_ref().map_or_else(|| self.optim.lr(), |s| s.lr(step as usize));
-        let args = StepArgs { lr, clip: self.settings.clip, control, loss_scale: self.factor() };
-        let report = match self.settings.capture && self.capture.is_on() {
-            true => self.captured_step(args)?,
-            false => self.update(self.gradients()?, args)?,
+        let lr = self.config.lr_scheduler.as_ref().map_or_else(|| self.optim.lr(), |s| s.lr(step as usize));
+        let args = StepArgs { lr, clip: self.config.clip, control, loss_scale: self.loss_factor() };
+        let report = match self.config.capture && self.capture.is_enabled() {
+            true => self.replay_step(args)?,
+            false => self.apply_optimizer(self.gradients()?, args)?,
         };
         let mut control = report.control;
         let loss = control.remove(0);
         let finite = loss.is_finite() && control.iter().all(|x| x.is_finite());
-        let skipped = !report.applied && finite && self.loss_scale.is_some_and(LossScale::can_fall);
+        let skipped = !report.applied && finite && self.loss_scale.is_some_and(LossScale::can_decrease);
         if !report.applied && !skipped {
-            let odd = control.iter().position(|x| !x.is_finite()).filter(|_| loss.is_finite());
-            if let Some(i) = odd.filter(|_| report.grad_norm.is_finite()) {
+            let non_finite = control.iter().position(|x| !x.is_finite()).filter(|_| loss.is_finite());
+            if let Some(i) = non_finite.filter(|_| report.grad_norm.is_finite()) {
                 let (step, sum) = (step + 1, control[i]);
                 let text = format!(
-                    "step {step}: control number {i} is {sum} over all ranks; the step was not taken"
+                    "step {step}: control number {i} sums to {sum} over all ranks; the update was not applied"
                 );
                 return Err(Error::new(Kind::NotFinite, text)
-                    .detail("help", "loss and gradients are finite: look at the numbers that rode along"));
+                    .detail("help", "loss and gradients are finite: check the `control` argument of Trainer::step on each rank"));
             }
             return Err(self.explain_not_finite(loss, report.grad_norm));
         }
         let loss_scale = self.loss_scale.map(LossScale::factor);
-        self.loss_scale = self.loss_scale.map(|scale| scale.after(!skipped));
+        self.loss_scale = self.loss_scale.map(|scale| scale.after_step(!skipped));
         self.step += 1;
         Ok(StepReport { step, loss, grad_norm: report.grad_norm, lr, loss_scale, skipped, control })
     }
 
-    /// What this rank holds of the weights after the last step that it took whole. For a world that has failed, on each of its
-    /// ranks: where all were left with the weights of one step, [`Rescued::model`] makes the model of them in another world.
-    /// Nothing is communicated.
+    /// Returns a snapshot of this rank's weights after the last complete step, for use after the world has failed.
+    /// Call it on each rank: if all snapshots are of one step, [`WeightSnapshot::model`] rebuilds the model in
+    /// another world. Nothing is communicated.
     ///
     /// # Errors
-    /// `Kind::Unsupported` where an update had begun and not ended: weights are those of no step then. What the device reports.
-    pub fn rescue(&self) -> Result<Rescued> {
-        if self.is_updating {
-            let text = format!("the update of step {} had begun and did not end", self.step + 1);
+    /// `Kind::Unsupported` if an update had begun and not finished: the weights then belong to no step. Errors of the
+    /// device.
+    pub fn rescue(&self) -> Result<WeightSnapshot> {
+        if self.update_in_progress {
+            let text = format!("the update of step {} had begun and did not finish: the weights belong to no step", self.step + 1);
             return Err(Error::new(Kind::Unsupported, text).detail("rank", self.rank().describe()));
         }
-        Rescued::of(&self.model, self.step)
+        WeightSnapshot::from_model(&self.model, self.step)
     }
 
-    /// What gradients bear.
-    fn factor(&self) -> f64 {
+    /// Returns the factor on the loss, and so on all gradients: the loss scale, or 1.
+    fn loss_factor(&self) -> f64 {
         self.loss_scale.map_or(1.0, LossScale::factor)
     }
 
-    /// Compares what the ranks were told (settings, optimizer, step, how many arguments the loss has and how they lie), bit for
-    /// bit the copies of parameters and of the arguments of the next step, and the names of this stage's parameters. Three small
-    /// collectives, one more where stages share a parameter; every rank calls this together: at the start, and now and then,
-    /// since no collective of a step sees what is in a tensor.
+    /// Verifies that all ranks agree: on configuration, optimizer, step, loss scale, number and layouts of the
+    /// arguments of the loss; bit for bit on the copies of parameters and of the arguments of the next step; and on
+    /// the parameter names of a stage.
+    ///
+    /// Call it on every rank at the start and at intervals: the collectives of a step do not compare what tensors
+    /// contain. It costs three small collectives, and one more if stages share a parameter.
     ///
     /// # Errors
-    /// `Kind::Diverged` on every rank, naming what differs; what `read` and the collectives report.
+    /// `Kind::Diverged` on every rank, naming what differs; errors of `load_batch` and of the collectives.
     #[track_caller]
-    pub fn check_alike(&self) -> Result<()> {
+    pub fn check_consistent(&self) -> Result<()> {
         let site = Location::caller();
-        let arguments = self.arguments(0)?;
+        let arguments = self.load_microbatch(0)?;
         let layouts: Vec<String> = arguments.iter().map(|t| t.layout().to_string()).collect();
-        let told = [
-            ("settings", format!("{:?}", self.settings)),
+        let values = [
+            ("settings", format!("{:?}", self.config)),
             ("optimizer", self.optim.describe()),
             ("step", self.step.to_string()),
             ("loss scale", format!("{:?}", self.loss_scale)),
             ("arguments of the loss", format!("{}, {}", layouts.len(), layouts.join(", "))),
         ];
-        check_alike(self.rank(), &told, site)?;
+        check_consistent(self.rank(), &values, site)?;
         check_parameters(&self.model, site)?;
         let names: Vec<String> = (0..arguments.len()).map(|i| format!("argument {i} of the loss")).collect();
         let arguments: Vec<_> = names.iter().map(String::as_str).zip(&arguments).collect();
-        check_copies(self.rank(), &arguments, site)
+        check_replicas(self.rank(), &arguments, site)
     }
 
-    /// This rank's part of the loss on some arguments, on which [`Trainer::rank`] they lie; the parts of all ranks add up to
-    /// it ([`world_sum`](shardgrad_tensor::control::world_sum)). Nothing random is drawn, nothing is kept. A captured step gives its
-    /// memory up for it, and is captured anew.
+    /// Evaluates this rank's partial loss on arguments that are on the mesh of [`Trainer::rank`]. The sum over all
+    /// ranks ([`world_sum`](shardgrad_tensor::control::world_sum)) is the loss. Dropout is off and no gradient is
+    /// recorded. Releases the memory of a captured step, which is captured again later.
     ///
     /// # Errors
-    /// What ops and collectives report.
-    pub fn loss_part(&self, arguments: &[Tensor]) -> Result<f64> {
-        self.capture.forget();
-        let loss = match &self.staged {
+    /// Errors of ops and collectives.
+    #[doc(alias = "no_grad")]
+    #[doc(alias = "evaluate")]
+    #[doc(alias = "eval")]
+    pub fn partial_loss(&self, arguments: &[Tensor]) -> Result<f64> {
+        self.capture.clear();
+        let loss = match &self.pipelined {
             None => {
-                let tape = self.model.inference();
+                let tape = self.model.inference_tape();
                 let arguments: Vec<Var> = arguments.iter().map(|t| tape.constant(t.clone())).collect();
-                Some((self.loss)(&self.model, &arguments).tensor().clone())
+                Some((self.loss_fn)(&self.model, &arguments).tensor().clone())
             }
-            Some(staged) => {
-                let text = |arguments: &[Var]| Ok(vec![(self.loss)(&self.model, arguments)]);
-                staged.infer(&self.model, arguments, &text)?
+            Some(pipelined) => {
+                let forward = |arguments: &[Var]| Ok(vec![(self.loss_fn)(&self.model, arguments)]);
+                pipelined.forward_step(&self.model, arguments, &forward)?
             }
         };
-        loss.map_or(Ok(0.0), |loss| loss.local_part_once())
+        loss.map_or(Ok(0.0), |loss| loss.local_contribution())
     }
 
-    /// What the ops of this rank leave in a forward pass, in their order: the place in the model, and the layout of the first
-    /// result. Nothing is computed.
+    /// Returns the path in the model and the layout of the first result of each op of this rank in a forward pass, in
+    /// order. Computes nothing.
     ///
     /// # Errors
-    /// What `read` and the model's text report.
-    pub fn outline(&self) -> Result<Vec<(Rc<str>, Layout)>> {
-        let told = |r: &OpRecord| Some((r.path.clone(), r.outputs.first()?.clone()));
-        if let Some(staged) = &self.staged {
-            return Ok(staged.records(self.model.rank()).iter().filter_map(told).collect());
+    /// Errors of `load_batch` and of the model.
+    pub fn forward_layouts(&self) -> Result<Vec<(Rc<str>, Layout)>> {
+        let values = |r: &OpRecord| Some((r.path.clone(), r.outputs.first()?.clone()));
+        if let Some(pipelined) = &self.pipelined {
+            return Ok(pipelined.records(self.model.rank()).iter().filter_map(values).collect());
         }
-        let layouts: Vec<Layout> = self.arguments(0)?.iter().map(|t| t.layout().clone()).collect();
-        let text = |arguments: &[Var]| Ok(vec![(self.loss)(&self.model, arguments)]);
-        let program = Program::record(self.model.rank(), &layouts, None, text)?;
-        Ok(program.records.iter().filter_map(told).collect())
+        let layouts: Vec<Layout> = self.load_microbatch(0)?.iter().map(|t| t.layout().clone()).collect();
+        let forward = |arguments: &[Var]| Ok(vec![(self.loss_fn)(&self.model, arguments)]);
+        let program = Program::record(self.model.rank(), &layouts, None, forward)?;
+        Ok(program.records.iter().filter_map(values).collect())
     }
 
-    /// The rank on whose mesh arguments lie: without the axis of the pipeline, if there is one.
+    /// Returns the rank on whose mesh arguments must be: without the pipeline axis, if there is one.
     #[must_use]
     pub fn rank(&self) -> &Rank {
         self.model.rank()
     }
 
-    /// What makes up this rank's part of the mean loss, and the gradients of its parameters times the loss scale.
-    fn gradients(&self) -> Result<(LossParts, Gradients)> {
-        let read = |microbatch: usize| self.arguments(microbatch);
-        if let Some(staged) = &self.staged {
+    /// Runs forward and backward of all microbatches. Returns the terms of this rank's partial loss, and the
+    /// gradients of its parameters times the loss scale.
+    fn gradients(&self) -> Result<(PartialLoss, Gradients)> {
+        let load = |microbatch: usize| self.load_microbatch(microbatch);
+        if let Some(pipelined) = &self.pipelined {
             let noise = |microbatch: usize| self.noise(microbatch);
-            let outcome = staged.train(&self.model, &read, &noise, self.factor())?;
-            *self.passes.borrow_mut() = outcome.passes;
-            let tensors = outcome.results.into_iter().flatten().flatten().collect();
-            return Ok((LossParts { tensors, count: self.settings.microbatches }, outcome.gradients));
+            let outputs = pipelined.train_step(&self.model, &load, &noise, self.loss_factor())?;
+            *self.passes.borrow_mut() = outputs.passes;
+            let tensors = outputs.results.into_iter().flatten().flatten().collect();
+            return Ok((PartialLoss { tensors, count: self.config.microbatches }, outputs.gradients));
         }
-        Ok(self.pass(read)?.parts())
+        Ok(self.forward_backward(load)?.into_loss_and_gradients())
     }
 
-    /// The optimizer's part of a step.
+    /// Applies the optimizer to the gradients of a step.
     #[track_caller]
-    fn update(&mut self, (loss, gradients): (LossParts, Gradients), args: StepArgs<'_>) -> Result<Report> {
-        let Trainer { model, optim, is_updating, .. } = self;
-        let of = (model.rank(), model.params());
-        optim::step(&mut **optim, of, (gradients, Some(loss)), args, is_updating)
+    fn apply_optimizer(&mut self, (loss, gradients): (PartialLoss, Gradients), args: StepArgs<'_>) -> Result<UpdateReport> {
+        let Trainer { model, optim, update_in_progress, .. } = self;
+        let rank_and_params = (model.rank(), model.params());
+        optim::step(&mut **optim, rank_and_params, (gradients, Some(loss)), args, update_in_progress)
     }
 
-    /// A step by captured work, as far as that can be. What it leaves behind is let go of when it ends.
+    /// Runs a step by replaying captured graphs, as far as pass and update can be captured. The losses and gradients
+    /// of the step are released when this function returns.
     #[track_caller]
-    fn captured_step(&mut self, args: StepArgs<'_>) -> Result<Report> {
-        let arguments = (0..self.settings.microbatches).map(|microbatch| self.arguments(microbatch));
+    fn replay_step(&mut self, args: StepArgs<'_>) -> Result<UpdateReport> {
+        let arguments = (0..self.config.microbatches).map(|microbatch| self.load_microbatch(microbatch));
         let arguments: Vec<Vec<Tensor>> = arguments.collect::<Result<_>>()?;
         let mut capture = std::mem::take(&mut self.capture);
-        let pass = |arguments: &[Vec<Tensor>]| self.pass(|microbatch| Ok(arguments[microbatch].clone()));
-        let made = capture.ready((self.rank(), self.model.params()), &arguments, self.factor(), pass);
+        let pass = |arguments: &[Vec<Tensor>]| self.forward_backward(|microbatch| Ok(arguments[microbatch].clone()));
+        let outputs = capture.prepare((self.rank(), self.model.params()), &arguments, self.loss_factor(), pass);
         self.passes.borrow_mut().clear();
         self.capture = capture;
-        let Some(made) = made? else {
-            return self.update(self.pass(|microbatch| Ok(arguments[microbatch].clone()))?.parts(), args);
+        let Some(outputs) = outputs? else {
+            return self.apply_optimizer(self.forward_backward(|microbatch| Ok(arguments[microbatch].clone()))?.into_loss_and_gradients(), args);
         };
-        let (loss, gradients) = made.parts();
-        let Trainer { model, optim, capture, is_updating, .. } = self;
-        let of = (model.rank(), model.params());
-        match capture.step(&mut **optim, of, (&gradients, &loss), args, is_updating)? {
+        let (loss, gradients) = outputs.into_loss_and_gradients();
+        let Trainer { model, optim, capture, update_in_progress, .. } = self;
+        let rank_and_params = (model.rank(), model.params());
+        match capture.replay(&mut **optim, rank_and_params, (&gradients, &loss), args, update_in_progress)? {
             Some(report) => Ok(report),
-            None => self.update((loss, gradients), args),
+            None => self.apply_optimizer((loss, gradients), args),
         }
     }
 
-    /// Forward and backward of all microbatches. Nothing is read by the host.
-    fn pass(&self, arguments: impl Fn(usize) -> Result<Vec<Tensor>>) -> Result<Passes> {
-        let count = self.settings.microbatches;
+    /// Runs forward and backward of all microbatches without reading from the device.
+    fn forward_backward(&self, arguments: impl Fn(usize) -> Result<Vec<Tensor>>) -> Result<PassOutputs> {
+        let count = self.config.microbatches;
         let tape = self.model.tape().for_rounds(count);
         let mut losses = Vec::with_capacity(count);
         self.passes.borrow_mut().clear();
@@ -412,42 +449,42 @@ impl<'t, M: Module> Trainer<'t, M> {
             let start = Instant::now();
             tape.set_noise(Some(self.noise(microbatch)));
             let arguments: Vec<Var> = arguments(microbatch)?.into_iter().map(|t| tape.constant(t)).collect();
-            let loss = wide((self.loss)(&self.model, &arguments)).map_err(|e| e.at(self.site))?;
+            let loss = check_loss_dtype((self.loss_fn)(&self.model, &arguments)).map_err(|e| e.at(self.site))?;
             let loss = if count == 1 { loss } else { loss.scale(1.0 / count as f64) };
             losses.push(loss.tensor().clone());
-            let (middle, stage) = (Instant::now(), 0);
+            let (forward_end, stage) = (Instant::now(), 0);
             if microbatch + 1 == count {
                 tape.expect_gradients();
             }
-            // The line of the loss is not known, and that of this call is nobody's.
-            loss.backward_scaled(self.factor()).map_err(|e| e.asked_by(self.site))?;
+            // The line of the loss is unknown, and this line is not the caller's.
+            loss.backward_scaled(self.loss_factor()).map_err(|e| e.replace_site(self.site))?;
             self.passes.borrow_mut().extend([
-                Passed { action: Action::Forward { stage, microbatch }, start, end: middle },
-                Passed { action: Action::Backward { stage, microbatch }, start: middle, end: Instant::now() },
+                TimedAction { action: Action::Forward { stage, microbatch }, start, end: forward_end },
+                TimedAction { action: Action::Backward { stage, microbatch }, start: forward_end, end: Instant::now() },
             ]);
         }
-        Ok(Passes { losses, gradients: tape.gradients(), is_of_step: tape.noise_is_asked() })
+        Ok(PassOutputs { losses, gradients: tape.gradients(), depends_on_step: tape.noise_was_read() })
     }
 
-    /// The arguments of the loss for a microbatch of this step.
-    fn arguments(&self, microbatch: usize) -> Result<Vec<Tensor>> {
-        (self.read)(self.model.rank(), self.step, self.rows(microbatch))
+    /// Loads the arguments of the loss for a microbatch of this step.
+    fn load_microbatch(&self, microbatch: usize) -> Result<Vec<Tensor>> {
+        (self.load_batch)(self.model.rank(), self.step, self.rows(microbatch))
     }
 
-    /// What random ops draw by in a microbatch of this step.
+    /// Returns the random-number state of a microbatch of this step.
     fn noise(&self, microbatch: usize) -> Noise {
         let first_row = self.rows(microbatch).start as u64;
-        Noise { seed: self.settings.seed, step: self.step, first_row }
+        Noise { seed: self.config.seed, step: self.step, first_row }
     }
 
     fn rows(&self, microbatch: usize) -> Range<usize> {
-        let rows = self.settings.rows / self.settings.microbatches;
+        let rows = self.config.rows / self.config.microbatches;
         microbatch * rows..(microbatch + 1) * rows
     }
 }
 
-fn check(settings: &Settings) -> Result<()> {
-    let Settings { rows, microbatches, clip, .. } = *settings;
+fn check_config(config: &TrainerConfig) -> Result<()> {
+    let TrainerConfig { rows, microbatches, clip, .. } = *config;
     optim::check_clip(clip)?;
     if rows == 0 || microbatches == 0 || !rows.is_multiple_of(microbatches) {
         let text = format!("{microbatches} microbatches do not divide a batch of {rows} rows");
@@ -458,8 +495,22 @@ fn check(settings: &Settings) -> Result<()> {
     Ok(())
 }
 
+/// Refuses a loss of 16 bits: its mean has three digits, and whether the scaled loss overflows would depend on the
+/// number of microbatches by which the loss is divided first, and so on the mesh.
+fn check_loss_dtype(loss: Var) -> Result<Var> {
+    let dtype = loss.dtype();
+    if dtype == dtype.accumulator() {
+        return Ok(loss);
+    }
+    let sums = dtype.accumulator();
+    let text =
+        format!("the loss has dtype {dtype}: too few digits for a mean, and too small a range for loss scaling");
+    let help = format!("cast before the mean: x.cast(DType::{}).mean()", sums.name().to_uppercase());
+    Err(Error::new(Kind::DType, text).detail("help", help))
+}
+
 impl<M> fmt::Debug for Trainer<'_, M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Trainer(step {}, {:?})", self.step, self.settings)
+        write!(f, "Trainer(step {}, {:?})", self.step, self.config)
     }
 }

@@ -1,9 +1,9 @@
-//! What ranks that are processes read and must have alike, beside their options: compared when they connect, before a step is taken.
-//! Contents are compared by their hashes, since paths may differ between machines.
+//! Consistency of the inputs of ranks that are processes: data, tokenizer, config, weights and start step are compared when the ranks
+//! connect, before the first step. Contents are compared by hash, because paths may differ between machines.
 
 use super::ranks::Ranks;
 use crate::data::{ContentHash, Sampler};
-use crate::outputs::cannot;
+use crate::outputs::io_error;
 use crate::tokenizer::TOKENIZER_FILE;
 use shardgrad::Result;
 use shardgrad::nn::ModelConfig;
@@ -11,16 +11,16 @@ use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-/// What a run begins with, in the errors of ranks that differ.
+/// Name of the compared group in error messages.
 const START: &str = "starting points";
-/// The file of a model folder that tells which tokens end a text.
+/// The file of a model folder with the end-of-text tokens.
 const GENERATION_FILE: &str = "generation_config.json";
 
-/// Adds to what ranks compare with which step they begin, and from which checkpoint.
+/// Adds the first step and the checkpoint of the run to the compared values.
 ///
 /// # Errors
 /// `Kind::Io` if a file of the checkpoint cannot be read.
-pub(super) fn at_step(ranks: &Ranks, from: Option<(usize, &Path)>) -> Result<Ranks> {
+pub(super) fn with_next_step_from(ranks: &Ranks, from: Option<(usize, &Path)>) -> Result<Ranks> {
     let next = match from {
         None => "1".to_string(),
         Some((step, dir)) => format!("{} (checkpoint with hash {})", step + 1, hash_of(&model_files(dir)?)?),
@@ -28,10 +28,10 @@ pub(super) fn at_step(ranks: &Ranks, from: Option<(usize, &Path)>) -> Result<Ran
     Ok(with_next_step(ranks, &next))
 }
 
-/// Meets the other ranks where nothing is left to do on this one: so it must be on all of them.
+/// Checks, on a rank that has no steps left, that no other rank has either.
 ///
 /// # Errors
-/// `Kind::Config` if it is not; as [`World::join`](shardgrad::dist::World::join).
+/// `Kind::Config` if another rank has steps left; as [`World::join`](shardgrad::dist::World::join).
 pub(super) fn check_all_are_done(ranks: &Ranks) -> Result<()> {
     match ranks.are_processes() {
         true => with_next_step(ranks, "none").launch(|_| Ok(())).map(drop),
@@ -40,15 +40,15 @@ pub(super) fn check_all_are_done(ranks: &Ranks) -> Result<()> {
 }
 
 fn with_next_step(ranks: &Ranks, next: &str) -> Ranks {
-    ranks.with(|world| world.consistent(START, [("the next step".to_string(), next.to_string())]))
+    ranks.with(|world| world.check_consistent(START, [("the next step".to_string(), next.to_string())]))
 }
 
-/// Adds to what ranks compare the model of a folder, if weights come from one, and the data, if there are any. Threads compare
-/// nothing: they share what was read.
+/// Adds hashes of the data, tokenizer, config and weights to the compared values. Ranks that are threads compare nothing: they share
+/// these inputs.
 ///
 /// # Errors
 /// `Kind::Io` if a file cannot be read; as [`Sampler::content_hash`].
-pub(super) fn of_inputs(
+pub(super) fn with_input_hashes(
     ranks: &Ranks,
     config: &ModelConfig,
     model: Option<&Path>,
@@ -83,25 +83,25 @@ pub(super) fn of_inputs(
         },
     ));
     let inputs = inputs.into_iter().map(|(name, value)| (name.to_string(), value));
-    Ok(ranks.with(|world| world.consistent("inputs", inputs)))
+    Ok(ranks.with(|world| world.check_consistent("inputs", inputs)))
 }
 
-/// The files of tensors of a folder, and what a checkpoint tells of its run, by their names.
+/// Returns the safetensors files of a folder and the run state of a checkpoint, sorted by name.
 fn model_files(dir: &Path) -> Result<Vec<PathBuf>> {
     let is_read = |path: &PathBuf| {
-        let is_state = path.file_name().is_some_and(|name| name == shardgrad::nn::resume::STATE_FILE);
+        let is_state = path.file_name().is_some_and(|name| name == shardgrad::nn::checkpoint::STATE_FILE);
         path.is_file() && (is_state || path.extension().is_some_and(|e| e == "safetensors"))
     };
     let found = fs::read_dir(dir).and_then(|entries| {
         entries.map(|entry| entry.map(|entry| entry.path())).collect::<std::io::Result<Vec<PathBuf>>>()
     });
     let mut files: Vec<PathBuf> =
-        found.map_err(|e| cannot("read", dir, &e))?.into_iter().filter(is_read).collect();
+        found.map_err(|e| io_error("read", dir, &e))?.into_iter().filter(is_read).collect();
     files.sort();
     Ok(files)
 }
 
-/// The hash of the names and contents of files.
+/// Returns the hash of the names and contents of files.
 fn hash_of(files: &[PathBuf]) -> Result<String> {
     let mut hash = ContentHash::default();
     files.iter().try_for_each(|path| add_file(&mut hash, path))?;
@@ -109,7 +109,7 @@ fn hash_of(files: &[PathBuf]) -> Result<String> {
 }
 
 fn add_file(hash: &mut ContentHash, path: &Path) -> Result<()> {
-    let failed = |e: std::io::Error| cannot("read", path, &e);
+    let failed = |e: std::io::Error| io_error("read", path, &e);
     let file = File::open(path).map_err(failed)?;
     let found = file.metadata().map_err(failed)?;
     hash.add(path.file_name().unwrap_or_default().as_encoded_bytes());
@@ -123,13 +123,13 @@ mod tests {
     use shardgrad::Kind;
 
     #[test]
-    fn a_folder_is_hashed_by_its_tensors_and_state() {
+    fn folder_hash_covers_tensors_and_state() {
         let hash = |files: &[(&str, &str)]| {
             let dir = Scratch::new();
             files.iter().for_each(|(name, text)| drop(dir.file(name, text)));
             hash_of(&model_files(&dir.path("")).unwrap()).unwrap()
         };
-        let (weights, state) = (("model.safetensors", "abc"), (shardgrad::nn::resume::STATE_FILE, "{}"));
+        let (weights, state) = (("model.safetensors", "abc"), (shardgrad::nn::checkpoint::STATE_FILE, "{}"));
         let own = hash(&[weights, state]);
         assert_eq!(own, hash(&[state, weights, ("README.md", "x")]));
         assert_ne!(own, hash(&[("model.safetensors", "abd"), state]));

@@ -1,9 +1,9 @@
-//! `doctor`: what this machine has for us. It looks at files and asks the processor, and, built with the feature `cuda`, the
-//! libraries that the back end would use. It never fails.
+//! `doctor`: cores, SIMD, memory limits and GPU libraries of this machine. It reads system files, queries the CPU and, with the feature
+//! `cuda`, loads the libraries that the CUDA back end uses. It never fails.
 
 use super::args::DoctorArgs;
-use super::memory::file;
-use super::memory::room::{Room, Source, field, kib, rooms};
+use super::memory::read_system_file;
+use super::memory::limits::{MemoryLimit, LimitSource, field, kib, memory_limits};
 use serde_json::json;
 #[cfg(feature = "cuda")]
 use shardgrad::Error;
@@ -17,7 +17,7 @@ use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Libraries that back ends and transports to come will look for: what for, and how their files are called.
+/// GPU and communication libraries to look for: label and file name.
 const LIBRARIES: [(&str, &str); 6] = [
     ("NVIDIA driver", "libcuda.so"),
     ("NVIDIA management", "libnvidia-ml.so"),
@@ -27,15 +27,15 @@ const LIBRARIES: [(&str, &str); 6] = [
     ("MPI", "libmpi.so"),
 ];
 
-/// What was found.
+/// The collected facts.
 struct Findings {
     processor: String,
     cores: usize,
     memory_bytes: Option<[u64; 2]>,
-    /// Limits of this process and of its control groups.
-    limits: Vec<Room>,
+    /// Memory limits of this process and of its control groups.
+    limits: Vec<MemoryLimit>,
     driver: Option<String>,
-    /// For each of [`LIBRARIES`], the files.
+    /// The files of each entry of [`LIBRARIES`].
     libraries: Vec<Vec<PathBuf>>,
 }
 
@@ -60,13 +60,13 @@ fn look() -> Findings {
         memory_bytes: kib(&about_memory, "MemTotal")
             .zip(kib(&about_memory, "MemAvailable"))
             .map(|(a, b)| [a, b]),
-        limits: rooms(&file).into_iter().filter(|room| room.source != Source::Machine).collect(),
+        limits: memory_limits(&read_system_file).into_iter().filter(|memory_limit| memory_limit.source != LimitSource::Machine).collect(),
         driver: read("/proc/driver/nvidia/version").lines().next().map(str::to_string),
         libraries: LIBRARIES.map(|(_, file)| files(&folders, file)).into(),
     }
 }
 
-/// Where a loader would look, and where CUDA is usually put.
+/// Returns the search path of the loader and the usual folders of CUDA.
 fn library_folders() -> Vec<PathBuf> {
     let listed = env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
     let homes = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(env::var_os).map(PathBuf::from);
@@ -80,7 +80,7 @@ fn library_folders() -> Vec<PathBuf> {
         .collect()
 }
 
-/// The files of a library in some folders, each once, whatever links lead to it.
+/// Returns the files of a library in some folders, links resolved, without duplicates.
 fn files(folders: &[PathBuf], name: &str) -> Vec<PathBuf> {
     let entries = folders.iter().filter_map(|f| fs::read_dir(f).ok()).flatten().flatten();
     let ours = entries.filter(|e| {
@@ -93,7 +93,7 @@ fn files(folders: &[PathBuf], name: &str) -> Vec<PathBuf> {
     real.into_iter().collect()
 }
 
-/// Which of our instruction sets is used.
+/// Returns the instruction set in use.
 fn simd() -> &'static str {
     match level() {
         Level::Avx512 => "AVX-512",
@@ -102,39 +102,39 @@ fn simd() -> &'static str {
     }
 }
 
-/// What products of f32 are formed of on this processor.
+/// Returns the input dtype of f32 matmuls on this CPU.
 fn products(precision: MatmulPrecision) -> &'static str {
     if rounds_to_bf16(precision) { "bf16" } else { "f32" }
 }
 
-/// The back end for NVIDIA cards: a line for the heading, and lines below it with their labels.
+/// Describes the CUDA back end: a heading, and labeled lines.
 #[cfg(not(feature = "cuda"))]
 fn cuda() -> (String, Vec<(String, String)>) {
-    ("this build has no CUDA back end (feature `cuda`); tensors live on the CPU".into(), Vec::new())
+    ("not in this build (feature `cuda`); tensors are on the CPU".into(), Vec::new())
 }
 
-/// The back end for NVIDIA cards: a line for the heading, and lines below it with their labels.
+/// Describes the CUDA back end: a heading, and labeled lines.
 #[cfg(feature = "cuda")]
 fn cuda() -> (String, Vec<(String, String)>) {
     use shardgrad::kernels::cuda::{Report, SearchPaths};
     let report = Report::new(&SearchPaths::from_env());
-    let ready = report.libraries.iter().all(|(_, found)| found.is_ok()) && !report.cards.is_empty();
-    let told = |error| Error::from(error).to_string();
+    let ready = report.libraries.iter().all(|(_, found)| found.is_ok()) && !report.devices.is_empty();
+    let error_text = |error| Error::from(error).to_string();
     let mut lines: Vec<(String, String)> = Vec::new();
     for (name, found) in report.libraries {
-        lines.push((format!("  {name}"), found.unwrap_or_else(told)));
+        lines.push((format!("  {name}"), found.unwrap_or_else(error_text)));
     }
-    for (number, card) in report.cards.into_iter().enumerate() {
+    for (number, card) in report.devices.into_iter().enumerate() {
         let described = card.map(|c| {
             let (architecture, gib) = (c.architecture(), c.memory_bytes as f64 / (1u64 << 30) as f64);
-            format!("{}, {gib:.1} GiB, {architecture}, {} multiprocessors", c.name, c.processors)
+            format!("{}, {gib:.1} GiB, {architecture}, {} multiprocessors", c.name, c.multiprocessors)
         });
-        lines.push((format!("  cuda:{number}"), described.unwrap_or_else(told)));
+        lines.push((format!("  cuda:{number}"), described.unwrap_or_else(error_text)));
     }
     (if ready { "ready" } else { "not ready" }.into(), lines)
 }
 
-/// False without the back end, else its lines by label.
+/// Returns `false` without the CUDA back end, else its lines by label.
 fn cuda_as_json() -> serde_json::Value {
     if cfg!(not(feature = "cuda")) {
         return json!(false);
@@ -143,15 +143,15 @@ fn cuda_as_json() -> serde_json::Value {
     lines.collect::<serde_json::Map<String, serde_json::Value>>().into()
 }
 
-/// A limit of the memory of this process.
-fn limit_as_json(room: &Room) -> serde_json::Value {
-    let by = match room.source {
-        Source::Machine => "machine",
-        Source::ControlGroup => "control group",
-        Source::AddressSpace => "ulimit -v",
-        Source::DataSize => "ulimit -d",
+/// Formats a memory limit as JSON.
+fn limit_as_json(memory_limit: &MemoryLimit) -> serde_json::Value {
+    let by = match memory_limit.source {
+        LimitSource::Machine => "machine",
+        LimitSource::ControlGroup => "control group",
+        LimitSource::AddressSpace => "ulimit -v",
+        LimitSource::DataSize => "ulimit -d",
     };
-    json!({"by": by, "bytes": room.max_bytes, "bytes_left": room.left_bytes})
+    json!({"by": by, "bytes": memory_limit.max_bytes, "bytes_left": memory_limit.available_bytes})
 }
 
 fn as_json(found: &Findings) -> serde_json::Value {
@@ -186,21 +186,21 @@ fn text(found: &Findings) -> String {
     row("SIMD", format!("{} in use", simd()));
     let ways = MatmulPrecision::EVERY.map(|p| format!("{p}: {}", products(p)));
     row(
-        "products of f32",
-        format!("--matmul-precision {}; on NVIDIA cards f32, TF32, bf16", ways.join(", ")),
+        "f32 matmul",
+        format!("--matmul-precision {}; on NVIDIA GPUs f32, TF32, bf16", ways.join(", ")),
     );
     let gib = |bytes: u64| bytes as f64 / (1u64 << 30) as f64;
     let memory = found.memory_bytes.map(|[all, free]| format!("{:.1} GiB, {:.1} free", gib(all), gib(free)));
     row("memory", memory.unwrap_or_else(|| "unknown".into()));
-    for Room { source, max_bytes, left_bytes } in &found.limits {
-        let (max, left) = (gib(*max_bytes), gib(*left_bytes));
+    for MemoryLimit { source, max_bytes, available_bytes } in &found.limits {
+        let (max, left) = (gib(*max_bytes), gib(*available_bytes));
         row("  limit", format!("{max:.2} GiB for {source}, {left:.2} left"));
     }
     if found.limits.is_empty() {
-        row("  limit", "none by `ulimit` or a control group".into());
+        row("  limit", "none set by `ulimit` or a control group".into());
     }
     let each = [1, 2, 4].map(|n: usize| format!("{n} x {}", (found.cores / n).max(1)));
-    row("ranks x threads", format!("{}, unless --threads says otherwise", each.join(", ")));
+    row("ranks x threads", format!("{}; change with --threads", each.join(", ")));
     row("back ends", "cpu, null (shapes, bytes and costs only)".into());
     let (heading, lines) = cuda();
     row("CUDA", heading);
@@ -220,7 +220,7 @@ mod tests {
     use crate::data::scratch::Scratch;
 
     #[test]
-    fn files_are_found_by_name_and_told_once() {
+    fn libraries_are_listed_once() {
         let scratch = Scratch::new();
         for name in ["libnccl.so.2.20.5", "libnccl.so.2.20.5.txt", "libncclx.so", "libnccl.a"] {
             scratch.file(name, "no library");

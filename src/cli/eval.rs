@@ -1,13 +1,13 @@
-//! `eval`: the mean loss of a model on a text or on token numbers, on any mesh.
+//! `eval`: mean loss and perplexity of a model on text or token ids.
 
 use super::args::{EvalArgs, check_experts, check_tokens, config_of};
 use super::consistency;
 use super::memory::check_model;
-use super::ranks::{Startup, has_launcher, leads};
-use crate::data::{Order, Sampler};
+use super::ranks::{Startup, has_launcher, is_rank_zero};
+use crate::data::{RowOrder, Sampler};
 use crate::interrupt::end_at_signals;
 use crate::outputs::check_target;
-use crate::train::{Measured, batch, mean_loss};
+use crate::train::{Evaluation, batch, mean_loss};
 use serde_json::json;
 use shardgrad::nn::LanguageModel;
 use shardgrad::nn::hf::TensorWriter;
@@ -21,72 +21,72 @@ pub(crate) fn run(args: &EvalArgs, startup: &Startup) -> Result<()> {
     end_at_signals("eval", has_launcher())?;
     let config = config_of(&args.model)?;
     let seq = args.seq(&config)?;
-    let ranks = args.run.world()?.started_by(startup);
+    let ranks = args.run.evaluation_world()?.started_by(startup);
     check_experts(&args.run.mesh, &config)?;
     check_model(&args.run, &args.model, &config)?;
     let (windows, what) = match &args.source.tokens {
         Some(path) => {
             let file = super::token_rows(path, &config)?.checked()?;
             if args.seq.is_some() {
-                file.require_seq(seq)?;
+                file.check_seq(seq)?;
             }
-            (Sampler::of_tokens(Arc::new(file), Order::InFileOrder), "tokens".to_string())
+            (Sampler::of_tokens(Arc::new(file), RowOrder::Sequential), "tokens".to_string())
         }
         None => {
-            super::refuse_texts(&config)?;
-            let how = args.source.how(Some(&args.model), &config, None, &[])?;
-            let corpus = Arc::new(super::documents(&args.source.data, &how)?);
+            super::refuse_text_for_encoder(&config)?;
+            let options = args.source.read_options(Some(&args.model), &config, None, &[])?;
+            let corpus = Arc::new(super::open_corpus(&args.source.data, &options)?);
             let what = format!("{} split of {corpus}", args.split);
-            (Sampler::of_text(corpus, args.split, seq, Order::InFileOrder)?, what)
+            (Sampler::of_text(corpus, args.split, seq, RowOrder::Sequential)?, what)
         }
     };
     check_tokens(args.batch.min(windows.num_windows() as usize), windows.seq())?;
-    if let Some(path) = args.logits.as_ref().filter(|_| leads()) {
+    if let Some(path) = args.logits.as_ref().filter(|_| is_rank_zero()) {
         check_target(
             "--logits",
             path,
             args.source.inputs().chain(args.source.source(path)).chain([args.model.as_path()]),
         )?;
     }
-    let ranks = consistency::of_inputs(&ranks, &config, Some(&args.model), Some(&windows))?;
+    let ranks = consistency::with_input_hashes(&ranks, &config, Some(&args.model), Some(&windows))?;
     let plan = LanguageModel::plan(&config);
     let losses = ranks.launch(|rank| {
         let model = Model::with_dtype(rank, LanguageModel::new(&config), &plan, 0, args.run.dtype)?;
         super::load(&model, &args.model, args.run.cast())?;
         if let Some(path) = &args.logits {
-            super::together(rank, || write_logits(&model, &plan, &windows, args.batch, path))?;
+            super::collective_io(rank, || write_logits(&model, &plan, &windows, args.batch, path))?;
         }
         let part = |x: &[Tensor]| {
-            let tape = model.inference();
+            let tape = model.inference_tape();
             let x: Vec<Var> = x.iter().map(|x| tape.constant(x.clone())).collect();
-            model.loss_of(&x).tensor().local_part_once()
+            model.loss_from_batch(&x).tensor().local_contribution()
         };
         match mean_loss(rank, &plan, &windows, args.batch, || false, part)? {
-            Measured::Loss(loss) => Ok(loss),
-            // A rank that could not read says so; the others have nothing to say.
-            Measured::Abandoned(why) => why.map_or(Ok(f64::NAN), Err),
+            Evaluation::Loss(loss) => Ok(loss),
+            // The rank that failed to read returns its error; the others stop without one.
+            Evaluation::Abandoned(why) => why.map_or(Ok(f64::NAN), Err),
         }
     })?;
     if !losses[0].is_finite() {
         let why = format!("eval: the mean loss of {} is {}", args.model.display(), losses[0]);
-        let help = "its weights are not finite, or too large for --dtype";
+        let help = "the weights are not finite, or overflow in --dtype; try --dtype f32";
         return Err(Error::new(Kind::NotFinite, why).detail("help", help));
     }
     let num_windows = windows.num_windows();
-    let tokens = windows.asked(0..num_windows)?.unwrap_or(num_windows * windows.seq() as u64);
+    let tokens = windows.num_targets(0..num_windows)?.unwrap_or(num_windows * windows.seq() as u64);
     let loss = losses[0];
-    if !leads() {
+    if !is_rank_zero() {
         return Ok(());
     }
     if args.json {
         println!("{}", json!({"loss": loss, "perplexity": loss.exp(), "tokens": tokens}));
     } else {
-        println!("loss {loss:.6} nats a token, perplexity {:.3}, over {tokens} tokens ({what})", loss.exp());
+        println!("loss {loss:.6} nats per token, perplexity {:.3}, over {tokens} tokens ({what})", loss.exp());
     }
     Ok(())
 }
 
-/// Writes the logits of the first rows as `logits`, f32 `[B, T, V]`. Every rank calls this together.
+/// Writes the logits of the first rows as `logits`, f32 `[B, T, V]`. Collective.
 fn write_logits(
     model: &Model<LanguageModel>,
     plan: &Plan,
@@ -96,10 +96,10 @@ fn write_logits(
 ) -> Result<()> {
     let rows = rows.min(windows.num_windows() as usize);
     let read = |own: Range<usize>| windows.batch(own.start as u64..own.end as u64);
-    let tape = model.inference();
+    let tape = model.inference_tape();
     let read = batch(model.rank(), plan, [rows, windows.seq()], None, read)?;
     let x: Vec<Var> = read.into_iter().map(|x| tape.constant(x)).collect();
-    let logits = model.forward_of(&x).cast(DType::F32);
+    let logits = model.forward_from_batch(&x).cast(DType::F32);
     let bytes = logits.tensor().to_bytes()?;
     if model.rank().index() == 0 {
         let mut writer =

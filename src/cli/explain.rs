@@ -1,4 +1,4 @@
-//! `explain`: what one training step of a model would hold, move and compute on a mesh. Nothing is computed.
+//! `explain`: layouts, collectives, memory and FLOPs of one training step on a mesh, from a dry run.
 
 use super::args::{CHECK_EVERY, ExplainArgs, check_experts, check_tokens};
 use crate::data::Batch;
@@ -6,7 +6,7 @@ use crate::train::{ControlFlags, batch};
 use serde_json::json;
 use shardgrad::dist::{Phase, Record};
 use shardgrad::kernels::Cost;
-use shardgrad::nn::{LanguageModel, ModelConfig, Precision, Settings, Trainer};
+use shardgrad::nn::{LanguageModel, ModelConfig, Precision, TrainerConfig, Trainer};
 use shardgrad::prelude::*;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -14,12 +14,12 @@ use std::ops::Range;
 use std::panic::Location;
 use std::rc::Rc;
 
-/// What is said where a run would measure times.
-const ESTIMATED: &str = "stages and order of passes are an estimate: passes take as long as their ops have volume; a run measures \
-                         them, and keeps its lists in schedule.txt";
+/// Note printed when the stages or the schedule of a run depend on measured times.
+const ESTIMATED: &str = "stages and schedule are estimates: pass times are taken from FLOPs and bytes; a run measures them and writes \
+                         its schedule to schedule.txt";
 
-/// A training step that nobody takes.
-pub(super) struct Outline<'a> {
+/// The configuration of a training step for a dry run.
+pub(super) struct StepSpec<'a> {
     pub(super) config: &'a ModelConfig,
     pub(super) plan: &'a Plan,
     /// Sequences in the global batch, and tokens in each.
@@ -29,92 +29,91 @@ pub(super) struct Outline<'a> {
     pub(super) precision: Precision,
 }
 
-impl Outline<'_> {
-    /// What is told of a trainer for the step on one rank of a mesh, without memory and arithmetic. Prepacked operands of the rank
-    /// give way to a limit of its memory (0: none).
-    pub(super) fn limited<T>(
+impl StepSpec<'_> {
+    /// Builds a trainer for the step on one rank of a mesh, without memory and arithmetic, and returns what `f` computes from it. With
+    /// a memory limit (0: none) prepacked operands are dropped when they do not fit.
+    pub(super) fn dry_run<T>(
         &self,
         mesh: &Mesh,
         rank: usize,
         limit: u64,
-        told: impl FnOnce(&Rank, &mut Trainer<'_, LanguageModel>) -> Result<T>,
+        f: impl FnOnce(&Rank, &mut Trainer<'_, LanguageModel>) -> Result<T>,
     ) -> Result<T> {
-        let Outline { config, plan, seq, microbatches, precision, .. } = *self;
+        let StepSpec { config, plan, seq, microbatches, precision, .. } = *self;
         let limit = usize::try_from(limit).unwrap_or(0);
         World::new(mesh.clone()).memory_limit(limit).dry_run(rank, |rank| {
             let blank = |own: Range<usize>| vec![0; own.len() * seq];
             let read = |rank: &Rank, _: u64, rows: Range<usize>| {
                 let read = |own: Range<usize>| {
-                    Ok(Batch { inputs: blank(own.clone()), targets: blank(own), more: Vec::new() })
+                    Ok(Batch { inputs: blank(own.clone()), targets: blank(own), extra: Vec::new() })
                 };
                 let share = matches!(config, ModelConfig::Bert(_)).then_some(1.0);
                 batch(rank, plan, [rows.len(), seq], share, read)
             };
-            let settings = Settings {
+            let settings = TrainerConfig {
                 microbatches,
                 dtype: precision.dtype,
                 param_dtype: Some(precision.param_dtype),
-                ..Settings::new(self.batch)
+                ..TrainerConfig::new(self.batch)
             };
-            let loss = |model: &LanguageModel, x: &[Var]| model.loss_of(x);
+            let loss = |model: &LanguageModel, x: &[Var]| model.loss_from_batch(x);
             let module = LanguageModel::new(config);
             let mut trainer = Trainer::new(rank, module, plan, AdamW::new(1e-3), settings, read, loss)?;
-            told(rank, &mut trainer)
+            f(rank, &mut trainer)
         })
     }
 }
 
-/// The most bytes that a rank holds in a training.
+/// Peak memory of a rank in training, in bytes.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Peak {
-    /// In buffers.
+pub(super) struct PeakMemory {
+    /// Buffers of the allocator.
     pub(super) buffers: u64,
-    /// In messages to other stages that are not received yet.
+    /// Messages to other pipeline stages that are not received yet.
     pub(super) in_flight: u64,
-    /// Beside them on the host: the bytes of a whole tensor that is saved.
+    /// Host memory besides: the largest tensor, gathered for a save.
     pub(super) host: u64,
 }
 
-impl Peak {
-    /// All of them together.
-    pub(super) fn all(&self) -> u64 {
+impl PeakMemory {
+    /// Returns the sum.
+    pub(super) fn total(&self) -> u64 {
         self.buffers.saturating_add(self.in_flight).saturating_add(self.host)
     }
 
-    /// Takes two steps: the first makes what the optimizer keeps, when activations are gone; later ones hold both. Then gathers each
-    /// parameter as a save does.
-    pub(super) fn of(rank: &Rank, trainer: &mut Trainer<'_, LanguageModel>) -> Result<Peak> {
+    /// Measures the peak of two steps and a save. The first step creates the optimizer state after activations are freed; from the second
+    /// step on both exist at once. Then each parameter is gathered, as a save does.
+    pub(super) fn measure(rank: &Rank, trainer: &mut Trainer<'_, LanguageModel>) -> Result<PeakMemory> {
         trainer.step(&ControlFlags::default().to_numbers())?;
         trainer.step(&ControlFlags::default().to_numbers())?;
         let mut host = 0;
-        for param in trainer.model().params().iter().filter(|param| param.is_here()) {
+        for param in trainer.model().params().iter().filter(|param| param.is_local()) {
             let part = param.tensor();
             let whole = Layout::invariant(part.layout().mesh(), part.dtype(), &part.shape());
             host = host.max((whole.numel() * whole.dtype().size()) as u64);
             part.to_layout_at(&whole, Location::caller())?;
         }
         let buffers = rank.backend().memory().peak_bytes as u64;
-        Ok(Peak { buffers, in_flight: in_flight_bytes(rank), host })
+        Ok(PeakMemory { buffers, in_flight: in_flight_bytes(rank), host })
     }
 }
 
-/// Messages to other stages of a pipeline that wait to be received: their memory is the sender's. At most as many as there are stages
-/// in the usual schedules.
+/// Estimates the bytes of sent messages that are not received yet, which count for the sender: one per stage in the usual schedules.
 fn in_flight_bytes(rank: &Rank) -> u64 {
     let sends = rank.trace().take().into_iter().filter(|record| record.op == "send");
     let num_stages = rank.mesh().axis("pp").map_or(0, |pp| rank.mesh().size(pp)) as u64;
     sends.map(|record| record.bytes).max().unwrap_or(0) * num_stages
 }
 
-/// One rank's view of a step.
-struct Step {
+/// The step as seen from one rank.
+struct StepSummary {
     rank: usize,
-    /// Those that live on this rank, with their bytes here.
+    /// Name, layout and local bytes of the parameters on this rank.
     parameters: Vec<(String, Layout, u64)>,
-    /// What is left at each place of the model in the forward pass of a microbatch, in order.
+    /// Module path and layout of each activation of the forward pass of a microbatch, in order.
     activations: Vec<(String, Layout)>,
     records: Vec<Record>,
-    /// What a run calls before its first step, and now and then, to compare its ranks.
+    /// Collectives of the consistency check of a run (`--check-every`).
     checks: Vec<Record>,
     cost: Cost,
     peak_bytes: u64,
@@ -134,19 +133,19 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
     check_tokens(args.batch, seq)?;
     let plan = args.pipeline.plan(LanguageModel::plan(&config));
     let microbatches = args.pipeline.microbatches(&mesh, args.batch);
-    let outline = Outline { config: &config, plan: &plan, batch: args.batch, seq, microbatches, precision };
-    // Under the least limit prepacked operands give way: their sizes depend on the processor, and what is told here does not.
-    let told = |rank: usize| outline.limited(&mesh, rank, 1, account);
-    let steps: Vec<Step> = largest_ranks(&mesh).into_iter().map(told).collect::<Result<_>>()?;
+    let spec = StepSpec { config: &config, plan: &plan, batch: args.batch, seq, microbatches, precision };
+    // A limit of 1 byte drops prepacked operands: their sizes depend on the CPU, and this output must not.
+    let summary_of = |rank: usize| spec.dry_run(&mesh, rank, 1, summarize);
+    let steps: Vec<StepSummary> = largest_ranks(&mesh).into_iter().map(summary_of).collect::<Result<_>>()?;
     if args.json {
         steps.iter().for_each(|step| print_json(&mesh, step));
         return Ok(());
     }
     let pieces = if microbatches > 1 { format!(", {microbatches} microbatches") } else { String::new() };
     let name = args.model.name();
-    println!("one step of {name} on {mesh}, batch {} x {seq}, {precision}{pieces}", args.batch);
-    println!("bytes are those that one rank must hold or move");
-    if args.pipeline.measures() {
+    println!("one training step of {name} on {mesh}, batch {} x {seq}, {precision}{pieces}", args.batch);
+    println!("bytes are per rank");
+    if args.pipeline.uses_measured_times() {
         println!("{ESTIMATED}");
     }
     for (stage, step) in steps.iter().enumerate() {
@@ -160,30 +159,30 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
     Ok(())
 }
 
-/// What a step of a trainer holds, moves and computes on a rank of a dry run.
-fn account(rank: &Rank, trainer: &mut Trainer<'_, LanguageModel>) -> Result<Step> {
+/// Runs a step of a trainer on a rank of a dry run and collects layouts, collectives, cost and peak memory.
+fn summarize(rank: &Rank, trainer: &mut Trainer<'_, LanguageModel>) -> Result<StepSummary> {
     let bytes = |layout: &Layout| {
         let here = layout.local_shape(trainer.rank().coordinates());
         (here.iter().product::<usize>() * layout.dtype().size()) as u64
     };
-    let here = trainer.model().params().iter().filter(|p| p.is_here());
+    let here = trainer.model().params().iter().filter(|p| p.is_local());
     let parameters = here.map(|p| (p.name(), p.layout(), bytes(&p.layout()))).collect();
-    let activations = last_of_each(trainer.outline()?);
+    let activations = last_layout_per_path(trainer.forward_layouts()?);
     rank.trace().take();
-    trainer.check_alike()?;
+    trainer.check_consistent()?;
     let checks = rank.trace().take();
     let before = rank.backend().cost();
     trainer.step(&ControlFlags::default().to_numbers())?;
     let (records, after) = (rank.trace().take(), rank.backend().cost());
     let cost = Cost { flops: after.flops - before.flops, bytes: after.bytes - before.bytes };
-    // The first step makes what the optimizer keeps, when activations are gone; later ones hold both.
+    // The first step creates the optimizer state after activations are freed; from the second step on both exist at once.
     trainer.step(&ControlFlags::default().to_numbers())?;
     let peak_bytes = rank.backend().memory().peak_bytes as u64;
-    Ok(Step { rank: rank.index(), parameters, activations, records, checks, cost, peak_bytes })
+    Ok(StepSummary { rank: rank.index(), parameters, activations, records, checks, cost, peak_bytes })
 }
 
-/// Of ops at one place that follow each other, the last.
-fn last_of_each(ops: Vec<(Rc<str>, Layout)>) -> Vec<(String, Layout)> {
+/// Keeps the last layout of consecutive ops with the same module path.
+fn last_layout_per_path(ops: Vec<(Rc<str>, Layout)>) -> Vec<(String, Layout)> {
     let mut places: Vec<(String, Layout)> = Vec::new();
     for (path, layout) in ops {
         match places.last_mut() {
@@ -194,7 +193,7 @@ fn last_of_each(ops: Vec<(Rc<str>, Layout)>) -> Vec<(String, Layout)> {
     places
 }
 
-/// The last rank of each stage of a pipeline, or of the mesh: of uneven shares the last is the largest.
+/// Returns the rank that holds most of each pipeline stage, or of the mesh: of uneven shards the last is the largest.
 pub(super) fn largest_ranks(mesh: &Mesh) -> Vec<usize> {
     let at = |stage: Option<usize>| {
         let place = |a| stage.filter(|_| mesh.axis("pp") == Some(a)).unwrap_or(mesh.size(a) - 1);
@@ -207,7 +206,7 @@ pub(super) fn largest_ranks(mesh: &Mesh) -> Vec<usize> {
     }
 }
 
-fn print_json(mesh: &Mesh, step: &Step) {
+fn print_json(mesh: &Mesh, step: &StepSummary) {
     let rank = step.rank;
     for (name, layout, bytes) in &step.parameters {
         let layout = layout.to_string();
@@ -245,32 +244,32 @@ fn phase(phase: Phase) -> &'static str {
     }
 }
 
-/// The table for people.
-fn text(mesh: &Mesh, step: &Step) -> String {
-    let mut out = format!("seen from rank {}\n\nparameters\n", mesh.describe(step.rank));
+/// Formats the step as text.
+fn text(mesh: &Mesh, step: &StepSummary) -> String {
+    let mut out = format!("rank {}\n\nparameters\n", mesh.describe(step.rank));
     let width = step.parameters.iter().map(|(name, ..)| name.len()).max().unwrap_or(0);
     for (name, layout, bytes) in &step.parameters {
-        let _ = writeln!(out, "  {name:<width$} {:<32} {:>10}", layout.to_string(), size(*bytes));
+        let _ = writeln!(out, "  {name:<width$} {:<32} {:>10}", layout.to_string(), format_bytes(*bytes));
     }
     let total = step.parameters.iter().map(|(_, _, bytes)| bytes).sum();
-    let _ = writeln!(out, "  {:<width$} {:<32} {:>10}\n", "total", "", size(total));
-    out.push_str("activations of a microbatch\n");
+    let _ = writeln!(out, "  {:<width$} {:<32} {:>10}\n", "total", "", format_bytes(total));
+    out.push_str("activations per microbatch\n");
     let width = step.activations.iter().map(|(path, _)| path.len()).max().unwrap_or(0);
     for (path, layout) in &step.activations {
         let _ = writeln!(out, "  {path:<width$} {layout}");
     }
     out.push_str("\ncollectives\n");
     if step.records.is_empty() {
-        out.push_str("  none: every value stays where it is\n");
+        out.push_str("  none\n");
     }
-    list(&mut out, mesh, &step.records);
+    write_records(&mut out, mesh, &step.records);
     if !step.checks.is_empty() {
         let _ = writeln!(
             out,
-            "\nchecks of `train` that ranks are alike, before the first step and every {CHECK_EVERY} steps \
-             (--check-every); not in the totals"
+            "\nconsistency checks of `train`, before the first step and every {CHECK_EVERY} steps (--check-every); \
+             not in the totals"
         );
-        list(&mut out, mesh, &step.checks);
+        write_records(&mut out, mesh, &step.checks);
     }
     out.push_str("\ntotals\n");
     let mut totals: BTreeMap<(String, &str, &str), (u64, u64)> = BTreeMap::new();
@@ -279,18 +278,18 @@ fn text(mesh: &Mesh, step: &Step) -> String {
         *total = (total.0 + 1, total.1 + r.bytes);
     }
     for ((axes, phase, op), (count, bytes)) in totals {
-        let _ = writeln!(out, "  {axes:<6} {phase:<8} {op:<14} {count:>4} calls {:>10}", size(bytes));
+        let _ = writeln!(out, "  {axes:<6} {phase:<8} {op:<14} {count:>4} calls {:>10}", format_bytes(bytes));
     }
     let gflop = step.cost.flops as f64 / 1e9;
-    let _ = writeln!(out, "  compute {gflop:.2} GFLOP, memory traffic at least {}", size(step.cost.bytes));
-    let _ = writeln!(out, "  memory in use at the peak {}", size(step.peak_bytes));
+    let _ = writeln!(out, "  compute {gflop:.2} GFLOP, memory traffic at least {}", format_bytes(step.cost.bytes));
+    let _ = writeln!(out, "  peak memory {}", format_bytes(step.peak_bytes));
     out
 }
 
-/// A line for each kind of call.
-fn list(out: &mut String, mesh: &Mesh, records: &[Record]) {
+/// Writes one line per distinct record, with its number of repetitions.
+fn write_records(out: &mut String, mesh: &Mesh, records: &[Record]) {
     let wide = records.iter().map(|r| r.path.len()).max().unwrap_or(0);
-    for (times, r) in repeated(records) {
+    for (times, r) in count_repeats(records) {
         let times = if times > 1 { format!("{times} x") } else { String::new() };
         let _ = writeln!(
             out,
@@ -300,15 +299,15 @@ fn list(out: &mut String, mesh: &Mesh, records: &[Record]) {
             r.op,
             mesh.names(r.axes),
             format!("{}[{}]", r.dtype, r.numel()),
-            size(r.bytes),
+            format_bytes(r.bytes),
             r.site.file(),
             r.site.line()
         );
     }
 }
 
-/// Records in the order of their first of a kind, with the number of that kind: microbatches repeat themselves.
-fn repeated(records: &[Record]) -> Vec<(usize, &Record)> {
+/// Merges equal records, in the order of their first occurrence, with their counts: microbatches repeat the same calls.
+fn count_repeats(records: &[Record]) -> Vec<(usize, &Record)> {
     let mut kinds: Vec<(usize, &Record)> = Vec::new();
     for record in records {
         let like = |r: &Record| Record { seq: record.seq, ..r.clone() } == *record;
@@ -320,8 +319,8 @@ fn repeated(records: &[Record]) -> Vec<(usize, &Record)> {
     kinds
 }
 
-/// Bytes in the largest unit that leaves at least one digit before the point.
-pub(super) fn size(bytes: u64) -> String {
+/// Formats bytes in binary units, as in `1.5 MiB`.
+pub(super) fn format_bytes(bytes: u64) -> String {
     match bytes {
         0..1024 => format!("{bytes} B"),
         1024..1_048_576 => format!("{:.1} KiB", bytes as f64 / 1024.0),

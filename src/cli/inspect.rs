@@ -1,19 +1,19 @@
-//! `inspect`: what the folder of a model, a checkpoint or a run holds, and whether its files are sound.
+//! `inspect`: lists and verifies the files of a model, checkpoint or run folder.
 
 mod folder;
 
 use super::Failure;
 use super::args::InspectArgs;
-use super::explain::size;
-use folder::{Checksum, Entry, Report, inspect};
+use super::explain::format_bytes;
+use folder::{Checksum, TensorEntry, FolderReport, inspect};
 use serde_json::{Value, json};
 use shardgrad::{Error, Kind};
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
-/// At most so many groups of tensors are listed of one folder.
+/// Maximum number of tensor groups listed per folder.
 const GROUPS_MAX: usize = 100;
-/// The fields of `config.json` that are shown, by the names that families have for them.
+/// Fields of `config.json` that are shown, under the names of all model families.
 const CONFIG_FIELDS: [&str; 16] = [
     "model_type",
     "n_layer",
@@ -46,13 +46,13 @@ pub(super) fn run(args: &InspectArgs) -> Result<(), Failure> {
         return Ok(());
     }
     let text =
-        format!("{} is damaged: {} fault(s), the first: {}", args.dir.display(), damage.len(), damage[0]);
+        format!("{} is damaged: {} error(s), the first: {}", args.dir.display(), damage.len(), damage[0]);
     let help =
-        "copy the damaged files again, or use another checkpoint; --resume passes over damaged checkpoints";
+        "restore the damaged files from a copy, or use another checkpoint; `train --resume` skips damaged checkpoints";
     Err(Failure::of_run(Error::new(Kind::Checkpoint, text).detail("help", help)))
 }
 
-/// The fields of a config that say what the model is.
+/// Returns the shown fields of a config.
 fn summary(config: &Value) -> Vec<(&'static str, String)> {
     let shown = |name: &'static str| {
         let value = config.get(name).filter(|value| !value.is_null())?;
@@ -61,8 +61,8 @@ fn summary(config: &Value) -> Vec<(&'static str, String)> {
     CONFIG_FIELDS.into_iter().filter_map(shown).collect()
 }
 
-/// Whether the checksums of some tensors match.
-fn verified(tensors: &[Entry]) -> String {
+/// Summarizes the checksums of some tensors.
+fn verified(tensors: &[TensorEntry]) -> String {
     let count = |state: Checksum| tensors.iter().filter(|t| t.checksum == state).count();
     let (all, absent, damaged) = (tensors.len(), count(Checksum::Absent), count(Checksum::Damaged));
     match (absent, damaged) {
@@ -73,16 +73,16 @@ fn verified(tensors: &[Entry]) -> String {
     }
 }
 
-/// The name of a tensor with `*` in the place of each number, under which tensors of equal layers are listed as one.
+/// Replaces each number in the name of a tensor by `*`, so that equal layers are listed as one.
 fn pattern(name: &str) -> String {
     let is_number = |part: &str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
     let part = |part: &str| if is_number(part) { "*".to_string() } else { part.to_string() };
     name.split('.').map(part).collect::<Vec<_>>().join(".")
 }
 
-/// The tensors of a folder, those that differ in numbers of their names alone in one line.
-fn tensor_lines(tensors: &[Entry]) -> Vec<String> {
-    let mut groups: Vec<Vec<Entry>> = Vec::new();
+/// Lists the tensors of a folder, one line per name pattern, dtype and shape.
+fn tensor_lines(tensors: &[TensorEntry]) -> Vec<String> {
+    let mut groups: Vec<Vec<TensorEntry>> = Vec::new();
     let mut places = BTreeMap::new();
     for tensor in tensors {
         let key = (pattern(&tensor.name), tensor.dtype, tensor.shape.clone());
@@ -92,11 +92,11 @@ fn tensor_lines(tensors: &[Entry]) -> Vec<String> {
             None => groups.push(vec![tensor.clone()]),
         }
     }
-    let line = |group: &Vec<Entry>| {
+    let line = |group: &Vec<TensorEntry>| {
         let (first, bytes) = (&group[0], group.iter().map(|t| t.bytes).sum());
         let name = if group.len() > 1 { pattern(&first.name) } else { first.name.clone() };
         let layout = format!("{}{:?}", first.dtype, first.shape);
-        format!("{name:<44} {layout:<20} {:>5} x {:>10}  {}", group.len(), size(bytes), verified(group))
+        format!("{name:<44} {layout:<20} {:>5} x {:>10}  {}", group.len(), format_bytes(bytes), verified(group))
     };
     let mut lines: Vec<String> = groups.iter().take(GROUPS_MAX).map(line).collect();
     let more = groups.iter().skip(GROUPS_MAX).map(Vec::len).sum::<usize>();
@@ -104,7 +104,7 @@ fn tensor_lines(tensors: &[Entry]) -> Vec<String> {
     lines
 }
 
-fn to_text(report: &Report) -> String {
+fn to_text(report: &FolderReport) -> String {
     let mut out = String::new();
     let state = if report.all_damage().next().is_some() { "DAMAGED" } else { "sound" };
     let _ = writeln!(out, "{}: {}, {state}", report.path.display(), report.kind.name());
@@ -125,13 +125,13 @@ fn to_text(report: &Report) -> String {
         row("options", &options.join(" "));
     }
     for (name, bytes) in &report.files {
-        row("file", &format!("{name:<44} {:>10}", size(*bytes)));
+        row("file", &format!("{name:<44} {:>10}", format_bytes(*bytes)));
     }
     if !report.tensors.is_empty() {
         let bytes = report.tensors.iter().map(|t| t.bytes).sum();
         row(
             "tensors",
-            &format!("{} of {}: {}", report.tensors.len(), size(bytes), verified(&report.tensors)),
+            &format!("{} of {}: {}", report.tensors.len(), format_bytes(bytes), verified(&report.tensors)),
         );
         tensor_lines(&report.tensors).iter().for_each(|line| row("", line));
     }
@@ -142,8 +142,8 @@ fn to_text(report: &Report) -> String {
     out
 }
 
-fn to_json(report: &Report) -> Value {
-    let tensor = |t: &Entry| {
+fn to_json(report: &FolderReport) -> Value {
+    let tensor = |t: &TensorEntry| {
         json!({
             "name": t.name, "file": t.file, "dtype": t.dtype.to_string(), "shape": t.shape, "bytes": t.bytes,
             "checksum": t.checksum.name(),
@@ -178,8 +178,8 @@ mod tests {
     use shardgrad::prelude::DType;
 
     #[test]
-    fn tensors_of_equal_layers_are_one_line() {
-        let entry = |name: &str, shape: &[usize], checksum| Entry {
+    fn tensors_of_equal_layers_are_listed_in_one_line() {
+        let entry = |name: &str, shape: &[usize], checksum| TensorEntry {
             name: name.to_string(),
             file: "model.safetensors".to_string(),
             dtype: DType::F32,
@@ -202,7 +202,7 @@ mod tests {
                 "h.10.w f32[3, 3] 1 x 36 B verified",
             ]
         );
-        let many: Vec<Entry> =
+        let many: Vec<TensorEntry> =
             (1..=GROUPS_MAX + 2).map(|n| entry("h.0.w", &[n], Checksum::Verified)).collect();
         assert_eq!(tensor_lines(&many).last().unwrap(), "and 2 more; --json lists all");
     }

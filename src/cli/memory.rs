@@ -1,112 +1,112 @@
-//! Refuses a command that needs more memory than this process can have, before it begins: a system that has lent more memory than it
-//! has ends the process without a message.
+//! Memory check before a run: rejects a command that needs more memory than is available. Otherwise the kernel's OOM killer may end the
+//! process without a message.
 
-pub(super) mod room;
+pub(super) mod limits;
 
 use super::args::RunArgs;
-use super::explain::{Outline, Peak, largest_ranks, size};
-use super::ranks::{num_here, process};
-use room::{Room, Source, rooms};
+use super::explain::{StepSpec, PeakMemory, largest_ranks, format_bytes};
+use super::ranks::{num_local_ranks, process};
+use limits::{MemoryLimit, LimitSource, memory_limits};
 use shardgrad::nn::{LanguageModel, ModelConfig};
 use shardgrad::prelude::*;
 use std::fs;
 use std::path::Path;
 
-/// Bytes that ranks hold at their peaks.
+/// Peak memory of a run, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Need {
-    /// All ranks of this machine together.
+struct MemoryNeed {
+    /// Sum over all ranks of this machine.
     machine: u64,
-    /// The ranks of this process.
+    /// Sum over the ranks of this process.
     process: u64,
-    /// The rank that holds most, where prepacked operands give way to the limit of a rank.
+    /// Maximum over ranks, with prepacked operands dropped under the limit of a rank.
     one: u64,
-    /// Threads that this process starts.
+    /// Number of threads of this process.
     num_threads: u64,
 }
 
-/// What an allocator needs beside the largest sum of its buffers: gaps between them, as one part in so many.
-const GAPS: u64 = 8;
+/// Fragmentation of the allocator: gaps of up to 1/8 of the buffers.
+const FRAGMENTATION: u64 = 8;
 
-/// Address space for a thread: the arena that malloc reserves for it, and its stack.
+/// Address space per thread: its malloc arena and its stack.
 const THREAD_BYTES: u64 = (64 + 8) << 20;
-/// Memory for a thread that counts as data: its stack.
+/// Data size per thread: its stack.
 const STACK_BYTES: u64 = 8 << 20;
-/// What a process takes beside tensors and threads; the allocators leave so much, and refuse otherwise.
+/// Memory of a process besides tensors and threads, which the allocators leave free.
 const MARGIN_BYTES: u64 = 16 << 20;
-/// Threads beside those of ranks: one writes files, one waits for signals.
-const HELPERS: u64 = 2;
+/// Threads besides those of ranks: one writes files, one waits for signals.
+const NUM_HELPER_THREADS: u64 = 2;
 
-impl Need {
-    /// What counts against a bound.
-    fn against(&self, source: Source) -> u64 {
-        let beside = |bytes: u64| MARGIN_BYTES.saturating_add(self.num_threads.saturating_mul(bytes));
-        let with_gaps = self.process.saturating_add(self.process / GAPS);
+impl MemoryNeed {
+    /// Returns the bytes that count against a limit.
+    fn against(&self, source: LimitSource) -> u64 {
+        let process_overhead = |bytes: u64| MARGIN_BYTES.saturating_add(self.num_threads.saturating_mul(bytes));
+        let with_fragmentation = self.process.saturating_add(self.process / FRAGMENTATION);
         match source {
-            Source::Machine | Source::ControlGroup => self.machine,
-            Source::AddressSpace => with_gaps.saturating_add(beside(THREAD_BYTES)),
-            Source::DataSize => with_gaps.saturating_add(beside(STACK_BYTES)),
+            LimitSource::Machine | LimitSource::ControlGroup => self.machine,
+            LimitSource::AddressSpace => with_fragmentation.saturating_add(process_overhead(THREAD_BYTES)),
+            LimitSource::DataSize => with_fragmentation.saturating_add(process_overhead(STACK_BYTES)),
         }
     }
 }
 
-/// Refuses what needs more than there is: than `limit` for a rank where that is given, else than this process can have.
-fn check(what: &str, need: Need, limit: Option<u64>, rooms: &[Room]) -> Result<()> {
-    let help = "take a smaller model, --batch or --seq, more --microbatches, a narrower --dtype, or tp in place of dp, which \
-                holds the weights once; `explain` shows what is held";
+/// Rejects a run that needs more than `limit` per rank, if given, else more than the limits of the system.
+fn check(what: &str, need: MemoryNeed, limit: Option<u64>, memory_limits: &[MemoryLimit]) -> Result<()> {
+    let help = "use a smaller model, --batch or --seq, more --microbatches, a 16-bit --dtype, or tp instead of dp, which \
+                shards the weights; `explain` prints the memory of a step";
     let refuse = |text: String| Error::new(Kind::Config, text).detail("help", help);
     if let Some(limit) = limit {
-        let (one, most) = (size(need.one), size(limit));
-        let text = format!("{what} needs about {one} on a rank, and --memory-limit allows {most}");
+        let (one, most) = (format_bytes(need.one), format_bytes(limit));
+        let text = format!("{what} needs about {one} per rank, but --memory-limit is {most}");
         return if need.one > limit { Err(refuse(text)) } else { Ok(()) };
     }
-    for Room { source, left_bytes, .. } in rooms {
-        // What a machine has left is an estimate of the system.
-        let slack = if *source == Source::Machine { left_bytes / 16 } else { 0 };
+    for MemoryLimit { source, available_bytes, .. } in memory_limits {
+        // The free memory of a machine is an estimate of the system.
+        let slack = if *source == LimitSource::Machine { available_bytes / 16 } else { 0 };
         let need = need.against(*source);
-        if need > left_bytes.saturating_add(slack) {
-            let (need, left) = (size(need), size(*left_bytes));
-            let error = refuse(format!("{what} needs about {need} of memory, and {source} has {left} left"));
-            let by_hand = "--memory-limit BYTES, for each rank, takes the place of this look at the machine";
+        if need > available_bytes.saturating_add(slack) {
+            let (need, left) = (format_bytes(need), format_bytes(*available_bytes));
+            let error = refuse(format!("{what} needs about {need} of memory, but {source} has {left} left"));
+            let by_hand = "--memory-limit BYTES (per rank) replaces this check";
             return Err(error.detail("limit", by_hand));
         }
     }
     Ok(())
 }
 
-/// Reads a file of the system.
-pub(super) fn file(path: &Path) -> Option<String> {
+/// Reads a system file.
+pub(super) fn read_system_file(path: &Path) -> Option<String> {
     fs::read_to_string(path).ok()
 }
 
-/// The peaks of the ranks that hold most, one of each stage, where prepacked operands give way to a limit (0: none).
-fn peaks(mesh: &Mesh, step: &Outline<'_>, limit: u64) -> Result<Vec<Peak>> {
-    largest_ranks(mesh).into_iter().map(|rank| step.limited(mesh, rank, limit, Peak::of)).collect()
+/// Returns the peak memory of the largest rank of each stage, with prepacked operands dropped under a limit (0: none).
+fn peaks(mesh: &Mesh, step: &StepSpec<'_>, limit: u64) -> Result<Vec<PeakMemory>> {
+    largest_ranks(mesh).into_iter().map(|rank| step.dry_run(mesh, rank, limit, PeakMemory::measure)).collect()
 }
 
-/// The limit that a rank needs at least, if it is given this one. Messages find room in the gaps.
-pub(super) fn need_under(mesh: &Mesh, step: &Outline<'_>, limit: u64) -> Result<u64> {
-    let peaks = peaks(mesh, step, without_gaps(limit).max(1))?;
-    Ok(peaks.iter().map(|peak| with_gaps(peak.buffers)).max().unwrap_or(0))
+/// Returns the memory that a rank needs under a limit. Messages fit into the fragmentation allowance.
+pub(super) fn need_under(mesh: &Mesh, step: &StepSpec<'_>, limit: u64) -> Result<u64> {
+    let peaks = peaks(mesh, step, without_fragmentation(limit).max(1))?;
+    Ok(peaks.iter().map(|peak| with_fragmentation(peak.buffers)).max().unwrap_or(0))
 }
 
-/// Refuses a training that cannot fit: a step, or a save of the model, on the ranks of each stage that hold most.
+/// Rejects a training run whose step or save does not fit, judged by the largest rank of each stage.
 ///
 /// # Errors
-/// `Kind::Config`, with what to do; what the step reports.
-pub(super) fn check_training(run: &RunArgs, mesh: &Mesh, name: &str, step: &Outline<'_>) -> Result<()> {
+/// `Kind::Config` with help; errors of the dry run.
+pub(super) fn check_training(run: &RunArgs, mesh: &Mesh, name: &str, step: &StepSpec<'_>) -> Result<()> {
     if !run.is_on_host() {
         return Ok(());
     }
     let peaks = peaks(mesh, step, 0)?;
     let num_alike = (mesh.num_ranks() / peaks.len()) as u64;
-    let all = peaks.iter().map(Peak::all).sum::<u64>();
+    let all = peaks.iter().map(PeakMemory::total).sum::<u64>();
     let one = run.memory_limit().map_or(Ok(0), |limit| need_under(mesh, step, limit))?;
-    let need = of_ranks(run, mesh, all.saturating_mul(num_alike), one);
-    check(&format!("training {name} on {mesh}"), need, run.memory_limit(), &rooms(&file))
+    let need = need_of_ranks(run, mesh, all.saturating_mul(num_alike), one);
+    check(&format!("training {name} on {mesh}"), need, run.memory_limit(), &memory_limits(&read_system_file))
 }
 
-/// Refuses a model that cannot fit as it is.
+/// Rejects a model whose weights do not fit.
 ///
 /// # Errors
 /// As [`check_training`].
@@ -119,78 +119,78 @@ pub(super) fn check_model(run: &RunArgs, name: &Path, config: &ModelConfig) -> R
         let _model = Model::with_dtype(rank, LanguageModel::new(config), &plan, 0, run.dtype)?;
         Ok(rank.backend().memory().peak_bytes as u64)
     })?;
-    let need = of_ranks(run, mesh, one.saturating_mul(mesh.num_ranks() as u64), one);
-    check(&format!("{} on {mesh}", name.display()), need, run.memory_limit(), &rooms(&file))
+    let need = need_of_ranks(run, mesh, one.saturating_mul(mesh.num_ranks() as u64), one);
+    check(&format!("{} on {mesh}", name.display()), need, run.memory_limit(), &memory_limits(&read_system_file))
 }
 
-/// What is needed of this machine and by this process, where all ranks of a mesh need so much together.
-fn of_ranks(run: &RunArgs, mesh: &Mesh, all: u64, one: u64) -> Need {
-    let (num_here, num_ranks) = (num_here(mesh) as u64, mesh.num_ranks() as u64);
-    let machine = (u128::from(all) * u128::from(num_here) / u128::from(num_ranks)) as u64;
+/// Distributes the memory of all ranks over this machine and this process.
+fn need_of_ranks(run: &RunArgs, mesh: &Mesh, all: u64, one: u64) -> MemoryNeed {
+    let (num_local_ranks, num_ranks) = (num_local_ranks(mesh) as u64, mesh.num_ranks() as u64);
+    let machine = (u128::from(all) * u128::from(num_local_ranks) / u128::from(num_ranks)) as u64;
     let is_process = process().ok().flatten().is_some();
     let own = if is_process { 1 } else { num_ranks };
-    Need {
+    MemoryNeed {
         machine,
         process: all / num_ranks * own,
         one,
-        num_threads: HELPERS + own * run.threads_of_a_rank(num_here as usize) as u64,
+        num_threads: NUM_HELPER_THREADS + own * run.threads_per_rank(num_local_ranks as usize) as u64,
     }
 }
 
-fn with_gaps(bytes: u64) -> u64 {
-    bytes.saturating_add(bytes / GAPS)
+fn with_fragmentation(bytes: u64) -> u64 {
+    bytes.saturating_add(bytes / FRAGMENTATION)
 }
 
-/// The most bytes of buffers that fit a limit with their gaps.
-fn without_gaps(limit: u64) -> u64 {
-    limit - limit / (GAPS + 1)
+/// Returns the bytes of buffers that fit a limit including fragmentation.
+fn without_fragmentation(limit: u64) -> u64 {
+    limit - limit / (FRAGMENTATION + 1)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn room(source: Source, left_bytes: u64) -> [Room; 1] {
-        [Room { source, max_bytes: left_bytes, left_bytes }]
+    fn memory_limit(source: LimitSource, available_bytes: u64) -> [MemoryLimit; 1] {
+        [MemoryLimit { source, max_bytes: available_bytes, available_bytes }]
     }
 
     #[test]
-    fn what_fits_is_never_refused_and_what_cannot_fit_is_told_in_bytes() {
-        let need = Need { machine: 3 << 30, process: 3 << 30, one: 1 << 30, num_threads: 4 };
-        let machine = |bytes| room(Source::Machine, bytes);
+    fn memory_check_accepts_what_fits_and_reports_bytes() {
+        let need = MemoryNeed { machine: 3 << 30, process: 3 << 30, one: 1 << 30, num_threads: 4 };
+        let machine = |bytes| memory_limit(LimitSource::Machine, bytes);
         assert!(check("a run", need, None, &machine(3 << 30)).is_ok());
         assert!(check("a run", need, None, &machine((3 << 30) - 100)).is_ok(), "an estimate");
         assert!(check("a run", need, None, &[]).is_ok());
         let error = check("a run", need, None, &machine(2 << 30)).unwrap_err();
         assert_eq!(error.kind(), Kind::Config);
-        assert_eq!(error.message(), "a run needs about 3.0 GiB of memory, and this machine has 2.0 GiB left");
+        assert_eq!(error.message(), "a run needs about 3.0 GiB of memory, but this machine has 2.0 GiB left");
         assert_eq!(error.details()[0].0, "help");
-        // A limit that is given by hand is for each rank, and the machine is not looked at.
+        // An explicit limit is per rank and replaces the check of the machine.
         assert!(check("a run", need, Some(1 << 30), &machine(0)).is_ok());
         let error = check("a run", need, Some(1 << 20), &machine(1 << 40)).unwrap_err();
-        assert_eq!(error.message(), "a run needs about 1.0 GiB on a rank, and --memory-limit allows 1.0 MiB");
+        assert_eq!(error.message(), "a run needs about 1.0 GiB per rank, but --memory-limit is 1.0 MiB");
     }
 
     #[test]
-    fn threads_and_gaps_count_against_limits_of_the_process() {
-        let need = Need { machine: 8 << 30, process: 1 << 30, one: 1 << 30, num_threads: 4 };
+    fn threads_and_fragmentation_count_against_process_limits() {
+        let need = MemoryNeed { machine: 8 << 30, process: 1 << 30, one: 1 << 30, num_threads: 4 };
         let tensors = (1u64 << 30) + (1 << 27) + MARGIN_BYTES;
         for (source, bytes) in [
-            (Source::AddressSpace, tensors + 4 * THREAD_BYTES),
-            (Source::DataSize, tensors + 4 * STACK_BYTES),
+            (LimitSource::AddressSpace, tensors + 4 * THREAD_BYTES),
+            (LimitSource::DataSize, tensors + 4 * STACK_BYTES),
         ] {
-            assert!(check("a run", need, None, &room(source, bytes)).is_ok());
-            let error = check("a run", need, None, &room(source, bytes - 1)).unwrap_err();
-            assert!(error.message().contains(&format!(" of memory, and {source} has ")), "{error}");
-            assert!(check("a run", need, Some(2 << 30), &room(source, 0)).is_ok(), "a limit by hand");
+            assert!(check("a run", need, None, &memory_limit(source, bytes)).is_ok());
+            let error = check("a run", need, None, &memory_limit(source, bytes - 1)).unwrap_err();
+            assert!(error.message().contains(&format!(" of memory, but {source} has ")), "{error}");
+            assert!(check("a run", need, Some(2 << 30), &memory_limit(source, 0)).is_ok(), "an explicit limit");
         }
     }
 
     #[test]
-    fn a_limit_holds_buffers_with_their_gaps() {
+    fn memory_limit_includes_fragmentation() {
         for limit in [1 << 20, 20_000_000, 20_000_001, 47_518_272] {
-            assert!(with_gaps(without_gaps(limit)) <= limit, "{limit}");
-            assert!(with_gaps(without_gaps(limit) + 2) > limit, "{limit}");
+            assert!(with_fragmentation(without_fragmentation(limit)) <= limit, "{limit}");
+            assert!(with_fragmentation(without_fragmentation(limit) + 2) > limit, "{limit}");
         }
     }
 }

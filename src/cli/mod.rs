@@ -1,4 +1,4 @@
-//! Commands: one file each. Errors go to stderr, once; the exit code says whose fault it was.
+//! The commands, one file each. An error is printed to stderr once; the exit code distinguishes invalid input (2) from a failed run (1).
 
 mod ranks;
 pub(crate) mod args;
@@ -14,12 +14,12 @@ mod ops;
 mod plan;
 mod train;
 
-use crate::data::{Corpus, How, TokenFile, Vocabulary};
+use crate::data::{Corpus, ReadOptions, TokenFile, Vocabulary};
 use crate::interrupt::{StopReason, catch_file_size_limit};
 use ranks::Startup;
 use shardgrad::dist::{Rank, Rendezvous};
 use shardgrad::nn::hf::Weights;
-use shardgrad::nn::{Cast, LanguageModel, Model, ModelConfig};
+use shardgrad::nn::{CastRule, LanguageModel, Model, ModelConfig};
 use shardgrad::tensor::control::world_sum;
 use shardgrad::{Error, Kind, Result};
 use std::ffi::OsString;
@@ -29,15 +29,15 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Commands whose ranks may be processes from their start on.
-const JOINING: [&str; 3] = ["train", "eval", "generate"];
+/// Commands whose ranks may be processes started by a launcher.
+const MULTI_PROCESS_COMMANDS: [&str; 3] = ["train", "eval", "generate"];
 
-/// Parses the command line, runs the command, reports the error; to the other ranks too, if it came before they had connected.
+/// Parses the command line, runs the command and reports its error, also to the other ranks if they have not connected yet.
 pub(crate) fn main() -> ExitCode {
     let argv: Vec<OsString> = std::env::args_os().collect();
     let parsed = args::config::parse(argv.clone());
-    // The environment is read again, and what is wrong with it refused, where ranks are made.
-    let joins = argv.get(1).is_some_and(|command| JOINING.iter().any(|name| command == name));
+    // An invalid environment is reported later, where the ranks are created.
+    let joins = argv.get(1).is_some_and(|command| MULTI_PROCESS_COMMANDS.iter().any(|name| command == name));
     let process = ranks::process().ok().flatten().filter(|_| joins);
     let opened = process.map(|process| Rendezvous::open(&process).map(Arc::new)).transpose();
     let (done, rendezvous) = match (parsed, opened) {
@@ -58,9 +58,9 @@ pub(crate) fn main() -> ExitCode {
     ExitCode::from(code)
 }
 
-/// An error without the usage that clap puts below its first line.
+/// Returns an error without the usage lines of clap.
 fn first_line(error: &Error, argv: &[OsString]) -> Error {
-    let short = |text: &str| args::echo::with_short_arguments(text, argv);
+    let short = |text: &str| args::truncate::with_short_arguments(text, argv);
     let first = short(error.message().lines().next().unwrap_or_default());
     error
         .details()
@@ -68,30 +68,30 @@ fn first_line(error: &Error, argv: &[OsString]) -> Error {
         .fold(Error::new(error.kind(), first), |e, (label, text)| e.detail(label, short(text)))
 }
 
-/// Prints an error, with long arguments cut. All processes of a run end alike after a signal, or where a number is not finite: the
-/// first process prints why.
+/// Prints an error, with long arguments truncated. After a signal or a non-finite number all processes of a run fail with the same error;
+/// then only rank 0 prints the details.
 fn print_error(error: &Error, argv: &[OsString]) {
     let text = match error.kind() {
-        Kind::Interrupted if !ranks::leads() => return,
-        Kind::NotFinite if !ranks::leads() => error.message().to_string(),
+        Kind::Interrupted if !ranks::is_rank_zero() => return,
+        Kind::NotFinite if !ranks::is_rank_zero() => error.message().to_string(),
         _ => error.to_string(),
     };
-    eprintln!("error: {}", args::echo::with_short_arguments(&text, argv));
+    eprintln!("error: {}", args::truncate::with_short_arguments(&text, argv));
 }
 
-/// Why a command did not do what it should, and the exit code for it.
+/// The error of a command, and its exit code.
 struct Failure {
     error: Error,
     code: u8,
 }
 
 impl Failure {
-    /// For a run that had begun well: no misuse, whatever went wrong.
+    /// A failure after the run has started: exit code 1, whatever the kind of error.
     fn of_run(error: Error) -> Failure {
         Failure { error, code: RUN_FAILED }
     }
 
-    /// For a run that was stopped, with its state saved.
+    /// A run that was stopped after saving its state: exit code 128 + signal.
     fn stopped(error: Error, reason: StopReason) -> Failure {
         Failure { error, code: reason.exit_code() }
     }
@@ -121,7 +121,7 @@ fn run(command: &args::Command, startup: &Startup) -> Result<(), Failure> {
 /// The exit code of a run that failed.
 const RUN_FAILED: u8 = 1;
 
-/// 2 for misuse or bad input, 1 for a run that failed. A run that was stopped with its state saved has a code of its own
+/// Returns 2 for invalid options or input, 1 for a failed run. A run stopped after saving its state has another code
 /// ([`Failure::stopped`]).
 fn exit_code(error: &Error) -> u8 {
     match error.kind() {
@@ -138,53 +138,52 @@ fn exit_code(error: &Error) -> u8 {
     }
 }
 
-/// Refuses an encoder, which learns nothing from a text in which no token is hidden.
-fn refuse_texts(config: &ModelConfig) -> Result<()> {
+/// Rejects text input for encoders, which need masked tokens and labels.
+fn refuse_text_for_encoder(config: &ModelConfig) -> Result<()> {
     if config.is_causal() {
         return Ok(());
     }
-    let why = "an encoder predicts tokens that are hidden from it; a text does not say which";
-    let help = "use --tokens FILE with `input_ids` and `labels`, i64 [N, T], -100 where nothing is asked for";
+    let why = "an encoder is trained on masked tokens; plain text has no labels";
+    let help = "use --tokens FILE with `input_ids` and `labels`, i64 [N, T]; label -100 is ignored";
     Err(Error::new(Kind::Unsupported, why).detail("help", help))
 }
 
-/// Rows of token numbers that a model has positions for, before they are [checked](TokenFile::checked).
+/// Opens a token file whose rows fit the positions of a model; its contents are not [checked](TokenFile::checked) yet.
 ///
 /// # Errors
-/// As [`TokenFile::begin`]; `Kind::Data` naming the file for rows that are too long.
+/// As [`TokenFile::open_header`]; `Kind::Data` naming the file for rows that are too long.
 fn token_rows(path: &Path, config: &ModelConfig) -> Result<TokenFile> {
-    let file = TokenFile::begin(path, &Vocabulary::new(config))?;
-    let (seq, positions) = (file.seq(), config.positions());
+    let file = TokenFile::open_header(path, &Vocabulary::new(config))?;
+    let (seq, positions) = (file.seq(), config.max_positions());
     if seq <= positions {
         return Ok(file);
     }
-    let why = format!("{}: rows have {seq} tokens, the model {positions} positions", path.display());
+    let why = format!("{}: rows have {seq} tokens, but the model has {positions} positions", path.display());
     Err(Error::new(Kind::Data, why)
-        .detail("help", "give --tokens a file of shorter rows, or take a model with more positions"))
+        .detail("help", "use a --tokens file with shorter rows, or a model with more positions"))
 }
 
-/// How long ranks wait for one that reads or writes: a disk may stall for long.
-const PATIENCE: Duration = Duration::from_secs(24 * 60 * 60);
+/// Timeout of collectives that wait for file I/O of another rank: a disk may stall for long.
+const DISK_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// Does what a disk or a reader may hold up on one rank; the others wait for it, whatever `--timeout` says. Every rank calls
-/// this together.
+/// Runs file I/O on every rank and then a barrier, with [`DISK_TIMEOUT`] instead of `--timeout`, so that ranks wait for one whose disk
+/// stalls. Collective: every rank calls it.
 ///
 /// # Errors
-/// What `f` reports, and the collective at its end.
+/// The error of `f`, or of the barrier.
 #[track_caller]
-fn together<T>(rank: &Rank, f: impl FnOnce() -> Result<T>) -> Result<T> {
+fn collective_io<T>(rank: &Rank, f: impl FnOnce() -> Result<T>) -> Result<T> {
     let site = Location::caller();
-    rank.patiently(PATIENCE, || {
+    rank.with_timeout(DISK_TIMEOUT, || {
         let done = f()?;
         world_sum(rank, &[0.0], site)?;
         Ok(done)
     })
 }
 
-/// Fills a model from its folder; the first rank says which weights had another dtype than the model. Every rank calls this
-/// together.
-fn load(model: &Model<LanguageModel>, dir: &Path, cast: Cast) -> Result<()> {
-    together(model.rank(), || {
+/// Loads the weights of a model from a folder; rank 0 reports which were converted from another dtype. Collective.
+fn load(model: &Model<LanguageModel>, dir: &Path, cast: CastRule) -> Result<()> {
+    collective_io(model.rank(), || {
         let casts = model.load_as(dir, cast)?;
         let is_rank_zero = model.rank().world().index() == 0;
         if !casts.is_empty() && is_rank_zero {
@@ -197,16 +196,16 @@ fn load(model: &Model<LanguageModel>, dir: &Path, cast: Cast) -> Result<()> {
     })
 }
 
-/// Reports that the files of a model folder hold no checksums, as those of other programs and older releases.
+/// Reports that the files of a model folder have no checksums, like those of other programs and older releases.
 fn report_unverified(dir: &Path) {
     if Weights::open(dir).is_ok_and(|weights| weights.num_without_checksum() > 0) {
-        eprintln!("{}: its files hold no checksums, so that they could not be verified", dir.display());
+        eprintln!("{}: the files have no checksums and were not verified", dir.display());
     }
 }
 
-/// The documents that are named, or the sources of the working directory.
-fn documents(named: &[PathBuf], how: &How<'_>) -> Result<Corpus> {
-    if named.is_empty() { Corpus::from_sources(Path::new("."), how) } else { Corpus::open(named, how) }
+/// Opens the text of the given paths, or the source files of the working directory.
+fn open_corpus(named: &[PathBuf], options: &ReadOptions<'_>) -> Result<Corpus> {
+    if named.is_empty() { Corpus::from_sources(Path::new("."), options) } else { Corpus::open(named, options) }
 }
 
 #[cfg(test)]
@@ -215,7 +214,7 @@ mod tests {
     use shardgrad::dist::{Mesh, World};
 
     #[test]
-    fn ranks_wait_for_the_disk_of_one_longer_than_for_anything_else() {
+    fn collective_io_waits_longer_than_the_timeout() {
         let world = || World::new(Mesh::parse("dp=2").unwrap()).timeout(Duration::from_millis(100));
         let slow = |rank: &Rank| {
             if rank.index() == 0 {
@@ -223,17 +222,17 @@ mod tests {
             }
             Ok(rank.index())
         };
-        assert_eq!(world().launch(|rank| together(rank, || slow(rank))).unwrap(), [0, 1]);
-        // Who fails is not waited for, and patience is over afterwards.
+        assert_eq!(world().launch(|rank| collective_io(rank, || slow(rank))).unwrap(), [0, 1]);
+        // A failed rank is not waited for, and the timeout is restored afterwards.
         let failed = world().launch(|rank| {
-            together(rank, || match rank.index() {
+            collective_io(rank, || match rank.index() {
                 0 => Err(Error::new(Kind::Io, "no disk")),
                 _ => Ok(()),
             })
         });
         assert_eq!(failed.unwrap_err().message(), "no disk");
         let late = world().launch(|rank| {
-            together(rank, || Ok(()))?;
+            collective_io(rank, || Ok(()))?;
             slow(rank)?;
             world_sum(rank, &[0.0], Location::caller())
         });

@@ -1,24 +1,24 @@
-//! `ops`: the registry of ops as a table.
+//! `ops`: the op registry as a table.
 
 use super::args::OpsArgs;
 use serde_json::json;
 use shardgrad::Result;
-use shardgrad::tensor::catalog::{Form, forms};
+use shardgrad::tensor::op_table::{OpEntry, entries};
 use std::fmt::Write as _;
 
-/// What stands above the table, in the terminal and in docs/ops.md.
+/// Legend above the table, in the terminal and in docs/ops.md.
 const LEGEND: &str = "\
-`T` is any float, `acc` its accumulator (f32 for the 16-bit floats). FLOPs are counted for each tuple of indices that
-the signature runs over. Layouts are those of the arguments and results on one mesh axis that need no step: `@d` splits
-dim d, `+` is a pending sum, `~` a copy (an invariant copy, `=`, may stand for it); all arguments copies goes without
-saying. Other layouts are completed, cast, or refused with a list of repairs.";
+`T` is any float dtype, `acc` its accumulator dtype (f32 for the 16-bit floats). FLOPs are per index tuple of the
+signature. Layouts are states of arguments and results on one mesh axis that need no communication: `@d` shards dim d,
+`+` is a partial (pending) sum, `~` a replicated copy (an invariant copy, `=`, may take its place); all arguments
+replicated is always supported and not listed. Other layouts are redistributed, or refused with suggested fixes.";
 
-/// How wide a line of docs/ops.md is that is no row of a table.
+/// Line width of the text of docs/ops.md.
 const WIDTH: usize = 120;
 
 /// Runs the command.
 pub(crate) fn run(args: &OpsArgs) -> Result<()> {
-    let forms = forms()?;
+    let forms = entries()?;
     if args.json {
         forms.iter().for_each(|form| println!("{}", line(form)));
     } else if args.markdown {
@@ -29,25 +29,25 @@ pub(crate) fn run(args: &OpsArgs) -> Result<()> {
     Ok(())
 }
 
-fn line(form: &Form) -> serde_json::Value {
+fn line(form: &OpEntry) -> serde_json::Value {
     json!({"op": form.op, "file": form.file, "doc": form.doc, "signature": form.signature,
         "linear_in": form.linear_in, "num_saved": form.num_saved, "dtypes": form.dtypes,
         "flops_per_index": form.flops_per_index, "layouts": form.rows})
 }
 
-/// `0; 1` for an op that is linear in each argument alone, `0 1` for one that is in both together.
-fn groups(form: &Form) -> String {
+/// Formats the argument groups in which an op is linear: `0; 1` in each alone, `0 1` jointly.
+fn groups(form: &OpEntry) -> String {
     let group = |g: &Vec<usize>| g.iter().map(usize::to_string).collect::<Vec<_>>().join(" ");
     form.linear_in.iter().map(group).collect::<Vec<_>>().join("; ")
 }
 
-/// Two digits behind the point, if there is anything behind it.
-fn flops(form: &Form) -> String {
+/// Formats FLOPs with up to two decimals.
+fn flops(form: &OpEntry) -> String {
     let text = format!("{:.2}", form.flops_per_index);
     text.trim_end_matches('0').trim_end_matches('.').to_string()
 }
 
-fn text(forms: &[Form]) -> String {
+fn text(forms: &[OpEntry]) -> String {
     let mut text = format!("{}\n", LEGEND.replace('`', ""));
     let mut file = "";
     for form in forms {
@@ -64,13 +64,13 @@ fn text(forms: &[Form]) -> String {
             form.signature,
             form.dtypes,
             "",
-            if form.rows.is_empty() { "copies only".to_string() } else { form.rows.join(" | ") }
+            if form.rows.is_empty() { "replicated only".to_string() } else { form.rows.join(" | ") }
         );
     }
     text
 }
 
-/// A text in lines of at most [`WIDTH`].
+/// Wraps a text at [`WIDTH`] characters.
 fn wrapped(text: &str) -> String {
     let mut lines: Vec<String> = Vec::new();
     for word in text.split_whitespace() {
@@ -85,10 +85,10 @@ fn wrapped(text: &str) -> String {
     lines.join("\n")
 }
 
-/// docs/ops.md.
-fn markdown(forms: &[Form]) -> String {
+/// Formats docs/ops.md.
+fn markdown(forms: &[OpEntry]) -> String {
     let mut text = format!(
-        "# Ops\n\nPrinted from the registry by `cargo run --release -- ops --markdown > docs/ops.md`; a test compares.\n\n\
+        "# Ops\n\nGenerated from the op registry by `cargo run --release -- ops --markdown > docs/ops.md`; a test checks it.\n\n\
          {LEGEND}\n"
     );
     let mut file = "";

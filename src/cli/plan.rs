@@ -1,49 +1,48 @@
-//! `plan`: a pipeline schedule in time, proved, simulated and drawn.
+//! `plan`: verifies, simulates and draws a pipeline schedule.
 
 use super::args::PlanArgs;
 use crate::outputs::check_target;
 use crate::timeline;
 use serde_json::json;
-use shardgrad::autograd::pipeline::{Action, Schedule, Timeline, Times, Verified};
-use shardgrad::nn::plan::PassOrder;
+use shardgrad::autograd::pipeline::{Action, Schedule, Timeline, PassTimes, Verified};
+use shardgrad::nn::plan::PipelineSchedule;
 use shardgrad::prelude::*;
 use std::path::Path;
 
-/// The lists that were asked for.
+/// Returns the requested schedule.
 fn lists(args: &PlanArgs) -> Result<Schedule> {
     match &args.schedule.passes {
-        PassOrder::Named(name) => {
+        PipelineSchedule::Named(name) => {
             let of = (args.stages.unwrap_or(4), args.microbatches.unwrap_or(8));
             Schedule::named_for(name, of, args.times, args.transfer)
         }
-        PassOrder::Lists(lists) => {
-            let there = [lists.ranks.len(), lists.num_microbatches];
-            let asked = [args.stages.unwrap_or(there[0]), args.microbatches.unwrap_or(there[1])];
-            if asked == there {
+        PipelineSchedule::Actions(lists) => {
+            let of_file = [lists.ranks.len(), lists.num_microbatches];
+            let requested = [args.stages.unwrap_or(of_file[0]), args.microbatches.unwrap_or(of_file[1])];
+            if requested == of_file {
                 return Ok(lists.clone());
             }
-            let text = format!("the file has lists for {} ranks and {} microbatches", there[0], there[1]);
-            Err(Error::new(Kind::Config, text).detail("help", "leave out --stages and --microbatches"))
+            let text = format!("the schedule file is for {} ranks and {} microbatches", of_file[0], of_file[1]);
+            Err(Error::new(Kind::Config, text).detail("help", "omit --stages and --microbatches"))
         }
     }
 }
 
-/// The lists with transfers, and what was proved of them.
+/// Adds transfers to a schedule and verifies it.
 fn proved(schedule: &Schedule, links: &[(usize, usize)], blocking: bool) -> Result<(Schedule, Verified)> {
-    let whole = schedule.with_transfers(links);
-    let verified = whole.verify(links)?;
+    let with_transfers = schedule.with_transfers(links);
+    let verified = with_transfers.verify(links)?;
     if !blocking {
-        return Ok((whole, verified));
+        return Ok((with_transfers, verified));
     }
-    // Only lists that hold can be laid on one line.
-    let spells = schedule.ranks.iter().flatten().any(|action| matches!(action, Action::Send(_)));
-    let whole = if spells { whole } else { schedule.with_meetings(links) };
-    let verified = whole.verify_blocking(links)?;
-    Ok((whole, verified))
+    // Rendezvous transfers are placed along a linear order of all passes, which only a valid schedule has.
+    let has_transfers = schedule.ranks.iter().flatten().any(|action| matches!(action, Action::Send(_)));
+    let with_transfers = if has_transfers { with_transfers } else { schedule.with_blocking_transfers(links) };
+    let verified = with_transfers.verify_blocking(links)?;
+    Ok((with_transfers, verified))
 }
 
-/// The bubble of steps as `train` runs them, each from its first pass to its last; and, where that is another one, of steps
-/// that overlap.
+/// Formats the bubble of steps that run one after the other, as in `train`, and of overlapping steps where it differs.
 fn bubble(timeline: &Timeline) -> String {
     let [alone, overlapping] =
         [timeline.step_bubble(), timeline.bubble()].map(|part| format!("{:.2}%", 100.0 * part));
@@ -67,23 +66,23 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
     let schedule = lists(args)?;
     let (num_stages, num_ranks) = (schedule.num_stages(), schedule.ranks.len());
     let links: Vec<(usize, usize)> = (1..num_stages).map(|s| (s - 1, s)).collect();
-    let (whole, verified) = proved(&schedule, &links, args.blocking)?;
+    let (with_transfers, verified) = proved(&schedule, &links, args.blocking)?;
     if let Some(path) = &args.save {
-        save(path, if args.blocking { &whole } else { &schedule })?;
+        save(path, if args.blocking { &with_transfers } else { &schedule })?;
     }
-    // The times are those of a rank; its stages share them.
+    // Times are per rank; its stages share them.
     let part = num_stages as f64 / num_ranks as f64;
-    let Times { forward, input, weight } = args.times;
-    let each = Times { forward: forward / part, input: input / part, weight: weight / part };
+    let PassTimes { forward, input, weight } = args.times;
+    let each = PassTimes { forward: forward / part, input: input / part, weight: weight / part };
     let timeline = schedule.simulate(&links, &vec![each; num_stages], args.transfer);
     let most = verified.peak_live.iter().max().copied().unwrap_or(0) as f64 / part;
     let title = format!(
-        "{}: {} ranks, {} microbatches, bubble {}, at most {most:.1} microbatches held by a rank{}",
+        "{}: {} ranks, {} microbatches, bubble {}, at most {most:.1} microbatches in memory per rank{}",
         schedule.name,
         num_ranks,
         schedule.num_microbatches,
         bubble(&timeline),
-        if args.blocking { ", sends may wait" } else { "" }
+        if args.blocking { ", blocking sends" } else { "" }
     );
     if let Some(path) = &args.svg {
         timeline::write_svg(path, &title, &timeline)?;

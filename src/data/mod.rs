@@ -1,26 +1,25 @@
-//! What a language model is trained on: texts, files of token numbers, and which rows a step reads.
+//! Training data: text, token files, and the sampler that chooses the rows of a step.
 //!
-//! Everything is read with plain reads and held in memory or read by position (tokens of a text that a tokenizer cuts, from a
-//! file that they are written to first); nothing is mapped, so a file
-//! that shrinks under a run is an error and not a signal. Which tokens a row holds is a pure function of the
-//! data, the seed and the number of the row in the whole run, so the mesh does not change what is read.
+//! Data is held in memory or read by position (pread); tokenized text is first written to a temporary file. Files are not memory-mapped, so a
+//! file that shrinks during a run is an error and not a signal. The tokens of a row are a pure function of the data, the seed and the global
+//! row number, so they do not depend on the mesh.
 
-mod digest;
+mod content_hash;
 mod batch;
 mod corpus;
 mod sources;
-mod cut;
+mod tokenize;
 mod files;
-mod tokens;
+mod token_file;
 mod sampler;
 
 pub(crate) use batch::Batch;
-pub(crate) use corpus::{Corpus, Split, Width};
-pub(crate) use digest::ContentHash;
-pub(crate) use files::{How, refuse_written};
-pub(crate) use sampler::{Order, Sampler};
-pub(crate) use sources::is_source;
-pub(crate) use tokens::{TokenFile, Vocabulary};
+pub(crate) use corpus::{Corpus, Split, TokenWidth};
+pub(crate) use content_hash::ContentHash;
+pub(crate) use files::{ReadOptions, refuse_written};
+pub(crate) use sampler::{RowOrder, Sampler};
+pub(crate) use sources::is_source_file;
+pub(crate) use token_file::{TokenFile, Vocabulary};
 
 #[cfg(test)]
 pub(crate) mod scratch {
@@ -33,7 +32,7 @@ pub(crate) mod scratch {
     impl Scratch {
         pub(crate) fn new() -> Scratch {
             let folder = |i| std::env::temp_dir().join(format!("shardgrad-{}-{}", std::process::id(), i));
-            // The first name that no other test has taken.
+            // The first free name.
             let free = |dir: &PathBuf| std::fs::create_dir(dir).is_ok();
             Scratch((0..10_000).map(folder).find(free).unwrap())
         }

@@ -1,31 +1,31 @@
-//! Which rows a step reads: a pure function of the seed and the number of the row in the whole run.
+//! The sampler: the rows of a step are a pure function of the seed and the global row number.
 
 use super::batch::Batch;
 use super::corpus::{Corpus, Split};
-use super::digest::ContentHash;
-use super::tokens::TokenFile;
+use super::content_hash::ContentHash;
+use super::token_file::TokenFile;
 use shardgrad::Result;
 use shardgrad::kernels::op::random::philox;
 use shardgrad::nn::hf::Digest;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The stream of random numbers that the data order is drawn from: the letters of its name.
+/// Random stream of the data order.
 const STREAM: u64 = u64::from_be_bytes(*b"\0\0\0\0data");
 
-/// So many windows make up a fingerprint.
-const PRINTED: u64 = 4096;
+/// Maximum number of windows in a fingerprint.
+const FINGERPRINT_WINDOWS: u64 = 4096;
 
-/// How rows are chosen.
+/// The order of rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Order {
-    /// Each row is drawn anew, uniformly: from a text any window, from a file of tokens any row.
+pub(crate) enum RowOrder {
+    /// Uniform sampling with replacement: any window of a text, any row of a token file.
     Shuffled {
         /// The seed of the run.
         seed: u64,
     },
-    /// Windows that follow each other without overlap (or the rows of the file), over and over.
-    InFileOrder,
+    /// Consecutive windows without overlap (or rows of the file), repeated at the end.
+    Sequential,
 }
 
 #[derive(Clone, Debug)]
@@ -34,39 +34,38 @@ enum Source {
     Tokens(Arc<TokenFile>),
 }
 
-/// Hands out rows by their number in the run. Cheap to clone; ranks that are threads share the data.
+/// Reads rows by their global number. Cheap to clone; ranks that are threads share the data.
 ///
-/// Row r of step s of a run with `batch` rows a step has the number `s * batch + r`, wherever in the mesh it
-/// is read and however the batch is cut into microbatches.
+/// Row r of step s has the global number `s * batch + r`, on any mesh and for any number of microbatches.
 #[derive(Clone, Debug)]
 pub(crate) struct Sampler {
     source: Source,
-    order: Order,
+    order: RowOrder,
 }
 
 impl Sampler {
-    /// Rows of `seq` tokens of one split of a text.
+    /// Samples rows of `seq` tokens from a split of a text.
     ///
     /// # Errors
-    /// `Kind::Data` if the split is too short for one row ([`Corpus::require`]).
-    pub(crate) fn of_text(corpus: Arc<Corpus>, split: Split, seq: usize, order: Order) -> Result<Sampler> {
-        corpus.require(split, seq)?;
+    /// `Kind::Data` if the split is too short for one row ([`Corpus::check_length`]).
+    pub(crate) fn of_text(corpus: Arc<Corpus>, split: Split, seq: usize, order: RowOrder) -> Result<Sampler> {
+        corpus.check_length(split, seq)?;
         Ok(Sampler { source: Source::Text { corpus, split, seq }, order })
     }
 
-    /// The rows of a file of tokens.
+    /// Samples the rows of a token file.
     #[must_use]
-    pub(crate) fn of_tokens(file: Arc<TokenFile>, order: Order) -> Sampler {
+    pub(crate) fn of_tokens(file: Arc<TokenFile>, order: RowOrder) -> Sampler {
         Sampler { source: Source::Tokens(file), order }
     }
 
-    /// The numbers of the rows of one step (counted from 0) of a run with `batch` rows a step.
+    /// Returns the global row numbers of a step (counted from 0) with `batch` rows per step.
     #[must_use]
-    pub(crate) fn step(step: u64, batch: u64) -> Range<u64> {
+    pub(crate) fn rows_of_step(step: u64, batch: u64) -> Range<u64> {
         step * batch..(step + 1) * batch
     }
 
-    /// The tokens of a row that the model reads.
+    /// Returns the sequence length.
     #[must_use]
     pub(crate) fn seq(&self) -> usize {
         match &self.source {
@@ -75,8 +74,8 @@ impl Sampler {
         }
     }
 
-    /// The number of windows that do not overlap, or of rows in the file: what [`Order::InFileOrder`] goes
-    /// through before it begins again. A last window that is not full is dropped.
+    /// Returns the number of non-overlapping windows, or of rows in the file: one epoch of [`RowOrder::Sequential`]. An incomplete last window is
+    /// dropped.
     #[must_use]
     pub(crate) fn num_windows(&self) -> u64 {
         match &self.source {
@@ -85,41 +84,41 @@ impl Sampler {
         }
     }
 
-    /// Where a row stands: the position of its first token in the split, or its row number in the file.
+    /// Returns the position of the first token of a row in the split, or its row number in the file.
     #[must_use]
     pub(crate) fn start(&self, row: u64) -> u64 {
         match (&self.source, self.order) {
-            (Source::Text { seq, .. }, Order::InFileOrder) => row % self.num_windows() * *seq as u64,
-            (Source::Text { corpus, split, seq }, Order::Shuffled { seed }) => {
-                below(corpus.len(*split) - *seq as u64, seed, row)
+            (Source::Text { seq, .. }, RowOrder::Sequential) => row % self.num_windows() * *seq as u64,
+            (Source::Text { corpus, split, seq }, RowOrder::Shuffled { seed }) => {
+                uniform_below(corpus.len(*split) - *seq as u64, seed, row)
             }
-            (Source::Tokens(file), Order::InFileOrder) => row % file.num_rows(),
-            (Source::Tokens(file), Order::Shuffled { seed }) => below(file.num_rows(), seed, row),
+            (Source::Tokens(file), RowOrder::Sequential) => row % file.num_rows(),
+            (Source::Tokens(file), RowOrder::Shuffled { seed }) => uniform_below(file.num_rows(), seed, row),
         }
     }
 
-    /// How many targets some rows ask for, where rows say that themselves; `None` where it is one a token.
+    /// Returns the number of targets of some rows if they have labels; `None` if every token is a target.
     ///
     /// # Errors
     /// As [`Sampler::batch`].
-    pub(crate) fn asked(&self, rows: Range<u64>) -> Result<Option<u64>> {
+    pub(crate) fn num_targets(&self, rows: Range<u64>) -> Result<Option<u64>> {
         match &self.source {
             Source::Tokens(file) if file.is_labelled() => {
-                rows.map(|row| file.asked(self.start(row))).sum::<Result<u64>>().map(Some)
+                rows.map(|row| file.num_targets(self.start(row))).sum::<Result<u64>>().map(Some)
             }
             _ => Ok(None),
         }
     }
 
-    /// Reads rows by their numbers in the run: those of a step, or the part of them that a rank has.
+    /// Reads rows by their global numbers: those of a step, or the local ones of a rank.
     ///
     /// # Errors
-    /// `Kind::Data` or `Kind::Io` if a file has changed, holds a number that is no token, or cannot be read any more.
+    /// `Kind::Data` or `Kind::Io` if a file has changed, holds an id outside the vocabulary, or cannot be read.
     pub(crate) fn batch(&self, rows: Range<u64>) -> Result<Batch> {
         let mut batch = Batch::default();
         if let Source::Tokens(file) = &self.source {
-            // A rank without rows has as many lists as the others.
-            batch.more.resize_with(file.num_more(), Vec::new);
+            // A rank without rows has the same columns as the others.
+            batch.extra.resize_with(file.num_extra(), Vec::new);
         }
         let mut row_tokens = Vec::new();
         for row in rows {
@@ -142,8 +141,7 @@ impl Sampler {
         Ok(batch)
     }
 
-    /// Returns the hash of all data, held-out tokens included, and of the length of rows: by it processes find out that they read
-    /// different data.
+    /// Returns the hash of all data, validation split included, and of the sequence length, by which processes compare their data.
     ///
     /// # Errors
     /// As [`Sampler::batch`].
@@ -157,15 +155,14 @@ impl Sampler {
         Ok(hash.hex())
     }
 
-    /// A number made of the data: of how much there is, and of all windows that do not overlap, or of many of them that lie evenly,
-    /// if they are more.
+    /// Returns a fingerprint of the data for checkpoints: of its length and up to 4096 evenly spaced windows.
     ///
     /// # Errors
     /// As [`Sampler::batch`].
     pub(crate) fn fingerprint(&self) -> Result<String> {
-        let mut in_order = Sampler { order: Order::InFileOrder, ..self.clone() };
+        let mut in_order = Sampler { order: RowOrder::Sequential, ..self.clone() };
         if let Source::Text { split, .. } = &mut in_order.source {
-            // What is held out belongs to the run too.
+            // The validation split is part of the run too.
             *split = Split::All;
         }
         let all = in_order.num_windows();
@@ -175,11 +172,11 @@ impl Sampler {
         };
         let mut digest = Digest::default();
         digest.add(&tokens.to_le_bytes());
-        let count = all.min(PRINTED);
+        let count = all.min(FINGERPRINT_WINDOWS);
         for i in 0..count {
             let row = (u128::from(i) * u128::from(all) / u128::from(count)) as u64;
-            let Batch { inputs, targets, more } = in_order.batch(row..row + 1)?;
-            for numbers in [inputs, targets].iter().chain(&more) {
+            let Batch { inputs, targets, extra } = in_order.batch(row..row + 1)?;
+            for numbers in [inputs, targets].iter().chain(&extra) {
                 numbers.iter().for_each(|number| digest.add(&number.to_le_bytes()));
             }
         }
@@ -187,8 +184,8 @@ impl Sampler {
     }
 }
 
-/// A number in 0..n, uniform to within n / 2^64: the upper half of n times 64 random bits.
-fn below(n: u64, seed: u64, row: u64) -> u64 {
+/// Returns a random number in 0..n, uniform up to n / 2^64: the upper half of n times 64 random bits.
+fn uniform_below(n: u64, seed: u64, row: u64) -> u64 {
     let words = |x: u64| [x as u32, (x >> 32) as u32];
     let ([row_low, row_high], [stream_low, stream_high]) = (words(row), words(STREAM));
     let [low, high, ..] = philox([row_low, row_high, stream_low, stream_high], words(seed));
@@ -199,7 +196,7 @@ fn below(n: u64, seed: u64, row: u64) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::super::scratch::Scratch;
-    use super::super::tokens::Vocabulary;
+    use super::super::token_file::Vocabulary;
     use super::*;
     use shardgrad::Kind;
     use shardgrad::kernels::DType;
@@ -211,7 +208,7 @@ mod tests {
     }
 
     fn shuffled(n: usize, seq: usize, seed: u64) -> Sampler {
-        Sampler::of_text(corpus(n), Split::All, seq, Order::Shuffled { seed }).unwrap()
+        Sampler::of_text(corpus(n), Split::All, seq, RowOrder::Shuffled { seed }).unwrap()
     }
 
     fn tokens(dir: &Scratch) -> Arc<TokenFile> {
@@ -225,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_is_a_window_and_the_next_tokens() {
+    fn row_is_a_window_and_its_next_tokens() {
         let sampler = shuffled(200, 5, 7);
         let batch = sampler.batch(0..4).unwrap();
         for row in 0..4 {
@@ -237,10 +234,10 @@ mod tests {
     }
 
     #[test]
-    fn rows_do_not_depend_on_how_a_step_is_cut() {
+    fn rows_do_not_depend_on_microbatches() {
         let sampler = shuffled(1000, 8, 3);
-        let whole = sampler.batch(Sampler::step(5, 12)).unwrap();
-        assert_eq!(Sampler::step(5, 12), 60..72);
+        let whole = sampler.batch(Sampler::rows_of_step(5, 12)).unwrap();
+        assert_eq!(Sampler::rows_of_step(5, 12), 60..72);
         for cuts in [vec![60, 66, 72], vec![60, 61, 70, 72], vec![60, 60, 72]] {
             let mut joined = Batch::default();
             for part in cuts.windows(2) {
@@ -251,12 +248,12 @@ mod tests {
             assert_eq!(joined, whole);
         }
         // Two steps of 6 rows are one step of 12.
-        assert_eq!(sampler.batch(Sampler::step(10, 6)).unwrap().inputs, whole.inputs[..48]);
+        assert_eq!(sampler.batch(Sampler::rows_of_step(10, 6)).unwrap().inputs, whole.inputs[..48]);
     }
 
     #[test]
     fn starts_are_fixed_by_seed_and_row() {
-        // From a second implementation, in Python. A change of these numbers changes every run.
+        // From an independent implementation in Python. A change of these numbers changes every run.
         for (seed, first, far) in [
             (0, [201, 22, 268, 295, 0], 213),
             (1, [186, 715, 184, 113, 138], 167),
@@ -269,9 +266,8 @@ mod tests {
     }
 
     #[test]
-    fn starts_reach_every_place_equally_often() {
-        // 100 places, 100 draws each on average: chi squared of 99 degrees is below 160 but once in 10^4
-        // seeds.
+    fn window_starts_are_uniform() {
+        // 100 positions, 100 draws each on average: chi-squared with 99 degrees of freedom exceeds 160 once in 10^4 seeds.
         for seed in [0, 1, u64::MAX] {
             let sampler = shuffled(109, 9, seed);
             let mut counts = [0f64; 100];
@@ -280,7 +276,7 @@ mod tests {
             }
             let chi: f64 = counts.iter().map(|c| (c - 100.0) * (c - 100.0) / 100.0).sum();
             assert!(chi < 160.0, "{chi}");
-            // The same test finds a generator that repeats itself with a period of 50.
+            // The test rejects a generator with a period of 50.
             let mut poor = [0f64; 100];
             (0..10_000u64).for_each(|row| poor[sampler.start(row % 50) as usize] += 1.0);
             assert!(poor.iter().map(|c| (c - 100.0) * (c - 100.0) / 100.0).sum::<f64>() > 160.0);
@@ -288,10 +284,10 @@ mod tests {
     }
 
     #[test]
-    fn numbers_stay_below_their_bound() {
+    fn uniform_below_stays_below_its_bound() {
         for n in [1, 2, 3, u64::MAX] {
             for row in 0..100 {
-                assert!(below(n, 1, row) < n);
+                assert!(uniform_below(n, 1, row) < n);
             }
         }
         assert_eq!(shuffled(6, 5, 1).start(u64::MAX), 0);
@@ -301,7 +297,7 @@ mod tests {
     fn windows_cover_the_held_out_split_once() {
         for n in 6..40 {
             let held_out = Arc::new(Corpus::new("t".into(), (0..n * 10).map(|i| (i % 250) as u8).collect()));
-            let sampler = Sampler::of_text(held_out.clone(), Split::Val, 5, Order::InFileOrder).unwrap();
+            let sampler = Sampler::of_text(held_out.clone(), Split::Val, 5, RowOrder::Sequential).unwrap();
             let val = held_out.tokens(Split::Val);
             assert_eq!(sampler.num_windows(), (n as u64 - 1) / 5);
             let batch = sampler.batch(0..sampler.num_windows()).unwrap();
@@ -315,14 +311,14 @@ mod tests {
     }
 
     #[test]
-    fn rows_of_a_file_of_tokens() {
+    fn token_file_rows_are_sampled() {
         let dir = Scratch::new();
         let file = tokens(&dir);
-        let in_order = Sampler::of_tokens(file.clone(), Order::InFileOrder);
+        let in_order = Sampler::of_tokens(file.clone(), RowOrder::Sequential);
         assert_eq!((in_order.seq(), in_order.num_windows()), (2, 3));
         let batch = in_order.batch(2..4).unwrap();
-        assert_eq!(batch, Batch { inputs: vec![6, 7, 0, 1], targets: vec![7, 8, 1, 2], more: Vec::new() });
-        let shuffled = Sampler::of_tokens(file, Order::Shuffled { seed: 0 });
+        assert_eq!(batch, Batch { inputs: vec![6, 7, 0, 1], targets: vec![7, 8, 1, 2], extra: Vec::new() });
+        let shuffled = Sampler::of_tokens(file, RowOrder::Shuffled { seed: 0 });
         let mut seen: Vec<u64> = (0..30).map(|row| shuffled.start(row)).collect();
         seen.sort_unstable();
         seen.dedup();
@@ -330,27 +326,27 @@ mod tests {
     }
 
     #[test]
-    fn a_fingerprint_tells_data_apart_and_not_their_order() {
+    fn fingerprint_depends_on_data_not_order() {
         let print = |sampler: Sampler| sampler.fingerprint().unwrap();
         let whole = print(shuffled(50_000, 10, 1));
         assert_eq!(
             whole,
-            print(Sampler::of_text(corpus(50_000), Split::All, 10, Order::InFileOrder).unwrap())
+            print(Sampler::of_text(corpus(50_000), Split::All, 10, RowOrder::Sequential).unwrap())
         );
         assert_ne!(whole, print(shuffled(50_001, 10, 1)));
         let mut bytes: Vec<u8> = (0..50_000).map(|i| (i % 251) as u8).collect();
-        // The last window that is looked at, of more than are.
+        // The last window of the fingerprint, of more windows than it covers.
         let last = (4095 * 4999 / 4096 * 10 + 3) as usize;
         bytes[last] ^= 1;
         let other = Arc::new(Corpus::new("t".into(), bytes));
-        assert_ne!(whole, print(Sampler::of_text(other, Split::All, 10, Order::InFileOrder).unwrap()));
+        assert_ne!(whole, print(Sampler::of_text(other, Split::All, 10, RowOrder::Sequential).unwrap()));
     }
 
     #[test]
-    fn a_content_hash_is_of_every_token_and_not_of_the_order() {
+    fn content_hash_covers_every_token_not_order() {
         let hash = |bytes: &[u8], split| {
             let corpus = Arc::new(Corpus::new("t".into(), bytes.to_vec()));
-            let sampler = Sampler::of_text(corpus, split, 10, Order::Shuffled { seed: 1 }).unwrap();
+            let sampler = Sampler::of_text(corpus, split, 10, RowOrder::Shuffled { seed: 1 }).unwrap();
             sampler.content_hash().unwrap()
         };
         let bytes: Vec<u8> = (0..50_000).map(|i| (i % 251) as u8).collect();
@@ -362,16 +358,16 @@ mod tests {
             assert_ne!(whole, hash(&other, Split::Train), "{at}");
         }
         let dir = Scratch::new();
-        let of_tokens = Sampler::of_tokens(tokens(&dir), Order::InFileOrder).content_hash().unwrap();
+        let of_tokens = Sampler::of_tokens(tokens(&dir), RowOrder::Sequential).content_hash().unwrap();
         assert_eq!(
             of_tokens,
-            Sampler::of_tokens(tokens(&dir), Order::Shuffled { seed: 1 }).content_hash().unwrap()
+            Sampler::of_tokens(tokens(&dir), RowOrder::Shuffled { seed: 1 }).content_hash().unwrap()
         );
         assert_ne!(of_tokens, whole);
     }
 
     #[test]
-    fn no_rows_have_as_many_lists_as_rows() {
+    fn empty_batch_has_all_columns() {
         let dir = Scratch::new();
         let read = |name: &str, columns: &[&str], vocabulary: Vocabulary| {
             let path = dir.path(name);
@@ -382,8 +378,8 @@ mod tests {
             }
             writer.finish().unwrap();
             let file = Arc::new(TokenFile::open(&path, &vocabulary).unwrap());
-            let sampler = Sampler::of_tokens(file, Order::InFileOrder);
-            [0..0, 0..1].map(|rows| sampler.batch(rows).unwrap().more.len())
+            let sampler = Sampler::of_tokens(file, RowOrder::Sequential);
+            [0..0, 0..1].map(|rows| sampler.batch(rows).unwrap().extra.len())
         };
         let encoder = || Vocabulary::new(&ModelConfig::Bert(BertConfig::new(9, 3, [6, 5], 2, 2)));
         assert_eq!(read("plain", &["input_ids", "labels"], encoder()), [0, 0]);
@@ -393,9 +389,9 @@ mod tests {
     }
 
     #[test]
-    fn a_text_that_is_too_short_is_refused() {
-        let error = Sampler::of_text(corpus(20), Split::Val, 5, Order::InFileOrder).unwrap_err();
+    fn short_text_is_refused() {
+        let error = Sampler::of_text(corpus(20), Split::Val, 5, RowOrder::Sequential).unwrap_err();
         assert_eq!(error.kind(), Kind::Data);
-        assert_eq!(error.message(), "t: the held-out last tenth has 2 bytes, but --seq 5 needs 6");
+        assert_eq!(error.message(), "t: the validation split (last 10%) has 2 bytes, but --seq 5 needs at least 6");
     }
 }

@@ -1,46 +1,44 @@
-//! The text that is always at hand: the Rust and Markdown sources of a working directory.
+//! Default training text: the Rust and Markdown files of the working directory.
 
-use super::corpus::failed;
+use super::corpus::cannot_read;
 use ignore::{DirEntry, WalkBuilder};
 use shardgrad::{Error, Kind, Result};
 use std::path::Path;
 
-/// The text is cut after this many bytes.
+/// Maximum size of the text; the rest is dropped.
 pub(crate) const SOURCES_BYTES_MAX: usize = 16 << 20;
 
-/// Folders that programs fill, left out wherever they stand.
+/// Names of folders with build products, which are skipped.
 const BUILD_FOLDERS: [&str; 4] = ["build", "node_modules", "runs", "target"];
 
 /// Joins the Rust and Markdown files (`*.rs`, `*.md`) under a folder in the order of their paths, each
-/// followed by a newline, and cuts the text after [`SOURCES_BYTES_MAX`] bytes.
+/// followed by a newline, and truncates the text to [`SOURCES_BYTES_MAX`] bytes. Returns a description and the text.
 ///
-/// Left out are hidden files, what `.gitignore` names (in a repository or not), folders of build
-/// products, what stands behind symbolic links, and (counted in the description) what is not UTF-8 or
-/// cannot be read.
-/// Gives what it is made of, and the text.
+/// Skips hidden files, files in `.gitignore` (inside a repository or not), folders of build products, symbolic links, and (counted in
+/// the description) files that are not UTF-8 or cannot be read.
 ///
 /// # Errors
-/// `Kind::Data` if the folder holds no such file; `Kind::Io` if it cannot be entered.
+/// `Kind::Data` if there is no such file; `Kind::Io` if the folder cannot be read.
 pub(super) fn read_sources(dir: &Path) -> Result<(String, String)> {
     read_up_to(dir, SOURCES_BYTES_MAX)
 }
 
 fn read_up_to(dir: &Path, bytes_max: usize) -> Result<(String, String)> {
-    let root = dir.canonicalize().map_err(|e| failed(dir, &e))?;
+    let root = dir.canonicalize().map_err(|e| cannot_read(dir, &e))?;
     let (mut text, mut num_files, mut num_skipped, mut cut) = (String::new(), 0, 0, "");
     for entry in walk(&root) {
-        match entry.map(|entry| source(&entry)) {
-            Ok(Found::Text(source)) => {
+        match entry.map(|entry| read_entry(&entry)) {
+            Ok(Entry::Text(source)) => {
                 num_files += 1;
                 text.push_str(&source);
                 text.push('\n');
             }
-            Ok(Found::Other) => {}
-            Ok(Found::Unreadable) | Err(_) => num_skipped += 1,
+            Ok(Entry::Other) => {}
+            Ok(Entry::Unreadable) | Err(_) => num_skipped += 1,
         }
         if text.len() > bytes_max {
             text.truncate(text.floor_char_boundary(bytes_max));
-            cut = ", cut at the limit";
+            cut = ", truncated to the limit";
             break;
         }
     }
@@ -49,42 +47,41 @@ fn read_up_to(dir: &Path, bytes_max: usize) -> Result<(String, String)> {
         n => format!(", {n} skipped that are not readable UTF-8"),
     };
     if num_files == 0 {
-        let why = format!("{}: there are no Rust or Markdown files to train on{skipped}", dir.display());
-        let help = "give a text with --data FILE, or start where such files are (ignored ones do not count)";
+        let why = format!("{}: no Rust or Markdown files to train on{skipped}", dir.display());
+        let help = "pass text with --data FILE, or run in a folder with such files (files in .gitignore are skipped)";
         return Err(Error::new(Kind::Data, why).detail("help", help));
     }
     let origin = format!("{num_files} Rust and Markdown files of {}{skipped}{cut}", root.display());
     Ok((origin, text))
 }
 
-/// Whether a path is named like one of the sources.
-pub(crate) fn is_source(path: &Path) -> bool {
+/// Returns whether a path has the extension of a source file.
+pub(crate) fn is_source_file(path: &Path) -> bool {
     path.extension().is_some_and(|e| e == "rs" || e == "md")
 }
 
-/// What an entry of the walk gives.
-enum Found {
+/// The contents of a directory entry.
+enum Entry {
     Text(String),
     Unreadable,
     Other,
 }
 
-fn source(entry: &DirEntry) -> Found {
-    if !is_source(entry.path()) || !entry.file_type().is_some_and(|t| t.is_file()) {
-        return Found::Other;
+fn read_entry(entry: &DirEntry) -> Entry {
+    if !is_source_file(entry.path()) || !entry.file_type().is_some_and(|t| t.is_file()) {
+        return Entry::Other;
     }
-    // One bad file among hundreds must not stop the first run somebody tries.
+    // One unreadable file among hundreds must not fail a first run.
     match std::fs::read_to_string(entry.path()) {
-        Ok(text) => Found::Text(text),
-        _ => Found::Unreadable,
+        Ok(text) => Entry::Text(text),
+        _ => Entry::Unreadable,
     }
 }
 
-/// The entries under a folder, sorted by path.
+/// Walks a folder, sorted by path.
 fn walk(root: &Path) -> ignore::Walk {
-    // Rules of the folders above hold only inside of a repository: a stray `.gitignore` in a home folder must
-    // not hide a project that has none. The user's global rules never hold, so that two people get the same
-    // text.
+    // .gitignore files of parent folders apply only inside a repository: a stray one in a home folder must not hide a project. Global
+    // ignore rules of the user never apply, so that all users get the same text.
     let in_repository = root.ancestors().any(|above| above.join(".git").exists());
     WalkBuilder::new(root)
         .require_git(false)
@@ -98,7 +95,7 @@ fn walk(root: &Path) -> ignore::Walk {
 fn is_build_folder(entry: &DirEntry) -> bool {
     let is_dir = entry.file_type().is_some_and(|t| t.is_dir());
     let named = entry.file_name().to_str().is_some_and(|name| BUILD_FOLDERS.contains(&name));
-    // Cargo and other builders mark folders of products by such a file, whatever they are called.
+    // Cargo and other build tools mark their output folders with this file.
     is_dir && (named || entry.path().join("CACHEDIR.TAG").exists())
 }
 
@@ -146,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn rules_from_above_hold_only_inside_of_a_repository() {
+    fn parent_gitignore_applies_only_inside_a_repository() {
         let dir = Scratch::new();
         dir.file(".gitignore", "*.md\n");
         dir.file("project/a.md", "a");
@@ -154,16 +151,16 @@ mod tests {
         assert_eq!(read_sources(&project).unwrap().1, "a\n");
         dir.file(".git/HEAD", "");
         let error = read_sources(&project).unwrap_err();
-        assert!(error.message().ends_with("there are no Rust or Markdown files to train on"), "{error}");
+        assert!(error.message().ends_with(": no Rust or Markdown files to train on"), "{error}");
     }
 
     #[test]
-    fn nothing_found_is_explained() {
+    fn missing_sources_are_explained() {
         let dir = Scratch::new();
         let error = read_sources(&dir.path("")).unwrap_err();
         assert_eq!(error.kind(), Kind::Data);
-        assert!(error.message().ends_with("there are no Rust or Markdown files to train on"), "{error}");
-        assert!(error.details()[0].1.starts_with("give a text with --data FILE"));
+        assert!(error.message().ends_with(": no Rust or Markdown files to train on"), "{error}");
+        assert!(error.details()[0].1.starts_with("pass text with --data FILE"));
         dir.file("a.md", [0xff]);
         let error = read_sources(&dir.path("")).unwrap_err();
         assert!(error.message().ends_with("to train on, 1 skipped that are not readable UTF-8"), "{error}");
@@ -171,14 +168,14 @@ mod tests {
     }
 
     #[test]
-    fn the_text_is_cut_between_letters() {
+    fn text_is_truncated_at_a_character_boundary() {
         let dir = Scratch::new();
         dir.file("a.md", "éé");
         dir.file("b.md", "unread");
         let (origin, text) = read_up_to(&dir.path(""), 3).unwrap();
         assert_eq!(text, "é");
         assert!(origin.starts_with("1 Rust and Markdown files"), "{origin}");
-        assert!(origin.ends_with(", cut at the limit"), "{origin}");
+        assert!(origin.ends_with(", truncated to the limit"), "{origin}");
         let (origin, _) = read_up_to(&dir.path(""), 12).unwrap();
         assert!(!origin.contains("cut"), "{origin}");
     }
@@ -188,8 +185,8 @@ mod tests {
         let dir = Scratch::new();
         dir.file("a.rs", b"\xff");
         let error = read_sources(&dir.path("")).unwrap_err();
-        let told = "there are no Rust or Markdown files to train on, 1 skipped that are not readable UTF-8";
-        assert!(error.message().ends_with(told), "{error}");
+        let expected = "no Rust or Markdown files to train on, 1 skipped that are not readable UTF-8";
+        assert!(error.message().ends_with(expected), "{error}");
         dir.file("b.rs", "b");
         assert_eq!(text(&dir), "b\n");
         let shown = read_sources(&dir.path("")).unwrap().0;

@@ -1,4 +1,4 @@
-//! The lock of a run's folder, and where the folder is now.
+//! The lock file of a run folder, and the current path of the folder.
 
 use std::fs::{self, File, TryLockError};
 use std::io::{self, ErrorKind};
@@ -6,37 +6,37 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// The file that is locked. It stays when a run has ended: if a run removed it, two others could lock two files of this name.
+/// The lock file. It stays after a run: if a run removed it, two others could lock two files of this name.
 const LOCK_FILE: &str = ".lock";
 
-/// A lock on a folder. It belongs to an open file, so it moves with the folder.
+/// A lock on a folder. It is held on an open file, so it follows the folder if that is moved.
 #[derive(Debug)]
 pub(super) struct FolderLock {
-    /// The folder, where it can be opened. As long as it is open, no other folder gets its inode.
+    /// The open folder, if it can be opened. While it is open, its inode is not reused.
     folder: Option<File>,
     lock: File,
 }
 
-/// What has become of a folder that was locked under a path.
+/// The state of a locked folder.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum FolderState {
-    /// It is there and locked.
+    /// It exists and is locked.
     Unchanged,
-    /// It is there, but its lock file is not.
+    /// It exists, but its lock file does not.
     LockRemoved,
-    /// It has another path now.
+    /// It was moved to this path.
     Moved(PathBuf),
-    /// Nothing has its path.
+    /// Nothing exists at its path.
     Removed,
-    /// Something else has its path.
+    /// Something else exists at its path.
     Replaced,
 }
 
 impl FolderLock {
-    /// Locks a folder, unless another process has locked it: `None` then. A file system without locks is no reason to refuse.
+    /// Locks a folder; `None` if another process has locked it. A file system without locks is accepted.
     ///
     /// # Errors
-    /// Those of the system for the lock file.
+    /// I/O errors of the lock file.
     pub(super) fn acquire(folder: &Path) -> io::Result<Option<FolderLock>> {
         let path = folder.join(LOCK_FILE);
         let lock = File::options().write(true).create(true).truncate(false).open(path)?;
@@ -62,19 +62,19 @@ impl FolderLock {
             Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
                 FolderState::Removed
             }
-            // A path that cannot be read at this moment: the next write reports it.
+            // The path cannot be read at the moment; the next write reports it.
             Err(_) => FolderState::Unchanged,
         }
     }
 }
 
-/// Whether an open file and a path are one inode.
+/// Returns whether an open file and a path have the same inode.
 fn is_same(file: &File, path: &Path) -> bool {
     let (Ok(open), Ok(named)) = (file.metadata(), fs::metadata(path)) else { return false };
     (open.dev(), open.ino()) == (named.dev(), named.ino())
 }
 
-/// The path of an open file, where the system tells it (Linux) and the file has one.
+/// Returns the current path of an open file (Linux), if it has one.
 fn path_of(file: &File) -> Option<PathBuf> {
     let path = fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()?;
     is_same(file, &path).then_some(path)

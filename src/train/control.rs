@@ -1,23 +1,23 @@
-//! Flags on which ranks agree at each step, so that all of them stop after the same one.
+//! Control flags that ranks agree on in each step, so that all stop after the same step.
 
 use crate::interrupt::StopReason;
 
-/// What a rank reports at a step, or, added up, what all of them reported.
+/// The flags of a rank in a step, or their combination over all ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct ControlFlags {
-    /// Why the run is to stop.
+    /// Why the run must stop.
     pub(crate) stop: Option<StopReason>,
-    /// Whether something went wrong that leaves good weights.
+    /// Whether a rank has an error that leaves valid weights.
     pub(crate) failed: bool,
-    /// How long the step before took: the mean of all ranks.
+    /// The duration of the step before: the mean over ranks.
     pub(crate) step_seconds: f64,
 }
 
 impl ControlFlags {
-    /// How many numbers they are: one for each reason and two more.
+    /// Length of the encoding: one number per reason and two more.
     const LEN: usize = StopReason::ALL.len() + 2;
 
-    /// As numbers to be summed over ranks.
+    /// Encodes the flags as numbers to be summed over ranks.
     pub(crate) fn to_numbers(self) -> [f64; ControlFlags::LEN] {
         let mut numbers = [0.0; ControlFlags::LEN];
         for (number, reason) in numbers.iter_mut().zip(StopReason::ALL) {
@@ -28,7 +28,7 @@ impl ControlFlags {
         numbers
     }
 
-    /// From sums over so many ranks.
+    /// Decodes sums over `num_ranks` ranks.
     pub(crate) fn from_sums(sums: &[f64], num_ranks: usize) -> ControlFlags {
         let reasons = sums.iter().zip(StopReason::ALL);
         ControlFlags {
@@ -44,7 +44,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sums_tell_what_any_rank_reported() {
+    fn control_flags_round_trip_through_sums() {
         let summed = |ranks: &[ControlFlags]| {
             let sum = |i: usize| ranks.iter().map(|flags| flags.to_numbers()[i]).sum();
             let sums: Vec<f64> = (0..ControlFlags::LEN).map(sum).collect();

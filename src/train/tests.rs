@@ -1,9 +1,9 @@
-//! Rows that ask for unequally many tokens: the loss of a step is the mean over all of them, however the batch is cut. And
-//! measurements that are given up.
+//! Tests of the loss over rows with different numbers of targets, which is the mean over all targets for any microbatches; and of abandoned
+//! evaluations.
 
 use super::*;
 use crate::data::scratch::Scratch;
-use crate::data::{Corpus, Order, Split, TokenFile, Vocabulary};
+use crate::data::{Corpus, RowOrder, Split, TokenFile, Vocabulary};
 use shardgrad::nn::hf::TensorWriter;
 use shardgrad::nn::{BertConfig, ModelConfig};
 use shardgrad::tensor::control::world_sum;
@@ -11,13 +11,13 @@ use std::cell::Cell;
 use std::panic::Location;
 use std::sync::Arc;
 
-/// Rows of the file, which the batches do not divide: steps ask for unequally many tokens too.
+/// Rows of the file, not divisible by the batch: steps have different numbers of targets too.
 const ROWS: usize = 6;
 const BATCH: usize = 4;
 const SEQ: usize = 3;
 const NONE: i64 = -100;
 
-/// Rows that ask for 1, 3, 2, no, 3 and 3 tokens; with a mask that hides some inputs, if asked for.
+/// Writes rows with 1, 3, 2, 0, 3 and 3 targets; optionally with an attention mask.
 fn rows(dir: &Scratch, config: &ModelConfig, masked: bool) -> Sampler {
     let path = dir.path("rows.safetensors");
     let mut columns: Vec<(&str, [i64; ROWS * SEQ])> = vec![
@@ -37,17 +37,17 @@ fn rows(dir: &Scratch, config: &ModelConfig, masked: bool) -> Sampler {
     writer.finish().unwrap();
     Sampler::of_tokens(
         Arc::new(TokenFile::open(&path, &Vocabulary::new(config)).unwrap()),
-        Order::InFileOrder,
+        RowOrder::Sequential,
     )
 }
 
-fn recipe(microbatches: usize) -> Recipe {
-    Recipe {
+fn train_config(microbatches: usize) -> TrainConfig {
+    TrainConfig {
         steps: 3,
         batch: BATCH,
         seq: SEQ,
         microbatches,
-        schedule: Schedule::constant(0.1),
+        schedule: LrScheduler::constant(0.1),
         optim: AdamW::new(0.1),
         clip: None,
         seed: 1,
@@ -56,50 +56,50 @@ fn recipe(microbatches: usize) -> Recipe {
     }
 }
 
-/// The mean over the labels of the whole batch of a step, which the model itself counts; stages hold no such program.
+/// Returns the mean loss over the labels of the whole batch of a step, computed by the model in one piece; `None` on pipelines.
 fn mean_of_all(
     trainer: &Trainer<'_, LanguageModel>,
     plan: &Plan,
     rows: &Sampler,
     step: u64,
 ) -> Result<Option<f64>> {
-    if trainer.schedule().is_some() {
+    if trainer.pipeline_schedule().is_some() {
         return Ok(None);
     }
-    let first = Sampler::step(step, BATCH as u64).start;
+    let first = Sampler::rows_of_step(step, BATCH as u64).start;
     let read = |own: Range<usize>| rows.batch(first + own.start as u64..first + own.end as u64);
-    let part = trainer.loss_part(&batch(trainer.rank(), plan, [BATCH, SEQ], None, read)?)?;
+    let part = trainer.partial_loss(&batch(trainer.rank(), plan, [BATCH, SEQ], None, read)?)?;
     Ok(Some(world_sum(trainer.rank(), &[part], Location::caller())?[0]))
 }
 
 #[test]
-fn a_token_that_is_asked_for_weighs_the_same_in_every_microbatch() {
+fn every_target_weighs_the_same_in_every_microbatch() {
     let (dir, config) = (Scratch::new(), ModelConfig::Bert(BertConfig::new(8, SEQ, [6, 5], 2, 2)));
     let plan = LanguageModel::plan(&config);
     let outcome = |masked: bool, mesh: &str, microbatches: usize, chunk: usize| {
         let rows = rows(&dir, &config, masked);
         let all = World::run(Mesh::parse(mesh).unwrap(), |rank| {
-            let recipe = recipe(microbatches);
-            let ahead = Ahead::new(&recipe, &plan, &rows);
-            let mut trainer = recipe.trainer(rank, LanguageModel::new(&config), &ahead)?;
+            let train_config = train_config(microbatches);
+            let prefetcher = Prefetcher::new(&train_config, &plan, &rows);
+            let mut trainer = train_config.trainer(rank, LanguageModel::new(&config), &prefetcher)?;
             let mut found = Vec::new();
-            for step in 0..recipe.steps {
+            for step in 0..train_config.steps {
                 let mean = mean_of_all(&trainer, &plan, &rows, step as u64)?;
                 let report = trainer.step(&[])?;
                 let far = mean.map_or(0.0, |mean| (report.loss - mean).abs());
                 assert!(far < 1e-12, "{mesh}, step {step}: {report:?}, not {mean:?}");
                 found.extend([report.loss, report.grad_norm]);
             }
-            let part = |x: &[Tensor]| trainer.loss_part(x);
+            let part = |x: &[Tensor]| trainer.partial_loss(x);
             match mean_loss(trainer.rank(), &plan, &rows, chunk, || false, part)? {
-                Measured::Loss(loss) => found.push(loss),
+                Evaluation::Loss(loss) => found.push(loss),
                 other => panic!("{other:?}"),
             }
             Ok(found)
         });
         all.unwrap_or_else(|e| panic!("{mesh}: {e}")).swap_remove(0)
     };
-    // On dp=3 a rank has no row of a microbatch of one or two.
+    // On dp=3 a rank has no row of microbatches of one or two rows.
     let cuts = [
         ("dp=1", 2, 1),
         ("dp=1", 4, 3),
@@ -110,7 +110,7 @@ fn a_token_that_is_asked_for_weighs_the_same_in_every_microbatch() {
         ("cp=2", 2, 1),
         ("dp=2,cp=4", 1, 3),
         ("pp=2,cp=2", 2, 2),
-        // The last piece of a measurement is smaller than the others.
+        // The last batch of the evaluation is smaller than the others.
         ("dp=1", 1, 4),
         ("dp=2", 2, 4),
         ("dp=3", 4, 5),
@@ -132,7 +132,7 @@ fn a_token_that_is_asked_for_weighs_the_same_in_every_microbatch() {
 }
 
 #[test]
-fn rows_that_were_read_are_those_of_their_step_whatever_becomes_of_the_file() {
+fn prefetched_rows_do_not_change_with_the_file() {
     let (dir, config) = (Scratch::new(), ModelConfig::Bert(BertConfig::new(8, SEQ, [6, 5], 2, 2)));
     let (rows, plan) = (rows(&dir, &config, false), LanguageModel::plan(&config));
     for mesh in ["dp=1", "dp=2", "cp=2", "pp=2"] {
@@ -143,19 +143,19 @@ fn rows_that_were_read_are_those_of_their_step_whatever_becomes_of_the_file() {
         };
         let taken = |cuts: bool| {
             let all = World::run(Mesh::parse(mesh).unwrap(), |rank| {
-                let recipe = recipe(4);
-                let ahead = Ahead::new(&recipe, &plan, &rows);
-                let mut trainer = recipe.trainer(rank, LanguageModel::new(&config), &ahead)?;
-                ahead.read(trainer.rank(), 0)?;
-                ahead.read(trainer.rank(), 1)?;
+                let train_config = train_config(4);
+                let prefetcher = Prefetcher::new(&train_config, &plan, &rows);
+                let mut trainer = train_config.trainer(rank, LanguageModel::new(&config), &prefetcher)?;
+                prefetcher.read(trainer.rank(), 0)?;
+                prefetcher.read(trainer.rank(), 1)?;
                 world_sum(rank, &[0.0], Location::caller())?;
                 if cuts && rank.index() == 0 {
                     cut();
                 }
                 world_sum(rank, &[0.0], Location::caller())?;
-                trainer.check_alike()?;
+                trainer.check_consistent()?;
                 let losses = [trainer.step(&[])?.loss, trainer.step(&[])?.loss];
-                assert_eq!(ahead.read(trainer.rank(), 2).is_err(), cuts, "{mesh}");
+                assert_eq!(prefetcher.read(trainer.rank(), 2).is_err(), cuts, "{mesh}");
                 Ok(losses)
             });
             all.unwrap_or_else(|e| panic!("{mesh}: {e}")).swap_remove(0)
@@ -168,11 +168,11 @@ fn rows_that_were_read_are_those_of_their_step_whatever_becomes_of_the_file() {
 }
 
 #[test]
-fn a_smaller_last_piece_weighs_by_its_rows() {
-    // The loss of a row is the mean of its tokens: 1.5, 5.5, 9.5, ..
+fn smaller_last_eval_batch_is_weighted_by_its_rows() {
+    // The loss of a row is the mean of its token ids: 1.5, 5.5, 9.5, ..
     let numbers: Vec<u8> = (0..29).collect();
     let corpus = Arc::new(Corpus::new("t".into(), numbers));
-    let windows = Sampler::of_text(corpus, Split::All, 4, Order::InFileOrder).unwrap();
+    let windows = Sampler::of_text(corpus, Split::All, 4, RowOrder::Sequential).unwrap();
     assert_eq!(windows.num_windows(), 7);
     let mean = (0..7).map(|row| 4.0 * f64::from(row) + 1.5).sum::<f64>() / 7.0;
     for mesh in ["", "dp=2", "dp=3", "dp=5", "dp=2,tp=2", "dp=2,cp=2"] {
@@ -180,11 +180,11 @@ fn a_smaller_last_piece_weighs_by_its_rows() {
             let measured = World::run(Mesh::parse(mesh).unwrap(), |rank| {
                 let part = |x: &[Tensor]| {
                     let tokens = x[0].shape().iter().product::<usize>() as f64;
-                    Ok(x[0].cast(DType::F64).sum().local_part_once()? / tokens)
+                    Ok(x[0].cast(DType::F64).sum().local_contribution()? / tokens)
                 };
                 let plan = Plan::llama();
                 match mean_loss(rank, &plan, &windows, rows_max, || false, part)? {
-                    Measured::Loss(loss) => Ok(loss),
+                    Evaluation::Loss(loss) => Ok(loss),
                     other => panic!("{other:?}"),
                 }
             });
@@ -195,11 +195,11 @@ fn a_smaller_last_piece_weighs_by_its_rows() {
     }
 }
 
-/// What each rank measured of 8 windows, two at a time, and how many pieces it went through.
+/// Evaluates 8 windows, two per batch; returns the result and the number of batches of each rank.
 fn measured(mesh: &str, stop: impl Fn(usize, usize) -> bool + Sync) -> Vec<(String, usize)> {
     let corpus = Arc::new(Corpus::new("t".into(), vec![1; 33]));
-    let windows = Sampler::of_text(corpus, Split::All, 4, Order::InFileOrder).unwrap();
-    let plan = Plan::tensor("tp");
+    let windows = Sampler::of_text(corpus, Split::All, 4, RowOrder::Sequential).unwrap();
+    let plan = Plan::tensor_parallel("tp");
     let one = |rank: &Rank| {
         let (asked, parts) = (Cell::new(0), Cell::new(0));
         let stop = || {
@@ -217,7 +217,7 @@ fn measured(mesh: &str, stop: impl Fn(usize, usize) -> bool + Sync) -> Vec<(Stri
 }
 
 #[test]
-fn a_rank_that_is_told_to_stop_stops_all_at_the_same_place() {
+fn stop_request_on_one_rank_stops_all_at_the_same_batch() {
     assert_eq!(measured("", |_, _| false), [("Loss(1.0)".to_string(), 4)]);
     let given_up = ("Abandoned(None)".to_string(), 2);
     for mesh in ["", "tp=2"] {

@@ -1,67 +1,67 @@
-//! Two proofs that an op owes: on every layout that its rule accepts, forward and vjp give what one rank gives; and the
-//! vjp agrees with finite differences. The tests of this crate run both on every op; an op written elsewhere is
-//! given to them by [`check_op!`](crate::check_op!).
+//! Tests that every op must pass: on every layout that its rule accepts, forward and vjp match one rank (layout test);
+//! and the vjp matches finite differences (gradcheck). The tests of this crate run both on every op;
+//! [`check_op!`](crate::check_op!) runs both on an op of yours.
 
 mod call;
-mod differences;
-mod own;
+mod finite_difference;
+mod user_op;
 
-use call::Call;
-pub use differences::gradients;
-pub use own::{Size, Tried, op, resized};
+use call::OpCall;
+pub use finite_difference::{find_disagreement, gradcheck};
+pub use user_op::{Size, CheckCounts, check_op, resize};
 
 use crate::context::Context;
-use crate::infer::Inference;
+use crate::infer::{ImplicitStep, Inference};
 use crate::layout::Layout;
 use crate::op::{self, DTypes, Op};
 use crate::ops::{Case, Input};
-use crate::piece::Piece;
+use crate::local_tensor::LocalTensor;
 use crate::refusal::Refusal;
 use crate::repair::Repair;
-use crate::state::State;
+use crate::placement::Placement;
 use crate::tensor::Tensor;
 use shardgrad_dist::{Axis, Error, Kind, Mesh, Rank, Result, World};
 use shardgrad_kernels::{DType, Dims, Strides};
 use std::panic::Location;
 use std::rc::Rc;
 
-/// The largest part of a value by which a layout may change it where the arithmetic rounds.
+/// The relative tolerance between layouts where the arithmetic rounds.
 const TOLERANCE: f64 = 1e-12;
 
-/// A global tensor of a call: shape, dtype and elements, row-major.
+/// A global tensor on the host: shape, dtype and elements, row-major.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Global {
-    /// Its dtype.
+pub struct GlobalTensor {
+    /// The dtype.
     pub dtype: DType,
-    /// Its shape.
+    /// The shape.
     pub shape: Vec<usize>,
-    /// Its elements.
+    /// The elements.
     pub data: Vec<f64>,
 }
 
-/// What one rank makes of a call, in f64: the standard for all layouts.
+/// The reference results of an op call on one rank in f64, for all layouts.
 #[derive(Clone, Debug)]
-pub struct Standard {
+pub struct Reference {
     /// The arguments.
-    pub inputs: Vec<Global>,
-    /// All outputs, saved ones included.
-    pub outputs: Vec<Global>,
+    pub inputs: Vec<GlobalTensor>,
+    /// All outputs, saved outputs included.
+    pub outputs: Vec<GlobalTensor>,
     /// A cotangent for each visible output.
-    pub seeds: Vec<Option<Global>>,
+    pub seeds: Vec<Option<GlobalTensor>>,
     /// The cotangents of the arguments; `None` where there is none.
-    pub cotangents: Vec<Option<Global>>,
+    pub cotangents: Vec<Option<GlobalTensor>>,
 }
 
-/// What the rule said to one row of layouts, which was then run.
+/// The decision of the layout rule about one row of layouts, which was then run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Row {
-    /// Accepted without a step.
+pub enum RowOutcome {
+    /// Accepted without redistribution.
     Direct,
-    /// Accepted with free casts.
+    /// Accepted with free relabelling (`=` to `~`).
     Cast,
-    /// Accepted with a pending sum completed.
+    /// Accepted with a reduced partial sum.
     Complete,
-    /// Refused with help, and run after a repair that the help offers.
+    /// Refused with repairs, and run after one of them.
     Refused,
 }
 
@@ -70,7 +70,7 @@ fn fraction(seed: u64, place: u64) -> f64 {
     (2.0 * (mixed(seed, place) % 64) as f64 - 63.0) / 32.0
 }
 
-/// A number that looks random (the finaliser of SplitMix64, Steele and others 2014).
+/// A pseudorandom number (the finaliser of SplitMix64, Steele and others 2014).
 fn mixed(seed: u64, place: u64) -> u64 {
     let mut z =
         seed.wrapping_add(place.wrapping_mul(0x9e37_79b9_7f4a_7c15)).wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -79,17 +79,17 @@ fn mixed(seed: u64, place: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-impl Standard {
-    /// Whether the numbers look as if nothing was rounded on the way to them.
+impl Reference {
+    /// Whether no number seems to be rounded.
     fn is_dyadic(&self) -> bool {
-        self.outputs.iter().chain(self.cotangents.iter().flatten()).all(Global::is_dyadic)
+        self.outputs.iter().chain(self.cotangents.iter().flatten()).all(GlobalTensor::is_dyadic)
     }
 }
 
-impl Global {
-    /// What a test may feed to an argument: the same elements for the same seed.
+impl GlobalTensor {
+    /// Draws an argument for a test: the same elements for the same seed.
     #[must_use]
-    pub fn draw(input: &Input, seed: u64) -> Global {
+    pub fn draw(input: &Input, seed: u64) -> GlobalTensor {
         let shape = input.shape().to_vec();
         let places = 0..shape.iter().product::<usize>() as u64;
         let (dtype, data) = match input {
@@ -106,21 +106,23 @@ impl Global {
             }
             Input::Bool(_) => (DType::Bool, places.map(|i| (mixed(seed, i) % 2) as f64).collect()),
         };
-        Global { dtype, shape, data }
+        GlobalTensor { dtype, shape, data }
     }
 
-    fn of(layout: &Layout, data: Vec<f64>) -> Global {
-        Global { dtype: layout.dtype(), shape: layout.shape().to_vec(), data }
+    fn of(layout: &Layout, data: Vec<f64>) -> GlobalTensor {
+        GlobalTensor { dtype: layout.dtype(), shape: layout.shape().to_vec(), data }
     }
 
-    /// This rank's part under a layout. On pending axes the ranks get parts that look random and add up to the value.
+    /// Distributes the tensor: this rank's local tensor under a layout. On partial axes the ranks get random-looking
+    /// terms that add up to the value.
     ///
     /// # Errors
     /// `Kind::OutOfMemory`.
-    pub fn place(&self, rank: &Rank, layout: &Layout) -> Result<Tensor> {
+    #[doc(alias = "distribute_tensor")]
+    pub fn distribute(&self, rank: &Rank, layout: &Layout) -> Result<Tensor> {
         let layout = layout.with_dtype(self.dtype);
         let pending = layout.partial();
-        let (members, me) = (rank.mesh().group_size(pending) as u64, rank.group_index(pending) as u64);
+        let (members, me) = (rank.mesh().group_size(pending) as u64, rank.group_rank(pending) as u64);
         let noise = |at: usize, member: u64| {
             let x = fraction(at as u64, member + 1);
             if self.dtype.is_float() { x } else { (x * 4.0).trunc() }
@@ -129,46 +131,45 @@ impl Global {
             _ if me + 1 < members => noise(at, me),
             _ => self.data[at] - (0..members - 1).map(|m| noise(at, m)).sum::<f64>(),
         };
-        let local: Vec<f64> = places(&layout, rank).into_iter().map(part).collect();
-        let piece = Piece::upload(rank, &layout.local_shape(rank.coordinates()), &local)?;
-        let piece = if self.dtype == DType::F64 { piece } else { piece.converted(rank, self.dtype)? };
-        Ok(Tensor::assemble(rank, layout, piece))
+        let values: Vec<f64> = places(&layout, rank).into_iter().map(part).collect();
+        let local = LocalTensor::upload(rank, &layout.local_shape(rank.coordinates()), &values)?;
+        let local = if self.dtype == DType::F64 { local } else { local.to_dtype(rank, self.dtype)? };
+        Ok(Tensor::assemble(rank, layout, local))
     }
 
-    /// As [`Global::place`], but on a view with gaps whose first dim runs fastest, so that no two neighbours of a row lie
-    /// side by side. What lies in the gaps is no number, or no index.
+    /// As [`GlobalTensor::distribute`], but as a strided view with gaps whose first dim is the fastest, so that no
+    /// two neighbours of a row are adjacent. The gaps hold NaN, or an invalid index.
     ///
     /// # Errors
     /// `Kind::OutOfMemory`.
-    pub fn place_strided(&self, rank: &Rank, layout: &Layout) -> Result<Tensor> {
-        let dense = self.place(rank, layout)?;
-        let shape = dense.piece().view.shape.clone();
+    pub fn distribute_strided(&self, rank: &Rank, layout: &Layout) -> Result<Tensor> {
+        let dense = self.distribute(rank, layout)?;
+        let shape = dense.local().view.shape.clone();
         let (mut strides, mut step) = (Dims::new(), 2);
         for &n in &shape {
             strides.push(step);
             step *= n.max(1) + 1;
         }
         let gap = if self.dtype.is_float() { f64::NAN } else { 77.0 };
-        let mut piece = Piece::filled(rank, self.dtype, &[step + 1], gap)?;
+        let mut local = LocalTensor::full(rank, self.dtype, &[step + 1], gap)?;
         let view = Strides::new(shape, strides, 1);
-        piece.write(rank, view.clone(), dense.piece())?;
-        Ok(Tensor::assemble(rank, dense.layout().clone(), piece.viewed(view)))
+        local.write(rank, view.clone(), dense.local())?;
+        Ok(Tensor::assemble(rank, dense.layout().clone(), local.with_view(view)))
     }
 
-    /// Whether every element is a multiple of 2^-24 below 2^24: what comes of small binary fractions where nothing is
-    /// rounded.
+    /// Whether every element is a multiple of 2^-24 below 2^24: results of small binary fractions without rounding.
     #[must_use]
     pub fn is_dyadic(&self) -> bool {
         let unit = f64::from(1 << 24);
         self.data.iter().all(|x| x.abs() < unit && (x * unit).fract() == 0.0)
     }
 
-    /// Where this rank's part of a tensor differs from this one by more than `tolerance` (1 + |its element|), if it does.
-    /// Every rank calls this together, since pending sums are completed first.
+    /// Returns where this rank's part of a tensor differs from this one by more than `tolerance` (1 + |element|), if
+    /// anywhere. A collective call: partial sums are reduced first.
     ///
     /// # Errors
-    /// What the collectives report.
-    pub fn differs(
+    /// Errors of the collectives.
+    pub fn find_mismatch(
         &self,
         x: &Tensor,
         tolerance: f64,
@@ -179,7 +180,7 @@ impl Global {
             return Ok(Some(format!("is {} instead of {}{:?}", x.layout(), self.dtype, self.shape)));
         }
         for axis in x.layout().partial().iter() {
-            whole = whole.with_state(axis, State::Invariant);
+            whole = whole.with_placement(axis, Placement::Invariant);
         }
         let got = x.to_layout_at(&whole, site)?.to_local_f64()?;
         let same = |got: f64, want: f64| {
@@ -191,7 +192,7 @@ impl Global {
     }
 }
 
-/// The global row-major places of this rank's elements, row-major.
+/// Returns the row-major global index of each local element.
 fn places(layout: &Layout, rank: &Rank) -> Vec<usize> {
     let mut places = vec![0];
     for d in 0..layout.ndim() {
@@ -201,28 +202,28 @@ fn places(layout: &Layout, rank: &Rank) -> Vec<usize> {
     places
 }
 
-/// Every layout of a shape on a mesh: each axis in each of the four states, and two axes on one dim in both orders. Truth
-/// values have no sum, so no pending state.
+/// Returns every layout of a shape on a mesh: each axis with each of the four placements, and two axes on one dim in
+/// both orders. Bools have no partial sums.
 #[must_use]
 pub fn layouts(mesh: &Mesh, dtype: DType, shape: &[usize]) -> Vec<Layout> {
-    let dims = (0..shape.len()).map(State::Shard);
-    let whole = [State::Invariant, State::Replicate, State::Partial];
-    let states: Vec<State> =
-        whole.into_iter().filter(|s| dtype != DType::Bool || *s != State::Partial).chain(dims).collect();
+    let dims = (0..shape.len()).map(Placement::Shard);
+    let whole = [Placement::Invariant, Placement::Replicate, Placement::Partial];
+    let placements: Vec<Placement> =
+        whole.into_iter().filter(|s| dtype != DType::Bool || *s != Placement::Partial).chain(dims).collect();
     let mut found = vec![(Layout::invariant(mesh, dtype, shape), Vec::<Axis>::new())];
     for axis in mesh.axes().filter(|a| mesh.size(*a) > 1) {
         let grow = |(layout, split): &(Layout, Vec<Axis>)| {
             let mut grown = Vec::new();
-            for &state in &states {
-                grown.push((layout.with_state(axis, state), split.clone()));
-                if let State::Shard(d) = state {
+            for &placement in &placements {
+                grown.push((layout.with_placement(axis, placement), split.clone()));
+                if let Placement::Shard(d) = placement {
                     grown.last_mut().expect("pushed just now").1.push(axis);
-                    // The same with this axis outside of the one that splits the dim already.
-                    for &other in split.iter().filter(|a| layout.state(**a) == state) {
-                        let bare = layout.with_state(other, State::Invariant);
-                        let turned =
-                            bare.with_state(axis, State::Shard(d)).with_state(other, State::Shard(d));
-                        grown.push((turned, grown.last().expect("pushed just now").1.clone()));
+                    // The same with this axis outside of the axis that already shards the dim.
+                    for &other in split.iter().filter(|a| layout.placement(**a) == placement) {
+                        let bare = layout.with_placement(other, Placement::Invariant);
+                        let swapped =
+                            bare.with_placement(axis, Placement::Shard(d)).with_placement(other, Placement::Shard(d));
+                        grown.push((swapped, grown.last().expect("pushed just now").1.clone()));
                     }
                 }
             }
@@ -233,88 +234,88 @@ pub fn layouts(mesh: &Mesh, dtype: DType, shape: &[usize]) -> Vec<Layout> {
     found.into_iter().map(|(layout, _)| layout).collect()
 }
 
-/// What one rank makes of a case, with arguments drawn by a seed.
+/// Computes the reference results of a case on one rank, with arguments drawn by a seed.
 ///
 /// # Errors
-/// What the op reports.
+/// Errors of the op.
 #[track_caller]
-pub fn standard(make: impl Fn() -> Case + Sync, seed: u64) -> Result<Standard> {
+pub fn reference(make: impl Fn() -> Case + Sync, seed: u64) -> Result<Reference> {
     let site = Location::caller();
     let made = World::run(Mesh::single(), |rank| {
         let case = make();
-        let draw = |(i, input)| Global::draw(input, seed + i as u64);
-        let inputs: Vec<Global> = case.inputs.iter().enumerate().map(draw).collect();
+        let draw = |(i, input)| GlobalTensor::draw(input, seed + i as u64);
+        let inputs: Vec<GlobalTensor> = case.inputs.iter().enumerate().map(draw).collect();
         let args: Vec<Tensor> =
-            inputs.iter().map(|g| g.place(rank, &whole(rank, g))).collect::<Result<_>>()?;
-        let call = Call { op: &case.op, rank, is_strided: false, site };
+            inputs.iter().map(|g| g.distribute(rank, &whole(rank, g))).collect::<Result<_>>()?;
+        let call = OpCall { op: &case.op, rank, is_strided: false, site };
         let seeds = seeds(rank, &case.op, &args, seed, site)?;
         let run = call.run(&args, &seeds, None)?;
-        let global = |t: &Tensor| Ok(Global::of(t.layout(), t.to_local_f64()?));
+        let global = |t: &Tensor| Ok(GlobalTensor::of(t.layout(), t.to_local_f64()?));
         let outputs = run.outputs.iter().map(global).collect::<Result<_>>()?;
         let none = || args.iter().map(|_| None).collect();
         let cotangents = run.cotangents.unwrap_or_else(none);
         let cotangents =
             cotangents.iter().map(|c| c.as_ref().map(global).transpose()).collect::<Result<_>>()?;
-        Ok(Standard { inputs, outputs, seeds, cotangents })
+        Ok(Reference { inputs, outputs, seeds, cotangents })
     })?;
     Ok(made.into_iter().next().expect("a world of one rank"))
 }
 
-fn whole(rank: &Rank, x: &Global) -> Layout {
+fn whole(rank: &Rank, x: &GlobalTensor) -> Layout {
     Layout::invariant(rank.mesh(), x.dtype, &x.shape)
 }
 
-/// Cotangents for the visible outputs of an op.
+/// Draws cotangents for the visible outputs of an op.
 fn seeds(
     rank: &Rank,
     op: &Rc<dyn Op>,
     args: &[Tensor],
     seed: u64,
     site: &'static Location<'static>,
-) -> Result<Vec<Option<Global>>> {
+) -> Result<Vec<Option<GlobalTensor>>> {
     let layouts: Vec<&Layout> = args.iter().map(Tensor::layout).collect();
     let inference = op::plan(&**op, (rank, Context::of(rank)), &layouts, &[], site)?;
     let visible = inference.outputs.len() - op.num_saved();
     let draw = |(i, layout): (usize, &Layout)| {
-        let drawn = Global::draw(&Input::real(&layout.shape()), seed + 100 + i as u64);
-        Some(Global { dtype: layout.dtype(), ..drawn })
+        let drawn = GlobalTensor::draw(&Input::real(&layout.shape()), seed + 100 + i as u64);
+        Some(GlobalTensor { dtype: layout.dtype(), ..drawn })
     };
     Ok(inference.outputs[..visible].iter().enumerate().map(draw).collect())
 }
 
-/// How the arguments of a case lie, and what the rule says to it.
+/// How the arguments of a case are distributed, and the repair if the rule refuses them.
 #[derive(Clone, Debug)]
-pub struct Setting {
+pub struct LayoutCase {
     /// The layouts of the arguments.
     pub layouts: Vec<Layout>,
-    /// Whether they lie on views with gaps (see [`Global::place_strided`]).
+    /// Whether the arguments are strided views with gaps (see [`GlobalTensor::distribute_strided`]).
     pub is_strided: bool,
-    /// If the rule refuses the layouts: those of a repair that its help offers.
+    /// If the rule refuses the layouts: those of a repair from its error.
     pub repair: Option<Vec<Layout>>,
 }
 
-impl Setting {
-    /// Asks the rule. Of the repairs of a refusal number `which` is taken, counted round. The answer is the same on every
-    /// rank, so one of them may ask, in a dry run, for all.
+impl LayoutCase {
+    /// Asks the layout rule. Of the repairs of a refusal, number `which` (modulo their count) is taken. The answer
+    /// is the same on every rank, so one rank may ask for all in a dry run.
     ///
     /// # Errors
-    /// `Kind::Unsupported` for a refusal without a repair, or with one that the rule refuses in its turn.
+    /// `Kind::Unsupported` for a refusal without a repair, or with a repair that the rule refuses too.
     #[track_caller]
-    pub fn of(rank: &Rank, case: &Case, layouts: Vec<Layout>, which: usize) -> Result<Setting> {
+    pub fn of(rank: &Rank, case: &Case, layouts: Vec<Layout>, which: usize) -> Result<LayoutCase> {
         let site = Location::caller();
         let args: Vec<&Layout> = layouts.iter().collect();
         let Some(refusal) = refusal(rank, case, &args) else {
-            return Ok(Setting { layouts, is_strided: false, repair: None });
+            return Ok(LayoutCase { layouts, is_strided: false, repair: None });
         };
-        let setting = Setting { layouts: layouts.clone(), is_strided: false, repair: None };
-        let offers = op::offers(&*case.op, rank, &args, &refusal);
+        let layout_case = LayoutCase { layouts: layouts.clone(), is_strided: false, repair: None };
+        let offers = op::suggested_repairs(&*case.op, rank, &args, &refusal);
         let context = Context::of(rank);
         let place = (rank, context);
         match op::plan(&*case.op, place, &args, &[], site) {
-            _ if refusal.code == "shape" => return setting.wrong(case, "refused for its shapes".into()),
-            Ok(_) => return setting.wrong(case, "refused by its rule but planned".into()),
+            _ if refusal.code == "shape" => return layout_case.wrong(case, "refused for its shapes".into()),
+            Ok(_) => return layout_case.wrong(case, "refused by its layout rule but planned".into()),
             Err(e) if offers.is_empty() || !e.details().iter().any(|d| d.0 == "help") => {
-                return setting.wrong(case, format!("refused without help: {e}"));
+                return layout_case.wrong(case, format!("refused without help: {e}"));
             }
             Err(_) => {}
         }
@@ -325,13 +326,13 @@ impl Setting {
                 Ok(inference) if visible(&inference) == outputs.to_vec() => {}
                 Ok(inference) => {
                     let (said, is) = (outputs, &inference.outputs);
-                    return setting.wrong(case, format!("a repair promises {said:?} and gives {is:?}"));
+                    return layout_case.wrong(case, format!("a repair promises {said:?} but gives {is:?}"));
                 }
-                Err(e) => return setting.wrong(case, format!("a repair is refused: {e}")),
+                Err(e) => return layout_case.wrong(case, format!("a repair is refused: {e}")),
             }
         }
         let repair = Some(offers[which % offers.len()].args.to_vec());
-        Ok(Setting { repair, ..setting })
+        Ok(LayoutCase { repair, ..layout_case })
     }
 
     fn wrong<T>(&self, case: &Case, what: String) -> Result<T> {
@@ -343,32 +344,32 @@ impl Setting {
     }
 }
 
-/// Runs a case in a setting, after its repair if it has one, forward and backward, and compares with the standard. All ranks
-/// of the mesh call this together.
+/// Runs a case with distributed arguments, after its repair if there is one, forward and backward, and compares with the
+/// reference. A collective call: all ranks of the mesh call it together.
 ///
 /// # Errors
-/// `Kind::Unsupported` with what is wrong: a value, a layout that is not the dual, a step inside a vjp.
+/// `Kind::Unsupported` with the defect: a value, a layout that is not the dual, an implicit step inside a vjp.
 #[track_caller]
-pub fn row(rank: &Rank, case: &Case, standard: &Standard, setting: &Setting) -> Result<Row> {
+pub fn check_row(rank: &Rank, case: &Case, reference: &Reference, layout_case: &LayoutCase) -> Result<RowOutcome> {
     let site = Location::caller();
-    let call = Call { op: &case.op, rank, is_strided: setting.is_strided, site };
-    let (given, taken) = (&setting.layouts, setting.repair.as_ref().unwrap_or(&setting.layouts));
-    let place = |((x, given), taken): ((&Global, &Layout), &Layout)| {
-        let placed = call.place(x, given)?;
+    let call = OpCall { op: &case.op, rank, is_strided: layout_case.is_strided, site };
+    let (given, taken) = (&layout_case.layouts, layout_case.repair.as_ref().unwrap_or(&layout_case.layouts));
+    let place = |((x, given), taken): ((&GlobalTensor, &Layout), &Layout)| {
+        let placed = call.distribute(x, given)?;
         if given == taken { Ok(placed) } else { placed.to_layout_at(taken, site) }
     };
     let placed: Vec<Tensor> =
-        standard.inputs.iter().zip(given).zip(taken).map(place).collect::<Result<_>>()?;
-    let run = call.run(&placed, &standard.seeds, None)?;
-    let tolerance = if case.is_exact && standard.is_dyadic() { 0.0 } else { TOLERANCE };
-    // Every rank goes on to the end, whatever it finds: the others wait for it in the completion of pending sums.
+        reference.inputs.iter().zip(given).zip(taken).map(place).collect::<Result<_>>()?;
+    let run = call.run(&placed, &reference.seeds, None)?;
+    let tolerance = if case.is_exact && reference.is_dyadic() { 0.0 } else { TOLERANCE };
+    // Every rank continues to the end, whatever it finds: the others wait for it when partial sums are reduced.
     let mut finding = None;
-    for (i, (y, want)) in run.outputs.iter().zip(&standard.outputs).enumerate() {
-        let found = want.differs(y, tolerance, site)?;
+    for (i, (y, want)) in run.outputs.iter().zip(&reference.outputs).enumerate() {
+        let found = want.find_mismatch(y, tolerance, site)?;
         finding = finding.or(found.map(|f| format!("output {i} ({}) {f}", y.layout())));
     }
     for (i, cotangent) in run.cotangents.into_iter().flatten().enumerate() {
-        let (Some(cotangent), Some(want)) = (cotangent, &standard.cotangents[i]) else { continue };
+        let (Some(cotangent), Some(want)) = (cotangent, &reference.cotangents[i]) else { continue };
         let target = run.inference.targets[i].as_ref().unwrap_or(&taken[i]);
         if *cotangent.layout() != target.dual() {
             let (must, is) = (target.dual(), cotangent.layout());
@@ -382,20 +383,20 @@ pub fn row(rank: &Rank, case: &Case, standard: &Standard, setting: &Setting) -> 
                 finding.or(Some(format!("the cotangent of argument {i} must come back as {must}, not {is}")));
             break;
         }
-        let found = want.differs(&back, tolerance, site)?;
+        let found = want.find_mismatch(&back, tolerance, site)?;
         finding = finding.or(found.map(|f| format!("the cotangent of argument {i} ({}) {f}", back.layout())));
     }
-    let completes = |s: &(usize, Axis, State)| taken[s.0].partial().contains(s.1);
+    let completes = |s: &ImplicitStep| taken[s.arg].partial().contains(s.axis);
     match finding {
-        Some(what) => setting.wrong(case, what),
-        None if setting.repair.is_some() => Ok(Row::Refused),
-        None if run.inference.steps.is_empty() => Ok(Row::Direct),
-        None if run.inference.steps.iter().any(completes) => Ok(Row::Complete),
-        None => Ok(Row::Cast),
+        Some(what) => layout_case.wrong(case, what),
+        None if layout_case.repair.is_some() => Ok(RowOutcome::Refused),
+        None if run.inference.steps.is_empty() => Ok(RowOutcome::Direct),
+        None if run.inference.steps.iter().any(completes) => Ok(RowOutcome::Complete),
+        None => Ok(RowOutcome::Cast),
     }
 }
 
-/// The rule's refusal, if it refuses.
+/// The refusal of the layout rule, if it refuses.
 fn refusal(rank: &Rank, case: &Case, args: &[&Layout]) -> Option<Refusal> {
     let context = Context::of(rank);
     let dtypes: DTypes = args.iter().map(|l| l.dtype()).collect();

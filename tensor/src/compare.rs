@@ -1,31 +1,34 @@
-//! Whether two tensors hold nearly the same numbers, and if not, where they differ most.
+//! Compares two tensors within a tolerance (`allclose`, `assert_close`), and reports the worst mismatch.
 
 use crate::tensor::Tensor;
 use shardgrad_dist::{Error, Kind, Result};
 use std::fmt;
 use std::panic::Location;
 
-/// How far an element may be from the one that is expected: `absolute + relative |expected|`.
+/// The tolerance of a comparison: `absolute + relative |expected|`.
+#[doc(alias = "atol")]
+#[doc(alias = "rtol")]
+#[doc(alias = "allclose")]
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Tolerance {
-    /// What is allowed of any element.
+    /// The absolute tolerance (`atol`).
     pub absolute: f64,
-    /// What is allowed beside it, as a part of the expected element.
+    /// The relative tolerance (`rtol`), as a fraction of the expected element.
     pub relative: f64,
 }
 
 impl Tolerance {
-    /// No difference at all.
+    /// No tolerance.
     pub const EXACT: Tolerance = Tolerance { absolute: 0.0, relative: 0.0 };
 
-    /// The same bound absolute and relative.
+    /// The same bound, absolute and relative.
     #[must_use]
     pub const fn of(bound: f64) -> Tolerance {
         Tolerance { absolute: bound, relative: bound }
     }
 
-    /// By how many times the allowance `got` is away from `want`; 0 for equal numbers and for two that are no numbers, infinite
-    /// where one is and the other is not.
+    /// Returns the difference divided by the tolerance; 0 for equal numbers and for two NaNs, infinite if only one
+    /// of the numbers is NaN.
     fn excess(self, got: f64, want: f64) -> f64 {
         if got == want || (got.is_nan() && want.is_nan()) {
             return 0.0;
@@ -35,36 +38,36 @@ impl Tolerance {
     }
 }
 
-/// The element that is furthest from what was expected, counted in what is allowed there.
+/// The element with the largest difference relative to its tolerance.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Worst {
-    /// Its index in each dim.
+pub struct Mismatch {
+    /// The index of the element in each dim.
     pub index: Vec<usize>,
-    /// What is there.
+    /// The actual value.
     pub got: f64,
-    /// What was expected.
+    /// The expected value.
     pub want: f64,
-    /// How many elements are further away than allowed.
-    pub num_wrong: usize,
-    /// Of how many.
+    /// The number of elements beyond their tolerance.
+    pub num_mismatched: usize,
+    /// The number of elements compared.
     pub numel: usize,
 }
 
-impl fmt::Display for Worst {
+impl fmt::Display for Mismatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Worst { index, got, want, num_wrong, numel } = self;
+        let Mismatch { index, got, want, num_mismatched, numel } = self;
         let off = (got - want).abs();
         write!(
             f,
-            "{num_wrong} of {numel} elements differ, worst at {index:?}: {got} instead of {want}, off by {off:e}"
+            "{num_mismatched} of {numel} elements differ, worst at {index:?}: {got} instead of {want}, off by {off:e}"
         )
     }
 }
 
-/// The worst of some row-major elements of a shape, if one differs by more than is allowed. The slices have one element for
-/// each place of the shape; what one of them has beyond the other counts as no number.
+/// Returns the worst mismatch of row-major elements of a shape, if any is beyond its tolerance. If one slice is longer,
+/// the missing elements of the other count as NaN.
 #[must_use]
-pub fn worst(shape: &[usize], got: &[f64], want: &[f64], tolerance: Tolerance) -> Option<Worst> {
+pub fn worst_mismatch(shape: &[usize], got: &[f64], want: &[f64], tolerance: Tolerance) -> Option<Mismatch> {
     let at = |list: &[f64], i: usize| list.get(i).copied().unwrap_or(f64::NAN);
     let numel = got.len().max(want.len());
     let excess = |i: usize| tolerance.excess(at(got, i), at(want, i));
@@ -74,22 +77,23 @@ pub fn worst(shape: &[usize], got: &[f64], want: &[f64], tolerance: Tolerance) -
     for (d, n) in shape.iter().enumerate().rev() {
         (index[d], rest) = (rest % n.max(&1), rest / n.max(&1));
     }
-    Some(Worst { index, got: at(got, place), want: at(want, place), num_wrong: wrong.len(), numel })
+    Some(Mismatch { index, got: at(got, place), want: at(want, place), num_mismatched: wrong.len(), numel })
 }
 
-/// Compares two tensors, whatever their layouts and dtypes. Both are gathered, so every rank calls this together.
+/// Checks that two tensors are close, whatever their layouts and dtypes. Both are gathered: a collective call.
 ///
 /// # Errors
-/// `Kind::Shape` if their shapes differ; `Kind::Data` naming the worst element, its index and both numbers; what the
-/// collectives report.
+/// `Kind::Shape` if the shapes differ; `Kind::Data` with the worst element, its index and both values; errors of the
+/// collectives.
+#[doc(alias = "allclose")]
 #[track_caller]
 pub fn check_close(got: &Tensor, want: &Tensor, tolerance: Tolerance) -> Result<()> {
     let site = Location::caller();
     if got.shape() != want.shape() {
-        let text = format!("{} compared with {}", got.layout(), want.layout());
+        let text = format!("cannot compare {} with {}: the shapes differ", got.layout(), want.layout());
         return Err(Error::new(Kind::Shape, text).at(site));
     }
-    match worst(&got.shape(), &got.to_f64()?, &want.to_f64()?, tolerance) {
+    match worst_mismatch(&got.shape(), &got.to_f64()?, &want.to_f64()?, tolerance) {
         None => Ok(()),
         Some(worst) => {
             let Tolerance { absolute, relative } = tolerance;
@@ -102,7 +106,7 @@ pub fn check_close(got: &Tensor, want: &Tensor, tolerance: Tolerance) -> Result<
     }
 }
 
-/// [`check_close`] for tests.
+/// Asserts that two tensors are close: [`check_close`] for tests.
 ///
 /// # Panics
 /// Unwinds with the error of [`check_close`].
@@ -119,6 +123,8 @@ pub fn check_close(got: &Tensor, want: &Tensor, tolerance: Tolerance) -> Result<
 /// })?;
 /// # Ok::<(), shardgrad_dist::Error>(())
 /// ```
+#[doc(alias = "testing.assert_close")]
+#[doc(alias = "assert_allclose")]
 #[track_caller]
 pub fn assert_close(got: &Tensor, want: &Tensor, tolerance: Tolerance) {
     let site = Location::caller();
@@ -132,32 +138,32 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn the_worst_element_is_told() {
-        let found = worst(
+    fn worst_mismatch_is_reported() {
+        let found = worst_mismatch(
             &[2, 3],
             &[1.0, 2.0, 3.0, 4.5, 5.0, 7.0],
             &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
             Tolerance::of(0.01),
         );
-        let expected = Worst { index: vec![1, 2], got: 7.0, want: 6.0, num_wrong: 2, numel: 6 };
+        let expected = Mismatch { index: vec![1, 2], got: 7.0, want: 6.0, num_mismatched: 2, numel: 6 };
         assert_eq!(found, Some(expected));
         let text = found.unwrap().to_string();
         assert_eq!(text, "2 of 6 elements differ, worst at [1, 2]: 7 instead of 6, off by 1e0");
     }
 
     #[test]
-    fn what_is_no_number_equals_only_its_like() {
+    fn nan_equals_only_nan() {
         let nan = f64::NAN;
-        assert_eq!(worst(&[2], &[nan, 1.0], &[nan, 1.0], Tolerance::EXACT), None);
-        assert_eq!(worst(&[1], &[f64::INFINITY], &[f64::INFINITY], Tolerance::EXACT), None);
-        let found = worst(&[2], &[nan, 3.0], &[1.0, 1.0], Tolerance::of(1.0)).unwrap();
-        assert_eq!((found.index, found.num_wrong), (vec![0], 1));
-        assert!(worst(&[2], &[1.0], &[1.0, 1.0], Tolerance::of(1.0)).is_some());
-        assert_eq!(worst(&[], &[0.0], &[-0.0], Tolerance::EXACT), None);
+        assert_eq!(worst_mismatch(&[2], &[nan, 1.0], &[nan, 1.0], Tolerance::EXACT), None);
+        assert_eq!(worst_mismatch(&[1], &[f64::INFINITY], &[f64::INFINITY], Tolerance::EXACT), None);
+        let found = worst_mismatch(&[2], &[nan, 3.0], &[1.0, 1.0], Tolerance::of(1.0)).unwrap();
+        assert_eq!((found.index, found.num_mismatched), (vec![0], 1));
+        assert!(worst_mismatch(&[2], &[1.0], &[1.0, 1.0], Tolerance::of(1.0)).is_some());
+        assert_eq!(worst_mismatch(&[], &[0.0], &[-0.0], Tolerance::EXACT), None);
     }
 
     #[test]
-    fn tensors_are_compared_whatever_their_layouts() {
+    fn tensors_are_compared_across_layouts() {
         let compared = |data: [f64; 5], allowed: f64| {
             World::run(Mesh::parse("a=2").unwrap(), |rank| {
                 let split = Layout::parse("f64[5@a]", rank.mesh())?;

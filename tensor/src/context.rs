@@ -1,9 +1,9 @@
-//! What one rank remembers between ops: caches that change no result, and where the program stands.
+//! Per-rank state between ops: caches, the current phase and the current module path.
 
 use crate::layout::Layout;
-use crate::memo::{Memo, Quick};
-use crate::plans::Plans;
-use crate::recent::Recent;
+use crate::inference_cache::{InferenceCache, FastBuildHasher};
+use crate::plan_cache::PlanCache;
+use crate::direct_mapped_cache::DirectMappedCache;
 use crate::route::RouteCache;
 use crate::signature::Signature;
 use shardgrad_dist::{Phase, Rank, Result};
@@ -12,55 +12,55 @@ use std::collections::HashMap;
 use std::panic::Location;
 use std::rc::Rc;
 
-/// So many of the tensors that a program makes are noted. Every collective takes their text along, so they are few.
-const GIVEN_MAX: usize = 4;
+/// The number of recent tensors that errors list. Every collective carries their text, so they are few.
+const RECENT_TENSORS_MAX: usize = 4;
 
-/// Hangs on the [`Rank`]. Nothing in it changes a value; it only names, counts and remembers.
+/// The state that tensor ops keep on a [`Rank`]. It never changes a value: it only caches, names and counts.
 #[derive(Debug, Default)]
 pub struct Context {
-    /// Cheapest routes between layouts, by pair.
+    /// The cache of cheapest routes between layouts.
     pub routes: RouteCache,
-    /// What was inferred, by question.
-    pub(crate) inferences: Memo,
-    /// What was planned, by op.
-    pub(crate) plans: Plans,
-    signatures: RefCell<HashMap<Box<str>, Rc<Signature>, Quick>>,
-    recent_signatures: Recent<Signature>,
+    /// The cache of layout inferences.
+    pub(crate) inferences: InferenceCache,
+    /// The cache of op plans.
+    pub(crate) plans: PlanCache,
+    signatures: RefCell<HashMap<Box<str>, Rc<Signature>, FastBuildHasher>>,
+    recent_signatures: DirectMappedCache<Signature>,
     backward: Cell<bool>,
-    closed: Cell<bool>,
-    watched: Cell<bool>,
+    in_vjp: Cell<bool>,
+    detect_anomalies: Cell<bool>,
     path: RefCell<Rc<str>>,
-    given: RefCell<Rc<str>>,
+    recent_tensors: RefCell<Rc<str>>,
 }
 
 impl Context {
-    /// The context of a rank.
+    /// Returns the context of a rank.
     #[must_use]
     pub fn of(rank: &Rank) -> &Context {
         rank.extension::<Context>()
     }
 
-    /// The parsed form of a signature text.
+    /// Returns the parsed form of a signature text, from the cache.
     ///
     /// # Panics
-    /// If the text is no signature: an op is asked before it is run.
+    /// If the text is not a signature: ops are validated before they run.
     #[must_use]
     pub fn signature(&self, text: &str) -> Rc<Signature> {
         self.checked_signature(text).unwrap_or_else(|e| panic!("bug in shardgrad: {e}"))
     }
 
-    /// The same of a text that may be no signature.
+    /// [`Context::signature`] for a text that may be invalid.
     ///
     /// # Errors
     /// As [`Signature::parse`].
     pub(crate) fn checked_signature(&self, text: &str) -> Result<Rc<Signature>> {
-        let place = (text.as_ptr().addr() ^ text.len() << 4) as u64;
+        let slot = (text.as_ptr().addr() ^ text.len() << 4) as u64;
         let same = |s: &Rc<Signature>| (s.text() == text).then(|| s.clone());
-        if let Some(found) = self.recent_signatures.find(place, same) {
+        if let Some(found) = self.recent_signatures.get(slot, same) {
             return Ok(found);
         }
         let found = self.read(text)?;
-        self.recent_signatures.keep(place, &found);
+        self.recent_signatures.insert(slot, &found);
         Ok(found)
     }
 
@@ -73,67 +73,69 @@ impl Context {
         Ok(parsed)
     }
 
-    /// Forward or backward: what a collective issued now belongs to.
+    /// Returns the phase of the collectives that are issued now: forward or backward.
     #[must_use]
     pub fn phase(&self) -> Phase {
         if self.backward.get() { Phase::Backward } else { Phase::Forward }
     }
 
-    /// Says whether a backward pass runs from now on; returns what was said before.
+    /// Sets whether a backward pass is running; returns the old value.
     pub fn set_backward(&self, backward: bool) -> bool {
         self.backward.replace(backward)
     }
 
-    /// Whether ops may imply steps. Inside a vjp they may not: by the gradient law none is needed.
+    /// Whether a vjp is running, in which ops must not take implicit steps: cotangents already have the layouts that
+    /// the ops need.
     #[must_use]
-    pub fn is_closed(&self) -> bool {
-        self.closed.get()
+    pub fn is_in_vjp(&self) -> bool {
+        self.in_vjp.get()
     }
 
-    /// Opens or closes the door for implied steps; returns what was said before.
-    pub fn set_closed(&self, closed: bool) -> bool {
-        self.closed.replace(closed)
+    /// Sets whether a vjp is running; returns the old value.
+    pub fn set_in_vjp(&self, in_vjp: bool) -> bool {
+        self.in_vjp.replace(in_vjp)
     }
 
-    /// Whether every op looks for results that are not finite
-    /// (see [`first_not_finite`](crate::control::first_not_finite)).
+    /// Whether anomaly detection is on: every op checks its results for NaN and infinity (see
+    /// [`find_first_non_finite`](crate::anomaly_report::find_first_non_finite)).
     #[must_use]
-    pub fn is_watched(&self) -> bool {
-        self.watched.get()
+    pub fn detects_anomalies(&self) -> bool {
+        self.detect_anomalies.get()
     }
 
-    pub(crate) fn set_watched(&self, watched: bool) {
-        self.watched.set(watched);
+    pub(crate) fn set_anomaly_detection(&self, detect_anomalies: bool) {
+        self.detect_anomalies.set(detect_anomalies);
     }
 
-    /// The dotted name of the parameter or point that the program touched last.
+    /// Returns the dotted path of the parameter or module that the program used last.
     #[must_use]
     pub fn path(&self) -> Rc<str> {
         self.path.borrow().clone()
     }
 
-    /// Notes where in the model the program stands.
+    /// Sets the current path in the model.
     pub fn set_path(&self, path: &Rc<str>) {
         *self.path.borrow_mut() = path.clone();
     }
 
-    /// The tensors that the program made last of numbers of its own or at random, each with its line, the newest first: most often
-    /// what makes up a batch. Empty before the first one.
+    /// Returns the tensors that the program created last from host data or random numbers, newest first, each with
+    /// its source line: usually the parts of a batch. Errors about ranks with different shapes list them. Empty
+    /// before the first tensor.
     #[must_use]
-    pub fn given(&self) -> Rc<str> {
-        self.given.borrow().clone()
+    pub fn recent_tensors(&self) -> Rc<str> {
+        self.recent_tensors.borrow().clone()
     }
 
-    /// Notes what the program makes. Numbers alone are passed over, as no ranks differ in their shape.
-    pub(crate) fn set_given(&self, layout: &Layout, site: &'static Location<'static>) {
+    /// Records a created tensor. Scalars are skipped, since ranks cannot differ in their shape.
+    pub(crate) fn note_tensor(&self, layout: &Layout, site: &'static Location<'static>) {
         if layout.ndim() == 0 {
             return;
         }
         let newest = format!("{layout} at {}:{}", site.file(), site.line());
-        let mut given = self.given.borrow_mut();
-        let before = given.lines().filter(|line| *line != newest).take(GIVEN_MAX - 1);
+        let mut recent_tensors = self.recent_tensors.borrow_mut();
+        let before = recent_tensors.lines().filter(|line| *line != newest).take(RECENT_TENSORS_MAX - 1);
         let all: Vec<&str> = std::iter::once(newest.as_str()).chain(before).collect();
-        *given = all.join("\n").into();
+        *recent_tensors = all.join("\n").into();
     }
 }
 
@@ -142,17 +144,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_given_last_is_told_once_and_first() {
+    fn recent_tensors_are_listed_once_and_newest_first() {
         let context = Context::default();
         let mesh = shardgrad_dist::Mesh::single();
         let give = |text: &str| {
-            context.set_given(&Layout::parse(text, &mesh).unwrap(), Location::caller());
-            let given = context.given();
-            given.lines().map(|line| line.split(" at ").next().unwrap().to_string()).collect::<Vec<_>>()
+            context.note_tensor(&Layout::parse(text, &mesh).unwrap(), Location::caller());
+            let recent_tensors = context.recent_tensors();
+            recent_tensors.lines().map(|line| line.split(" at ").next().unwrap().to_string()).collect::<Vec<_>>()
         };
-        assert_eq!(&*context.given(), "");
+        assert_eq!(&*context.recent_tensors(), "");
         assert_eq!(give("f32[4]"), ["f32[4]"]);
-        assert_eq!(give("f32[]"), ["f32[4]"], "a number has no shape to differ in");
+        assert_eq!(give("f32[]"), ["f32[4]"], "a scalar has no shape to differ in");
         assert_eq!(give("f32[5]"), ["f32[5]", "f32[4]"]);
         assert_eq!(give("f32[4]"), ["f32[4]", "f32[5]"]);
         for n in 6..9 {
@@ -162,14 +164,14 @@ mod tests {
     }
 
     #[test]
-    fn signatures_are_found_by_their_text_wherever_it_lies() {
+    fn signatures_are_cached_by_text_not_by_address() {
         let context = Context::default();
-        let kept = context.signature("..m, ..m -> ..m");
+        let cached = context.signature("..m, ..m -> ..m");
         let mut text = String::from("..m, ..m -> ..m");
-        assert!(Rc::ptr_eq(&kept, &context.signature(&text)));
-        // Another text of this length in the same memory.
+        assert!(Rc::ptr_eq(&cached, &context.signature(&text)));
+        // Another text of the same length in the same memory.
         text.replace_range(.., "..d, ..d -> ..d");
         assert_eq!(context.signature(&text).text(), text);
-        assert!(Rc::ptr_eq(&kept, &context.signature("..m, ..m -> ..m")));
+        assert!(Rc::ptr_eq(&cached, &context.signature("..m, ..m -> ..m")));
     }
 }

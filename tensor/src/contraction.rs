@@ -1,4 +1,4 @@
-//! Sums of products of any number of tensors by an index signature, for plain tensors and recorded variables alike.
+//! Tensor contractions of every [`Value`]: einsum of any number of tensors, and mixture-of-experts layers.
 
 use crate::op::unwind;
 use crate::ops::einsum::Einsum;
@@ -7,24 +7,27 @@ use crate::value::Value;
 use shardgrad_dist::{Error, Kind, Result};
 use std::rc::Rc;
 
-/// Products with sums over what the result lacks.
+/// Products of tensors, summed over labels that the result lacks.
 pub trait Contraction: Value {
-    /// The product of all tensors, summed over the labels that the output lacks: `a b, b c, c -> a`, `a b -> b a`,
-    /// `..m d -> ..m`. Labels are words separated by blanks; `..m` stands for any number of leading dims, as many in each
-    /// tensor that writes it, and no label beside it is named `m_0`. One float dtype.
+    /// Einsum of any number of tensors: their product, summed over the labels that the output lacks:
+    /// `a b, b c, c -> a`, `a b -> b a`, `..m d -> ..m`. Labels are words separated by spaces; `..m` is an ellipsis of
+    /// leading dims, as many in each tensor that writes it, and no other label may be named `m_0`. One float dtype.
     ///
-    /// A label that stands in one tensor only, and not in the output, is summed before anything else. Then tensors are
-    /// multiplied from left to right, each time summing what nothing on the right needs: state the cheapest product
-    /// first. Each product follows the layout rule of its own signature.
+    /// A label of one tensor only, and not of the output, is summed first. Then tensors are multiplied from left to
+    /// right, each time summing labels that nothing further right needs: put the cheapest product first. Each
+    /// product follows the layout rule of its own signature.
+    #[doc(alias = "opt_einsum")]
+    #[doc(alias = "multi_dot")]
+    #[doc(alias = "torch.einsum")]
     #[track_caller]
     #[must_use]
     fn contract(signature: &str, parts: &[&Self]) -> Self {
-        let plan = unwind(Plan::read(signature, parts));
+        let plan = unwind(ContractionPlan::read(signature, parts));
         let mut rest: Vec<(Self, Vec<String>)> = Vec::new();
         for (i, part) in parts.iter().enumerate() {
-            let (gone, kept) = plan.lone(i);
-            let summed = if gone.is_empty() { (*part).clone() } else { part.sum_dims(&gone) };
-            rest.push((summed, kept));
+            let (lone_dims, other_labels) = plan.lone_dims_of(i);
+            let summed = if lone_dims.is_empty() { (*part).clone() } else { part.sum_dims(&lone_dims) };
+            rest.push((summed, other_labels));
         }
         let mut rest = rest.into_iter();
         let (mut product, mut labels) = rest.next().expect("read with at least one tensor");
@@ -42,9 +45,13 @@ pub trait Contraction: Value {
         product.permute(&order)
     }
 
-    /// The sum over s of p_(m, s) E(x_m), where the expert of each term is that of `index` (i64), and E(x) = (silu(x gate_e) *
-    /// (x up_e)) down_e: `[..m, d]`, indices and p `[..m, s]`, gate and up `[e, d, h]`, down `[e, h, o]` give `[..m, o]`. d, s and o
-    /// must be whole; the result is pending where experts or hidden units are split.
+    /// Mixture-of-experts layer: sum over s of p_(m, s) E(x_m), where `index` (i64) selects the expert of each term,
+    /// and E(x) = (silu(x gate_e) * (x up_e)) down_e: `[..m, d]`, indices and p `[..m, s]`, gate and up `[e, d, h]`,
+    /// down `[e, h, o]` give `[..m, o]`. d, s and o must be unsharded; the result is a partial sum where experts or
+    /// hidden units are sharded (expert parallelism).
+    #[doc(alias = "moe")]
+    #[doc(alias = "mixture_of_experts")]
+    #[doc(alias = "grouped_mm")]
     #[track_caller]
     #[must_use]
     fn experts(&self, index: &Self, p: &Self, gate: &Self, up: &Self, down: &Self) -> Self {
@@ -54,14 +61,14 @@ pub trait Contraction: Value {
 
 impl<V: Value> Contraction for V {}
 
-/// The labels of all tensors, one a dim.
-struct Plan {
+/// The labels of all tensors, one for each dim.
+struct ContractionPlan {
     inputs: Vec<Vec<String>>,
     output: Vec<String>,
 }
 
-impl Plan {
-    fn read<V: Value>(signature: &str, parts: &[&V]) -> Result<Plan> {
+impl ContractionPlan {
+    fn read<V: Value>(signature: &str, parts: &[&V]) -> Result<ContractionPlan> {
         let refuse = |why: String| Err(Error::new(Kind::Shape, format!("contract: `{signature}` {why}")));
         let Some((left, right)) = signature.split_once("->") else {
             return refuse("has no `->`".into());
@@ -94,8 +101,8 @@ impl Plan {
         }
         let words = || inputs.iter().chain([&output]).flatten().copied();
         for (spread, _) in &widths {
-            if let Some(same) = words().find(|word| stands_for(spread, word)) {
-                return refuse(format!("has `{same}`, but `{spread}` stands for labels like `{same}`"))
+            if let Some(same) = words().find(|word| is_expansion_of(spread, word)) {
+                return refuse(format!("has `{same}`, but `{spread}` expands to labels like `{same}`"))
                     .map_err(|e| e.detail("help", format!("rename `{same}`")));
             }
         }
@@ -106,19 +113,19 @@ impl Plan {
             };
             labels.iter().flat_map(one).collect()
         };
-        let plan = Plan { inputs: inputs.iter().map(|t| expand(t)).collect(), output: expand(&output) };
+        let plan = ContractionPlan { inputs: inputs.iter().map(|t| expand(t)).collect(), output: expand(&output) };
         let is_label = |l: &String| {
             l.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_')
                 && l.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_')
         };
         let tensors = || plan.inputs.iter().chain([&plan.output]);
         if let Some(bad) = tensors().flatten().find(|l| !is_label(l)) {
-            return refuse(format!("has `{bad}`, which is no label there; write x, or ..x in front"));
+            return refuse(format!("has `{bad}`, which is not a label there; write x, or ..x as the first term"));
         }
         let twice =
             |t: &Vec<String>| t.iter().enumerate().find(|(i, x)| t[..*i].contains(x)).map(|(_, x)| x.clone());
         if let Some(x) = tensors().find_map(twice) {
-            return refuse(format!("has `{x}` twice in one tensor; take x.diagonal(0) before"));
+            return refuse(format!("has `{x}` twice in one tensor; take x.diagonal(0) first"));
         }
         if let Some(x) = plan.output.iter().find(|x| !plan.inputs.iter().any(|t| t.contains(x))) {
             return refuse(format!("has `{x}` on the right only"));
@@ -126,19 +133,19 @@ impl Plan {
         Ok(plan)
     }
 
-    /// The dims of an argument that nothing else has, and the labels of the others.
-    fn lone(&self, i: usize) -> (Vec<usize>, Vec<String>) {
+    /// The dims of an argument that nothing else needs, and the labels of the others.
+    fn lone_dims_of(&self, i: usize) -> (Vec<usize>, Vec<String>) {
         let elsewhere = |x: &String| {
             let others = self.inputs.iter().enumerate().filter(|(j, _)| *j != i);
             self.output.contains(x) || others.into_iter().any(|(_, t)| t.contains(x))
         };
         let labels = &self.inputs[i];
-        let gone = (0..labels.len()).filter(|&d| !elsewhere(&labels[d])).collect();
-        (gone, labels.iter().filter(|x| elsewhere(x)).cloned().collect())
+        let lone_dims = (0..labels.len()).filter(|&d| !elsewhere(&labels[d])).collect();
+        (lone_dims, labels.iter().filter(|x| elsewhere(x)).cloned().collect())
     }
 
-    /// The labels of the product of what stands on the left with argument `i`: the output after the last one, else what is
-    /// still needed.
+    /// The labels of the product of everything on the left with argument `i`: the output after the last argument,
+    /// else the labels still needed.
     fn result(&self, left: &[String], right: &[String], i: usize) -> Vec<String> {
         if i + 1 == self.inputs.len() {
             return self.output.clone();
@@ -150,8 +157,8 @@ impl Plan {
     }
 }
 
-/// Whether a label is named like those that a spread is written as: `m_0` for `..m`.
-fn stands_for(spread: &str, label: &str) -> bool {
+/// Whether a label has a name that an ellipsis expands to: `m_0` for `..m`.
+fn is_expansion_of(spread: &str, label: &str) -> bool {
     let index = label.strip_prefix(&spread[2..]).and_then(|rest| rest.strip_prefix('_'));
     index.is_some_and(|index| !index.is_empty() && index.bytes().all(|b| b.is_ascii_digit()))
 }
@@ -163,7 +170,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn products_by_hand() {
+    fn contractions_match_hand_computed_values() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[2, 2], &[1.0f64, 2.0, 3.0, 4.0])?;
             let y = Tensor::from_host(rank, &[2], &[10.0f64, 1.0])?;
@@ -182,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_product_is_refused() {
+    fn invalid_signatures_are_refused() {
         for bad in [
             "a b",
             "a a -> a",
@@ -209,14 +216,14 @@ mod tests {
     }
 
     #[test]
-    fn names_that_a_spread_stands_for_are_refused() {
+    fn names_that_an_ellipsis_expands_to_are_refused() {
         let refused = World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[2, 2], &[1.0f64, 2.0, 3.0, 4.0])?;
             Tensor::contract("..m k, k m_0 -> ..m", &[&x, &x]).to_host::<f64>()
         });
         let error = refused.unwrap_err();
-        assert!(error.message().contains("`..m` stands for labels like `m_0`"), "{error}");
-        let help = error.details().iter().find(|d| d.0 == "help").expect("it says what to write");
+        assert!(error.message().contains("`..m` expands to labels like `m_0`"), "{error}");
+        let help = error.details().iter().find(|d| d.0 == "help").expect("the error has a help line");
         assert!(help.1.contains("rename `m_0`"), "{error}");
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[2, 2], &[1.0f64, 2.0, 3.0, 4.0])?;

@@ -1,40 +1,40 @@
-//! One dim of a layout: its extent, the axes that split it, and the one rule that says who holds what.
+//! One dim of a layout: its extent, the mesh axes that shard it, and the rule that gives each rank its range.
 //!
 //! With axes `a_1 .. a_m` of sizes `k_j` and coordinates `c_j`, `K` the product of the sizes,
 //! `i = ((c_1 k_2 + c_2) k_3 + c_3) ..` and `G = extent / grain`, a rank holds
-//! `grain * floor(i G / K) .. grain * floor((i + 1) G / K)`.
+//! `grain * floor(i G / K) .. grain * floor((i + 1) G / K)`: uneven shards differ by one grain, and a shard may be empty.
 
 use shardgrad_dist::{Axis, Mesh};
 use std::fmt;
 use std::ops::Range;
 
-/// The axes that split one dim, outer first. At most [`Mesh::MAX_AXES`], each once.
+/// The mesh axes that shard one dim, outermost first. At most [`Mesh::MAX_AXES`], each once.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub struct AxisList(u64);
 
 impl AxisList {
-    /// No axis: the dim is whole.
+    /// No axis: every rank holds the whole dim.
     pub const EMPTY: AxisList = AxisList(0);
 
-    /// The number of axes.
+    /// Returns the number of axes.
     #[must_use]
     pub const fn len(self) -> usize {
-        // One byte an axis, its number plus one; the list ends at the first zero byte.
+        // Each axis takes one byte, its number plus one; the first zero byte ends the list.
         8 - (self.0.leading_zeros() / 8) as usize
     }
 
-    /// Whether no axis splits the dim.
+    /// Whether no axis shards the dim.
     #[must_use]
     pub const fn is_empty(self) -> bool {
         self.0 == 0
     }
 
-    /// The axes, outer first.
+    /// Iterates over the axes, outermost first.
     pub fn iter(self) -> impl DoubleEndedIterator<Item = Axis> + ExactSizeIterator {
         (0..self.len()).map(move |i| Axis((self.0 >> (8 * i)) as u8 - 1))
     }
 
-    /// Where an axis stands in the list (0 is the outermost).
+    /// Returns the position of an axis in the list (0 is the outermost).
     #[must_use]
     pub fn position(self, axis: Axis) -> Option<usize> {
         self.iter().position(|a| a == axis)
@@ -46,25 +46,25 @@ impl AxisList {
         self.position(axis).is_some()
     }
 
-    /// The innermost axis.
+    /// Returns the innermost axis.
     #[must_use]
     pub fn last(self) -> Option<Axis> {
         self.iter().next_back()
     }
 
-    /// The first `len` axes.
+    /// Returns the list of the first `len` axes.
     #[must_use]
     pub const fn prefix(self, len: usize) -> AxisList {
         if len >= 8 { self } else { AxisList(self.0 & ((1 << (8 * len)) - 1)) }
     }
 
-    /// Whether this list is how the other one begins.
+    /// Whether the other list starts with this list.
     #[must_use]
     pub const fn is_prefix_of(self, other: AxisList) -> bool {
         other.prefix(self.len()).0 == self.0
     }
 
-    /// The list with an axis added as the innermost.
+    /// Returns the list with an axis appended as the innermost.
     #[must_use]
     pub const fn with(self, axis: Axis) -> AxisList {
         assert!(
@@ -74,15 +74,15 @@ impl AxisList {
         AxisList(self.0 | ((axis.0 as u64 + 1) << (8 * self.len())))
     }
 
-    /// The list with an axis taken out, wherever it stands.
+    /// Returns the list without an axis.
     #[must_use]
     pub fn without(self, axis: Axis) -> AxisList {
         self.iter().filter(|a| *a != axis).collect()
     }
 
-    /// The number of shards: the product of the sizes of the axes.
+    /// Returns the number of shards: the product of the sizes of the axes.
     #[must_use]
-    pub fn ways(self, mesh: &Mesh) -> usize {
+    pub fn num_shards(self, mesh: &Mesh) -> usize {
         self.iter().map(|a| mesh.size(a)).product()
     }
 }
@@ -104,40 +104,41 @@ impl fmt::Debug for AxisList {
 pub struct Dim {
     /// The global extent.
     pub extent: usize,
-    /// The unit the dim is counted in (a head, a block): at least 1, divides the extent. Kept on whole dims too.
+    /// The unit in which the dim is sharded (a head, a block), so that a shard boundary never falls inside one: at
+    /// least 1, divides the extent. Kept on unsharded dims too.
     pub grain: usize,
-    /// The axes that split it, outer first.
+    /// The axes that shard the dim, outermost first.
     pub axes: AxisList,
 }
 
 impl Dim {
-    /// A dim that every rank holds in full, in grains of 1.
+    /// An unsharded dim, which every rank holds in full, with a grain of 1.
     #[must_use]
-    pub const fn whole(extent: usize) -> Dim {
+    pub const fn unsharded(extent: usize) -> Dim {
         Dim { extent, grain: 1, axes: AxisList::EMPTY }
     }
 
-    /// Whether no axis splits it.
+    /// Whether no axis shards the dim.
     #[must_use]
-    pub const fn is_whole(&self) -> bool {
+    pub const fn is_unsharded(&self) -> bool {
         self.axes.0 == AxisList::EMPTY.0
     }
 
-    /// A dim in grains of 1 that some axes split, outer first.
+    /// A dim with a grain of 1 that the given axes shard, outermost first.
     #[must_use]
-    pub fn split(extent: usize, axes: impl IntoIterator<Item = Axis>) -> Dim {
+    pub fn sharded(extent: usize, axes: impl IntoIterator<Item = Axis>) -> Dim {
         Dim { extent, grain: 1, axes: axes.into_iter().collect() }
     }
 
-    /// The same dim counted in grains.
+    /// The same dim with another grain.
     #[must_use]
-    pub const fn in_grains(self, grain: usize) -> Dim {
+    pub const fn with_grain(self, grain: usize) -> Dim {
         Dim { grain, ..self }
     }
 
-    /// Where shard `i` of `ways` begins.
+    /// Returns the first index of shard `i` of `ways`.
     #[must_use]
-    pub fn cut(&self, i: usize, ways: usize) -> usize {
+    pub fn shard_start(&self, i: usize, ways: usize) -> usize {
         let grains = self.extent / self.grain;
         let begin = match i.checked_mul(grains) {
             Some(product) => product / ways,
@@ -146,39 +147,40 @@ impl Dim {
         begin * self.grain
     }
 
-    /// The mixed-radix index of a coordinate over the axes of this dim, and the number of shards.
+    /// Returns the index of the shard at a mesh coordinate (mixed radix over the axes, outermost first) and the
+    /// number of shards.
     #[must_use]
-    pub fn index(&self, mesh: &Mesh, coordinate: &[usize]) -> (usize, usize) {
+    pub fn shard_index(&self, mesh: &Mesh, coordinate: &[usize]) -> (usize, usize) {
         self.axes.iter().fold((0, 1), |(i, ways), a| {
             let size = mesh.size(a);
             (i * size + coordinate[a.0 as usize], ways * size)
         })
     }
 
-    /// What the rank at a coordinate holds.
+    /// Returns the range of indices that the rank at a coordinate holds.
     #[must_use]
     pub fn range(&self, mesh: &Mesh, coordinate: &[usize]) -> Range<usize> {
         if self.axes.is_empty() {
             return 0..self.extent;
         }
-        let (i, ways) = self.index(mesh, coordinate);
-        self.cut(i, ways)..self.cut(i + 1, ways)
+        let (i, ways) = self.shard_index(mesh, coordinate);
+        self.shard_start(i, ways)..self.shard_start(i + 1, ways)
     }
 
-    /// The largest number of indices that any rank holds.
+    /// Returns the largest number of indices that any rank holds.
     #[must_use]
-    pub fn most(&self, mesh: &Mesh) -> usize {
-        (self.extent / self.grain).div_ceil(self.axes.ways(mesh)) * self.grain
+    pub fn max_local_extent(&self, mesh: &Mesh) -> usize {
+        (self.extent / self.grain).div_ceil(self.axes.num_shards(mesh)) * self.grain
     }
 
-    /// Whether counting in another grain cuts this dim at the same places, so that renaming the grain moves nothing.
+    /// Whether sharding with another grain gives the same boundaries, so that changing the grain moves no element.
     #[must_use]
-    pub fn same_cuts(&self, grain: usize, mesh: &Mesh) -> bool {
+    pub fn has_same_boundaries(&self, grain: usize, mesh: &Mesh) -> bool {
         if self.grain == grain || self.axes.is_empty() {
             return true;
         }
-        let (other, ways) = (self.in_grains(grain), self.axes.ways(mesh));
-        (1..ways).all(|i| self.cut(i, ways) == other.cut(i, ways))
+        let (other, ways) = (self.with_grain(grain), self.axes.num_shards(mesh));
+        (1..ways).all(|i| self.shard_start(i, ways) == other.shard_start(i, ways))
     }
 }
 
@@ -191,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn lists_keep_their_order() {
+    fn axis_lists_keep_their_order() {
         let list = axes(&[3, 0, 7]);
         assert_eq!(list.iter().map(|a| a.0).collect::<Vec<_>>(), [3, 0, 7]);
         assert_eq!((list.len(), list.last(), list.position(Axis(0))), (3, Some(Axis(7)), Some(1)));
@@ -205,38 +207,38 @@ mod tests {
     }
 
     #[test]
-    fn ranges_by_hand() {
+    fn ranges_match_hand_computed_values() {
         let mesh = Mesh::new(&[("a", 2), ("b", 3)]).unwrap();
-        let dim = Dim::split(7, [Axis(0), Axis(1)]);
+        let dim = Dim::sharded(7, [Axis(0), Axis(1)]);
         let starts: Vec<usize> = (0..6).map(|r| dim.range(&mesh, &mesh.coordinate(r)).start).collect();
         assert_eq!(starts, [0, 1, 2, 3, 4, 5]);
         assert_eq!(dim.range(&mesh, &[1, 2]), 5..7);
-        assert_eq!(Dim::split(12, [Axis(0)]).in_grains(4).range(&mesh, &[0, 0]), 0..4);
-        assert_eq!((dim.most(&mesh), Dim::whole(7).most(&mesh)), (2, 7));
+        assert_eq!(Dim::sharded(12, [Axis(0)]).with_grain(4).range(&mesh, &[0, 0]), 0..4);
+        assert_eq!((dim.max_local_extent(&mesh), Dim::unsharded(7).max_local_extent(&mesh)), (2, 7));
     }
 
     #[test]
-    fn products_beyond_64_bits_do_not_wrap() {
-        let dim = Dim::whole(usize::MAX / 2);
-        assert_eq!(dim.cut(1 << 31, 1 << 31), usize::MAX / 2);
-        assert_eq!(dim.cut(1 << 30, 1 << 31), usize::MAX / 4);
+    fn shard_start_does_not_overflow_64_bits() {
+        let dim = Dim::unsharded(usize::MAX / 2);
+        assert_eq!(dim.shard_start(1 << 31, 1 << 31), usize::MAX / 2);
+        assert_eq!(dim.shard_start(1 << 30, 1 << 31), usize::MAX / 4);
     }
 
     #[test]
-    fn grains_with_the_same_cuts() {
+    fn has_same_boundaries_compares_grains() {
         let mesh = Mesh::new(&[("a", 2)]).unwrap();
-        assert!(Dim::split(8, [Axis(0)]).same_cuts(4, &mesh));
-        assert!(!Dim::split(12, [Axis(0)]).same_cuts(4, &mesh));
-        assert!(Dim::whole(12).same_cuts(4, &mesh));
+        assert!(Dim::sharded(8, [Axis(0)]).has_same_boundaries(4, &mesh));
+        assert!(!Dim::sharded(12, [Axis(0)]).has_same_boundaries(4, &mesh));
+        assert!(Dim::unsharded(12).has_same_boundaries(4, &mesh));
     }
 
     #[test]
-    fn inner_shards_unite_to_the_outer_one_and_folding_moves_nothing() {
+    fn nested_shards_tile_the_outer_shard_and_folding_axes_moves_nothing() {
         for (ka, kb, extent, grain) in combinations(&[1, 2, 3, 4], &[1, 2, 3, 4], 25, &[1, 2, 3]) {
             let mesh = Mesh::new(&[("a", ka), ("b", kb)]).unwrap();
             let folded = mesh.fold(Axis(0), "ab").unwrap();
-            let both = Dim::split(extent, [Axis(0), Axis(1)]).in_grains(grain);
-            let outer = Dim::split(extent, [Axis(0)]).in_grains(grain);
+            let both = Dim::sharded(extent, [Axis(0), Axis(1)]).with_grain(grain);
+            let outer = Dim::sharded(extent, [Axis(0)]).with_grain(grain);
             for a in 0..ka {
                 let inner: Vec<_> = (0..kb).map(|b| both.range(&mesh, &[a, b])).collect();
                 assert_eq!(inner[0].start..inner[kb - 1].end, outer.range(&mesh, &[a, 0]));

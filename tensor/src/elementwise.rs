@@ -1,9 +1,9 @@
-//! More elementwise methods of every [`Value`].
+//! Elementwise methods of every [`Value`] beyond the basic ones: activations, rounding, comparisons, logic, where.
 
 use crate::op::unwind;
 use crate::ops::abs::Abs;
 use crate::ops::ceil::Ceil;
-use crate::ops::choose::Choose;
+use crate::ops::where_cond::WhereCond;
 use crate::ops::clamp::Clamp;
 use crate::ops::compare::{Compare, CompareScalar, Relation};
 use crate::ops::cos::Cos;
@@ -14,7 +14,7 @@ use crate::ops::floor::Floor;
 use crate::ops::gelu_exact::GeluExact;
 use crate::ops::leaky_relu::LeakyRelu;
 use crate::ops::log1p::Log1p;
-use crate::ops::logical::{Logical, Not, Table};
+use crate::ops::logical::{Logical, Not, Connective};
 use crate::ops::masked_fill::MaskedFill;
 use crate::ops::maximum::Maximum;
 use crate::ops::pow::Pow;
@@ -28,61 +28,61 @@ use crate::ops::softplus::Softplus;
 use crate::value::Value;
 use std::rc::Rc;
 
-/// Functions of single elements beyond those of [`Value`]. Where there are two arguments their shapes are aligned at the
-/// last dim; missing dims and extents of 1 are repeated. A number that floats are compared with is rounded to their dtype;
-/// integers are compared with the number itself, so that none equals 0.5. Misuse unwinds with the error that names op, layouts
-/// and line.
+/// Elementwise functions beyond those of [`Value`]. Two arguments broadcast, aligned at the last dim. A scalar compared
+/// with floats is rounded to their dtype; integers are compared with the exact scalar, so that none equals 0.5. A misuse
+/// unwinds with the error that names op, layouts and source line.
 pub trait Elementwise: Value {
-    /// x (1 + erf(x / sqrt 2)) / 2, the exact form of GELU; [`Value::gelu`] is the tanh form.
+    /// Exact GELU x (1 + erf(x / sqrt 2)) / 2; [`Value::gelu`] is the tanh form.
     #[track_caller]
     #[must_use]
     fn gelu_exact(&self) -> Self {
         Self::apply_one(Rc::new(GeluExact), &[self])
     }
 
-    /// 1 / (1 + exp(-x)).
+    /// Sigmoid 1 / (1 + exp(-x)).
+    #[doc(alias = "expit")]
     #[track_caller]
     #[must_use]
     fn sigmoid(&self) -> Self {
         Self::apply_one(Rc::new(Sigmoid), &[self])
     }
 
-    /// (2 / sqrt(pi)) times the integral of exp(-t^2) from 0 to x.
+    /// Error function (2 / sqrt(pi)) times the integral of exp(-t^2) from 0 to x.
     #[track_caller]
     #[must_use]
     fn erf(&self) -> Self {
         Self::apply_one(Rc::new(Erf), &[self])
     }
 
-    /// |x|.
+    /// Absolute value |x|.
     #[track_caller]
     #[must_use]
     fn abs(&self) -> Self {
         Self::apply_one(Rc::new(Abs), &[self])
     }
 
-    /// -1, 0 or 1: the sign of x, without gradient.
+    /// Sign of x, -1, 0 or 1, without gradient.
     #[track_caller]
     #[must_use]
     fn sign(&self) -> Self {
         Self::apply_one(Rc::new(Sign), &[self])
     }
 
-    /// 1 / sqrt(x).
+    /// Reciprocal square root 1 / sqrt(x).
     #[track_caller]
     #[must_use]
     fn rsqrt(&self) -> Self {
         Self::apply_one(Rc::new(Rsqrt), &[self])
     }
 
-    /// sin(x), x in radians.
+    /// Sine of x in radians.
     #[track_caller]
     #[must_use]
     fn sin(&self) -> Self {
         Self::apply_one(Rc::new(Sin), &[self])
     }
 
-    /// cos(x), x in radians.
+    /// Cosine of x in radians.
     #[track_caller]
     #[must_use]
     fn cos(&self) -> Self {
@@ -103,84 +103,87 @@ pub trait Elementwise: Value {
         Self::apply_one(Rc::new(Log1p), &[self])
     }
 
-    /// ln(1 + exp(x)).
+    /// Softplus ln(1 + exp(x)).
     #[track_caller]
     #[must_use]
     fn softplus(&self) -> Self {
         Self::apply_one(Rc::new(Softplus), &[self])
     }
 
-    /// The largest integer that is not above x, without gradient.
+    /// Floor: the largest integer not above x, without gradient.
     #[track_caller]
     #[must_use]
     fn floor(&self) -> Self {
         Self::apply_one(Rc::new(Floor), &[self])
     }
 
-    /// The smallest integer that is not below x, without gradient.
+    /// Ceiling: the smallest integer not below x, without gradient.
     #[track_caller]
     #[must_use]
     fn ceil(&self) -> Self {
         Self::apply_one(Rc::new(Ceil), &[self])
     }
 
-    /// The nearest integer, the even one of two, without gradient.
+    /// Rounds to the nearest integer, ties to even, without gradient.
     #[track_caller]
     #[must_use]
     fn round(&self) -> Self {
         Self::apply_one(Rc::new(Round), &[self])
     }
 
-    /// x where x > 0, else c (exp(x) - 1).
+    /// ELU: x where x > 0, else c (exp(x) - 1).
     #[track_caller]
     #[must_use]
     fn elu(&self, scale: f64) -> Self {
         Self::apply_one(Rc::new(Elu { scale }), &[self])
     }
 
-    /// x where x > 0, else `slope` x.
+    /// Leaky ReLU: x where x > 0, else `slope` x.
     #[track_caller]
     #[must_use]
     fn leaky_relu(&self, slope: f64) -> Self {
         Self::apply_one(Rc::new(LeakyRelu { slope }), &[self])
     }
 
-    /// x tanh(ln(1 + exp(x))) (Misra, arXiv 1908.08681).
+    /// Mish: x tanh(ln(1 + exp(x))) (Misra, arXiv 1908.08681).
     #[track_caller]
     #[must_use]
     fn mish(&self) -> Self {
         self.mul(&self.softplus().tanh())
     }
 
-    /// x times x + 3 clamped to 0..6, over 6 (Howard and others, arXiv 1905.02244).
+    /// Hard swish: x clamp(x + 3, 0, 6) / 6 (Howard and others, arXiv 1905.02244).
+    #[doc(alias = "hardswish")]
     #[track_caller]
     #[must_use]
     fn hard_swish(&self) -> Self {
         self.mul(&self.add_scalar(3.0).clamp(0.0, 6.0)).scale(1.0 / 6.0)
     }
 
-    /// x^c for a number c.
+    /// Power x^c for a scalar c.
+    #[doc(alias = "pow_scalar")]
     #[track_caller]
     #[must_use]
     fn powf(&self, exponent: f64) -> Self {
         Self::apply_one(Rc::new(PowScalar { exponent }), &[self])
     }
 
-    /// x^y elementwise.
+    /// Power x^y elementwise.
     #[track_caller]
     #[must_use]
     fn pow(&self, other: &Self) -> Self {
         Self::apply_one(Pow::between(&self.shape(), &other.shape()), &[self, other])
     }
 
-    /// `low` where x is below, `high` where it is above, else x. The gradient is that of x within, edges included.
+    /// Clamps x to `low..=high`. The gradient passes within the bounds, the bounds included.
+    #[doc(alias = "clip")]
     #[track_caller]
     #[must_use]
     fn clamp(&self, low: f64, high: f64) -> Self {
         Self::apply_one(unwind(Clamp::between(low, high)), &[self])
     }
 
-    /// The larger of x and y; two that tie share the gradient. Where one is not a number, the result is none, and both have the
+    /// Elementwise maximum of x and y; ties share the gradient. If one is NaN, the result is NaN, and both get the
     /// whole gradient.
     #[track_caller]
     #[must_use]
@@ -188,11 +191,11 @@ pub trait Elementwise: Value {
         Self::apply_one(Maximum::between(&self.shape(), &other.shape()), &[self, other])
     }
 
-    /// The smaller of x and y; gradients as of [`Elementwise::maximum`].
+    /// Elementwise minimum of x and y; gradients as of [`Elementwise::maximum`].
     #[track_caller]
     #[must_use]
     fn minimum(&self, other: &Self) -> Self {
-        Self::apply_one(Maximum::least(&self.shape(), &other.shape()), &[self, other])
+        Self::apply_one(Maximum::minimum(&self.shape(), &other.shape()), &[self, other])
     }
 
     /// Whether x == y, in bool, without gradient.
@@ -202,7 +205,7 @@ pub trait Elementwise: Value {
         Self::apply_one(Compare::between(Relation::Eq, &self.shape(), &other.shape()), &[self, other])
     }
 
-    /// Whether x == a number, in bool, without gradient.
+    /// Whether x equals a scalar, in bool, without gradient.
     #[track_caller]
     #[must_use]
     fn eq_scalar(&self, number: f64) -> Self {
@@ -216,7 +219,7 @@ pub trait Elementwise: Value {
         Self::apply_one(Compare::between(Relation::Ne, &self.shape(), &other.shape()), &[self, other])
     }
 
-    /// Whether x != a number, in bool, without gradient.
+    /// Whether x differs from a scalar, in bool, without gradient.
     #[track_caller]
     #[must_use]
     fn ne_scalar(&self, number: f64) -> Self {
@@ -230,7 +233,7 @@ pub trait Elementwise: Value {
         Self::apply_one(Compare::between(Relation::Lt, &self.shape(), &other.shape()), &[self, other])
     }
 
-    /// Whether x < a number, in bool, without gradient.
+    /// Whether x < a scalar, in bool, without gradient.
     #[track_caller]
     #[must_use]
     fn lt_scalar(&self, number: f64) -> Self {
@@ -244,7 +247,7 @@ pub trait Elementwise: Value {
         Self::apply_one(Compare::between(Relation::Le, &self.shape(), &other.shape()), &[self, other])
     }
 
-    /// Whether x <= a number, in bool, without gradient.
+    /// Whether x <= a scalar, in bool, without gradient.
     #[track_caller]
     #[must_use]
     fn le_scalar(&self, number: f64) -> Self {
@@ -258,7 +261,7 @@ pub trait Elementwise: Value {
         Self::apply_one(Compare::between(Relation::Gt, &self.shape(), &other.shape()), &[self, other])
     }
 
-    /// Whether x > a number, in bool, without gradient.
+    /// Whether x > a scalar, in bool, without gradient.
     #[track_caller]
     #[must_use]
     fn gt_scalar(&self, number: f64) -> Self {
@@ -272,50 +275,54 @@ pub trait Elementwise: Value {
         Self::apply_one(Compare::between(Relation::Ge, &self.shape(), &other.shape()), &[self, other])
     }
 
-    /// Whether x >= a number, in bool, without gradient.
+    /// Whether x >= a scalar, in bool, without gradient.
     #[track_caller]
     #[must_use]
     fn ge_scalar(&self, number: f64) -> Self {
         Self::apply_one(Rc::new(CompareScalar { relation: Relation::Ge, number }), &[self])
     }
 
-    /// Whether x and y are true (bool in and out).
+    /// Logical and (bool in and out).
     #[track_caller]
     #[must_use]
     fn logical_and(&self, other: &Self) -> Self {
-        Self::apply_one(Logical::between(Table::And, &self.shape(), &other.shape()), &[self, other])
+        Self::apply_one(Logical::between(Connective::And, &self.shape(), &other.shape()), &[self, other])
     }
 
-    /// Whether x or y is true (bool in and out).
+    /// Logical or (bool in and out).
     #[track_caller]
     #[must_use]
     fn logical_or(&self, other: &Self) -> Self {
-        Self::apply_one(Logical::between(Table::Or, &self.shape(), &other.shape()), &[self, other])
+        Self::apply_one(Logical::between(Connective::Or, &self.shape(), &other.shape()), &[self, other])
     }
 
-    /// Whether one of x and y is true and the other is not (bool in and out).
+    /// Logical exclusive or (bool in and out).
     #[track_caller]
     #[must_use]
     fn logical_xor(&self, other: &Self) -> Self {
-        Self::apply_one(Logical::between(Table::Xor, &self.shape(), &other.shape()), &[self, other])
+        Self::apply_one(Logical::between(Connective::Xor, &self.shape(), &other.shape()), &[self, other])
     }
 
-    /// Whether x is false (bool in and out).
+    /// Logical not (bool in and out).
     #[track_caller]
     #[must_use]
     fn logical_not(&self) -> Self {
         Self::apply_one(Rc::new(Not), &[self])
     }
 
-    /// x where this mask (bool) is true, else y.
+    /// Selects x where this mask (bool) is true, else y.
+    #[doc(alias = "where")]
+    #[doc(alias = "select")]
+    #[doc(alias = "torch.where")]
+    #[doc(alias = "jnp.where")]
     #[track_caller]
     #[must_use]
-    fn choose(&self, x: &Self, y: &Self) -> Self {
-        Self::apply_one(Choose::among(&self.shape(), &x.shape(), &y.shape()), &[self, x, y])
+    fn where_cond(&self, x: &Self, y: &Self) -> Self {
+        Self::apply_one(WhereCond::among(&self.shape(), &x.shape(), &y.shape()), &[self, x, y])
     }
 
-    /// `value` where a mask (bool) is true, else x. A tensor of integers or truth values must hold the value
-    /// (`Kind::DType`); to floats it is rounded.
+    /// Replaces x by `value` where a mask (bool) is true. Integer and bool tensors must be able to represent the
+    /// value (`Kind::DType`); floats round it.
     #[track_caller]
     #[must_use]
     fn masked_fill(&self, mask: &Self, value: f64) -> Self {

@@ -1,41 +1,43 @@
-//! Tensors that are made of numbers alone: each rank makes its own part, from the global index of each element, so that the
-//! values are the same on any mesh.
+//! Tensors computed from element indices: `from_fn`, `arange`, `linspace`, `bernoulli`. Each rank fills its own part by
+//! global index, so the values are the same on any mesh.
 
 use crate::layout::Layout;
-use crate::piece::{Piece, launch};
-use crate::tensor::{Tensor, adds_zeros, check_mesh};
+use crate::local_tensor::{LocalTensor, launch};
+use crate::tensor::{Tensor, holds_zeros, check_mesh};
 use shardgrad_dist::{Rank, Result};
 use shardgrad_kernels::op::compare_select::LT;
 use shardgrad_kernels::{DType, Dims};
 use std::panic::Location;
 
 impl Tensor {
-    /// f(i) for the element that stands at i in the row-major order of the whole tensor, rounded to the dtype: to the nearest
-    /// number that it holds, the even one of two; in bool everything but 0 is true. On a pending axis coordinate 0 holds the
-    /// values, the others zeros.
+    /// Makes a tensor with element f(i) at row-major global index i, rounded to the nearest number of the dtype,
+    /// ties to even; for bool any value except 0 is true. On a partial axis the rank at coordinate 0 holds the
+    /// values, the others hold zeros.
     ///
     /// # Errors
-    /// `Kind::Mesh` for a layout on another mesh than the rank's; `Kind::Shape` for more elements than memory has addresses;
-    /// `Kind::OutOfMemory`.
+    /// `Kind::Mesh` for a layout on another mesh than the rank's; `Kind::Shape` for more elements than memory can
+    /// address; `Kind::OutOfMemory`.
+    #[doc(alias = "make_array_from_callback")]
+    #[doc(alias = "fromfunction")]
     #[track_caller]
     pub fn from_fn(rank: &Rank, layout: &Layout, f: impl Fn(usize) -> f64) -> Result<Tensor> {
         check_mesh(rank, layout, Location::caller())?;
-        if adds_zeros(layout, rank) {
+        if holds_zeros(layout, rank) {
             return Tensor::zeros(rank, layout);
         }
         layout.check_addressable()?;
-        let local = layout.local_shape(rank.coordinates());
-        // The conversion of floats rounds to nearest, that to integers towards zero.
+        let local_shape = layout.local_shape(rank.coordinates());
+        // Conversions between floats round to nearest, conversions to integers towards zero.
         let is_integer = matches!(layout.dtype(), DType::I64 | DType::U8);
         let value = |i| if is_integer { f(i).round_ties_even() } else { f(i) };
-        let values: Vec<f64> = places(layout, rank).into_iter().map(value).collect();
-        let piece = Piece::upload(rank, &local, &values)?;
-        let piece =
-            if layout.dtype() == DType::F64 { piece } else { piece.converted(rank, layout.dtype())? };
-        Ok(Tensor::assemble(rank, layout.clone(), piece))
+        let values: Vec<f64> = global_indices(layout, rank).into_iter().map(value).collect();
+        let local = LocalTensor::upload(rank, &local_shape, &values)?;
+        let local =
+            if layout.dtype() == DType::F64 { local } else { local.to_dtype(rank, layout.dtype())? };
+        Ok(Tensor::assemble(rank, layout.clone(), local))
     }
 
-    /// start, start + step, start + 2 step, .. in row-major order, each rounded once.
+    /// Makes a tensor with elements start, start + step, start + 2 step, .. in row-major order, each rounded once.
     ///
     /// # Errors
     /// As [`Tensor::from_fn`].
@@ -44,7 +46,7 @@ impl Tensor {
         Tensor::from_fn(rank, layout, |i| step.mul_add(i as f64, start))
     }
 
-    /// Numbers at equal distances from `first` to `last`, both included, in row-major order.
+    /// Makes a tensor with evenly spaced numbers from `first` to `last`, both included, in row-major order.
     ///
     /// # Errors
     /// As [`Tensor::from_fn`].
@@ -52,45 +54,46 @@ impl Tensor {
     pub fn linspace(rank: &Rank, layout: &Layout, first: f64, last: f64) -> Result<Tensor> {
         let steps = layout.numel().saturating_sub(1);
         let (span, count) = (last - first, steps as f64);
-        // Multiplied first, unless that is too large: where first, last and i are integers, so is the product, and only the
-        // quotient is rounded.
+        // Multiply first unless the product overflows: where first, last and i are integers the product is exact,
+        // and only the quotient is rounded.
         let part = |i: f64| if (span * count).is_finite() { span * i / count } else { span * (i / count) };
         let at = |i: usize| if i == steps { last } else { first + part(i as f64) };
         Tensor::from_fn(rank, layout, |i| if i == 0 { first } else { at(i) })
     }
 
-    /// 1 with probability p, else 0: where [`Tensor::uniform`] of 0..1 in f64 is below p, for the same key and stream. On a
-    /// pending axis coordinate 0 holds the values, the others zeros.
+    /// Makes a tensor with elements 1 with probability p, else 0: 1 where [`Tensor::uniform`] of 0..1 in f64 is
+    /// below p for the same key and stream. On a partial axis the rank at coordinate 0 holds the values, the others
+    /// hold zeros.
     ///
     /// # Errors
     /// `Kind::Mesh` for a layout on another mesh than the rank's; `Kind::OutOfMemory`.
     #[track_caller]
     pub fn bernoulli(rank: &Rank, layout: &Layout, key: u64, stream: u64, p: f64) -> Result<Tensor> {
         check_mesh(rank, layout, Location::caller())?;
-        if adds_zeros(layout, rank) {
+        if holds_zeros(layout, rank) {
             return Tensor::zeros(rank, layout);
         }
         let uniform = Tensor::uniform(rank, &layout.with_dtype(DType::F64), key, stream, 0.0, 1.0)?;
         let shape = layout.local_shape(rank.coordinates());
-        let bound = Piece::filled(rank, DType::F64, &[], p)?;
-        let bound = bound.viewed(bound.view.broadcast(&shape).expect("one element fits any shape"));
-        let mut drawn = Piece::alloc(rank, DType::Bool, &shape)?;
-        launch(rank, &LT, &[uniform.piece(), &bound], &mut [&mut drawn], &[])?;
-        let piece =
-            if layout.dtype() == DType::Bool { drawn } else { drawn.converted(rank, layout.dtype())? };
-        Ok(Tensor::assemble(rank, layout.clone(), piece))
+        let bound = LocalTensor::full(rank, DType::F64, &[], p)?;
+        let bound = bound.with_view(bound.view.broadcast(&shape).expect("one element fits any shape"));
+        let mut drawn = LocalTensor::alloc(rank, DType::Bool, &shape)?;
+        launch(rank, &LT, &[uniform.local(), &bound], &mut [&mut drawn], &[])?;
+        let local =
+            if layout.dtype() == DType::Bool { drawn } else { drawn.to_dtype(rank, layout.dtype())? };
+        Ok(Tensor::assemble(rank, layout.clone(), local))
     }
 }
 
-/// Where this rank's elements stand in the whole tensor, both row-major.
-fn places(layout: &Layout, rank: &Rank) -> Vec<usize> {
+/// Returns the row-major global index of each local element.
+fn global_indices(layout: &Layout, rank: &Rank) -> Vec<usize> {
     let ranges: Vec<_> = (0..layout.ndim()).map(|d| layout.range(d, rank.coordinates())).collect();
     let extents: Dims = layout.shape();
-    let mut places = vec![0];
+    let mut global_indices = vec![0];
     for (range, extent) in ranges.iter().zip(&extents) {
-        places = places.iter().flat_map(|at| range.clone().map(move |i| at * extent + i)).collect();
+        global_indices = global_indices.iter().flat_map(|at| range.clone().map(move |i| at * extent + i)).collect();
     }
-    places
+    global_indices
 }
 
 #[cfg(test)]
@@ -116,7 +119,8 @@ mod tests {
         made.unwrap().remove(0)
     }
 
-    /// Of a smaller one, of one of another name, of one with more axes: refused where the tensor is made, by the user's line.
+    /// A smaller mesh, a mesh with another axis name, a mesh with more axes: refused where the tensor is made,
+    /// naming the user's line.
     #[test]
     fn a_layout_on_another_mesh_is_refused() {
         let whole: Make = |rank, layout| Tensor::from_global(rank, layout, &vec![1f32; layout.numel()]);
@@ -131,7 +135,7 @@ mod tests {
                 });
                 let error = made.unwrap_err();
                 assert_eq!(error.kind(), Kind::Mesh, "{error}");
-                assert_eq!(error.message(), format!("a layout on {other} for a rank of mesh(a=2)"));
+                assert_eq!(error.message(), format!("the layout is on {other}, the rank on mesh(a=2)"));
                 assert!(error.site().is_some_and(|site| site.file() == file!()), "{error}");
             }
         }
@@ -159,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn by_hand() {
+    fn made_tensors_match_hand_computed_values() {
         World::run(Mesh::parse("a=2").unwrap(), |rank| {
             let layout = |text: &str| Layout::parse(text, rank.mesh());
             assert_eq!(
@@ -182,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn values_and_sizes_that_cannot_be_held_are_refused() {
+    fn unrepresentable_values_and_sizes_are_refused() {
         World::run(Mesh::single(), |rank| {
             let layout = |text: &str| Layout::parse(text, rank.mesh());
             for (text, value) in
@@ -204,7 +208,7 @@ mod tests {
             for make in makers {
                 let error = make(rank, &endless).unwrap_err();
                 assert_eq!(error.kind(), shardgrad_dist::Kind::Shape, "{error}");
-                assert!(error.message().ends_with("has more elements than memory has addresses"), "{error}");
+                assert!(error.message().ends_with("has more elements than memory can address"), "{error}");
             }
             Ok(())
         })
@@ -212,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn integers_are_the_nearest() {
+    fn integers_are_rounded_to_nearest() {
         World::run(Mesh::parse("a=2").unwrap(), |rank| {
             let layout = |text: &str| Layout::parse(text, rank.mesh());
             let count: Vec<f64> = (0..50).map(f64::from).collect();
@@ -226,7 +230,7 @@ mod tests {
             let ties = Tensor::from_fn(rank, &layout("u8[5]")?, |i| i as f64 - 0.5)?;
             assert_eq!(ties.to_f64()?, [0.0, 0.0, 2.0, 2.0, 4.0]);
             let truth = Tensor::from_fn(rank, &layout("bool[3@a]")?, |i| i as f64 / 10.0)?;
-            assert_eq!(truth.to_f64()?, [0.0, 1.0, 1.0], "all but 0 is true");
+            assert_eq!(truth.to_f64()?, [0.0, 1.0, 1.0], "any value except 0 is true");
             Ok(())
         })
         .unwrap();

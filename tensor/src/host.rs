@@ -1,20 +1,24 @@
-//! In from the host, out to the host.
+//! Tensors from host data, and back: distribute, wrap local data, gather.
 
 use crate::context::Context;
 use crate::layout::Layout;
-use crate::piece::Piece;
-use crate::tensor::{Tensor, adds_zeros, check_host, check_host_dtype, check_mesh};
+use crate::local_tensor::LocalTensor;
+use crate::tensor::{Tensor, holds_zeros, check_host, check_host_dtype, check_mesh};
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::host_vec::try_with_capacity;
 use shardgrad_kernels::{DType, Element, Strides};
 use std::panic::Location;
 
 impl Tensor {
-    /// A whole tensor that every rank holds in full (state `=` on every axis). `data` is row-major.
+    /// Makes an unsharded tensor from row-major host data; every rank passes the same data and holds all of it (`=`
+    /// on every axis).
     ///
     /// # Errors
-    /// `Kind::Shape` if `data` has another length than the shape, or there is no memory of such an extent;
+    /// `Kind::Shape` if `data` does not have as many elements as the shape, or memory cannot address so many;
     /// `Kind::OutOfMemory`.
+    #[doc(alias = "tensor")]
+    #[doc(alias = "asarray")]
+    #[doc(alias = "from_numpy")]
     #[track_caller]
     pub fn from_host<T: Element>(rank: &Rank, shape: &[usize], data: &[T]) -> Result<Tensor> {
         let site = Location::caller();
@@ -22,20 +26,24 @@ impl Tensor {
         Tensor::from_global(rank, &layout, data)
     }
 
-    /// Takes this rank's piece out of the whole tensor, which every rank gives alike. On a pending axis
-    /// coordinate 0 holds the values, the others zeros. Truth values are given as u8; all but 0 is true.
+    /// Distributes a global tensor: every rank passes the same row-major host data and keeps its own part, without
+    /// communication. On a partial axis the rank at coordinate 0 holds the values, the others hold zeros. Bools are
+    /// given as u8; any value except 0 is true.
     ///
     /// # Errors
-    /// `Kind::Mesh` for a layout on another mesh than the rank's; `Kind::Shape` or `Kind::DType` if `data` does not fit the
-    /// layout; `Kind::OutOfMemory`.
+    /// `Kind::Mesh` for a layout on another mesh than the rank's; `Kind::Shape` or `Kind::DType` if `data` does not
+    /// match the layout; `Kind::OutOfMemory`.
+    #[doc(alias = "distribute_tensor")]
+    #[doc(alias = "device_put")]
+    #[doc(alias = "shard_tensor")]
     #[track_caller]
     pub fn from_global<T: Element>(rank: &Rank, layout: &Layout, data: &[T]) -> Result<Tensor> {
         let site = Location::caller();
         check_mesh(rank, layout, site)?;
         check_host::<T>(layout, data.len()).map_err(|e| e.at(site))?;
-        Context::of(rank).set_given(layout, site);
+        Context::of(rank).note_tensor(layout, site);
         let here = rank.coordinates();
-        if adds_zeros(layout, rank) {
+        if holds_zeros(layout, rank) {
             return Tensor::zeros(rank, layout);
         }
         let mut view = Strides::contiguous(&layout.shape());
@@ -43,74 +51,82 @@ impl Tensor {
             let range = layout.range(d, here);
             view = view.narrow(d, range.start, range.end);
         }
-        let piece = if view.numel() == layout.numel() {
-            Piece::upload(rank, &view.shape, data)?
+        let local = if view.numel() == layout.numel() {
+            LocalTensor::upload(rank, &view.shape, data)?
         } else {
-            Piece::upload(rank, &view.shape, &gather_rows(data, &view)?)?
+            LocalTensor::upload(rank, &view.shape, &copy_view(data, &view)?)?
         };
-        Ok(Tensor::assemble(rank, layout.clone(), as_stated(piece, layout, rank)?))
+        Ok(Tensor::assemble(rank, layout.clone(), into_layout_dtype(local, layout, rank)?))
     }
 
-    /// Puts this rank's own elements (row-major, local shape) under a layout. Every rank calls this alike; that the
-    /// pieces belong together is the caller's word. Truth values are given as u8; all but 0 is true.
+    /// Makes a distributed tensor from this rank's local elements (row-major, local shape), without communication.
+    /// Every rank calls it with the same layout; the caller guarantees that the local tensors belong together. Bools
+    /// are given as u8; any value except 0 is true.
     ///
     /// # Errors
-    /// `Kind::Mesh` for a layout on another mesh than the rank's; `Kind::Shape` if the elements are not as many as the local
-    /// shape asks for; `Kind::DType`; `Kind::OutOfMemory`.
+    /// `Kind::Mesh` for a layout on another mesh than the rank's; `Kind::Shape` if `data` does not have as many
+    /// elements as the local shape; `Kind::DType`; `Kind::OutOfMemory`.
+    #[doc(alias = "make_array_from_single_device_arrays")]
     #[track_caller]
     pub fn from_local<T: Element>(rank: &Rank, layout: &Layout, data: &[T]) -> Result<Tensor> {
         let site = Location::caller();
         check_mesh(rank, layout, site)?;
-        let local = layout.local_shape(rank.coordinates());
-        if data.len() != local.iter().product::<usize>() {
-            let text = format!("{} local elements for a local shape of {:?}", data.len(), local.as_slice());
+        let local_shape = layout.local_shape(rank.coordinates());
+        if data.len() != local_shape.iter().product::<usize>() {
+            let text = format!("{} local elements for a local shape of {:?}", data.len(), local_shape.as_slice());
             return Err(Error::new(Kind::Shape, text)
                 .detail("layout", layout.to_string())
                 .detail("rank", rank.describe())
-                .detail("help", "give this rank's part only; for the whole tensor use Tensor::from_global")
+                .detail("help", "pass this rank's part only; for the whole tensor use Tensor::from_global")
                 .at(site));
         }
         check_host_dtype::<T>(layout).map_err(|e| e.at(site))?;
-        Context::of(rank).set_given(layout, site);
-        let piece = Piece::upload(rank, &local, data)?;
-        Ok(Tensor::assemble(rank, layout.clone(), as_stated(piece, layout, rank)?))
+        Context::of(rank).note_tensor(layout, site);
+        let local = LocalTensor::upload(rank, &local_shape, data)?;
+        Ok(Tensor::assemble(rank, layout.clone(), into_layout_dtype(local, layout, rank)?))
     }
 
-    /// The whole tensor on the host, row-major, on every rank: completes and gathers what is split, so every rank
-    /// calls this together.
+    /// Gathers the whole tensor to the host, row-major, on every rank: partial sums are reduced, shards gathered. A
+    /// collective call: every rank calls it together.
     ///
     /// # Errors
-    /// `Kind::DType` if `T` is not the tensor's type; `Kind::Unsupported` on the null back end, which has no values;
-    /// what the collectives report.
+    /// `Kind::DType` if `T` is not the tensor's dtype; `Kind::Unsupported` on the null back end, which has no
+    /// values; errors of the collectives.
+    #[doc(alias = "full_tensor")]
+    #[doc(alias = "numpy")]
+    #[doc(alias = "device_get")]
+    #[doc(alias = "process_allgather")]
     #[track_caller]
     pub fn to_host<T: Element>(&self) -> Result<Vec<T>> {
         let site = Location::caller();
         self.check_readable(site)?;
         let fits = T::DTYPE == self.dtype() || (T::DTYPE == DType::U8 && self.dtype() == DType::Bool);
         if !fits {
-            let text = format!("a tensor of {} read as {}", self.dtype(), T::DTYPE);
+            let text = format!("a tensor of dtype {} read as {}", self.dtype(), T::DTYPE);
             return Err(Error::new(Kind::DType, text).at(site));
         }
-        let flat = self.to_layout_at(&self.gathered_layout(), site)?.piece().flat(self.rank())?;
-        // A view at the front of its buffer is flat, and shorter.
-        flat.front(self.rank(), flat.numel())
+        let flat = self.to_layout_at(&self.replicated_layout(), site)?.local().flat(self.rank())?;
+        // A view at the front of a larger buffer is flat too.
+        flat.download(self.rank(), flat.numel())
     }
 
-    /// The whole tensor on the host as f64, as [`Tensor::to_host`].
+    /// Gathers the whole tensor to the host as f64, as [`Tensor::to_host`] does. A collective call.
     ///
     /// # Errors
-    /// What the collectives report.
+    /// Errors of the collectives.
+    #[doc(alias = "full_tensor")]
     #[track_caller]
     pub fn to_f64(&self) -> Result<Vec<f64>> {
         let site = Location::caller();
         self.check_readable(site)?;
-        self.to_layout_at(&self.gathered_layout(), site)?.piece().to_f64(self.rank())
+        self.to_layout_at(&self.replicated_layout(), site)?.local().to_f64(self.rank())
     }
 
-    /// The one element of a tensor of one element, completed over pending axes: every rank calls this together.
+    /// Returns the element of a tensor with one element, reduced over partial axes. A collective call: every rank
+    /// calls it together.
     ///
     /// # Errors
-    /// `Kind::Shape` if there is more or less than one element.
+    /// `Kind::Shape` if the tensor does not have exactly one element.
     #[track_caller]
     pub fn item(&self) -> Result<f64> {
         let values = self.to_f64()?;
@@ -118,24 +134,30 @@ impl Tensor {
             [x] => Ok(x),
             _ => Err(Error::new(
                 Kind::Shape,
-                format!("item() of a tensor of {} elements", self.layout().numel()),
+                format!("item() of a tensor with {} elements", self.layout().numel()),
             )
             .at(Location::caller())),
         }
     }
 
-    /// This rank's own elements, row-major, as f64. No communication.
+    /// Returns this rank's local elements, row-major, as f64. No communication.
     ///
     /// # Errors
     /// `Kind::OutOfMemory`.
+    #[doc(alias = "to_local")]
     pub fn to_local_f64(&self) -> Result<Vec<f64>> {
-        self.piece().to_f64(self.rank())
+        self.local().to_f64(self.rank())
     }
 
-    /// The same value in another layout. Every rank calls this together.
+    /// Redistributes the tensor to another layout along the cheapest route. A collective call: every rank calls it
+    /// together. `site` is the source line that errors name.
     ///
     /// # Errors
-    /// `Kind::Layout` if no route leads there; what the collectives report.
+    /// `Kind::Layout` for a layout with another mesh, dtype or shape; errors of the collectives.
+    #[doc(alias = "redistribute")]
+    #[doc(alias = "device_put")]
+    #[doc(alias = "with_sharding_constraint")]
+    #[doc(alias = "reshard")]
     pub fn to_layout_at(&self, to: &Layout, site: &'static Location<'static>) -> Result<Tensor> {
         let route = Context::of(self.rank()).routes.route(self.layout(), to, self.dtype().is_float())?;
         crate::redistribute::run(self, &route.steps, to, site)
@@ -145,29 +167,29 @@ impl Tensor {
         if self.has_values() {
             return Ok(());
         }
-        if !self.rank().is_dry() {
-            let text = "a value is read where only its layout is known";
+        if !self.rank().is_dry_run() {
+            let text = "a value is read where only its layout is known (a meta tensor)";
             return Err(Error::new(Kind::Unsupported, text)
                 .detail("help", "while a program is recorded, return the tensor and read it afterwards")
                 .at(site));
         }
-        Err(Error::new(Kind::Unsupported, "a value is read on the null back end, which has shapes only")
-            .detail("help", "explaining and recording a program must not depend on values")
+        Err(Error::new(Kind::Unsupported, "a value is read on the null back end, which has no values")
+            .detail("help", "a program that is explained or recorded must not read values")
             .at(site))
     }
 
-    fn gathered_layout(&self) -> Layout {
+    fn replicated_layout(&self) -> Layout {
         Layout::invariant(self.layout().mesh(), self.dtype(), &self.shape())
     }
 }
 
-/// What was uploaded in the dtype of its layout: bytes that stand for truth values become 0 or 1, as every bool is.
-fn as_stated(piece: Piece, layout: &Layout, rank: &Rank) -> Result<Piece> {
-    if piece.dtype == layout.dtype() { Ok(piece) } else { piece.converted(rank, layout.dtype()) }
+/// Converts uploaded data to the dtype of the layout: bytes that stand for bools become 0 or 1.
+fn into_layout_dtype(local: LocalTensor, layout: &Layout, rank: &Rank) -> Result<LocalTensor> {
+    if local.dtype == layout.dtype() { Ok(local) } else { local.to_dtype(rank, layout.dtype()) }
 }
 
-/// The elements of a view of host data, row-major.
-fn gather_rows<T: Element>(data: &[T], view: &Strides) -> Result<Vec<T>> {
+/// Copies the elements of a view of host data, row-major.
+fn copy_view<T: Element>(data: &[T], view: &Strides) -> Result<Vec<T>> {
     let mut out = try_with_capacity(view.numel(), "this rank's part of a tensor")?;
     if view.numel() == 0 {
         return Ok(out);
@@ -196,7 +218,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn truth_values_from_bytes_are_0_or_1() {
+    fn bools_from_bytes_are_0_or_1() {
         World::run(Mesh::parse("a=2").unwrap(), |rank| {
             let layout = Layout::parse("bool[4@a]", rank.mesh())?;
             let right = Tensor::from_global(rank, &layout, &[0u8, 1, 1, 1])?;
@@ -217,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn data_of_another_dtype_is_refused_with_help() {
+    fn host_data_of_another_dtype_is_refused_with_help() {
         let refused = |make: fn(&Rank, &Layout) -> Result<Tensor>| {
             let made = World::run(Mesh::parse("a=2").unwrap(), |rank| {
                 make(rank, &Layout::parse("bool[2]", rank.mesh())?).map(|_| ())
@@ -237,13 +259,13 @@ mod tests {
     }
 
     #[test]
-    fn more_elements_than_memory_has_addresses_are_refused() {
+    fn shapes_beyond_the_address_space_are_refused() {
         let made = World::run(Mesh::single(), |rank| {
             Tensor::from_host::<f32>(rank, &[1 << 32, 1 << 32], &[]).map(|_| ())
         });
         let error = made.unwrap_err();
         assert_eq!(error.kind(), Kind::Shape, "{error}");
-        assert!(error.message().contains("more elements than memory has addresses"), "{error}");
+        assert!(error.message().contains("more elements than memory can address"), "{error}");
         assert!(error.site().is_some_and(|s| s.file().ends_with("host.rs")), "{error}");
     }
 }

@@ -1,4 +1,4 @@
-//! Methods that pick, place and order elements by index, for plain tensors and recorded variables alike.
+//! Indexing methods of every [`Value`]: index_select, gather, scatter_add, one_hot, sort, top_k.
 
 use crate::op::unwind;
 use crate::ops::gather::{Gather, ScatterAdd};
@@ -11,67 +11,73 @@ use shardgrad_kernels::DType;
 use std::panic::Location;
 use std::rc::Rc;
 
-/// Elements by index. Indices are i64 and count from 0; one outside of its dim is an error of kind `Kind::Data` that
-/// names it.
+/// Elements by index. Indices are i64 and count from 0; an index out of range is a `Kind::Data` error that names the
+/// index.
 pub trait Indexing: Value {
-    /// `a [v] c, n -> a n c`: what stands at the places of a list along a dim. A dim that an axis splits leaves a pending
-    /// sum. Equal indices give the same element; the cotangent is summed over them in order.
+    /// Selects indices along a dim: `a [v] c, n -> a n c`. A sharded dim gives a partial sum. Equal indices give the
+    /// same element, and their cotangents are summed in order.
+    #[doc(alias = "take")]
+    #[doc(alias = "jnp.take")]
     #[track_caller]
     #[must_use]
     fn index_select(&self, dim: usize, index: &Self) -> Self {
         Self::apply_one(unwind(Gather::along(self.layout().ndim(), dim, true)), &[self, index])
     }
 
-    /// y_(a, n, c) = x_(a, index_(a, n, c), c): the index has the shape of the result, and that of x but for dim `dim`.
-    /// Splits as in [`Indexing::index_select`].
+    /// Gathers along a dim: y_(a, n, c) = x_(a, index_(a, n, c), c). The index has the shape of the result, and that
+    /// of x except for dim `dim`. Layouts as in [`Indexing::index_select`].
+    #[doc(alias = "take_along_axis")]
     #[track_caller]
     #[must_use]
     fn gather(&self, dim: usize, index: &Self) -> Self {
         Self::apply_one(unwind(Gather::along(self.layout().ndim(), dim, false)), &[self, index])
     }
 
-    /// x with `parts` (like x, but as long as the list along the dim) added at the places of a list. Equal indices add up,
-    /// in the order of the list, before x is added. Any float. Integers have the op without x,
-    /// [`ScatterAdd`].
+    /// Adds `parts` (like x, but as long as the index along the dim) to x at the indices along a dim. Parts with
+    /// equal indices are added in the order of the index, before x is added. Any float dtype. For integers use the
+    /// op without x, [`ScatterAdd`].
     #[track_caller]
     #[must_use]
     fn index_add(&self, dim: usize, index: &Self, parts: &Self) -> Self {
         added(self, dim, index, parts, true)
     }
 
-    /// x with `parts` added: x_(a, index_(a, n, c), c) grows by `parts_(a, n, c)`. Index and parts have one shape, that of x
-    /// but for dim `dim`. Sums as in [`Indexing::index_add`].
+    /// Adds `parts` to x by index: x_(a, index_(a, n, c), c) grows by `parts_(a, n, c)`. Index and parts have one
+    /// shape, that of x except for dim `dim`. Sums as in [`Indexing::index_add`].
+    #[doc(alias = "scatter_reduce")]
+    #[doc(alias = "segment_sum")]
     #[track_caller]
     #[must_use]
     fn scatter_add(&self, dim: usize, index: &Self, parts: &Self) -> Self {
         added(self, dim, index, parts, false)
     }
 
-    /// These indices as rows of a unit matrix: a new last dim of `count` elements, 1 at the index and 0 elsewhere, in any
-    /// dtype. It has no gradient.
+    /// One-hot encoding of these indices: a new last dim of `count` elements, 1 at the index and 0 elsewhere, in any
+    /// dtype, without gradient.
     #[track_caller]
     #[must_use]
     fn one_hot(&self, count: usize, dtype: DType) -> Self {
         Self::apply_one(Rc::new(OneHot { count, dtype }), &[self])
     }
 
-    /// The elements of a dim that no axis splits in order, and the places where they stood (i64). The order is stable in
-    /// both directions; not-a-number is larger than all numbers, 0 and -0 are equal.
+    /// Sorts along an unsharded dim; returns the values and their original indices (i64). Stable in both directions;
+    /// NaN is larger than all numbers, 0 and -0 are equal.
     #[track_caller]
     #[must_use]
     fn sort(&self, dim: usize, descending: bool) -> (Self, Self) {
         pair(self, unwind(Sort::along(self.layout().ndim(), dim, descending)))
     }
 
-    /// The places (i64) that [`Indexing::sort`] gives.
+    /// The indices (i64) of [`Indexing::sort`].
     #[track_caller]
     #[must_use]
     fn argsort(&self, dim: usize, descending: bool) -> Self {
         self.sort(dim, descending).1
     }
 
-    /// The k largest elements of a dim that no axis splits in descending order (or the smallest in ascending order), and
-    /// their places (i64). Of equal elements those with the lowest places are taken, lowest first.
+    /// The k largest elements along an unsharded dim in descending order (or the smallest in ascending order), and
+    /// their indices (i64). Of equal elements the lowest indices are taken, lowest first.
+    #[doc(alias = "topk")]
     #[track_caller]
     #[must_use]
     fn top_k(&self, dim: usize, k: usize, largest: bool) -> (Self, Self) {
@@ -86,7 +92,7 @@ impl<V: Value> Indexing for V {}
 fn added<V: Value>(x: &V, dim: usize, index: &V, parts: &V, is_shared: bool) -> V {
     let Some(&target) = x.layout().dims().get(dim) else {
         let name = if is_shared { "index_add" } else { "scatter_add" };
-        let error = Error::new(Kind::Shape, format!("{name}: there is no dim {dim} in {}", x.layout()));
+        let error = Error::new(Kind::Shape, format!("{name}: dim {dim} is out of range for {}", x.layout()));
         error.at(Location::caller()).raise()
     };
     let op = unwind(ScatterAdd::along(x.layout().ndim(), dim, target, is_shared));

@@ -1,8 +1,7 @@
-//! How a global tensor lies on a mesh: which axes split which dim, which axes hold a pending sum, and which of the
-//! rest hold a copy of their own.
+//! Layouts: how a global tensor is distributed over a mesh (PyTorch DTensor's `placements`, JAX's `NamedSharding`).
 
 use crate::dim::Dim;
-use crate::state::State;
+use crate::placement::Placement;
 use shardgrad_dist::{Axis, AxisSet, Error, Kind, Mesh, Result};
 use shardgrad_kernels::{DType, Dims};
 use smallvec::SmallVec;
@@ -10,12 +9,25 @@ use std::hash::{Hash, Hasher};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The layout of a tensor. Axes of size 1 never stand in one, so a world of one rank has one layout per shape.
+/// The layout of a distributed tensor: mesh, dtype, the mesh axes that shard each dim, the axes that hold a partial sum,
+/// and the axes with independent replicas. It is what `(DeviceMesh, placements)` is in PyTorch DTensor and
+/// `NamedSharding(mesh, PartitionSpec)` in JAX. Axes of size 1 are dropped, so a world of one rank has one layout per
+/// shape.
 ///
-/// Its text form (`Display` and [`Layout::parse`]) is `f32[32@dp, 1024, 4096:128@tp] +cp`: per dim the extent, the
-/// grain where it is not 1, and the axes that split it, outer first; then the pending and the replicated axes.
+/// The text form (`Display` and [`Layout::parse`]) is `f32[32@dp, 1024, 4096:128@tp] +cp`: for each dim the extent, the
+/// grain where it is not 1, and the axes that shard the dim, outermost first; then the partial (`+`) and the replicated
+/// (`~`) axes.
 ///
-/// Cloning copies a handle, and handles of one layout are equal at a glance: every tensor has one, few differ.
+/// Cloning copies a reference-counted handle, and two handles of one layout compare equal by address: every tensor has a
+/// layout, and few layouts differ.
+#[doc(alias = "placements")]
+#[doc(alias = "DTensorSpec")]
+#[doc(alias = "NamedSharding")]
+#[doc(alias = "PartitionSpec")]
+#[doc(alias = "Shard")]
+#[doc(alias = "Replicate")]
+#[doc(alias = "Partial")]
+#[doc(alias = "sharding")]
 #[derive(Clone, PartialEq, Eq)]
 pub struct Layout(Arc<Parts>);
 
@@ -32,21 +44,21 @@ struct Parts {
 
 impl Hash for Layout {
     fn hash<H: Hasher>(&self, hasher: &mut H) {
-        // The mesh is left out: its names are long to hash, and one program has few meshes.
+        // The hash skips the mesh: axis names are long, and one program has few meshes.
         (self.0.dtype, self.0.partial, self.0.replicate).hash(hasher);
         self.0.dims.hash(hasher);
     }
 }
 
 impl Parts {
-    /// Makes the parts legal and says what was wrong with it first.
-    fn mend(&mut self) -> Option<String> {
+    /// Makes the parts legal, and returns the first fault found.
+    fn repair(&mut self) -> Option<String> {
         let mut faults = Vec::new();
         let (mut seen, mesh) = (AxisSet::EMPTY, self.mesh.clone());
         let mut first_time = |axis: Axis, faults: &mut Vec<String>| {
             let fresh = !seen.contains(axis);
             if !fresh {
-                faults.push(format!("axis `{}` is named twice in a layout", mesh.name(axis)));
+                faults.push(format!("axis `{}` appears twice in a layout", mesh.name(axis)));
             }
             seen = seen.with(axis);
             fresh
@@ -63,7 +75,7 @@ impl Parts {
         let pending = self.partial.iter().find(|a| mesh.size(*a) > 1);
         if let (DType::Bool, Some(axis)) = (self.dtype, pending) {
             faults.push(format!(
-                "truth values have no sum that could be pending over axis `{}`",
+                "a bool tensor cannot be a partial sum over axis `{}`",
                 mesh.name(axis)
             ));
             self.partial = AxisSet::EMPTY;
@@ -81,16 +93,18 @@ impl Parts {
     }
 }
 
-/// What is said of layouts that are not addressable.
-pub(crate) const BEYOND_MEMORY: &str = "has more elements than memory has addresses";
+/// The end of the error text for a layout whose elements exceed the address space.
+pub(crate) const BEYOND_MEMORY: &str = "has more elements than memory can address";
 
 impl Layout {
-    /// A layout. Axes of size 1 are dropped; axes that are not named are invariant.
+    /// Makes a layout from its parts. Axes of size 1 are dropped; axes that appear nowhere are invariant (`=`).
     ///
     /// # Errors
-    /// `Kind::Layout` (code `create`) for an axis that is named twice or is not on the mesh, a grain that does not
-    /// divide its extent, truth values that are pending, and more elements than memory has addresses; the help line gives the
-    /// nearest layout.
+    /// `Kind::Layout` for an axis that appears twice or is not on the mesh, a grain that does not divide its extent,
+    /// a partial sum of bools, and more elements than memory can address; the help line gives the nearest valid
+    /// layout.
+    #[doc(alias = "NamedSharding")]
+    #[doc(alias = "placements")]
     pub fn new(
         mesh: &Mesh,
         dtype: DType,
@@ -101,17 +115,17 @@ impl Layout {
         let dims: SmallVec<[Dim; 6]> = dims.into_iter().collect();
         let named = dims.iter().flat_map(|d| d.axes.iter()).chain(partial.iter()).chain(replicate.iter());
         if let Some(axis) = named.into_iter().find(|a| a.0 as usize >= mesh.num_axes()) {
-            let text = format!("a layout names axis number {}, but there is none on {mesh}", axis.0);
+            let text = format!("a layout uses axis number {}, which {mesh} does not have", axis.0);
             return Err(Error::new(Kind::Layout, text));
         }
         let shape = dims.iter().map(|d| d.extent).collect();
         let mut parts = Parts { mesh: mesh.clone(), dtype, partial, replicate, dims, shape };
-        let fault = parts.mend();
+        let fault = parts.repair();
         parts.drop_trivial_axes();
         let layout = Layout(Arc::new(parts));
         if let Some(fault) = fault {
             return Err(
-                Error::new(Kind::Layout, fault).detail("help", format!("the nearest layout is {layout}"))
+                Error::new(Kind::Layout, fault).detail("help", format!("the nearest valid layout is {layout}"))
             );
         }
         if layout.is_addressable() {
@@ -120,29 +134,32 @@ impl Layout {
         Err(Error::new(Kind::Layout, format!("{layout} {BEYOND_MEMORY}")))
     }
 
-    /// Where this handle points: a hint for tables, as equal layouts may lie at two places.
+    /// The address of the shared parts: a hint for lookup tables only, since equal layouts may have different
+    /// addresses.
     pub(crate) fn address(&self) -> usize {
         Arc::as_ptr(&self.0).addr()
     }
 
-    /// The layout of a tensor that every rank holds in full, invariant on every axis. That memory has addresses for so many
-    /// elements is the caller's word; where nothing says so yet, ask [`Layout::checked_invariant`].
+    /// The layout of an unsharded tensor: every rank holds all of it, invariant (`=`) on every axis. The caller
+    /// guarantees that memory can address the elements; use [`Layout::checked_invariant`] for a shape that is not
+    /// checked yet.
+    #[doc(alias = "replicated")]
     #[must_use]
     pub fn invariant(mesh: &Mesh, dtype: DType, shape: &[usize]) -> Layout {
-        let dims = shape.iter().map(|&n| Dim::whole(n)).collect();
+        let dims = shape.iter().map(|&n| Dim::unsharded(n)).collect();
         Layout::assemble(mesh, dtype, dims, AxisSet::EMPTY, AxisSet::EMPTY)
     }
 
-    /// [`Layout::invariant`] for a shape that nobody has looked at.
+    /// [`Layout::invariant`] for an unchecked shape.
     ///
     /// # Errors
-    /// `Kind::Shape` for more elements than memory has addresses.
+    /// `Kind::Shape` for more elements than memory can address.
     pub fn checked_invariant(mesh: &Mesh, dtype: DType, shape: &[usize]) -> Result<Layout> {
         let layout = Layout::invariant(mesh, dtype, shape);
         layout.check_addressable().map(|()| layout)
     }
 
-    /// Refuses more elements than memory has addresses.
+    /// Checks that memory can address all elements.
     ///
     /// # Errors
     /// `Kind::Shape`.
@@ -151,116 +168,121 @@ impl Layout {
             return Ok(());
         }
         Err(Error::new(Kind::Shape, format!("{self} {BEYOND_MEMORY}"))
-            .detail("help", "extents are counted in elements; one of them is too large"))
+            .detail("help", "extents are counted in elements: make the largest one smaller"))
     }
 
-    /// Whether memory has addresses for all elements, counting an extent of 0 as 1, so that no product of extents overflows.
+    /// Whether memory can address all elements, counting an extent of 0 as 1 so that no product of extents
+    /// overflows.
     pub(crate) fn is_addressable(&self) -> bool {
         let bytes = self.dims().iter().try_fold(self.dtype().size(), |n, d| n.checked_mul(d.extent.max(1)));
         bytes.is_some_and(|bytes| bytes <= isize::MAX as usize)
     }
 
-    /// The mesh.
+    /// Returns the mesh.
+    #[doc(alias = "device_mesh")]
     #[must_use]
     pub fn mesh(&self) -> &Mesh {
         &self.0.mesh
     }
 
-    /// The dtype.
+    /// Returns the dtype.
     #[must_use]
     pub fn dtype(&self) -> DType {
         self.0.dtype
     }
 
-    /// The number of dims.
+    /// Returns the number of dims.
     #[must_use]
     pub fn ndim(&self) -> usize {
         self.0.dims.len()
     }
 
-    /// The dims.
+    /// Returns the dims.
     #[must_use]
     pub fn dims(&self) -> &[Dim] {
         &self.0.dims
     }
 
-    /// The global extent of a dim.
+    /// Returns the global extent of dim `d`.
     #[must_use]
     pub fn extent(&self, d: usize) -> usize {
         self.0.dims[d].extent
     }
 
-    /// The global shape.
+    /// Returns the global shape.
     #[must_use]
     pub fn shape(&self) -> Dims {
         Dims::from_slice(self.extents())
     }
 
-    /// The global shape, lent.
+    /// Returns the global shape as a slice.
     #[must_use]
     pub fn extents(&self) -> &[usize] {
         &self.0.shape
     }
 
-    /// The global number of elements.
+    /// Returns the global number of elements.
     #[must_use]
     pub fn numel(&self) -> usize {
         self.extents().iter().product()
     }
 
-    /// The axes that hold a pending sum.
+    /// Returns the axes over which the value is a partial sum (`+`).
+    #[doc(alias = "Partial")]
     #[must_use]
     pub fn partial(&self) -> AxisSet {
         self.0.partial
     }
 
-    /// The axes whose copies are each rank's own.
+    /// Returns the axes with independent replicas (`~`).
+    #[doc(alias = "Replicate")]
     #[must_use]
     pub fn replicate(&self) -> AxisSet {
         self.0.replicate
     }
 
-    /// The axes that split some dim.
+    /// Returns the axes that shard some dim (`@`).
+    #[doc(alias = "Shard")]
     #[must_use]
     pub fn sharded_axes(&self) -> AxisSet {
         self.0.dims.iter().flat_map(|d| d.axes.iter()).collect()
     }
 
-    /// The shape of what the rank at a coordinate holds.
+    /// Returns the shape of the local tensor on the rank at a coordinate.
     #[must_use]
     pub fn local_shape(&self, coordinate: &[usize]) -> Dims {
         self.0.dims.iter().map(|d| d.range(&self.0.mesh, coordinate).len()).collect()
     }
 
-    /// What the rank at a coordinate holds of dim `d`.
+    /// Returns the range of dim `d` that the rank at a coordinate holds.
     #[must_use]
     pub fn range(&self, d: usize, coordinate: &[usize]) -> Range<usize> {
         self.0.dims[d].range(&self.0.mesh, coordinate)
     }
 
-    /// The state of an axis. Axes of size 1 are invariant.
+    /// Returns the placement of the tensor along an axis. Axes of size 1 are invariant.
     #[must_use]
-    pub fn state(&self, axis: Axis) -> State {
+    pub fn placement(&self, axis: Axis) -> Placement {
         if self.0.partial.contains(axis) {
-            State::Partial
+            Placement::Partial
         } else if self.0.replicate.contains(axis) {
-            State::Replicate
+            Placement::Replicate
         } else {
-            self.0.dims.iter().position(|d| d.axes.contains(axis)).map_or(State::Invariant, State::Shard)
+            self.0.dims.iter().position(|d| d.axes.contains(axis)).map_or(Placement::Invariant, Placement::Shard)
         }
     }
 
-    /// The layout with an axis in another state; a shard becomes the innermost of its dim. That the axis was the
-    /// innermost of the dim it leaves is the caller's word.
+    /// Returns the layout with an axis in another placement; a shard becomes the innermost of its dim. The caller
+    /// guarantees that the axis was the innermost of the dim that it leaves.
     #[must_use]
-    pub fn with_state(&self, axis: Axis, state: State) -> Layout {
+    pub fn with_placement(&self, axis: Axis, placement: Placement) -> Layout {
         let mut layout = self.clone();
-        layout.set_state(axis, state);
+        layout.set_placement(axis, placement);
         layout
     }
 
-    /// [`Layout::with_state`] in place.
-    pub(crate) fn set_state(&mut self, axis: Axis, state: State) {
+    /// [`Layout::with_placement`] in place.
+    pub(crate) fn set_placement(&mut self, axis: Axis, placement: Placement) {
         if self.0.mesh.size(axis) == 1 {
             return;
         }
@@ -272,29 +294,29 @@ impl Layout {
                 dim.axes = dim.axes.without(axis);
             }
         }
-        match state {
-            State::Invariant => {}
-            State::Replicate => parts.replicate = parts.replicate.with(axis),
-            State::Partial => parts.partial = parts.partial.with(axis),
-            State::Shard(d) => parts.dims[d].axes = parts.dims[d].axes.with(axis),
+        match placement {
+            Placement::Invariant => {}
+            Placement::Replicate => parts.replicate = parts.replicate.with(axis),
+            Placement::Partial => parts.partial = parts.partial.with(axis),
+            Placement::Shard(d) => parts.dims[d].axes = parts.dims[d].axes.with(axis),
         }
     }
 
-    /// Counts a dim in another grain. That its cuts stay where they are is the caller's word.
+    /// Changes the grain of a dim. The caller guarantees that the shard boundaries stay the same.
     pub(crate) fn set_grain(&mut self, d: usize, grain: usize) {
         debug_assert!(
-            self.0.dims[d].same_cuts(grain, &self.0.mesh),
-            "a new grain of dim {d} of {self} moves no cut"
+            self.0.dims[d].has_same_boundaries(grain, &self.0.mesh),
+            "a new grain of dim {d} of {self} moves no shard boundary"
         );
         Arc::make_mut(&mut self.0).dims[d].grain = grain;
     }
 
-    /// The layout with other dims, whose legality is the caller's word.
+    /// Returns the layout with other dims; the caller guarantees that they are valid.
     pub(crate) fn with_dims(&self, dims: SmallVec<[Dim; 6]>) -> Layout {
         Layout::assemble(self.mesh(), self.dtype(), dims, self.partial(), self.replicate())
     }
 
-    /// A layout from parts whose legality is the caller's word.
+    /// Makes a layout from parts; the caller guarantees that they are valid.
     pub(crate) fn assemble(
         mesh: &Mesh,
         dtype: DType,
@@ -306,22 +328,22 @@ impl Layout {
         Layout(Arc::new(Parts { mesh: mesh.clone(), dtype, partial, replicate, dims, shape }))
     }
 
-    /// The layout of the gradient: pending and replicated axes change places.
+    /// Returns the layout of the gradient: partial and replicated axes swap.
     #[must_use]
     pub fn dual(&self) -> Layout {
         if self.partial() == self.replicate() {
-            return self.clone(); // There are none of either: no axis is both.
+            return self.clone(); // No axis is both, so both sets are empty.
         }
         Layout(Arc::new(Parts { partial: self.replicate(), replicate: self.partial(), ..(*self.0).clone() }))
     }
 
-    /// Whether this is the layout of the gradient of a value of the other.
+    /// Whether this is the layout of the gradient of a value with the other layout.
     #[must_use]
     pub fn is_dual_of(&self, other: &Layout) -> bool {
         if other.partial() == other.replicate() { self == other } else { *self == other.dual() }
     }
 
-    /// The same layout of another dtype.
+    /// Returns the same layout with another dtype.
     #[must_use]
     pub fn with_dtype(&self, dtype: DType) -> Layout {
         if dtype == self.dtype() {
@@ -330,12 +352,12 @@ impl Layout {
         Layout(Arc::new(Parts { dtype, ..(*self.0).clone() }))
     }
 
-    /// Whether every rank holds the same elements under both layouts, so that one may be renamed to the other: they
-    /// are equal but for grains that cut at the same places.
+    /// Whether every rank holds the same elements under both layouts, so that one can stand for the other: they are
+    /// equal except for grains that give the same shard boundaries.
     #[must_use]
-    pub fn agrees(&self, other: &Layout) -> bool {
+    pub fn is_equivalent_to(&self, other: &Layout) -> bool {
         let same =
-            |a: &Dim, b: &Dim| a.extent == b.extent && a.axes == b.axes && a.same_cuts(b.grain, &self.0.mesh);
+            |a: &Dim, b: &Dim| a.extent == b.extent && a.axes == b.axes && a.has_same_boundaries(b.grain, &self.0.mesh);
         (self.dtype(), self.partial(), self.replicate())
             == (other.dtype(), other.partial(), other.replicate())
             && self.ndim() == other.ndim()
@@ -343,25 +365,25 @@ impl Layout {
             && self.mesh() == other.mesh()
     }
 
-    /// Whether tensors that live beyond a step may lie so: only shards and invariant copies, then the layout of the
-    /// gradient is that of the value and replicas stay bit-equal.
+    /// Whether the layout suits tensors that outlive a step (parameters, optimizer state): only shards and invariant
+    /// copies. Then the gradient has the layout of the value, and replicas stay bit-equal.
     #[must_use]
     pub fn is_storable(&self) -> bool {
         self.0.partial.is_empty() && self.0.replicate.is_empty()
     }
 
-    /// Refuses a layout that is not storable.
+    /// Checks that the layout is storable ([`Layout::is_storable`]).
     ///
     /// # Errors
-    /// `Kind::Layout` (code `create`); the help line gives the nearest layout.
+    /// `Kind::Layout`; the help line gives the nearest storable layout.
     pub fn check_storable(&self) -> Result<()> {
         if self.is_storable() {
             return Ok(());
         }
         let dims = self.0.dims.clone();
         let nearest = Layout::assemble(self.mesh(), self.dtype(), dims, AxisSet::EMPTY, AxisSet::EMPTY);
-        let text = format!("a stored tensor holds only shards and invariant copies, got {self}");
-        Err(Error::new(Kind::Layout, text).detail("help", format!("the nearest layout is {nearest}")))
+        let text = format!("a stored tensor cannot be partial (+) or replicated (~), got {self}");
+        Err(Error::new(Kind::Layout, text).detail("help", format!("the nearest valid layout is {nearest}")))
     }
 }
 
@@ -378,61 +400,61 @@ mod tests {
     }
 
     #[test]
-    fn axes_of_size_one_vanish() {
+    fn axes_of_size_one_are_dropped() {
         let (mesh, one) = (mesh(), Axis(1));
-        let dims = [Dim::split(4, [one, Axis(0)]), Dim::whole(3)];
+        let dims = [Dim::sharded(4, [one, Axis(0)]), Dim::unsharded(3)];
         let layout = Layout::new(&mesh, DType::F32, dims, AxisSet::one(Axis(2)), AxisSet::EMPTY).unwrap();
         assert_eq!(layout.to_string(), "f32[4@a, 3] +b");
-        assert_eq!(layout.with_state(one, State::Partial), layout);
-        assert_eq!(layout.state(one), State::Invariant);
+        assert_eq!(layout.with_placement(one, Placement::Partial), layout);
+        assert_eq!(layout.placement(one), Placement::Invariant);
         assert_eq!(layout.sharded_axes(), AxisSet::one(Axis(0)));
     }
 
     #[test]
-    fn truth_values_are_never_pending() {
+    fn partial_bool_layouts_are_refused() {
         let error = Layout::parse("bool[4@b] +a", &mesh()).unwrap_err();
         assert_eq!(error.kind(), Kind::Layout);
-        assert_eq!(error.message(), "truth values have no sum that could be pending over axis `a`");
-        assert_eq!(error.details(), [("help", "the nearest layout is bool[4@b]".to_string())]);
+        assert_eq!(error.message(), "a bool tensor cannot be a partial sum over axis `a`");
+        assert_eq!(error.details(), [("help", "the nearest valid layout is bool[4@b]".to_string())]);
         assert!(
             Layout::parse("bool[4@b] +one", &mesh()).is_ok() && Layout::parse("i64[4] +a", &mesh()).is_ok()
         );
     }
 
     #[test]
-    fn local_shapes_and_duals_by_hand() {
+    fn local_shapes_and_duals_match_hand_computed_values() {
         let layout = Layout::parse("f32[7@a@b, 5] ", &mesh());
-        assert!(layout.is_err(), "a blank at the end is no layout");
+        assert!(layout.is_err(), "a trailing space is refused");
         let layout = Layout::parse("f32[7@b, 5] +a", &mesh()).unwrap();
         assert_eq!(layout.local_shape(&[0, 0, 2]).as_slice(), [3, 5]);
         assert_eq!((layout.range(0, &[1, 0, 1]), layout.numel()), (2..4, 35));
         assert_eq!((layout.extents(), layout.shape().as_slice()), ([7, 5].as_slice(), [7, 5].as_slice()));
         assert_eq!(layout.dual().to_string(), "f32[7@b, 5] ~a");
         assert!(layout.dual().is_dual_of(&layout) && !layout.is_dual_of(&layout));
-        let stored = layout.with_state(Axis(0), State::Invariant);
+        let stored = layout.with_placement(Axis(0), Placement::Invariant);
         assert!(stored.is_dual_of(&stored) && !layout.is_dual_of(&stored));
-        assert!(!layout.is_storable() && layout.with_state(Axis(0), State::Invariant).is_storable());
+        assert!(!layout.is_storable() && layout.with_placement(Axis(0), Placement::Invariant).is_storable());
         assert!(layout.check_storable().unwrap_err().to_string().contains("f32[7@b, 5]"));
     }
 
     #[test]
-    fn faults_are_named_with_the_nearest_layout() {
+    fn errors_name_the_fault_and_the_nearest_valid_layout() {
         let make = |dims: [Dim; 2], p| Layout::new(&mesh(), DType::F32, dims, p, AxisSet::EMPTY);
-        let twice = make([Dim::split(4, [Axis(0)]), Dim::split(3, [Axis(0)])], AxisSet::EMPTY).unwrap_err();
-        assert_eq!(twice.message(), "axis `a` is named twice in a layout");
-        assert_eq!(twice.details(), [("help", "the nearest layout is f32[4@a, 3]".to_string())]);
-        let grain = make([Dim::whole(6).in_grains(4), Dim::whole(3)], AxisSet::EMPTY).unwrap_err();
+        let twice = make([Dim::sharded(4, [Axis(0)]), Dim::sharded(3, [Axis(0)])], AxisSet::EMPTY).unwrap_err();
+        assert_eq!(twice.message(), "axis `a` appears twice in a layout");
+        assert_eq!(twice.details(), [("help", "the nearest valid layout is f32[4@a, 3]".to_string())]);
+        let grain = make([Dim::unsharded(6).with_grain(4), Dim::unsharded(3)], AxisSet::EMPTY).unwrap_err();
         assert_eq!(grain.message(), "a grain of 4 does not divide the extent 6");
-        assert_eq!(grain.details()[0].1, "the nearest layout is f32[6:2, 3]");
-        assert!(make([Dim::split(4, [Axis(3)]), Dim::whole(3)], AxisSet::EMPTY).is_err());
-        assert!(make([Dim::whole(usize::MAX), Dim::whole(3)], AxisSet::EMPTY).is_err());
+        assert_eq!(grain.details()[0].1, "the nearest valid layout is f32[6:2, 3]");
+        assert!(make([Dim::sharded(4, [Axis(3)]), Dim::unsharded(3)], AxisSet::EMPTY).is_err());
+        assert!(make([Dim::unsharded(usize::MAX), Dim::unsharded(3)], AxisSet::EMPTY).is_err());
     }
 
     #[test]
-    fn grains_that_cut_alike_agree() {
+    fn layouts_with_equal_shard_boundaries_are_equivalent() {
         let parse = |t| Layout::parse(t, &mesh()).unwrap();
-        assert!(parse("f32[8:4@a, 6:2]").agrees(&parse("f32[8@a, 6]")));
-        assert!(!parse("f32[12:4@a, 6]").agrees(&parse("f32[12@a, 6]")));
-        assert!(!parse("f32[8@a] +b").agrees(&parse("f32[8@a]")));
+        assert!(parse("f32[8:4@a, 6:2]").is_equivalent_to(&parse("f32[8@a, 6]")));
+        assert!(!parse("f32[12:4@a, 6]").is_equivalent_to(&parse("f32[12@a, 6]")));
+        assert!(!parse("f32[8@a] +b").is_equivalent_to(&parse("f32[8@a]")));
     }
 }

@@ -1,81 +1,80 @@
-//! The living room of shardgrad: layouts, signatures, redistribution, and the ops.
+//! Distributed tensors: layouts, einsum-like signatures, layout inference, redistribution, and the ops.
 //!
-//! This crate owns every sentence in which a shape or a placement occurs. It knows no tape and no parameter. Every op is
-//! one file that states its index signature, its dtype rule, its forward and its vjp; the layout rule, the shape check,
-//! the error text and the exhaustive tests are derived from them. Collectives have one general door,
-//! [`redistribute::run`]; ops that override [`Op::infer`] and [`control`] are the others.
+//! This crate contains everything that deals with a shape or a layout, and nothing about tapes or parameters. A
+//! [`Tensor`] is a global tensor with a [`Layout`] on a mesh, like PyTorch's `DTensor` or a sharded `jax.Array`. Every
+//! op is one file that states its index signature, its dtype rule, its forward and its vjp; the layout rule, the shape
+//! check, the error text and the exhaustive tests are derived from them. [`redistribute::run`] makes all collective
+//! calls except those of ops that override [`Op::infer`], of [`control`] and of [`consistency`].
 
 #![forbid(unsafe_code)]
 
-pub mod state;
+pub mod placement;
 pub mod dim;
 pub mod layout;
-mod text;
+mod layout_text;
 pub mod lineage;
 pub mod refusal;
 pub mod signature;
-mod join;
+mod unify;
 pub mod infer;
 pub mod step;
 pub mod route;
 pub mod reshape_rule;
 pub mod repair;
-mod recent;
-mod memo;
-pub mod plans;
+mod direct_mapped_cache;
+mod inference_cache;
+pub mod plan_cache;
 pub mod context;
-pub mod piece;
-mod watch;
+pub mod local_tensor;
+mod anomaly;
 pub mod tensor;
 pub mod redistribute;
 pub mod host;
 pub mod compare;
 #[cfg(feature = "ndarray")]
-pub mod interchange;
+pub mod ndarray_interop;
 pub mod fill;
 pub mod bytes;
 pub mod control;
-pub mod gate;
-pub mod capture;
-pub mod agreement;
-pub mod update;
-pub mod growing;
+pub mod anomaly_report;
+pub mod grad_norm;
+pub mod overflow_check;
+pub mod graph_capture;
+pub mod consistency;
+pub mod optimizer_step;
+pub mod growable;
 pub mod op;
 pub mod ops;
 pub mod value;
-mod plain;
-pub mod residual;
 pub mod shaping;
 pub mod indexing;
 pub mod contraction;
 pub mod elementwise;
 pub mod reduction;
 pub mod local_map;
-pub mod catalog;
-pub mod quotient;
+pub mod op_table;
 pub mod check;
 
 pub use bytes::DetachedBytes;
-pub use capture::{Captured, capture};
+pub use graph_capture::{CapturedGraph, capture};
 pub use context::Context;
 pub use contraction::Contraction;
 pub use dim::{AxisList, Dim};
 pub use elementwise::Elementwise;
-pub use gate::{Found, GatedStep, StepTold, Taken};
-pub use growing::Growing;
+pub use overflow_check::{StepOutcome, OverflowCheck, StepInputs, HostStep};
+pub use growable::GrowableTensor;
 pub use indexing::Indexing;
-pub use infer::{Implied, Inference, Rule, infer};
+pub use infer::{ImplicitStep, Inference, Rule, infer};
 pub use layout::Layout;
 pub use lineage::Lineage;
-pub use local_map::{MapLayouts, local_map};
-pub use op::{Cotangents, Keeps, Local, Op, Pieces, Vjp, unwind};
-pub use piece::{Piece, View, launch};
-pub use plans::Fixed;
+pub use local_map::{LocalMapLayouts, local_map};
+pub use op::{Cotangents, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp, unwind};
+pub use local_tensor::{LocalTensor, View, launch};
+pub use plan_cache::PlanKey;
 pub use reduction::Reduction;
 pub use refusal::Refusal;
-pub use repair::{Change, Infer, Move, Repair, repairs};
+pub use repair::{ArgChange, Infer, RepairAction, Repair, repairs};
 pub use reshape_rule::reshape_layout;
-pub use residual::Residual;
 pub use route::{Route, RouteCache, route};
 pub use shaping::Shaping;
 pub use shardgrad_dist::{
@@ -83,7 +82,7 @@ pub use shardgrad_dist::{
 };
 pub use shardgrad_kernels::{DType, Dims, Element, PackCacheGuard};
 pub use signature::{Labels, Mark, Signature, Term};
-pub use state::State;
-pub use step::{Step, adjoint, moved, moved_back};
+pub use placement::Placement;
+pub use step::{Step, adjoint, elements_moved, elements_moved_backward};
 pub use tensor::Tensor;
-pub use value::Value;
+pub use value::{Residual, Value};

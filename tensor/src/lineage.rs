@@ -1,9 +1,10 @@
-//! From tensors of which global shapes the elements of a piece come: a number that ranks compare before they reduce.
+//! A fingerprint of the global shapes that a tensor was computed from; ranks compare fingerprints before they reduce.
 //!
-//! Every rank states the global shape of what it makes, and divides a mean by it. Where two ranks state unlike shapes, as with a
-//! last batch that is shorter on one of them, the local parts may still fit each other, and a sum of them would be of neither.
-//! So each piece carries a number that is formed of the shapes of all that flowed into it, and each change of layout compares it.
-//! What flows nowhere is compared with nothing: a rank may do what it likes with tensors that the others never see.
+//! Every rank states the global shape of the tensors that it makes, and divides a mean by it. Where two ranks state
+//! different shapes (a last batch that is shorter on one of them), the local tensors may still have matching shapes, and
+//! their sum would belong to neither batch. So each local tensor carries a fingerprint of the shapes of all tensors that
+//! it depends on, and each redistribution compares the fingerprints. Tensors that never reach a collective are never
+//! compared.
 
 use crate::layout::Layout;
 
@@ -12,30 +13,30 @@ const ODD: u64 = 0x9E37_79B9_7F4A_7C15;
 /// Digits of pi.
 const START: u64 = 0x243F_6A88_85A3_08D3;
 
-/// A number for the global shapes that something comes from. Of ranks that apply the same ops to tensors of the same shapes it is
-/// the same.
+/// A fingerprint of the global shapes that a tensor depends on. Ranks that apply the same ops to tensors of the same
+/// shapes get the same fingerprint.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Lineage(u64);
 
 impl Lineage {
-    /// Nothing is known; joined with another it gives way.
+    /// No known source: the neutral element of [`Lineage::join`].
     pub const UNKNOWN: Lineage = Lineage(0);
 
-    /// Of what is made in the shape of a layout.
+    /// The lineage of a tensor that is created with a layout.
     #[must_use]
     pub fn of(layout: &Layout) -> Lineage {
         let start = Lineage(layout.ndim() as u64);
         layout.extents().iter().fold(start.mixed(START), |all, extent| all.mixed(*extent as u64))
     }
 
-    /// Of what an op makes of arguments with these layouts, beside what they come from: the shapes of its outputs that none of them
-    /// has, which the op may have stated itself, as a slice does.
+    /// The lineage that an op adds to that of its arguments: the shapes of outputs that no argument has, since the
+    /// op may have stated them (as a slice does).
     pub(crate) fn of_new(args: &[&Layout], outputs: &[Layout]) -> Lineage {
         let is_new = |l: &&Layout| args.iter().all(|a| a.extents() != l.extents());
         outputs.iter().filter(is_new).fold(Lineage::UNKNOWN, |all, l| all.join(Lineage::of(l)))
     }
 
-    /// Of what comes from both. To come from one thing twice is to come from it.
+    /// Combines two lineages; combining a lineage with itself changes nothing.
     #[inline]
     #[must_use]
     pub fn join(self, other: Lineage) -> Lineage {
@@ -48,21 +49,21 @@ impl Lineage {
         self.mixed(other.0)
     }
 
-    /// Of a sum that has this one as a further term. Unlike [`Lineage::join`] it counts: sums of two and of three gradients from
-    /// batches of one shape differ.
+    /// The lineage of a sum with one more term. Unlike [`Lineage::join`] this counts terms: sums of two and of three
+    /// gradients from batches of one shape differ.
     pub(crate) fn plus(self, term: Lineage) -> Lineage {
         self.mixed(term.0)
     }
 
-    /// Another one for each number that is mixed in, and for each order of them. One that is known is not 0.
+    /// Mixes in a number; the result depends on the number and on the order of mixing, and is never 0.
     fn mixed(self, number: u64) -> Lineage {
         let product = u128::from(self.0.rotate_left(23) ^ number) * u128::from(ODD);
         Lineage((product as u64 ^ (product >> 64) as u64) | 1)
     }
 
-    /// The number, 0 where nothing is known.
+    /// Returns the fingerprint, 0 for [`Lineage::UNKNOWN`].
     #[must_use]
-    pub fn mark(self) -> u64 {
+    pub fn fingerprint(self) -> u64 {
         self.0
     }
 }
@@ -74,12 +75,12 @@ mod tests {
     use crate::value::Value;
     use shardgrad_dist::{Mesh, Result, World};
 
-    /// The lineage of what a function makes of zeros of some layouts.
+    /// The lineage of the result of a function on zeros with some layouts.
     fn made(layouts: &[&str], f: fn(&[Tensor]) -> Tensor) -> Lineage {
         let ranks = World::run(Mesh::parse("a=2").unwrap(), |rank| {
             let zeros = |text: &&str| Tensor::zeros(rank, &Layout::parse(text, rank.mesh())?);
             let x: Vec<Tensor> = layouts.iter().map(zeros).collect::<Result<_>>()?;
-            Ok(f(&x).piece().lineage)
+            Ok(f(&x).local().lineage)
         });
         let ranks = ranks.unwrap();
         assert_eq!(ranks[0], ranks[1]);
@@ -87,14 +88,14 @@ mod tests {
     }
 
     #[test]
-    fn a_scalar_knows_the_shapes_that_it_comes_from() {
+    fn lineage_of_a_scalar_depends_on_its_input_shapes() {
         let mean = |x: &[Tensor]| x[0].square().mean();
         let rows = made(&["f32[4@a, 3]"], mean);
-        assert_eq!(rows, made(&["f32[4, 3]"], mean), "a split is no shape");
+        assert_eq!(rows, made(&["f32[4, 3]"], mean), "sharding does not change the lineage");
         for other in ["f32[6@a, 3]", "f32[4@a, 5]", "f32[12@a]", "f32[3@a, 4]"] {
             assert_ne!(rows, made(&[other], mean), "{other}");
         }
-        // Through a change of layout, in any of several arguments, and where the op states the shape.
+        // Through a redistribution, in any of several arguments, and where the op states the shape.
         let joined = |x: &[Tensor]| x[0].matmul(&x[1]).sum().add(&x[2]);
         let of = |rows: &str| made(&[&format!("f32[{rows}@a, 3]"), "f32[3, 2]", "f32[]"], joined);
         assert_eq!(of("4"), of("4"));
@@ -109,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn what_changes_no_shape_leaves_no_trace() {
+    fn shape_preserving_ops_keep_the_lineage() {
         let plain = made(&["f32[4@a, 3]"], |x| x[0].clone());
         assert_eq!(plain, made(&["f32[4@a, 3]"], |x| x[0].square().neg().add(&x[0])));
         assert_eq!(plain, made(&["f32[4, 3] +a"], |x| x[0].clone()));

@@ -1,27 +1,26 @@
-//! What an op is, and how one is applied: infer or refuse, take the implied steps, run the local piece.
+//! The [`Op`] trait and its application: infer layouts or refuse, redistribute arguments implicitly, run the op on local tensors.
 
-mod offer;
-mod local;
-mod message;
-mod mistake;
+mod grad_accumulator;
+mod forward_context;
+mod error_text;
+mod validation;
 mod plan;
-mod volume;
 
 use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
-use crate::memo::Question;
-use crate::piece::{Piece, listed};
-pub use crate::plans::Fixed;
+use crate::inference_cache::InferenceKey;
+use crate::local_tensor::{LocalTensor, with_mapped};
+pub use crate::plan_cache::PlanKey;
 use crate::refusal::Refusal;
 use crate::tensor::Tensor;
-use crate::watch::Watch;
-pub use local::Local;
-use message::failed;
-pub use message::offers;
-use mistake::{are_as_inferred, check_pieces, guarded, numbered, unkept};
-pub use mistake::{check_given, check_lawful};
-pub use offer::Offer;
+use crate::anomaly::AnomalyDetector;
+pub use forward_context::ForwardContext;
+use error_text::forward_error;
+pub use error_text::suggested_repairs;
+use validation::{matches_inference, check_outputs, catch_panics, get_or_raise, not_saved};
+pub use validation::{check_cotangents_present, check_cotangent_layouts};
+pub use grad_accumulator::GradAccumulator;
 pub use plan::plan;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::DType;
@@ -30,54 +29,59 @@ use std::cell::RefCell;
 use std::fmt;
 use std::panic::Location;
 use std::rc::Rc;
-pub use volume::{tuples, volume};
 
-/// Local results of one forward: the outputs, then the values kept for the vjp.
-pub type Pieces = SmallVec<[Piece; 1]>;
-/// One entry per argument: its cotangent, or `None` where it was not wanted.
+/// Local outputs of a forward: the visible outputs, then the outputs saved for backward.
+pub type LocalTensors = SmallVec<[LocalTensor; 1]>;
+/// The cotangent of each argument; `None` where it was not requested.
 pub type Cotangents = SmallVec<[Option<Tensor>; 4]>;
-/// Dtypes of all outputs, saved ones included.
+/// Dtypes of all outputs, including outputs saved for backward.
 pub type DTypes = SmallVec<[DType; 4]>;
 
-/// An operation, stated once. Everything else is derived from what stands here.
+/// An operation on tensors: signature, dtypes, layout rule, forward and vjp.
+///
+/// Everything else (planning, redistribution, autograd, tests on all layouts, the op table) is derived from these methods.
+#[doc(alias = "autograd.Function")]
+#[doc(alias = "custom_vjp")]
+#[doc(alias = "Primitive")]
 pub trait Op: fmt::Debug + 'static {
-    /// Name in messages, traces and the op table.
+    /// The name in errors, traces and the op table.
     fn name(&self) -> &'static str;
 
-    /// Index signature (see [`Signature`](crate::signature::Signature)). Outputs that only the vjp reads come last.
+    /// Index signature (see [`Signature`](crate::signature::Signature)). Outputs that are only saved for backward come last.
     fn signature(&self) -> &str;
 
-    /// The type and the signature, where they are all that dtypes and layouts of the outputs depend on beside the arguments: then
-    /// what was inferred once is found by them, without asking the op. So it is by default where there are no fields; an op with
-    /// fields may say that they do not matter.
-    fn fixed(&self) -> Option<Fixed> {
-        Fixed::of_unit(self, self.signature())
+    /// The key under which plans of this op are cached: its type and signature, if dtypes and layouts of the outputs depend on
+    /// nothing else but the arguments; `None` to disable the cache.
+    ///
+    /// The default gives a key for types without fields. An op with fields that do not influence dtypes and layouts may override it.
+    fn plan_key(&self) -> Option<PlanKey> {
+        PlanKey::of_unit(self, self.signature())
     }
 
-    /// Groups of arguments in which the op is linear jointly, the other arguments held fixed.
+    /// Groups of arguments in which the op is jointly linear while the other arguments are constant: there partial sums stay partial.
     fn linear_in(&self) -> &'static [&'static [usize]] {
         &[]
     }
 
-    /// Per argument, whether it has a cotangent; shorter than the arguments means `true` for the rest.
+    /// Whether each argument has a cotangent; `true` for arguments beyond the end of the slice.
     fn differentiable(&self) -> &'static [bool] {
         &[]
     }
 
-    /// How many trailing outputs are kept for the vjp and hidden from the user.
+    /// The number of trailing outputs that are saved for backward and hidden from the user.
     fn num_saved(&self) -> usize {
         0
     }
 
-    /// Which arguments and which outputs (saved ones included) the vjp reads.
-    fn keeps(&self) -> Keeps {
-        Keeps { inputs: &[], outputs: &[] }
+    /// The arguments and outputs (including saved ones) that the vjp reads.
+    fn saved_for_backward(&self) -> SavedForBackward {
+        SavedForBackward { inputs: &[], outputs: &[] }
     }
 
-    /// Dtypes of the outputs. The default: all arguments have one float dtype, and so have the outputs.
+    /// Dtypes of the outputs. The default requires one float dtype of all arguments and gives it to all outputs.
     ///
     /// # Errors
-    /// `Kind::DType` where the arguments do not fit.
+    /// `Kind::DType` if the dtypes of the arguments are not supported.
     fn dtypes(&self, inputs: &[DType], num_outputs: usize) -> Result<DTypes> {
         let dtype = common_float(inputs)?;
         let mut outputs = DTypes::new();
@@ -85,7 +89,7 @@ pub trait Op: fmt::Debug + 'static {
         Ok(outputs)
     }
 
-    /// Steps and output layouts. The default derives them from the signature.
+    /// The implicit redistribution steps and the output layouts. The default derives them from the signature.
     ///
     /// # Errors
     /// A refusal with the reason.
@@ -99,58 +103,65 @@ pub trait Op: fmt::Debug + 'static {
         infer_by_signature(self, context, args, dtypes, want)
     }
 
-    /// The same op with the random numbers of another step, the batch beginning at row `first_row`; `None` for ops that
-    /// draw none, or always the same. A recorded program is replayed with it.
-    fn redrawn(&self, step: u64, first_row: u64) -> Option<Rc<dyn Op>> {
+    /// The same op with the random numbers of another training step, for a batch that begins at row `first_row` of the global batch;
+    /// `None` for ops without random numbers or with constant ones. Replay of a recorded program calls it.
+    fn reseed(&self, step: u64, first_row: u64) -> Option<Rc<dyn Op>> {
         let _ = (step, first_row);
         None
     }
 
-    /// About how many multiply-adds a forward pass takes, or how many elements it goes through: the largest tensor of the op.
-    /// `outputs` are the visible ones. An op that multiplies every index with every other gives `tuples`, which its signature
-    /// runs over.
-    fn volume(&self, tuples: usize, args: &[&Layout], outputs: &[Layout]) -> usize {
-        let _ = tuples;
+    /// An estimate of the work of a forward: multiply-adds of a product, otherwise the elements of the largest tensor (the default).
+    ///
+    /// `outputs` are the visible outputs. `iteration_space` is the number of index tuples of the signature, which is the work of a
+    /// matrix product.
+    fn estimate_work(&self, iteration_space: usize, args: &[&Layout], outputs: &[Layout]) -> usize {
+        let _ = iteration_space;
         args.iter().copied().chain(outputs).map(Layout::numel).max().unwrap_or(0)
     }
 
-    /// The kept argument whose memory the vjp writes over, if nobody else holds it: [`Vjp::take`]. Only of an op that is
-    /// differentiable in it alone, whose vjp is then the last that reads it.
-    fn consumes(&self) -> Option<usize> {
+    /// The saved argument whose memory the vjp may overwrite if nothing else holds it (buffer donation), for [`Vjp::take_donated`].
+    ///
+    /// Only for an op that is differentiable in this argument alone, so that its vjp is the last reader.
+    fn donated_input(&self) -> Option<usize> {
         None
     }
 
-    /// Whether the vjp asks for what other uses of the arguments have given ([`Vjp::sum`]): only then it is offered.
-    fn takes_sums(&self) -> bool {
+    /// Whether the vjp can add its cotangents to gradients that other uses of the arguments gave ([`Vjp::accumulator`]).
+    fn accumulates_in_place(&self) -> bool {
         false
     }
 
-    /// This rank's piece of the work. Only ops that override [`Op::infer`] may talk to other ranks.
+    /// Computes the local outputs of this rank from the local arguments.
+    ///
+    /// Only ops that override [`Op::infer`] may communicate with other ranks.
     ///
     /// # Errors
-    /// What kernels report.
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces>;
+    /// The errors of kernels.
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors>;
 
-    /// What [`Op::vjp`] reads where the cotangents of these arguments only will ever be wanted: a frozen weight, say, makes
-    /// that of the other argument alone.
-    fn keeps_for(&self, wanted: &[bool]) -> Keeps {
-        let _ = wanted;
-        self.keeps()
+    /// The values that the vjp reads if only the cotangents of the arguments in the mask are ever requested: a product with a frozen
+    /// weight need not save its other argument.
+    fn saved_for_backward_of(&self, needs_input_grad: &[bool]) -> SavedForBackward {
+        let _ = needs_input_grad;
+        self.saved_for_backward()
     }
 
-    /// Cotangents of the wanted arguments, in the dual layouts of the arguments; a pending one of a 16-bit argument may be in the
-    /// accumulator ([`check_lawful`]). No step may be needed.
+    /// The vector-Jacobian product (backward): cotangents of the requested arguments from the cotangents of the outputs.
+    ///
+    /// Each has the dual layout of its argument ([`Vjp::cotangent_layout`]); a partial cotangent of a 16-bit argument may be in the
+    /// accumulator dtype ([`check_cotangent_layouts`]). A vjp must not communicate: ops in it that imply a redistribution step are
+    /// refused.
     ///
     /// # Panics
-    /// The default unwinds with `Kind::Unsupported`: an op without differentiable arguments is never asked.
+    /// The default unwinds with `Kind::Unsupported`: an op without differentiable arguments has no vjp.
     fn vjp(&self, _: &Vjp<'_>) -> Cotangents {
         Error::new(Kind::Unsupported, format!("{} has no vjp", self.name()))
-            .detail("help", "write Op::vjp, or declare the arguments not differentiable (Op::differentiable)")
+            .detail("help", "implement Op::vjp, or declare the arguments not differentiable in Op::differentiable")
             .raise()
     }
 }
 
-/// The rule that the signature states, without any override. What was inferred before is remembered.
+/// Infers steps and output layouts from the signature of an op, as the default of [`Op::infer`]; results are cached.
 ///
 /// # Errors
 /// A refusal with the reason.
@@ -162,7 +173,7 @@ pub fn infer_by_signature<O: Op + ?Sized>(
     want: &[Option<Layout>],
 ) -> Result<Rc<Inference>, Refusal> {
     let signature = context.signature(op.signature());
-    let question = Question {
+    let key = InferenceKey {
         signature: &signature,
         linear_in: op.linear_in(),
         differentiable: op.differentiable(),
@@ -170,10 +181,10 @@ pub fn infer_by_signature<O: Op + ?Sized>(
         out_dtypes: dtypes,
         want,
     };
-    context.inferences.answer(&question)
+    context.inferences.get_or_infer(&key)
 }
 
-/// Per argument, whether the op is differentiable in it and it is a float.
+/// Whether each argument is a float that the op is differentiable in.
 pub fn differentiable_args<O: Op + ?Sized>(op: &O, args: &[&Layout]) -> SmallVec<[bool; 6]> {
     let declared = op.differentiable();
     args.iter()
@@ -182,252 +193,268 @@ pub fn differentiable_args<O: Op + ?Sized>(op: &O, args: &[&Layout]) -> SmallVec
         .collect()
 }
 
-/// Which values a vjp reads; nothing else is kept alive by the tape.
+/// The values that a vjp reads; the tape keeps no other values alive.
+#[doc(alias = "save_for_backward")]
+#[doc(alias = "residuals")]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Keeps {
+pub struct SavedForBackward {
     /// Indices of arguments.
     pub inputs: &'static [usize],
     /// Indices of outputs.
     pub outputs: &'static [usize],
 }
 
-impl Keeps {
-    /// Of an op that is linear in each of its first two arguments: the cotangent of one reads the other.
+impl SavedForBackward {
+    /// The values of an op that is linear in each of its first two arguments: the cotangent of each reads the other.
     #[must_use]
-    pub fn of_product(wanted: &[bool]) -> Keeps {
-        let inputs: &[usize] = match wanted {
+    pub fn for_product(needs_input_grad: &[bool]) -> SavedForBackward {
+        let inputs: &[usize] = match needs_input_grad {
             all if !all.contains(&true) => &[],
             [true, rest @ ..] if !rest.contains(&true) => &[1],
             [false, ..] => &[0],
             _ => &[0, 1],
         };
-        Keeps { inputs, outputs: &[] }
+        SavedForBackward { inputs, outputs: &[] }
     }
 }
 
-/// The one float dtype that all of some arguments have.
+/// The common float dtype of all arguments.
 ///
 /// # Errors
-/// `Kind::DType` if one is no float, or there are two.
+/// `Kind::DType` if an argument is not a float, or two dtypes differ.
 pub fn common_float(inputs: &[DType]) -> Result<DType> {
     if let Some(i) = inputs.iter().position(|d| !d.is_float()) {
-        return Err(Error::new(Kind::DType, format!("argument {i} is {}, which is no float", inputs[i])));
+        return Err(Error::new(Kind::DType, format!("argument {i} has the dtype {}, but must be a float", inputs[i]))
+            .detail("help", "cast it: x.cast(DType::F32)"));
     }
-    let first = *inputs.first().ok_or_else(|| Error::new(Kind::DType, "needs a float argument"))?;
+    let first = *inputs.first().ok_or_else(|| Error::new(Kind::DType, "needs at least one float argument"))?;
     match inputs.iter().find(|d| **d != first) {
         None => Ok(first),
-        Some(other) => Err(Error::new(Kind::DType, format!("arguments of {first} and {other}"))
+        Some(other) => Err(Error::new(Kind::DType, format!("the arguments have the dtypes {first} and {other}"))
             .detail("help", "cast one of them: x.cast(DType::F32)")),
     }
 }
 
-/// What a vjp is given: the kept values, the layouts of all, the cotangents of the outputs, and the mask.
+/// The arguments of [`Op::vjp`]: saved values, layouts, cotangents of the outputs, and which cotangents are requested.
+#[doc(alias = "ctx")]
 #[derive(Debug)]
 pub struct Vjp<'a> {
-    /// The rank that runs it.
+    /// The rank that runs the vjp.
     pub rank: &'a Rank,
-    /// The arguments that [`Op::keeps`] names.
+    /// The arguments that [`Op::saved_for_backward`] names; `None` for the others.
     pub inputs: &'a [Option<Tensor>],
-    /// The outputs that [`Op::keeps`] names, saved ones included.
+    /// The outputs that [`Op::saved_for_backward`] names; `None` for the others.
     pub outputs: &'a [Option<Tensor>],
-    /// Layouts of all arguments, after the implied steps.
+    /// Layouts of all arguments, after the implicit redistribution steps.
     pub input_layouts: &'a [Layout],
     /// Layouts of all outputs.
     pub output_layouts: &'a [Layout],
-    /// Cotangents of the outputs; `None` where an output had no use.
+    /// Cotangents of the outputs; `None` for an output that nothing used.
     pub grads: &'a [Option<Tensor>],
-    /// Which arguments' cotangents are wanted.
-    pub wanted: &'a [bool],
-    /// The argument that [`Op::consumes`] names, which is not among the inputs then; they may hold it instead.
-    pub taken: RefCell<Option<Tensor>>,
-    /// Per argument, the cotangents that other uses have given it, if [`Op::takes_sums`]; none behind the end. See [`Vjp::sum`].
-    pub sums: &'a [Offer],
+    /// Whether the cotangent of each argument is requested.
+    pub needs_input_grad: &'a [bool],
+    /// The argument that [`Op::donated_input`] names, which is then absent from `inputs`; `None` if `inputs` holds it.
+    pub donated: RefCell<Option<Tensor>>,
+    /// For each argument the sum of the gradients that its other uses gave, if [`Op::accumulates_in_place`]; none beyond the end. See
+    /// [`Vjp::accumulator`].
+    pub accumulators: &'a [GradAccumulator],
 }
 
 impl Vjp<'_> {
-    /// A kept argument.
+    /// Argument `i`, which must be saved for backward.
     ///
     /// # Panics
-    /// Unwinds with `Kind::Unsupported` if it is not kept, or there is none of this number; so do the methods below.
+    /// Unwinds with `Kind::Unsupported` if argument `i` is not saved or does not exist; so do the methods below.
     #[must_use]
     pub fn input(&self, i: usize) -> &Tensor {
-        numbered(self.inputs, i, "argument").as_ref().unwrap_or_else(|| unkept("argument", i).raise())
+        get_or_raise(self.inputs, i, "argument").as_ref().unwrap_or_else(|| not_saved("argument", i).raise())
     }
 
-    /// The argument that the op consumes.
+    /// Takes the argument that [`Op::donated_input`] names, to overwrite its memory if nothing else holds it.
     #[must_use]
-    pub fn take(&self, i: usize) -> Tensor {
-        self.taken.take().unwrap_or_else(|| self.input(i).clone())
+    pub fn take_donated(&self, i: usize) -> Tensor {
+        self.donated.take().unwrap_or_else(|| self.input(i).clone())
     }
 
-    /// What other uses of argument `i` have given it, for [`Tensor::apply_onto`] and the like: if that takes it up, the cotangent
-    /// that the vjp gives is the sum.
+    /// The sum of the gradients that other uses of argument `i` gave, for [`Tensor::apply_accumulating`] and
+    /// [`Tensor::results_accumulating`]: if the op takes the sum, its result, the cotangent that the vjp returns, includes the sum.
     #[must_use]
-    pub fn sum(&self, i: usize) -> Option<&Offer> {
-        self.sums.get(i)
+    pub fn accumulator(&self, i: usize) -> Option<&GradAccumulator> {
+        self.accumulators.get(i)
     }
 
-    /// A kept output.
+    /// Output `i`, which must be saved for backward.
     #[must_use]
     pub fn output(&self, i: usize) -> &Tensor {
-        numbered(self.outputs, i, "output").as_ref().unwrap_or_else(|| unkept("output", i).raise())
+        get_or_raise(self.outputs, i, "output").as_ref().unwrap_or_else(|| not_saved("output", i).raise())
     }
 
-    /// The cotangent of output `i`: zeros of the dual layout if it had no use.
+    /// The cotangent of output `i`; zeros in the dual layout if nothing used the output.
     #[must_use]
     pub fn grad(&self, i: usize) -> Tensor {
         let zeros = || Tensor::zeros(self.rank, &self.output_layouts[i].dual()).unwrap_or_else(|e| e.raise());
-        numbered(self.grads, i, "the cotangent of output").clone().unwrap_or_else(zeros)
+        get_or_raise(self.grads, i, "the cotangent of output").clone().unwrap_or_else(zeros)
     }
 
-    /// The layout that the cotangent of argument `i` must have: the dual of the argument's.
+    /// The layout that the cotangent of argument `i` must have: the dual of the layout of the argument.
     #[must_use]
-    pub fn goal(&self, i: usize) -> Layout {
-        numbered(self.input_layouts, i, "argument").dual()
+    pub fn cotangent_layout(&self, i: usize) -> Layout {
+        get_or_raise(self.input_layouts, i, "argument").dual()
     }
 
-    /// One entry per argument, computed only where wanted, in exactly the dual layout of the argument: a grain that a
-    /// cotangent took over from a neighbour of its argument, and that cuts at the same places, is named as there.
-    pub fn each(&self, mut cotangent: impl FnMut(usize) -> Tensor) -> Cotangents {
-        let named = |i: usize, t: Tensor| {
-            let lies = t.layout();
-            let of = self.input_layouts[i].with_dtype(lies.dtype());
-            if lies.is_dual_of(&of) || !lies.agrees(&of.dual()) {
+    /// Calls `cotangent` for each argument whose cotangent is requested.
+    ///
+    /// The results get exactly the dual layout of the argument: a grain that differs but has the same shard boundaries is replaced
+    /// by the grain of the argument.
+    pub fn cotangents(&self, mut cotangent: impl FnMut(usize) -> Tensor) -> Cotangents {
+        let with_dual_layout = |i: usize, t: Tensor| {
+            let layout = t.layout();
+            let argument = self.input_layouts[i].with_dtype(layout.dtype());
+            if layout.is_dual_of(&argument) || !layout.is_equivalent_to(&argument.dual()) {
                 return t;
             }
-            Tensor::assemble(self.rank, of.dual(), t.piece().clone())
+            Tensor::assemble(self.rank, argument.dual(), t.local().clone())
         };
-        self.wanted.iter().enumerate().map(|(i, &w)| w.then(|| named(i, cotangent(i)))).collect()
+        self.needs_input_grad.iter().enumerate().map(|(i, &w)| w.then(|| with_dual_layout(i, cotangent(i)))).collect()
     }
 }
 
-/// Arguments, and per output what it may be added to.
-type Given<'a> = (&'a [&'a Piece], &'a [Option<&'a Offer>]);
+/// The inputs of a forward: local arguments, and for each output a sum that it may be added to (none beyond the end).
+#[derive(Clone, Copy)]
+struct ForwardInputs<'a> {
+    args: &'a [&'a LocalTensor],
+    accumulators: &'a [Option<&'a GradAccumulator>],
+}
 
-/// Runs the local piece of an op on arguments that already have their target layouts, given by their pieces.
+/// Runs an op on local arguments that have their target layouts already.
 ///
 /// # Errors
-/// What kernels and, for the few ops that talk to other ranks, collectives report.
+/// The errors of kernels and, for ops that communicate, of collectives.
 pub fn run(
     op: &dyn Op,
-    x: &[&Piece],
+    x: &[&LocalTensor],
     inference: &Rc<Inference>,
-    place: (&Rank, &Context),
+    rank_context: (&Rank, &Context),
     site: &'static Location<'static>,
 ) -> Result<SmallVec<[Tensor; 2]>> {
-    run_onto(op, (x, &[]), inference, place, site)
+    run_accumulating(op, ForwardInputs { args: x, accumulators: &[] }, inference, rank_context, site)
 }
 
-/// [`run`] with what the outputs may be added to.
-fn run_onto(
+/// [`run`] with sums that the outputs may be added to.
+fn run_accumulating(
     op: &dyn Op,
-    x: Given<'_>,
+    x: ForwardInputs<'_>,
     inference: &Rc<Inference>,
-    place: (&Rank, &Context),
+    rank_context: (&Rank, &Context),
     site: &'static Location<'static>,
 ) -> Result<SmallVec<[Tensor; 2]>> {
-    with_pieces(op, x, inference, place, site, |pieces| {
-        let tensor = |(i, piece)| Tensor::output(place.0, inference, i, piece);
-        if pieces.len() == 1
-            && let Some(piece) = pieces.pop()
+    with_outputs(op, x, inference, rank_context, site, |outputs| {
+        let tensor = |(i, output)| Tensor::output(rank_context.0, inference, i, output);
+        if outputs.len() == 1
+            && let Some(output) = outputs.pop()
         {
-            return smallvec![tensor((0, piece))];
+            return smallvec![tensor((0, output))];
         }
-        pieces.drain(..).enumerate().map(tensor).collect()
+        outputs.drain(..).enumerate().map(tensor).collect()
     })
 }
 
-/// [`run_onto`] for who needs the first output alone.
-fn run_one(
+/// [`run_accumulating`] for the first output alone.
+fn run_single(
     op: &dyn Op,
-    x: Given<'_>,
+    x: ForwardInputs<'_>,
     inference: &Rc<Inference>,
-    place: (&Rank, &Context),
+    rank_context: (&Rank, &Context),
     site: &'static Location<'static>,
 ) -> Result<Tensor> {
-    with_pieces(op, x, inference, place, site, |pieces| {
-        pieces.truncate(1);
-        Tensor::output(place.0, inference, 0, pieces.pop().expect("an op has an output"))
+    with_outputs(op, x, inference, rank_context, site, |outputs| {
+        outputs.truncate(1);
+        Tensor::output(rank_context.0, inference, 0, outputs.pop().expect("an op has an output"))
     })
 }
 
-/// Runs the local piece of an op and hands on what it made.
+/// Runs the forward of an op, checks its outputs and calls `take` with them.
 #[inline]
-fn with_pieces<R>(
+fn with_outputs<R>(
     op: &dyn Op,
-    (x, sums): Given<'_>,
+    ForwardInputs { args: x, accumulators }: ForwardInputs<'_>,
     inference: &Inference,
     (rank, context): (&Rank, &Context),
     site: &'static Location<'static>,
-    take: impl FnOnce(&mut Pieces) -> R,
+    take: impl FnOnce(&mut LocalTensors) -> R,
 ) -> Result<R> {
-    let local = Local { rank, inputs: inference.inputs(), inference, site, sums };
-    // Taken from where it lies: memory that was just written is slow to move.
+    let local = ForwardContext { rank, inputs: inference.inputs(), inference, site, accumulators };
+    // The outputs stay in place and are not moved: moving memory that was just written is slow.
     let go = || op.forward(&local, x);
-    let mut made = if cfg!(debug_assertions) { guarded(op, &local, go) } else { go() };
-    let Ok(outputs) = &mut made else {
-        return Err(failed(made.expect_err("it is no output"), op, &local));
+    let mut result = if cfg!(debug_assertions) { catch_panics(op, &local, go) } else { go() };
+    let Ok(outputs) = &mut result else {
+        return Err(forward_error(result.expect_err("the forward failed"), op, &local));
     };
-    if !are_as_inferred(outputs, &local) {
-        check_pieces(outputs, op, &local)?;
+    if !matches_inference(outputs, &local) {
+        check_outputs(outputs, op, &local)?;
     }
     let lineage = local.lineage(x);
     for (i, output) in outputs.iter_mut().enumerate() {
-        let sum = sums.get(i).copied().flatten();
-        output.lineage = sum.map_or(lineage, |sum| sum.lineage(lineage));
+        let accumulator = accumulators.get(i).copied().flatten();
+        output.lineage = accumulator.map_or(lineage, |accumulator| accumulator.lineage(lineage));
     }
-    if context.is_watched() {
-        Watch::look(rank, op.name(), x, &outputs.iter().collect::<Vec<_>>(), site)?;
+    if context.detects_anomalies() {
+        AnomalyDetector::inspect(rank, op.name(), x, &outputs.iter().collect::<Vec<_>>(), site)?;
     }
     Ok(take(outputs))
 }
 
-/// The outputs of an op in outline: layouts without values. Nothing is computed, nothing moves.
+/// Meta tensors for the outputs of an op: layouts without values. Nothing is computed or communicated.
 #[must_use]
-pub fn outline(inference: &Inference, rank: &Rank) -> SmallVec<[Tensor; 2]> {
-    inference.outputs.iter().map(|layout| Tensor::outline(rank, layout)).collect()
+pub fn meta(inference: &Inference, rank: &Rank) -> SmallVec<[Tensor; 2]> {
+    inference.outputs.iter().map(|layout| Tensor::meta(rank, layout)).collect()
 }
 
-/// Applies an op to plain tensors: implied steps are taken once per value and kept with it.
-/// All outputs are returned, saved ones included. `want` guides labels that no argument has.
+/// Applies an op to tensors without recording, with implicit redistribution of the arguments; a redistributed value is cached with its
+/// tensor.
+///
+/// Returns all outputs, including outputs saved for backward. `want` states the layouts of outputs with labels that no argument has.
 ///
 /// # Errors
-/// What [`plan`] and [`run`] report.
+/// The errors of [`plan`] and [`run`].
 pub fn apply(
     op: &dyn Op,
     args: &[&Tensor],
     want: &[Option<Layout>],
     site: &'static Location<'static>,
 ) -> Result<SmallVec<[Tensor; 2]>> {
-    planned(op, args, want, site, |x, inference, place| run(op, x, inference, place, site))
+    with_plan(op, args, want, site, |x, inference, rank_context| run(op, x, inference, rank_context, site))
 }
 
-/// Plans an op on plain tensors, takes the implied steps, and hands on the pieces, the plan and where it is to be run.
+/// Plans an op on tensors, redistributes its arguments, and calls `go` with the local arguments, the plan, the rank and its context.
 #[inline]
-fn planned<R>(
+fn with_plan<R>(
     op: &dyn Op,
     args: &[&Tensor],
     want: &[Option<Layout>],
     site: &'static Location<'static>,
-    go: impl Fn(&[&Piece], &Rc<Inference>, (&Rank, &Context)) -> Result<R>,
+    go: impl Fn(&[&LocalTensor], &Rc<Inference>, (&Rank, &Context)) -> Result<R>,
 ) -> Result<R> {
     let rank = args.first().expect("an op has at least one argument").rank();
-    let place = (rank, Context::of(rank));
-    let inference = listed(args, |t| t.layout(), |layouts| plan(op, place, layouts, want, site))?;
+    let rank_context = (rank, Context::of(rank));
+    let inference = with_mapped(args, |t| t.layout(), |layouts| plan(op, rank_context, layouts, want, site))?;
     if inference.targets.iter().all(Option::is_none) {
-        return listed(args, |t| t.piece(), |x| go(x, &inference, place));
+        return with_mapped(args, |t| t.local(), |x| go(x, &inference, rank_context));
     }
-    let moved = |(t, target): (&&Tensor, &Option<Layout>)| match target {
+    let redistributed = |(t, target): (&&Tensor, &Option<Layout>)| match target {
         None => Ok((*t).clone()),
-        Some(layout) => crate::redistribute::implied(t, layout, site),
+        Some(layout) => crate::redistribute::redistribute_cached(t, layout, site),
     };
-    let moved: SmallVec<[Tensor; 4]> =
-        args.iter().zip(&inference.targets).map(moved).collect::<Result<_>>()?;
-    listed(&moved, Tensor::piece, |x| go(x, &inference, place))
+    let args: SmallVec<[Tensor; 4]> =
+        args.iter().zip(&inference.targets).map(redistributed).collect::<Result<_>>()?;
+    with_mapped(&args, Tensor::local, |x| go(x, &inference, rank_context))
 }
 
 impl Tensor {
-    /// The visible outputs of an op on plain tensors. Misuse unwinds with the error.
+    /// The visible outputs of an op on tensors, without recording.
+    ///
+    /// # Panics
+    /// Unwinds with the error of [`apply`]; so do the functions below.
     #[track_caller]
     #[must_use]
     pub fn results(op: Rc<dyn Op>, args: &[&Tensor]) -> SmallVec<[Tensor; 2]> {
@@ -436,62 +463,93 @@ impl Tensor {
         outputs
     }
 
-    /// The one visible output of an op on plain tensors.
+    /// The one visible output of an op on tensors, without recording.
     #[track_caller]
     #[must_use]
     pub fn result(op: Rc<dyn Op>, args: &[&Tensor]) -> Tensor {
         Tensor::result_of(&*op, args)
     }
 
-    /// [`Tensor::result`] of an op that nobody holds.
+    /// [`Tensor::result`] of a borrowed op.
     #[track_caller]
     #[must_use]
     pub fn result_of(op: &dyn Op, args: &[&Tensor]) -> Tensor {
-        one(op, (args, &[]), &[], Location::caller())
+        apply_single(op, args, &[], &[], Location::caller())
     }
 
-    /// Applies an op with one visible output whose layout is known beforehand: it decides extent and split of labels
-    /// that no argument has. This is what a vjp calls; the layout is the dual of the argument's.
+    /// The one visible output of an op in a given layout, which determines extent and sharding of labels that no argument has.
+    ///
+    /// Vjps call it with the layout of the cotangent, the dual of the layout of the argument.
     #[track_caller]
     #[must_use]
     pub fn apply_with(op: Rc<dyn Op>, args: &[&Tensor], want: Layout) -> Tensor {
-        one(&*op, (args, &[]), &[Some(want)], Location::caller())
+        apply_single(&*op, args, &[], &[Some(want)], Location::caller())
     }
 
-    /// [`Tensor::apply_with`] of an op that may take up what was added up before, and give its sum with that.
+    /// [`Tensor::apply_with`] of an op that may add its output to `sum` (gradient accumulation): if the op takes the sum, the result
+    /// includes the sum.
     #[track_caller]
     #[must_use]
-    pub fn apply_onto(op: Rc<dyn Op>, args: &[&Tensor], want: Layout, sum: Option<&Offer>) -> Tensor {
-        one(&*op, (args, &[sum]), &[Some(want)], Location::caller())
+    pub fn apply_accumulating(op: Rc<dyn Op>, args: &[&Tensor], want: Layout, sum: Option<&GradAccumulator>) -> Tensor {
+        apply_single(&*op, args, &[sum], &[Some(want)], Location::caller())
     }
 
-    /// All outputs of an op on plain tensors that may take up, per output, what was added up before, and give its sum with that.
+    /// All outputs of an op that may add each output to the sum given for the output (gradient accumulation).
     #[track_caller]
     #[must_use]
-    pub fn results_onto(op: &dyn Op, args: &[&Tensor], sums: &[Option<&Offer>]) -> SmallVec<[Tensor; 2]> {
+    pub fn results_accumulating(op: &dyn Op, args: &[&Tensor], sums: &[Option<&GradAccumulator>]) -> SmallVec<[Tensor; 2]> {
         let site = Location::caller();
-        unwind(planned(op, args, &[], site, |x, inference, place| {
-            run_onto(op, (x, sums), inference, place, site)
+        unwind(with_plan(op, args, &[], site, |x, inference, rank_context| {
+            run_accumulating(op, ForwardInputs { args: x, accumulators: sums }, inference, rank_context, site)
         }))
     }
 }
 
-/// The first output of an op on plain tensors. Misuse unwinds with the error.
-fn one(
+/// The first output of an op on tensors. Unwinds with the error.
+fn apply_single(
     op: &dyn Op,
-    (args, sums): (&[&Tensor], &[Option<&Offer>]),
+    args: &[&Tensor],
+    accumulators: &[Option<&GradAccumulator>],
     want: &[Option<Layout>],
     site: &'static Location<'static>,
 ) -> Tensor {
-    let made =
-        planned(op, args, want, site, |x, inference, place| run_one(op, (x, sums), inference, place, site));
-    made.unwrap_or_else(|e| e.at(site).raise())
+    let output = with_plan(op, args, want, site, |args, inference, rank_context| {
+        run_single(op, ForwardInputs { args, accumulators }, inference, rank_context, site)
+    });
+    output.unwrap_or_else(|e| e.at(site).raise())
 }
 
-/// The value, or an unwinding to the rank boundary with the error.
+/// The value, or an unwinding panic with the error, which the rank boundary catches and returns.
 #[track_caller]
 pub fn unwind<T>(result: Result<T>) -> T {
-    // Inside of a closure the caller would be the closure's.
+    // Inside of a closure, Location::caller() would be the line of the closure.
     let site = Location::caller();
     result.unwrap_or_else(|e| e.at(site).raise())
+}
+
+/// An estimate of the work of an op on some layouts, for the cost of pipeline stages: [`Op::estimate_work`]. Runs no kernel.
+#[must_use]
+pub fn estimate_work(op: &dyn Op, rank: &Rank, args: &[&Layout], outputs: &[Layout]) -> usize {
+    op.estimate_work(iteration_space(op, rank, args, outputs), args, outputs)
+}
+
+/// The number of index tuples of the signature of an op: the product of the extents of all labels.
+#[must_use]
+pub fn iteration_space(op: &dyn Op, rank: &Rank, args: &[&Layout], outputs: &[Layout]) -> usize {
+    let signature = Context::of(rank).signature(op.signature());
+    let output_numel = outputs.first().map_or(0, Layout::numel);
+    let Ok(labels) =
+        signature.bind(|i| args.get(i).map_or(0, |l| l.ndim()), |k| outputs.get(k).map(Layout::ndim))
+    else {
+        return output_numel;
+    };
+    let mut extents: SmallVec<[usize; 8]> = SmallVec::from_elem(1, labels.count());
+    for (layout, row) in args.iter().zip(labels.inputs()) {
+        for (d, label) in row.iter().enumerate().take(layout.ndim()) {
+            if let Some(extent) = extents.get_mut(usize::from(*label)) {
+                *extent = (*extent).max(layout.extent(d));
+            }
+        }
+    }
+    extents.iter().fold(1, |all: usize, extent| all.saturating_mul(*extent)).max(output_numel)
 }

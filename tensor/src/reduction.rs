@@ -1,4 +1,5 @@
-//! Reductions of every [`Value`] beyond its sums and means, and what is made of them.
+//! Reductions of every [`Value`] beyond sums and means (max, argmax, logsumexp, cumsum, variance, norms, any, all), and
+//! the ops built on them (log_softmax, group_norm).
 
 use crate::elementwise::Elementwise;
 use crate::op::unwind;
@@ -10,82 +11,90 @@ use crate::value::Value;
 use shardgrad_dist::{Error, Kind};
 use shardgrad_kernels::{DType, Dims};
 
-/// Reductions over some dims, which disappear. An axis may split the dims unless the method says that they must be whole;
-/// then a split one is refused with repairs. Where a method is made of several ops, it computes in the accumulator (f32 for
-/// the 16-bit floats) and rounds once. Misuse unwinds with the error that names op, layouts and line.
+/// Reductions over some dims, which are removed. Dims may be sharded unless the method says that they must be unsharded;
+/// then a sharded dim is refused with repairs. Methods of several ops compute in the accumulator dtype (f32 for the
+/// 16-bit floats) and round once. A misuse unwinds with the error that names op, layouts and source line.
 pub trait Reduction: Value {
-    /// The largest element over some dims; negative infinity over nothing. Elements that tie share the gradient; where the
-    /// largest is not a number, the gradient is none either.
+    /// Maximum over some dims; negative infinity over nothing. Ties share the gradient; where the maximum is NaN, so
+    /// is the gradient.
+    #[doc(alias = "max")]
+    #[doc(alias = "reduce_max")]
     #[track_caller]
     #[must_use]
     fn amax(&self, dims: &[usize]) -> Self {
         Self::apply_one(unwind(Amax::over(self.layout().ndim(), dims, true)), &[self])
     }
 
-    /// The smallest element over some dims; infinity over nothing. Gradients as of [`Reduction::amax`].
+    /// Minimum over some dims; infinity over nothing. Gradients as of [`Reduction::amax`].
+    #[doc(alias = "min")]
+    #[doc(alias = "reduce_min")]
     #[track_caller]
     #[must_use]
     fn amin(&self, dims: &[usize]) -> Self {
         Self::apply_one(unwind(Amax::over(self.layout().ndim(), dims, false)), &[self])
     }
 
-    /// The place (i64) of the largest element along a whole dim: the first of those that tie.
+    /// Index (i64) of the maximum along an unsharded dim: the first of ties.
     #[track_caller]
     #[must_use]
     fn argmax(&self, dim: usize) -> Self {
         Self::apply_one(unwind(Argmax::along(&self.shape(), dim, true)), &[self])
     }
 
-    /// The place (i64) of the smallest element along a whole dim: the first of those that tie.
+    /// Index (i64) of the minimum along an unsharded dim: the first of ties.
     #[track_caller]
     #[must_use]
     fn argmin(&self, dim: usize) -> Self {
         Self::apply_one(unwind(Argmax::along(&self.shape(), dim, false)), &[self])
     }
 
-    /// ln(sum of exp(x)) over some dims; negative infinity over nothing.
+    /// Log-sum-exp: ln(sum of exp(x)) over some dims; negative infinity over nothing.
+    #[doc(alias = "logsumexp")]
     #[track_caller]
     #[must_use]
     fn log_sum_exp(&self, dims: &[usize]) -> Self {
         Self::apply_one(unwind(LogSumExp::over(self.layout().ndim(), dims)), &[self])
     }
 
-    /// Running sums along a whole dim.
+    /// Cumulative sum along an unsharded dim.
     #[track_caller]
     #[must_use]
     fn cumsum(&self, dim: usize) -> Self {
         Self::apply_one(unwind(Cumsum::along(self.layout().ndim(), dim)), &[self])
     }
 
-    /// The sum of (x - mean)^2 over some dims, divided by their number of elements n less `correction` (1 for a sample, 0
-    /// for all there is). Not a number if that is not positive.
+    /// Variance over some dims: the sum of (x - mean)^2 divided by the number of elements n less `correction` (1 for
+    /// a sample, 0 for a population). NaN if that is not positive.
+    #[doc(alias = "variance")]
     #[track_caller]
     #[must_use]
     fn var(&self, dims: &[usize], correction: f64) -> Self {
-        variance(&wide(self), dims, correction).cast(self.dtype())
+        variance(&to_accumulator(self), dims, correction).cast(self.dtype())
     }
 
-    /// The square root of the variance. Its gradient is 0 where the variance is 0.
+    /// Standard deviation: the square root of [`Reduction::var`]. Its gradient is 0 where the variance is 0.
     #[track_caller]
     #[must_use]
     fn std(&self, dims: &[usize], correction: f64) -> Self {
-        root(&variance(&wide(self), dims, correction)).cast(self.dtype())
+        safe_sqrt(&variance(&to_accumulator(self), dims, correction)).cast(self.dtype())
     }
 
-    /// (sum of |x|^p)^(1/p) over some dims; the largest |x| for an infinite p. For p = 2 the gradient at 0 is 0.
+    /// p-norm over some dims: (sum of |x|^p)^(1/p); the largest |x| for an infinite p. For p = 2 the gradient at 0
+    /// is 0.
+    #[doc(alias = "vector_norm")]
     #[track_caller]
     #[must_use]
     fn norm(&self, dims: &[usize], p: f64) -> Self {
-        let x = wide(self);
+        let x = to_accumulator(self);
         let norm = if p == 1.0 {
             x.abs().sum_dims(dims)
         } else if p == 2.0 {
-            root(&x.square().sum_dims(dims))
+            safe_sqrt(&x.square().sum_dims(dims))
         } else if p == f64::INFINITY {
             x.abs().amax(dims)
         } else {
             if p.is_nan() || p <= 0.0 {
-                let text = format!("norm: there is no {p}-norm; p is positive");
+                let text = format!("norm: p must be positive, got {p}");
                 unwind(Err(Error::new(Kind::Shape, text)))
             }
             x.abs().powf(p).sum_dims(dims).powf(1.0 / p)
@@ -93,21 +102,23 @@ pub trait Reduction: Value {
         norm.cast(self.dtype())
     }
 
-    /// Whether any of some elements is true, in bool; false over nothing. Any dtype: all but 0 is true, not-a-number too.
+    /// Whether any element over some dims is true, in bool; false over nothing. Any dtype: any value except 0 is
+    /// true, NaN too.
     #[track_caller]
     #[must_use]
     fn any(&self, dims: &[usize]) -> Self {
         self.cast(DType::Bool).cast(DType::F32).amax(dims).gt_scalar(0.5)
     }
 
-    /// Whether all of some elements are true, in bool; true over nothing. What is true, as in [`Reduction::any`].
+    /// Whether all elements over some dims are true, in bool; true over nothing. Truth as in [`Reduction::any`].
     #[track_caller]
     #[must_use]
     fn all(&self, dims: &[usize]) -> Self {
         self.cast(DType::Bool).cast(DType::F32).amin(dims).gt_scalar(0.5)
     }
 
-    /// exp(x_i) / sum_j exp(x_j) along a whole dim. Along a split one, use the exponential of [`Reduction::log_softmax`].
+    /// Softmax exp(x_i) / sum_j exp(x_j) along an unsharded dim. For a sharded dim, take the exponential of
+    /// [`Reduction::log_softmax`].
     #[track_caller]
     #[must_use]
     fn softmax_dim(&self, dim: usize) -> Self {
@@ -116,60 +127,62 @@ pub trait Reduction: Value {
             return self.softmax();
         }
         if dim > last {
-            let text = format!("softmax: there is no dim {dim} in {}", self.layout());
-            unwind(Err::<(), _>(Error::new(Kind::Shape, text).detail("help", "dims are counted from 0")));
+            let text = format!("softmax: dim {dim} is out of range for {}", self.layout());
+            unwind(Err::<(), _>(Error::new(Kind::Shape, text).detail("help", "dims count from 0")));
         }
         self.transpose(dim, last).softmax().transpose(dim, last)
     }
 
-    /// x_i - ln(sum_j exp(x_j)) along a dim.
+    /// Log-softmax x_i - ln(sum_j exp(x_j)) along a dim, sharded or not.
     #[track_caller]
     #[must_use]
     fn log_softmax(&self, dim: usize) -> Self {
-        let x = wide(self);
-        x.sub(&beside(&x.log_sum_exp(&[dim]), &x, &[dim])).cast(self.dtype())
+        let x = to_accumulator(self);
+        x.sub(&keepdim(&x.log_sum_exp(&[dim]), &x, &[dim])).cast(self.dtype())
     }
 
-    /// Group norm (Wu and He, arXiv 1803.08494) of `[n, c, ..]`: (x - mean) / sqrt(var + eps) w + b, where mean and variance
-    /// are those of each of `groups` groups of neighbouring channels, and w, b have one element a channel (`[c]`).
+    /// Group norm (Wu and He, arXiv 1803.08494) of `[n, c, ..]`: (x - mean) / sqrt(var + eps) w + b, with mean and
+    /// variance over each of `groups` groups of neighbouring channels; w, b have one element for each channel
+    /// (`[c]`).
+    #[doc(alias = "GroupNorm")]
     #[track_caller]
     #[must_use]
     fn group_norm(&self, groups: usize, w: &Self, b: &Self, eps: f64) -> Self {
         let shape = self.shape();
         if shape.len() < 2 || groups == 0 || !shape[1].is_multiple_of(groups) {
-            let text = format!("group_norm: {groups} groups of the channels of {shape:?}");
-            let help = "dim 1 holds the channels; the number of groups divides it";
+            let text = format!("group_norm: {groups} groups do not divide the channels of {shape:?}");
+            let help = "dim 1 holds the channels; the number of groups must divide it";
             unwind(Err(Error::new(Kind::Shape, text).detail("help", help)))
         }
         let each = shape[1..].iter().product::<usize>() / groups;
-        let x = wide(&self.reshape(&[shape[0], groups, each]));
-        let centred = x.sub(&beside(&x.mean_dims(&[2]), &x, &[2]));
+        let x = to_accumulator(&self.reshape(&[shape[0], groups, each]));
+        let centred = x.sub(&keepdim(&x.mean_dims(&[2]), &x, &[2]));
         let scale = centred.square().mean_dims(&[2]).add_scalar(eps).rsqrt();
-        let normal = centred.mul(&beside(&scale, &x, &[2])).reshape(&shape);
+        let normal = centred.mul(&keepdim(&scale, &x, &[2])).reshape(&shape);
         let column: Dims = (1..shape.len()).map(|d| if d == 1 { shape[1] } else { 1 }).collect();
-        let [w, b] = [w, b].map(|v| wide(v).reshape(&column));
+        let [w, b] = [w, b].map(|v| to_accumulator(v).reshape(&column));
         normal.mul(&w).add(&b).cast(self.dtype())
     }
 }
 
 impl<V: Value> Reduction for V {}
 
-/// x in its accumulator.
+/// Converts x to its accumulator dtype.
 #[track_caller]
-fn wide<V: Value>(x: &V) -> V {
+fn to_accumulator<V: Value>(x: &V) -> V {
     x.cast(x.dtype().accumulator())
 }
 
-/// The square root, with the gradient 0 at 0, where the slope of the root is infinite.
+/// Square root with gradient 0 at 0, where the slope of the root is infinite.
 #[track_caller]
-fn root<V: Value>(x: &V) -> V {
+fn safe_sqrt<V: Value>(x: &V) -> V {
     let zero = x.eq_scalar(0.0);
     x.masked_fill(&zero, 1.0).sqrt().masked_fill(&zero, 0.0)
 }
 
-/// What is left of x without some dims, with an extent of 1 for each of these.
+/// Restores reduced dims with extent 1 (`keepdim`).
 #[track_caller]
-fn beside<V: Value>(reduced: &V, x: &V, dims: &[usize]) -> V {
+fn keepdim<V: Value>(reduced: &V, x: &V, dims: &[usize]) -> V {
     let shape: Dims =
         x.shape().iter().enumerate().map(|(d, &n)| if dims.contains(&d) { 1 } else { n }).collect();
     reduced.reshape(&shape)
@@ -181,7 +194,7 @@ fn variance<V: Value>(x: &V, dims: &[usize], correction: f64) -> V {
     let count: usize = dims.iter().map(|&d| x.shape()[d]).product();
     let rest = count as f64 - correction;
     let scale = if rest > 0.0 { 1.0 / rest } else { f64::NAN };
-    x.sub(&beside(&mean, x, dims)).square().sum_dims(dims).scale(scale)
+    x.sub(&keepdim(&mean, x, dims)).square().sum_dims(dims).scale(scale)
 }
 
 #[cfg(test)]
@@ -193,7 +206,7 @@ mod tests {
 
     const X: [f64; 12] = [1.0, 2.0, 4.0, -1.0, 0.5, 3.0, 2.5, -2.0, 0.0, 7.0, 1.5, -3.0];
 
-    /// Each method on a `[2, 6]` tensor that lies so; all must give what is worked out here.
+    /// Runs each method on a `[2, 6]` tensor with this layout and compares with values computed here.
     fn known(text: &str) {
         World::run(Mesh::parse("a=2").unwrap(), |rank| -> Result<()> {
             let x = Tensor::from_global(rank, &Layout::parse(text, rank.mesh())?, &X)?;
@@ -223,14 +236,14 @@ mod tests {
     }
 
     #[test]
-    fn by_hand_whole_and_split() {
+    fn reductions_match_hand_computed_values_on_every_layout() {
         known("f64[2, 6]");
         known("f64[2, 6@a]");
         known("f64[2@a, 6]");
     }
 
     #[test]
-    fn softmax_along_any_dim_and_norms_of_groups() {
+    fn softmax_dim_and_group_norm_match_references() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[2, 6], &X)?;
             assert_eq!(x.softmax_dim(0).to_f64()?, x.transpose(0, 1).softmax().transpose(0, 1).to_f64()?);
@@ -252,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn empty_means_and_small_samples_are_not_numbers() {
+    fn empty_means_and_small_samples_are_nan() {
         World::run(Mesh::single(), |rank| {
             let none = Tensor::from_host::<f64>(rank, &[2, 0], &[])?;
             assert!(none.mean_dims(&[1]).to_f64()?.iter().all(|y| y.is_nan()));
@@ -265,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn all_but_zero_is_true_in_any_dtype() {
+    fn any_value_except_zero_is_true_in_any_dtype() {
         World::run(Mesh::parse("a=2").unwrap(), |rank| {
             let both =
                 |x: &Tensor| Ok::<_, Error>((x.any(&[0]).to_host::<u8>()?, x.all(&[0]).to_host::<u8>()?));
@@ -277,7 +290,7 @@ mod tests {
             let x = Tensor::from_global(rank, &Layout::parse("i64[2] +a", rank.mesh())?, &[-3i64, 0])?;
             assert_eq!(both(&x)?, (vec![1], vec![0]));
             let tiny = Tensor::from_host(rank, &[1], &[1e-300])?;
-            assert_eq!(both(&tiny)?, (vec![1], vec![1]), "what f32 rounds to 0");
+            assert_eq!(both(&tiny)?, (vec![1], vec![1]), "a value that f32 rounds to 0 is true");
             let none = Tensor::from_host::<u8>(rank, &[0, 1], &[])?;
             assert_eq!(both(&none)?, (vec![0], vec![1]));
             Ok(())
@@ -286,13 +299,13 @@ mod tests {
     }
 
     #[test]
-    fn a_dim_that_is_not_there_is_told_of_the_op_that_was_called() {
+    fn out_of_range_dim_names_the_called_op() {
         let ran = World::run(Mesh::single(), |rank| {
             let _ = Tensor::from_host(rank, &[2, 3], &[0.0f32; 6])?.softmax_dim(2);
             Ok(())
         });
         let error = ran.unwrap_err();
-        assert_eq!(error.message(), "softmax: there is no dim 2 in f32[2, 3]");
+        assert_eq!(error.message(), "softmax: dim 2 is out of range for f32[2, 3]");
         assert!(error.site().is_some_and(|s| s.file() == file!()), "{error}");
     }
 }

@@ -1,30 +1,32 @@
-//! Why a rule says no.
+//! The error of layout inference (sharding propagation): why an op does not accept the layouts of its arguments.
 
 use std::fmt;
 
-/// An op, a reshape or a join of layouts that is not allowed, with the reason.
+/// Why layout inference refused an op, a reshape or a combination of layouts.
+#[doc(alias = "sharding_propagation")]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refusal {
-    /// The reason in one word: `conflict` (one axis, two labels), `order` (ranges that do not nest), `whole` (a label
-    /// that must not be split), `one` (a split broadcast dim), `grain` (cuts at other places), `reshape` (a cut
-    /// inside a row), `shape` (extents or numbers of dims that do not fit), `mesh` (arguments on two meshes).
+    /// The reason as a code: `conflict` (one axis, two labels), `order` (ranges that do not nest), `whole` (a label
+    /// that must be unsharded), `one` (a sharded broadcast dim), `grain` (different shard boundaries), `reshape` (a
+    /// shard boundary inside a row), `shape` (extents or numbers of dims that do not match), `mesh` (arguments on
+    /// two meshes).
     pub code: &'static str,
-    /// One line that names labels, axes, arguments and dims.
+    /// The message, one line that names labels, axes, arguments and dims.
     pub message: String,
-    /// The places concerned: argument and dim.
-    pub places: Vec<(usize, usize)>,
-    /// What helps besides moving data, where there is such a thing.
+    /// The positions concerned, as (argument, dim).
+    pub positions: Vec<(usize, usize)>,
+    /// What helps other than redistributing an argument, if anything does.
     pub hint: Option<String>,
 }
 
 impl Refusal {
-    /// A refusal that concerns some places, given as argument and dim.
+    /// Makes a refusal about some positions, given as (argument, dim).
     #[must_use]
-    pub fn new(code: &'static str, message: String, places: &[(usize, usize)]) -> Refusal {
-        Refusal { code, message, places: places.to_vec(), hint: None }
+    pub fn new(code: &'static str, message: String, positions: &[(usize, usize)]) -> Refusal {
+        Refusal { code, message, positions: positions.to_vec(), hint: None }
     }
 
-    /// Adds what helps besides moving data.
+    /// Adds what helps other than redistributing an argument.
     #[must_use]
     pub fn hint(self, hint: impl Into<String>) -> Refusal {
         Refusal { hint: Some(hint.into()), ..self }

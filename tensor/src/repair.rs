@@ -1,48 +1,48 @@
-//! What to do about a refusal: the cheapest changes of layout that the rule accepts, found by trying.
+//! Repairs of a refusal: the cheapest redistributions that make the op accept its arguments, found by search.
 //!
-//! Every argument that is split may stay, be gathered to `~`, or be exchanged to another dim; where two lists of axes
-//! or two grains disagree, one may adopt those of the other. With several axes one is treated after the other, in mesh order.
-//! Costs count elements forward and backward, the implied steps that follow included.
+//! Every sharded argument may stay, be gathered to `~`, or be exchanged to another dim; where two lists of axes or two
+//! grains disagree, one argument may adopt those of the other. Several axes are treated one after another, in mesh order
+//! (beam search). Costs count elements forward and backward, the implicit steps that follow included.
 
 use crate::dim::{AxisList, Dim};
 use crate::infer::Inference;
 use crate::layout::Layout;
 use crate::refusal::Refusal;
 use crate::route::RouteCache;
-use crate::state::State;
+use crate::placement::Placement;
 use shardgrad_dist::{Axis, AxisSet};
 use smallvec::SmallVec;
 use std::fmt;
 
-/// So many repairs are offered.
+/// The number of repairs in an error.
 const NUM_REPAIRS: usize = 3;
-/// So many partial repairs are kept while further axes are to be treated.
-const NUM_KEPT: usize = 12;
-/// Beyond so many combinations on one axis, at most two arguments change, or all are gathered.
-const NUM_TRIES_MAX: usize = 4_096;
+/// The number of partial repairs kept while further axes are treated.
+const BEAM_WIDTH: usize = 12;
+/// With more combinations on one axis, at most two arguments change, or all are gathered.
+const NUM_COMBINATIONS_MAX: usize = 4_096;
 
-/// What happens to one argument.
+/// How one argument is redistributed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Move {
-    /// The axis splits this dim from now on, as its innermost.
+pub enum RepairAction {
+    /// The axis shards this dim, as its innermost axis (all_to_all).
     Exchange(Axis, usize),
-    /// The axis becomes `~`.
+    /// The axis becomes `~` (all_gather).
     Gather(Axis),
     /// Dim `0` takes the list of axes and the grain of dim `2` of argument `1`.
     Adopt(usize, usize, usize),
 }
 
-/// An argument and what happens to it.
-pub type Change = (usize, Move);
+/// An argument and its redistribution.
+pub type ArgChange = (usize, RepairAction);
 
-/// A change of layouts that makes an op accept its arguments.
+/// Redistributions of arguments that make an op accept them.
 #[derive(Clone, Debug)]
 pub struct Repair {
-    /// Which argument changes how, arguments in order.
-    pub changes: SmallVec<[Change; 2]>,
+    /// The changed arguments, in order.
+    pub changes: SmallVec<[ArgChange; 2]>,
     /// The layouts of all arguments after the changes.
     pub args: SmallVec<[Layout; 4]>,
-    /// Elements that a rank moves, forward and backward, implied steps included.
+    /// Elements that a rank moves, forward and backward, implicit steps included.
     pub elements: u64,
     /// The same in bytes.
     pub bytes: u64,
@@ -50,11 +50,11 @@ pub struct Repair {
     pub outputs: SmallVec<[Layout; 1]>,
 }
 
-/// What an op does to layouts: its inference, overrides included.
+/// The layout inference of an op, its override of the rule included.
 pub type Infer<'a> = &'a dyn Fn(&[&Layout]) -> Result<Inference, Refusal>;
 
-/// The three cheapest repairs of a refusal, cheapest first; fewer if there are fewer, none if no layout would help.
-/// `differentiable` says per argument whether it has a cotangent.
+/// Returns the three cheapest repairs of a refusal, cheapest first; fewer if there are fewer, none if no redistribution
+/// helps. `differentiable` says for each argument whether it has a cotangent.
 #[must_use]
 pub fn repairs(
     args: &[&Layout],
@@ -66,44 +66,45 @@ pub fn repairs(
     if matches!(refusal.code, "shape" | "mesh") {
         return Vec::new();
     }
-    let search = Search { args, differentiable, routes, infer };
+    let search = RepairSearch { args, differentiable, routes, infer };
     let mut found = search.axis_by_axis();
-    for layouts in adopted(args, refusal) {
+    for layouts in adopt_layouts(args, refusal) {
         if found.iter().all(|r| r.args != layouts.1) {
-            found.extend(search.judge(SmallVec::from_slice(&[layouts.0]), layouts.1, AxisSet::EMPTY));
+            found.extend(search.price(SmallVec::from_slice(&[layouts.0]), layouts.1, AxisSet::EMPTY));
         }
     }
-    best(found, NUM_REPAIRS)
+    cheapest(found, NUM_REPAIRS)
 }
 
-fn best(mut found: Vec<Repair>, count: usize) -> Vec<Repair> {
+fn cheapest(mut found: Vec<Repair>, count: usize) -> Vec<Repair> {
     found.sort_by(|a, b| {
         let key = |r: &Repair| (r.elements, r.changes.len());
         key(a).cmp(&key(b)).then_with(|| a.changes.cmp(&b.changes))
     });
-    // Axes of one dim that change places and back again are no change: of equal layouts the shortest way is told.
-    let mut kept: Vec<Repair> = Vec::with_capacity(count);
+    // Axes of one dim that swap and swap back change nothing: of repairs with equal layouts only the one with the
+    // fewest changes is kept.
+    let mut beam: Vec<Repair> = Vec::with_capacity(count);
     for repair in found {
-        if kept.len() < count && kept.iter().all(|k| k.args != repair.args) {
-            kept.push(repair);
+        if beam.len() < count && beam.iter().all(|k| k.args != repair.args) {
+            beam.push(repair);
         }
     }
-    kept
+    beam
 }
 
-struct Search<'a> {
+struct RepairSearch<'a> {
     args: &'a [&'a Layout],
     differentiable: &'a [bool],
     routes: &'a RouteCache,
     infer: Infer<'a>,
 }
 
-impl Search<'_> {
+impl RepairSearch<'_> {
     fn axis_by_axis(&self) -> Vec<Repair> {
         let mesh = self.args[0].mesh();
         let axes: Vec<Axis> = mesh
             .axes()
-            .filter(|a| self.args.iter().any(|l| matches!(l.state(*a), State::Shard(_))))
+            .filter(|a| self.args.iter().any(|l| matches!(l.placement(*a), Placement::Shard(_))))
             .collect();
         let layouts = self.args.iter().map(|l| (*l).clone()).collect();
         let start = Repair {
@@ -113,35 +114,35 @@ impl Search<'_> {
             bytes: 0,
             outputs: SmallVec::new(),
         };
-        let mut kept = vec![start];
+        let mut beam = vec![start];
         for (n, &axis) in axes.iter().enumerate() {
             let later: AxisSet = axes[n + 1..].iter().copied().collect();
             let mut found = Vec::new();
-            for partial in &kept {
+            for partial in &beam {
                 for picks in combinations(&partial.args, axis) {
                     let (mut changes, mut layouts) = (partial.changes.clone(), partial.args.clone());
                     for (i, to) in picks {
                         changes.push((i, to));
-                        let state = match to {
-                            Move::Exchange(_, d) => State::Shard(d),
-                            _ => State::Replicate,
+                        let placement = match to {
+                            RepairAction::Exchange(_, d) => Placement::Shard(d),
+                            _ => Placement::Replicate,
                         };
-                        layouts[i].set_state(axis, state);
+                        layouts[i].set_placement(axis, placement);
                     }
                     changes.sort_by_key(|(i, _)| *i);
-                    found.extend(self.judge(changes, layouts, later));
+                    found.extend(self.price(changes, layouts, later));
                 }
             }
-            kept = if later.is_empty() { found } else { best(found, NUM_KEPT) };
+            beam = if later.is_empty() { found } else { cheapest(found, BEAM_WIDTH) };
         }
-        kept.retain(|r| !r.changes.is_empty());
-        kept
+        beam.retain(|r| !r.changes.is_empty());
+        beam
     }
 
-    /// The repair with its price, if the rule accepts it once the axes that are treated later are out of the way.
-    fn judge(
+    /// The repair and its cost, if the rule accepts it when the axes that are treated later are ignored.
+    fn price(
         &self,
-        changes: SmallVec<[Change; 2]>,
+        changes: SmallVec<[ArgChange; 2]>,
         args: SmallVec<[Layout; 4]>,
         later: AxisSet,
     ) -> Option<Repair> {
@@ -166,21 +167,21 @@ impl Search<'_> {
 }
 
 fn without(layout: &Layout, axes: AxisSet) -> Layout {
-    axes.iter().fold(layout.clone(), |l, a| l.with_state(a, State::Invariant))
+    axes.iter().fold(layout.clone(), |l, a| l.with_placement(a, Placement::Invariant))
 }
 
-/// Everything that may be done to the arguments that an axis splits: per combination the arguments that change.
-fn combinations(args: &[Layout], axis: Axis) -> Vec<Vec<Change>> {
-    let choices: Vec<(usize, Vec<Move>)> =
-        args.iter().enumerate().filter_map(|(i, l)| Some((i, moves(l, axis)?))).collect();
+/// All combinations of changes to the arguments that an axis shards.
+fn combinations(args: &[Layout], axis: Axis) -> Vec<Vec<ArgChange>> {
+    let choices: Vec<(usize, Vec<RepairAction>)> =
+        args.iter().enumerate().filter_map(|(i, l)| Some((i, actions(l, axis)?))).collect();
     let count = choices.iter().fold(1usize, |n, (_, c)| n.saturating_mul(c.len() + 1));
-    let changes_max = if count <= NUM_TRIES_MAX { choices.len() } else { 2 };
+    let changes_max = if count <= NUM_COMBINATIONS_MAX { choices.len() } else { 2 };
     let mut all = vec![Vec::new()];
-    for (i, moves) in &choices {
+    for (i, actions) in &choices {
         for n in 0..all.len() {
             if all[n].len() < changes_max {
-                for to in moves {
-                    let mut longer: Vec<Change> = all[n].clone();
+                for to in actions {
+                    let mut longer: Vec<ArgChange> = all[n].clone();
                     longer.push((*i, *to));
                     all.push(longer);
                 }
@@ -188,22 +189,22 @@ fn combinations(args: &[Layout], axis: Axis) -> Vec<Vec<Change>> {
         }
     }
     if changes_max < choices.len() {
-        all.push(choices.iter().map(|(i, _)| (*i, Move::Gather(axis))).collect());
+        all.push(choices.iter().map(|(i, _)| (*i, RepairAction::Gather(axis))).collect());
     }
     all
 }
 
-/// What may be done to one argument on an axis; `None` if the axis does not split it.
-fn moves(layout: &Layout, axis: Axis) -> Option<Vec<Move>> {
-    let State::Shard(source) = layout.state(axis) else { return None };
+/// The possible changes of one argument on an axis; `None` if the axis does not shard the argument.
+fn actions(layout: &Layout, axis: Axis) -> Option<Vec<RepairAction>> {
+    let Placement::Shard(source) = layout.placement(axis) else { return None };
     let innermost = layout.dims()[source].axes.last() == Some(axis);
     let dims = (0..layout.ndim()).filter(|d| *d != source || !innermost);
-    Some(dims.map(|d| Move::Exchange(axis, d)).chain([Move::Gather(axis)]).collect())
+    Some(dims.map(|d| RepairAction::Exchange(axis, d)).chain([RepairAction::Gather(axis)]).collect())
 }
 
-/// For two places that disagree: either argument with the list of axes and the grain of the other.
-fn adopted(args: &[&Layout], refusal: &Refusal) -> Vec<(Change, SmallVec<[Layout; 4]>)> {
-    let (&[(i, d), (j, e)], "order" | "grain") = (&refusal.places[..], refusal.code) else {
+/// For two positions that disagree: either argument with the list of axes and the grain of the other.
+fn adopt_layouts(args: &[&Layout], refusal: &Refusal) -> Vec<(ArgChange, SmallVec<[Layout; 4]>)> {
+    let (&[(i, d), (j, e)], "order" | "grain") = (&refusal.positions[..], refusal.code) else {
         return Vec::new();
     };
     let one = |(i, d): (usize, usize), (j, e): (usize, usize)| {
@@ -221,7 +222,7 @@ fn adopted(args: &[&Layout], refusal: &Refusal) -> Vec<(Change, SmallVec<[Layout
         let layout = Layout::new(old.mesh(), old.dtype(), dims, partial, replicate).ok()?;
         let mut layouts: SmallVec<[Layout; 4]> = args.iter().map(|l| (*l).clone()).collect();
         layouts[i] = layout;
-        Some(((i, Move::Adopt(d, j, e)), layouts))
+        Some(((i, RepairAction::Adopt(d, j, e)), layouts))
     };
     [one((i, d), (j, e)), one((j, e), (i, d))].into_iter().flatten().collect()
 }
@@ -231,15 +232,15 @@ impl fmt::Display for Repair {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (n, (i, to)) in self.changes.iter().enumerate() {
             let mesh = self.args[*i].mesh();
-            // On one axis there is nothing to tell apart.
+            // A mesh with one axis needs no axis name.
             let over = |axis: Axis| {
                 if mesh.num_axes() > 1 { format!(" over {}", mesh.name(axis)) } else { String::new() }
             };
             f.write_str(if n > 0 { " and " } else { "" })?;
             match to {
-                Move::Exchange(axis, d) => write!(f, "exchange argument {i} to dim {d}{}", over(*axis))?,
-                Move::Gather(axis) => write!(f, "gather argument {i}{}", over(*axis))?,
-                Move::Adopt(..) => write!(f, "redistribute argument {i} to {}", self.args[*i])?,
+                RepairAction::Exchange(axis, d) => write!(f, "exchange argument {i} to dim {d}{}", over(*axis))?,
+                RepairAction::Gather(axis) => write!(f, "gather argument {i}{}", over(*axis))?,
+                RepairAction::Adopt(..) => write!(f, "redistribute argument {i} to {}", self.args[*i])?,
             }
         }
         let outputs: Vec<String> = self.outputs.iter().map(Layout::to_string).collect();
@@ -271,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn the_example_of_the_specification() {
+    fn matmul_repairs_are_listed_by_cost() {
         assert_eq!(
             help("a=3", "..m k, k n -> ..m n", &["f32[5@a, 7]", "f32[7@a, 4]"]),
             [
@@ -283,14 +284,14 @@ mod tests {
     }
 
     #[test]
-    fn several_axes_are_repaired_one_after_the_other() {
+    fn several_axes_are_repaired_in_mesh_order() {
         let lines = help("a=2,b=2", "..m k, k n -> ..m n", &["f32[8@a@b, 8]", "f32[8@a, 8@b]"]);
         assert_eq!(lines.len(), 3);
         assert!(lines[0].contains(" over a") && lines[0].contains(" over b"), "{lines:?}");
     }
 
     #[test]
-    fn lists_and_grains_may_be_adopted() {
+    fn repairs_adopt_axis_lists_and_grains() {
         let lines = help("a=2,b=2", "..m, ..m -> ..m", &["f32[8@a@b]", "f32[8@b@a]"]);
         assert!(lines.iter().any(|l| l.contains("argument 1 to dim 0 over b")), "{lines:?}");
         let lines = help("a=2", "..m, ..m -> ..m", &["f32[12:4@a, 5]", "f32[12@a, 5]"]);
@@ -301,12 +302,12 @@ mod tests {
     }
 
     #[test]
-    fn no_layout_helps_against_extents() {
+    fn mismatched_extents_have_no_repair() {
         assert!(help("a=2", "..m, ..m -> ..m", &["f32[4@a]", "f32[5]"]).is_empty());
     }
 
     #[test]
-    fn many_arguments_do_not_explode() {
+    fn many_arguments_are_searched_in_bounded_time() {
         let signature = ["..m d!"; 12].join(", ") + " -> ..m e";
         let args = ["f32[4, 4, 4@a]"; 12];
         let mesh = Mesh::parse("a=2").unwrap();

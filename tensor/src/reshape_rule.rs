@@ -1,11 +1,11 @@
-//! Which layout a reshape ends in: merging dims, splitting dims, extents of 1 that come and go.
+//! The layout rule of reshape: merging dims, splitting dims, and adding or removing extents of 1, without moving data.
 //!
-//! Both shapes are cut into the smallest groups of dims with equal products; each group is merged into one dim and that
-//! one is split. Merge (A, B): a split of A in grains of a stays, in grains of a B. A split of B passes only if A has
-//! extent 1, or if the axes of A leave one index a rank. Split AB in grains of g: the axes land on A, in grains of g / B if B
-//! divides g, else in grains of 1 if that cuts at the same places; else, if the first axes have exactly A members
-//! and g divides B, those land on A and the rest on B. No data moves. Of a tensor without elements no rank holds any: there
-//! axes that have nowhere else to go land on the first new dim of extent 0.
+//! Both shapes are cut into the smallest groups of dims with equal products; each group is merged into one dim, and that
+//! dim is split. Merge (A, B): a sharding of A in grains of a stays, in grains of a B. A sharding of B passes only if A
+//! has extent 1, or if the axes of A leave one index per rank. Split AB in grains of g: the axes land on A, in grains of
+//! g / B if B divides g, else in grains of 1 if that gives the same shard boundaries; else, if the first axes have
+//! exactly A members and g divides B, those land on A and the rest on B. No data moves. No rank holds an element of an
+//! empty tensor: there, axes that fit nowhere else land on the first new dim of extent 0.
 
 use crate::dim::{AxisList, Dim};
 use crate::layout::Layout;
@@ -14,14 +14,16 @@ use shardgrad_dist::{Axis, Mesh};
 use smallvec::SmallVec;
 use std::ops::Range;
 
-/// The layout of a tensor seen in another shape of as many elements. Pending and replicated axes stay as they are.
+/// Returns the layout of a tensor after a reshape to another shape with as many elements. Partial and replicated axes
+/// stay.
 ///
 /// # Errors
-/// Code `shape` if the numbers of elements differ, code `reshape` if a cut would fall inside a row.
+/// Code `shape` if the numbers of elements differ, code `reshape` if a shard boundary would fall inside a row.
+#[doc(alias = "view")]
 pub fn reshape_layout(from: &Layout, shape: &[usize]) -> Result<Layout, Refusal> {
     let fits = shape.iter().try_fold(1usize, |n, &extent| n.checked_mul(extent.max(1))).is_some();
     if !fits || shape.iter().product::<usize>() != from.numel() {
-        let text = format!("{from} has {} elements, which do not fill the shape {shape:?}", from.numel());
+        let text = format!("{from} has {} elements, which do not fit the shape {shape:?}", from.numel());
         return Err(Refusal::new("shape", text, &[]));
     }
     let mut dims: SmallVec<[Dim; 6]> = SmallVec::new();
@@ -32,7 +34,7 @@ pub fn reshape_layout(from: &Layout, shape: &[usize]) -> Result<Layout, Refusal>
         match regroup(source, target, from.mesh()) {
             Some(group) => dims.extend(group),
             None if from.numel() == 0 => {
-                dims.extend(target.iter().map(|&n| Dim::whole(n)));
+                dims.extend(target.iter().map(|&n| Dim::unsharded(n)));
                 left_over.extend(source.iter().flat_map(|d| d.axes.iter()));
             }
             None => return Err(refusal(from, old, target)),
@@ -44,8 +46,8 @@ pub fn reshape_layout(from: &Layout, shape: &[usize]) -> Result<Layout, Refusal>
     Ok(from.with_dims(dims))
 }
 
-/// The smallest groups of neighbouring dims with equal products, old and new. Dims of extent 1 that end a shape, and
-/// what is left over of shapes without elements, form a last group.
+/// The smallest groups of neighbouring dims with equal products, old and new. Trailing dims of extent 1, and the
+/// remaining dims of empty tensors, form a last group.
 fn groups(old: &[usize], new: &[usize]) -> Vec<(Range<usize>, Range<usize>)> {
     let mut groups = Vec::new();
     let (mut i, mut j) = (0, 0);
@@ -61,7 +63,7 @@ fn groups(old: &[usize], new: &[usize]) -> Vec<(Range<usize>, Range<usize>)> {
                 n *= new[j];
                 j += 1;
             } else {
-                // Only without elements can the products differ to the end.
+                // Only the products of empty tensors can differ to the end.
                 (m, n, i, j) = (0, 0, old.len(), new.len());
             }
         }
@@ -80,11 +82,11 @@ fn regroup(old: &[Dim], new: &[usize], mesh: &Mesh) -> Option<SmallVec<[Dim; 4]>
         return Some(SmallVec::from_slice(&[*dim]));
     }
     let whole = old.iter().all(|d| d.axes.is_empty());
-    // Groups of unequal products are what is left over of shapes without elements.
+    // Groups with unequal products are the remaining dims of empty tensors.
     let product: usize = old.iter().map(|d| d.extent).product();
-    let empty = product == 0 || product != new.iter().product();
+    let empty = product == 0 || product != new.iter().product::<usize>();
     if whole && (empty || new.is_empty() || old.is_empty()) {
-        return Some(new.iter().map(|&n| Dim::whole(n)).collect());
+        return Some(new.iter().map(|&n| Dim::unsharded(n)).collect());
     }
     if empty || new.is_empty() {
         return None;
@@ -93,18 +95,18 @@ fn regroup(old: &[Dim], new: &[usize], mesh: &Mesh) -> Option<SmallVec<[Dim; 4]>
     split(merged, new, mesh)
 }
 
-/// (A, B) seen as one dim.
+/// Merges dims (A, B) into one.
 fn merge(a: &Dim, b: &Dim, mesh: &Mesh) -> Option<Dim> {
     let extent = a.extent * b.extent;
     let (grain, axes) = if b.axes.is_empty() {
         match (a.axes.is_empty(), a.grain) {
-            // Nobody has declared a unit of A, so that of B may stay.
+            // A declares no grain, so the grain of B may stay.
             (true, 1) => (b.grain, AxisList::EMPTY),
             (_, grain) => (grain * b.extent, a.axes),
         }
     } else if a.extent == 1 && a.axes.is_empty() {
         (b.grain, b.axes)
-    } else if !a.axes.is_empty() && a.axes.ways(mesh) == a.extent && a.grain == 1 {
+    } else if !a.axes.is_empty() && a.axes.num_shards(mesh) == a.extent && a.grain == 1 {
         (b.grain, a.axes.iter().chain(b.axes.iter()).collect())
     } else {
         return None;
@@ -112,7 +114,7 @@ fn merge(a: &Dim, b: &Dim, mesh: &Mesh) -> Option<Dim> {
     Some(Dim { extent, grain, axes })
 }
 
-/// One dim seen as several.
+/// Splits one dim into several.
 fn split(dim: Dim, shape: &[usize], mesh: &Mesh) -> Option<SmallVec<[Dim; 4]>> {
     let (first, rest) = shape.split_first().expect("a group has at least one new dim");
     if rest.is_empty() {
@@ -122,13 +124,13 @@ fn split(dim: Dim, shape: &[usize], mesh: &Mesh) -> Option<SmallVec<[Dim; 4]>> {
     let mut dims: SmallVec<[Dim; 4]> = SmallVec::new();
     if let Some(a) = onto_first(&dim, *first, row, mesh) {
         dims.push(a);
-        // Of a dim that nothing splits, the inner part keeps the unit if that fits into a row.
+        // The inner part of an unsharded dim keeps the grain if the grain fits into a row.
         let grain = if dim.axes.is_empty() && row.is_multiple_of(dim.grain) { dim.grain } else { 1 };
         let inner = Dim { extent: row, grain, axes: AxisList::EMPTY };
         dims.extend(split(inner, rest, mesh)?);
         return Some(dims);
     }
-    let filled = (0..=dim.axes.len()).find(|n| dim.axes.prefix(*n).ways(mesh) == *first)?;
+    let filled = (0..=dim.axes.len()).find(|n| dim.axes.prefix(*n).num_shards(mesh) == *first)?;
     if !row.is_multiple_of(dim.grain) {
         return None;
     }
@@ -138,22 +140,22 @@ fn split(dim: Dim, shape: &[usize], mesh: &Mesh) -> Option<SmallVec<[Dim; 4]>> {
     Some(dims)
 }
 
-/// The first of two dims with all axes on it, if no cut falls inside a row.
+/// Returns the first of two dims with all axes on it, if no shard boundary falls inside a row.
 fn onto_first(dim: &Dim, extent: usize, row: usize, mesh: &Mesh) -> Option<Dim> {
-    let ways = dim.axes.ways(mesh);
-    let fits = |a: &Dim| (0..=ways).all(|i| dim.cut(i, ways) == row * a.cut(i, ways));
+    let ways = dim.axes.num_shards(mesh);
+    let fits = |a: &Dim| (0..=ways).all(|i| dim.shard_start(i, ways) == row * a.shard_start(i, ways));
     let grains = [dim.grain / row, 1].into_iter().skip(usize::from(!dim.grain.is_multiple_of(row)));
     grains.map(|grain| Dim { extent, grain, axes: dim.axes }).find(|a| dim.axes.is_empty() || fits(a))
 }
 
 fn refusal(from: &Layout, old: Range<usize>, new: &[usize]) -> Refusal {
-    let places: Vec<(usize, usize)> = old.clone().map(|d| (0, d)).collect();
-    let text = format!("reshaping dims {old:?} of {from} to {new:?} would cut inside a row");
-    let refusal = Refusal::new("reshape", text, &places);
+    let positions: Vec<(usize, usize)> = old.clone().map(|d| (0, d)).collect();
+    let text = format!("reshaping dims {old:?} of {from} to {new:?} would put a shard boundary inside a row");
+    let refusal = Refusal::new("reshape", text, &positions);
     let row: usize = new.iter().skip(1).product();
     match &from.dims()[old] {
         [dim] if new.len() > 1 && row > 1 && dim.grain % row != 0 => {
-            refusal.hint(format!("declare the unit where the tensor is made, as in {}:{row}", dim.extent))
+            refusal.hint(format!("declare the grain in the layout of the tensor, as in {}:{row}", dim.extent))
         }
         _ => refusal,
     }
@@ -171,7 +173,7 @@ mod tests {
         })
     }
 
-    /// The layout after a reshape, once every rank is seen to hold the same elements in the same order.
+    /// The layout after a reshape, after checking that every rank holds the same elements in the same order.
     fn checked(from: &Layout, shape: &[usize]) -> Result<Layout, Refusal> {
         let to = reshape_layout(from, shape)?;
         let mesh = from.mesh();
@@ -188,7 +190,7 @@ mod tests {
         to.map(|l| l.to_string()).map_err(|refusal| refusal.code)
     }
 
-    /// Every way to split a shape by two axes, in grains that divide the extents.
+    /// Every way to shard a shape over two axes, in grains that divide the extents.
     fn layouts(mesh: &Mesh, shape: &[usize]) -> Vec<Layout> {
         use shardgrad_dist::{Axis, AxisSet};
         let lists: Vec<AxisList> =
@@ -207,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn no_accepted_reshape_moves_an_element() {
+    fn accepted_reshapes_move_no_element() {
         let shapes: [&[usize]; 10] = [
             &[12],
             &[1, 12],
@@ -233,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn heads_and_flat_features() {
+    fn heads_and_features_merge_and_split() {
         assert_eq!(reshape("f32[8, 12:4@b]", &[8, 3, 4]).unwrap(), "f32[8, 3@b, 4]");
         assert_eq!(reshape("f32[8, 3@b, 4]", &[8, 12]).unwrap(), "f32[8, 12:4@b]");
         assert_eq!(reshape("f32[8, 20:4@a]", &[8, 5, 4]).unwrap(), "f32[8, 5@a, 4]");
@@ -242,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn batch_and_time_become_tokens() {
+    fn batch_and_time_merge_into_tokens() {
         assert_eq!(reshape("f32[4@a, 5, 6] +b", &[20, 6]).unwrap(), "f32[20:5@a, 6] +b");
         assert_eq!(reshape("f32[20:5@a, 6] ~b", &[4, 5, 6]).unwrap(), "f32[4@a, 5, 6] ~b");
         assert_eq!(reshape("f32[4, 5@a, 6]", &[20, 6]).unwrap_err(), "reshape");
@@ -251,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn ones_come_and_go() {
+    fn dims_of_extent_one_are_added_and_removed() {
         assert_eq!(reshape("f32[1, 5@a, 1, 4@b, 1]", &[5, 4]).unwrap(), "f32[5@a, 4@b]");
         assert_eq!(reshape("f32[5@a, 4@b]", &[1, 5, 1, 1, 4, 1]).unwrap(), "f32[1, 5@a, 1, 1, 4@b, 1]");
         assert_eq!(reshape("f32[1, 1]", &[]).unwrap(), "f32[]");
@@ -261,14 +263,14 @@ mod tests {
     }
 
     #[test]
-    fn several_dims_to_several() {
+    fn several_dims_are_regrouped() {
         assert_eq!(reshape("f32[4@a, 6]", &[6, 4]).unwrap(), "f32[6@a, 4]");
         assert_eq!(reshape("f32[4@a, 9]", &[3, 12]).unwrap_err(), "reshape");
         assert_eq!(reshape("f32[6@b, 4, 5]", &[3, 2, 20]).unwrap(), "f32[3@b, 2, 20]");
     }
 
     #[test]
-    fn tensors_without_elements() {
+    fn empty_tensors_are_reshaped() {
         assert_eq!(reshape("f32[0@a, 12:4]", &[0, 3, 4]).unwrap(), "f32[0@a, 3, 4:4]");
         assert_eq!(reshape("f32[0, 3]", &[5, 0]).unwrap(), "f32[5, 0]");
         assert_eq!(reshape("f32[4@a, 0]", &[0]).unwrap(), "f32[0@a]");
@@ -280,15 +282,15 @@ mod tests {
     }
 
     #[test]
-    fn other_numbers_of_elements_are_refused() {
+    fn wrong_numbers_of_elements_are_refused() {
         assert_eq!(reshape("f32[4, 6]", &[5, 5]).unwrap_err(), "shape");
         assert_eq!(reshape("f32[4, 6]", &[usize::MAX, 2]).unwrap_err(), "shape");
     }
 
     #[test]
-    fn the_hint_names_the_unit() {
+    fn the_hint_names_the_grain() {
         let mesh = Mesh::parse("a=2").unwrap();
         let refusal = reshape_layout(&Layout::parse("f32[12@a]", &mesh).unwrap(), &[3, 4]).unwrap_err();
-        assert_eq!(refusal.hint.unwrap(), "declare the unit where the tensor is made, as in 12:4");
+        assert_eq!(refusal.hint.unwrap(), "declare the grain in the layout of the tensor, as in 12:4");
     }
 }

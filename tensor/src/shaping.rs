@@ -1,8 +1,8 @@
-//! Methods that give the elements of a tensor another shape or order, or cut them out, for plain tensors and recorded
-//! variables alike. Where existing ops compose to it, nothing is added to the list of ops.
+//! Shape methods of every [`Value`]: squeeze, flatten, broadcast, repeat, split, pad, roll, flip, triangles, diagonals.
+//! They compose existing ops where possible.
 
 use crate::op::unwind;
-use crate::ops::diagonal::{Diagonal, DiagonalOf};
+use crate::ops::diagonal::{Diagonal, DiagEmbed};
 use crate::ops::flip::Flip;
 use crate::ops::roll::Roll;
 use crate::ops::slice::Pad;
@@ -16,43 +16,44 @@ use std::ops::Range;
 use std::panic::Location;
 use std::rc::Rc;
 
-/// The most parts that one op cuts a dim into; more are cut one by one.
+/// The maximum number of parts of one split op; more parts are sliced one by one.
 const PARTS_MAX: usize = 16;
 
-/// Shapes and orders: nothing is computed, zeros and copies aside. All are linear, and gradients go back exactly.
+/// Shape and order of elements. All methods are linear, and gradients are exact.
 pub trait Shaping: Value {
-    /// x with a dim of extent 1 put in before dim `dim` (at the end, if there is none).
+    /// Inserts a dim of extent 1 at position `dim`.
+    #[doc(alias = "expand_dims")]
     #[track_caller]
     #[must_use]
     fn unsqueeze(&self, dim: usize) -> Self {
         let mut shape = self.shape();
         if dim > shape.len() {
-            refuse(format!("unsqueeze: no place {dim} in a tensor of {} dims", shape.len()));
+            refuse(format!("unsqueeze: position {dim} is out of range for {} dims", shape.len()));
         }
         shape.insert(dim, 1);
         self.reshape(&shape)
     }
 
-    /// x without dim `dim`, which has extent 1.
+    /// Removes dim `dim`, which has extent 1.
     #[track_caller]
     #[must_use]
     fn squeeze(&self, dim: usize) -> Self {
         let mut shape = self.shape();
         match shape.get(dim) {
             Some(1) => shape.remove(dim),
-            Some(n) => refuse(format!("squeeze: dim {dim} of {} has {n} elements, not one", self.layout())),
-            None => refuse(format!("squeeze: there is no dim {dim} in {}", self.layout())),
+            Some(n) => refuse(format!("squeeze: dim {dim} of {} has extent {n}, not 1", self.layout())),
+            None => refuse(format!("squeeze: dim {dim} is out of range for {}", self.layout())),
         };
         self.reshape(&shape)
     }
 
-    /// Some neighbouring dims (at least one) seen as one.
+    /// Merges neighbouring dims (at least one) into one.
     #[track_caller]
     #[must_use]
     fn flatten(&self, dims: Range<usize>) -> Self {
         let shape = self.shape();
         if dims.is_empty() || dims.end > shape.len() {
-            refuse(format!("flatten: {dims:?} are no dims of {}", self.layout()));
+            refuse(format!("flatten: {dims:?} is not a range of dims of {}", self.layout()));
         }
         let merged = shape[dims.clone()].iter().product();
         let flat: Dims = shape[..dims.start].iter().copied().chain([merged]).collect();
@@ -60,33 +61,36 @@ pub trait Shaping: Value {
         self.reshape(&flat)
     }
 
-    /// One dim seen as several, whose extents have its extent as their product.
+    /// Splits one dim into several whose extents multiply to its extent.
     #[track_caller]
     #[must_use]
     fn unflatten(&self, dim: usize, extents: &[usize]) -> Self {
         let shape = self.shape();
         if dim >= shape.len() {
-            refuse(format!("unflatten: there is no dim {dim} in {}", self.layout()));
+            refuse(format!("unflatten: dim {dim} is out of range for {}", self.layout()));
         }
         let parts: Dims = shape[..dim].iter().chain(extents).chain(&shape[dim + 1..]).copied().collect();
         self.reshape(&parts)
     }
 
-    /// Dim `from` moved to place `to`; the others keep their order.
+    /// Moves dim `from` to position `to`; the other dims keep their order.
+    #[doc(alias = "movedim")]
+    #[doc(alias = "moveaxis")]
     #[track_caller]
     #[must_use]
     fn move_dim(&self, from: usize, to: usize) -> Self {
         let ndim = self.layout().ndim();
         if from >= ndim || to >= ndim {
-            refuse(format!("move_dim: from {from} to {to} in a tensor of {ndim} dims"));
+            refuse(format!("move_dim: {from} to {to} is out of range for {ndim} dims"));
         }
         let mut order: Dims = (0..ndim).filter(|&d| d != from).collect();
         order.insert(to, from);
         self.permute(&order)
     }
 
-    /// x seen in a longer shape: dims are matched from the right; one that is missing or has extent 1 is repeated, without
-    /// a copy.
+    /// Broadcasts x to a shape, aligned at the last dim, without a copy.
+    #[doc(alias = "expand")]
+    #[doc(alias = "expand_as")]
     #[track_caller]
     #[must_use]
     fn broadcast_to(&self, shape: &[usize]) -> Self {
@@ -94,39 +98,39 @@ pub trait Shaping: Value {
         let fits = |lead: usize| from.iter().zip(&shape[lead..]).all(|(&n, &to)| n == to || n == 1);
         let lead = shape.len().checked_sub(from.len()).filter(|&lead| fits(lead));
         let Some(lead) = lead else {
-            refuse(format!("broadcast_to: {} does not repeat to {shape:?}", self.layout()));
+            refuse(format!("broadcast_to: {} does not broadcast to {shape:?}", self.layout()));
         };
         let is_new = |d: usize| d < lead || from[d - lead] != shape[d];
         let new: Dims = (0..shape.len()).filter(|&d| is_new(d)).collect();
         if new.is_empty() {
             return self.clone();
         }
-        let kept: Dims = (0..shape.len()).filter(|&d| !is_new(d)).map(|d| shape[d]).collect();
-        let bare = if kept == from { self.clone() } else { self.reshape(&kept) };
-        Self::apply_one(unwind(Expand::to(shape, &new)), &[&bare])
+        let unbroadcast: Dims = (0..shape.len()).filter(|&d| !is_new(d)).map(|d| shape[d]).collect();
+        let reshaped = if unbroadcast == from { self.clone() } else { self.reshape(&unbroadcast) };
+        Self::apply_one(unwind(Expand::to(shape, &new)), &[&reshaped])
     }
 
-    /// x repeated as a whole along a dim that no axis splits: `a b` becomes `a b a b`.
+    /// Repeats x as a whole along an unsharded dim: `a b` becomes `a b a b`.
     #[track_caller]
     #[must_use]
     fn repeat(&self, dim: usize, times: usize) -> Self {
         repeated(self, "repeat", dim, dim, times)
     }
 
-    /// Every element repeated along a dim: `a b` becomes `a a b b`.
+    /// Repeats every element along a dim: `a b` becomes `a a b b`.
     #[track_caller]
     #[must_use]
     fn repeat_interleave(&self, dim: usize, times: usize) -> Self {
         repeated(self, "repeat_interleave", dim, dim + 1, times)
     }
 
-    /// [`Shaping::repeat`] along every dim.
+    /// Repeats x along every dim ([`Shaping::repeat`]).
     #[track_caller]
     #[must_use]
     fn tile(&self, times: &[usize]) -> Self {
         let mut tiled = self.clone();
         if times.len() != self.layout().ndim() {
-            refuse(format!("tile: {times:?} for a tensor of {} dims", self.layout().ndim()));
+            refuse(format!("tile: {times:?} needs one number for each of {} dims", self.layout().ndim()));
         }
         for (dim, &times) in times.iter().enumerate().filter(|(_, times)| **times != 1) {
             tiled = tiled.repeat(dim, times);
@@ -134,7 +138,9 @@ pub trait Shaping: Value {
         tiled
     }
 
-    /// Parts of these sizes, which add up to the extent, of a dim that no axis splits.
+    /// Splits an unsharded dim into parts of these sizes, which must add up to its extent.
+    #[doc(alias = "array_split")]
+    #[doc(alias = "tensor_split")]
     #[track_caller]
     #[must_use]
     fn split(&self, dim: usize, sizes: &[usize]) -> Vec<Self> {
@@ -155,90 +161,92 @@ pub trait Shaping: Value {
         parts
     }
 
-    /// `count` parts of a dim that no axis splits, part i from floor(i n / count) on: as even as can be, and cut where an axis
-    /// of so many ranks would split the dim. 5 elements in 2 parts are 2 and 3, where `torch.chunk` and `tensor_split` give 3
-    /// and 2; [`Shaping::split`] takes the sizes.
+    /// Splits an unsharded dim into `count` parts as even as possible, part i from floor(i n / count): the same
+    /// boundaries as a dim sharded over `count` ranks. 5 elements in 2 parts are 2 and 3, where `torch.chunk` and
+    /// `tensor_split` give 3 and 2; [`Shaping::split`] takes explicit sizes.
     #[track_caller]
     #[must_use]
     fn chunk(&self, dim: usize, count: usize) -> Vec<Self> {
         let extent = self.shape().get(dim).copied().unwrap_or(0);
         if count == 0 {
-            refuse("chunk: into no parts".to_string());
+            refuse("chunk: the number of parts is 0; pass at least 1".to_string());
         }
         let cut = |i: usize| (i as u128 * extent as u128 / count as u128) as usize;
         let sizes: Vec<usize> = (0..count).map(|i| cut(i + 1) - cut(i)).collect();
         self.split(dim, &sizes)
     }
 
-    /// `len` elements from `start` on, of a dim that no axis splits.
+    /// Returns `len` elements from `start` of an unsharded dim.
     #[track_caller]
     #[must_use]
     fn narrow(&self, dim: usize, start: usize, len: usize) -> Self {
         self.slice(dim, start..start.saturating_add(len))
     }
 
-    /// A value before and behind the elements of a dim that no axis splits. A tensor of integers or truth values must hold
-    /// the value (`Kind::DType`); to floats it is rounded.
+    /// Pads an unsharded dim with a value before and after its elements. Integer and bool tensors must be able to
+    /// represent the value (`Kind::DType`); floats round it.
+    #[doc(alias = "constant_pad")]
     #[track_caller]
     #[must_use]
     fn pad_with(&self, dim: usize, before: usize, after: usize, value: f64) -> Self {
         Self::apply_one(unwind(Pad::along(self.layout().ndim(), dim, before, after, value)), &[self])
     }
 
-    /// y_((i + shift) mod n) = x_i along a dim that no axis splits.
+    /// Rolls an unsharded dim: y_((i + shift) mod n) = x_i.
     #[track_caller]
     #[must_use]
     fn roll(&self, dim: usize, shift: i64) -> Self {
         Self::apply_one(unwind(Roll::along(self.layout().ndim(), dim, shift)), &[self])
     }
 
-    /// A dim that no axis splits in the opposite order.
+    /// Reverses an unsharded dim.
+    #[doc(alias = "reverse")]
+    #[doc(alias = "rev")]
     #[track_caller]
     #[must_use]
     fn flip(&self, dim: usize) -> Self {
         Self::apply_one(unwind(Flip::along(self.layout().ndim(), dim)), &[self])
     }
 
-    /// The last two dims as matrices: what lies on the diagonal or above it; zeros below. Diagonal 0 is the main one, 1 the
-    /// one above it.
+    /// Upper triangle of the last two dims, zeros below. Diagonal 0 is the main diagonal, 1 the one above.
     #[track_caller]
     #[must_use]
     fn triu(&self, diagonal: i64) -> Self {
         Self::apply_one(Rc::new(Triangle { is_upper: true, diagonal }), &[self])
     }
 
-    /// The last two dims as matrices: what lies on the diagonal or below it; zeros above. Diagonals as in
-    /// [`Shaping::triu`].
+    /// Lower triangle of the last two dims, zeros above. Diagonals as in [`Shaping::triu`].
+    #[doc(alias = "causal_mask")]
     #[track_caller]
     #[must_use]
     fn tril(&self, diagonal: i64) -> Self {
         Self::apply_one(Rc::new(Triangle { is_upper: false, diagonal }), &[self])
     }
 
-    /// y_(.., i) = x_(.., i, i + offset) (from row -offset on, if negative): a diagonal of the last two dims, which no axis
-    /// splits.
+    /// A diagonal of the last two dims, which must be unsharded: y_(.., i) = x_(.., i, i + offset) (from row
+    /// -offset, if negative).
     #[track_caller]
     #[must_use]
     fn diagonal(&self, offset: isize) -> Self {
         Self::apply_one(unwind(Diagonal::of(&self.shape(), offset)), &[self])
     }
 
-    /// Square matrices with the last dim, which no axis splits, on a diagonal, and zeros elsewhere.
+    /// Square matrices with the last dim, which must be unsharded, on a diagonal, and zeros elsewhere.
     #[track_caller]
     #[must_use]
-    fn diagonal_of(&self, offset: isize) -> Self {
-        Self::apply_one(unwind(DiagonalOf::square(&self.shape(), offset)), &[self])
+    fn diag_embed(&self, offset: isize) -> Self {
+        Self::apply_one(unwind(DiagEmbed::square(&self.shape(), offset)), &[self])
     }
 }
 
 impl<V: Value> Shaping for V {}
 
-/// x with a new dim at `at`, along which it is repeated, and which is then merged with the dim next to it.
+/// Repeats x along a new dim at `at`, which is then merged with its neighbour.
 #[track_caller]
 fn repeated<V: Value>(x: &V, name: &str, dim: usize, at: usize, times: usize) -> V {
     let mut shape = x.shape();
     let Some(extent) = shape.get_mut(dim) else {
-        refuse(format!("{name}: there is no dim {dim} in {}", x.layout()));
+        refuse(format!("{name}: dim {dim} is out of range for {}", x.layout()));
     };
     *extent = extent.saturating_mul(times);
     x.expand(at, times).reshape(&shape)
@@ -262,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn shapes_by_hand() {
+    fn shapes_match_hand_computed_values() {
         World::run(Mesh::single(), |rank| {
             let x = two_by_three(rank)?;
             assert_eq!(x.unsqueeze(1).shape().as_slice(), [2, 1, 3]);
@@ -277,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn repetitions_by_hand() {
+    fn repetitions_match_hand_computed_values() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[2, 1], &[1.0f32, 2.0])?;
             assert_eq!(
@@ -294,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_by_hand() {
+    fn parts_match_hand_computed_values() {
         World::run(Mesh::single(), |rank| {
             let x = two_by_three(rank)?;
             let halves = x.chunk(1, 2);
@@ -309,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn elements_repeated_in_place_keep_the_split() {
+    fn repeat_interleave_keeps_the_sharding() {
         let mesh = Mesh::parse("a=2").unwrap();
         World::run(mesh.clone(), |rank| {
             let x = Tensor::zeros(rank, &Layout::parse("f32[3@a, 1]", &mesh)?)?;
@@ -321,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_meaning_is_refused_with_the_line() {
+    fn misuse_is_refused_with_the_source_line() {
         let cases: [fn(&Tensor) -> Tensor; 8] = [
             |x| x.squeeze(0),
             |x| x.squeeze(2),
@@ -342,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_are_cut_where_shards_are() {
+    fn chunk_boundaries_match_shard_boundaries() {
         let mesh = Mesh::parse("a=3").unwrap();
         World::run(mesh.clone(), |rank| {
             for extent in 0..9 {

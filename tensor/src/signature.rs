@@ -1,10 +1,10 @@
-//! Index signatures: one line that says which dims of which tensors are the same thing.
+//! Index signatures in the style of einsum: one line that states which dims of which tensors are the same index.
 //!
-//! `signature = tensor {"," tensor} "->" tensor {"," tensor}`; a tensor is labels separated by blanks (none: a
-//! scalar). `x` is a free label; `x!` must be whole on every rank; `..m` stands for any number of leading labels, the
-//! same in every tensor that writes `..m`; `[v]` is indexed: contracted against indices, the kernel gets its range and
-//! rows outside are zeros; `1` is a dim of extent 1 that is never split. A label binds one extent. A label in no output
-//! is contracted, one in no input is created.
+//! `signature = tensor {"," tensor} "->" tensor {"," tensor}`; a tensor is a list of labels separated by spaces (none: a
+//! scalar). `x` is a free label; `x!` must be unsharded; `..m` is an ellipsis: any number of leading labels, the same in
+//! every tensor that writes `..m`; `[v]` is indexed: contracted against indices, the kernel gets the rank's range, and
+//! rows outside of it are zeros; `1` is a dim of extent 1 that is never sharded. A label has one extent. A label in no
+//! output is contracted, a label in no input is created.
 
 use crate::refusal::Refusal;
 use shardgrad_dist::{Error, Kind, Result};
@@ -12,69 +12,70 @@ use smallvec::SmallVec;
 use std::fmt;
 use std::sync::Arc;
 
-/// What is said about one dim of a tensor.
+/// The kind of one term of a signature.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mark {
-    /// `x`
+    /// `x`: a label.
     Free,
-    /// `x!`
-    Whole,
-    /// `[v]`
+    /// `x!`: a label that must be unsharded.
+    Unsharded,
+    /// `[v]`: a label that is indexed.
     Indexed,
-    /// `..m`
-    Spread,
-    /// `1`
-    One,
+    /// `..m`: an ellipsis.
+    Ellipsis,
+    /// `1`: a dim of extent 1.
+    Unit,
 }
 
-/// One word of a tensor in a signature.
+/// One term of a tensor in a signature.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Term {
-    /// What is said about the dim, or about the dims of `..m`.
+    /// The kind of the term.
     pub mark: Mark,
     symbol: u8,
 }
 
-/// A name that the signature uses, in order of first appearance.
+/// A label name, numbered by first appearance.
 #[derive(Debug, PartialEq, Eq)]
 struct Symbol {
     name: Box<str>,
-    spread: bool,
+    is_ellipsis: bool,
 }
 
 /// A parsed index signature.
+#[doc(alias = "einsum")]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Signature {
     text: Box<str>,
     symbols: Arc<[Symbol]>,
     inputs: Vec<Vec<Term>>,
     outputs: Vec<Vec<Term>>,
-    /// The numbered labels for widths of the one `..m` from 0 on (or for no width, without a `..m`).
-    ready: Vec<Arc<Labels>>,
+    /// The numbered labels for widths of the one ellipsis from 0 on (or for no width, without an ellipsis).
+    numbered: Vec<Arc<Labels>>,
 }
 
-/// For so many widths of `..m` the labels are numbered when the signature is read.
-const NUM_READY: usize = 6;
+/// For this many widths of an ellipsis, labels are numbered when the signature is parsed.
+const NUM_WIDTHS: usize = 6;
 
-/// With so many names no width that is made ready has more labels than there are numbers.
-const SYMBOLS_MAX: u8 = Labels::ONE - NUM_READY as u8;
+/// With at most this many names, no width below [`NUM_WIDTHS`] has more labels than there are numbers.
+const SYMBOLS_MAX: u8 = Labels::UNIT - NUM_WIDTHS as u8;
 
 impl Signature {
-    /// Reads a signature such as `..m d!, d! -> ..m d!`.
+    /// Parses a signature such as `..m d!, d! -> ..m d!`.
     ///
     /// # Errors
-    /// `Kind::Shape` naming the word that is no term, a label that stands twice in one tensor, a `..m` that does not
-    /// lead, and names that `..m` would produce as well (`m0`).
+    /// `Kind::Shape` for a word that is not a term, a label that appears twice in one tensor, an ellipsis that is
+    /// not first, and names that an ellipsis would generate as well (`m0` for `..m`).
     pub fn parse(text: &str) -> Result<Signature> {
         let mut signature = Signature::read(text)?;
-        let num_spread = signature.symbols.iter().filter(|s| s.spread).count();
-        let num_ready = [1, NUM_READY].into_iter().nth(num_spread).unwrap_or(0);
-        let ready = (0..num_ready).map(|width| signature.number(|_| width)).collect::<Result<_, _>>();
-        signature.ready = ready.map_err(|e| refuse(text, &e.message))?;
+        let num_ellipses = signature.symbols.iter().filter(|s| s.is_ellipsis).count();
+        let num_ready = [1, NUM_WIDTHS].into_iter().nth(num_ellipses).unwrap_or(0);
+        let numbered = (0..num_ready).map(|width| signature.number(|_| width)).collect::<Result<_, _>>();
+        signature.numbered = numbered.map_err(|e| refuse(text, &e.message))?;
         Ok(signature)
     }
 
-    /// [`Signature::parse`] for who asks only whether a text is a signature, and what it says: no label is numbered.
+    /// [`Signature::parse`] without numbering labels, for callers that only need the terms.
     pub(crate) fn read(text: &str) -> Result<Signature> {
         let (left, right) = text.split_once("->").ok_or_else(|| refuse(text, "`->` is missing"))?;
         let mut symbols = Vec::new();
@@ -83,26 +84,26 @@ impl Signature {
             tensors.collect::<Result<Vec<_>, String>>().map_err(|why| refuse(text, &why))
         };
         let (inputs, outputs) = (side(left)?, side(right)?);
-        for spread in symbols.iter().filter(|s| s.spread) {
-            let produced = |s: &&Symbol| spread_index(&s.name, &spread.name).is_some();
+        for ellipsis in symbols.iter().filter(|s| s.is_ellipsis) {
+            let produced = |s: &&Symbol| ellipsis_index(&s.name, &ellipsis.name).is_some();
             if let Some(same) = symbols.iter().find(produced) {
-                let why = format!("`..{}` stands for labels like `{}`", spread.name, same.name);
+                let why = format!("`..{}` expands to labels like `{}`", ellipsis.name, same.name);
                 return Err(refuse(text, &why));
             }
         }
-        Ok(Signature { text: text.into(), symbols: symbols.into(), inputs, outputs, ready: Vec::new() })
+        Ok(Signature { text: text.into(), symbols: symbols.into(), inputs, outputs, numbered: Vec::new() })
     }
 
-    /// Numbers the labels, given the width of each spread symbol.
+    /// Numbers the labels, given the width of each ellipsis.
     fn number(&self, width: impl Fn(usize) -> usize) -> Result<Arc<Labels>, Refusal> {
         let mut starts = vec![0];
         let mut next = 0;
         for (s, symbol) in self.symbols.iter().enumerate() {
-            next += if symbol.spread { width(s) } else { 1 };
-            if next > usize::from(Labels::ONE) {
+            next += if symbol.is_ellipsis { width(s) } else { 1 };
+            if next > usize::from(Labels::UNIT) {
                 return Err(Refusal::new(
                     "shape",
-                    format!("`{self}` has more than {} labels", Labels::ONE),
+                    format!("`{self}` has more than {} labels", Labels::UNIT),
                     &[],
                 ));
             }
@@ -115,48 +116,48 @@ impl Signature {
         Ok(Arc::new(labels))
     }
 
-    /// What was read.
+    /// Returns the text that was parsed.
     pub(crate) fn text(&self) -> &str {
         &self.text
     }
 
-    /// The number of arguments.
+    /// Returns the number of arguments.
     #[must_use]
     pub fn num_inputs(&self) -> usize {
         self.inputs.len()
     }
 
-    /// The number of outputs.
+    /// Returns the number of outputs.
     #[must_use]
     pub fn num_outputs(&self) -> usize {
         self.outputs.len()
     }
 
-    /// The terms of each argument.
+    /// Returns the terms of each argument.
     #[must_use]
     pub fn inputs(&self) -> &[Vec<Term>] {
         &self.inputs
     }
 
-    /// The terms of each output.
+    /// Returns the terms of each output.
     #[must_use]
     pub fn outputs(&self) -> &[Vec<Term>] {
         &self.outputs
     }
 
-    /// The name of a term without its mark: `m` for `..m`, `v` for `[v]`, `1` for `1`.
+    /// Returns the name of a term without its mark: `m` for `..m`, `v` for `[v]`, `1` for `1`.
     #[must_use]
     pub fn name(&self, term: Term) -> &str {
-        if term.mark == Mark::One { "1" } else { &self.symbols[term.symbol as usize].name }
+        if term.mark == Mark::Unit { "1" } else { &self.symbols[term.symbol as usize].name }
     }
 
-    /// The labels in order of first appearance, `..m` written as `..m`.
+    /// Iterates over the labels by first appearance; an ellipsis is written as `..m`.
     pub fn labels(&self) -> impl Iterator<Item = String> {
-        self.symbols.iter().map(|s| format!("{}{}", if s.spread { ".." } else { "" }, s.name))
+        self.symbols.iter().map(|s| format!("{}{}", if s.is_ellipsis { ".." } else { "" }, s.name))
     }
 
-    /// Gives every label a number by the numbers of dims of the arguments and, for `..m` that no argument has, of the
-    /// outputs where they are known.
+    /// Numbers every label, given the number of dims of each argument and, for an ellipsis that no argument has, of
+    /// the outputs where known.
     ///
     /// # Errors
     /// Code `shape` where a tensor has too many or too few dims.
@@ -167,40 +168,40 @@ impl Signature {
     ) -> Result<Arc<Labels>, Refusal> {
         let mut widths: SmallVec<[(u8, usize); 2]> = SmallVec::new();
         for (i, terms) in self.inputs.iter().enumerate() {
-            self.solve(terms, inputs(i), &mut widths, || format!("argument {i}"), &[(i, 0)])?;
+            self.solve_width(terms, inputs(i), &mut widths, || format!("argument {i}"), &[(i, 0)])?;
         }
         for (k, terms) in self.outputs.iter().enumerate() {
             if let Some(ndim) = outputs(k) {
-                self.solve(terms, ndim, &mut widths, || format!("the wanted output {k}"), &[])?;
+                self.solve_width(terms, ndim, &mut widths, || format!("the wanted output {k}"), &[])?;
             }
         }
         let known =
             |s: usize| widths.iter().find(|(known, _)| usize::from(*known) == s).map(|(_, width)| *width);
-        let spread = self.symbols.iter().enumerate().filter(|(_, symbol)| symbol.spread);
-        if let Some((_, symbol)) = spread.clone().find(|(s, _)| known(*s).is_none()) {
-            let text = format!("no layout says how many dims `..{}` stands for", symbol.name);
+        let ellipsis = self.symbols.iter().enumerate().filter(|(_, symbol)| symbol.is_ellipsis);
+        if let Some((_, symbol)) = ellipsis.clone().find(|(s, _)| known(*s).is_none()) {
+            let text = format!("no layout gives the number of dims of `..{}`", symbol.name);
             return Err(Refusal::new("shape", text, &[]));
         }
         let width = widths.first().map_or(0, |(_, width)| *width);
-        match self.ready.get(width) {
+        match self.numbered.get(width) {
             Some(labels) => Ok(labels.clone()),
             None => self.number(|s| known(s).unwrap_or_default()),
         }
     }
 
-    /// Finds the width of the spread of a tensor, or checks the one that is known.
-    fn solve(
+    /// Finds the width of the ellipsis of a tensor, or checks the known width.
+    fn solve_width(
         &self,
         terms: &[Term],
         ndim: usize,
         widths: &mut SmallVec<[(u8, usize); 2]>,
         whose: impl Fn() -> String,
-        places: &[(usize, usize)],
+        positions: &[(usize, usize)],
     ) -> Result<(), Refusal> {
-        let spread = terms.first().filter(|t| t.mark == Mark::Spread);
-        let fixed = terms.len() - usize::from(spread.is_some());
-        let known = spread.and_then(|t| widths.iter().find(|(s, _)| *s == t.symbol)).map(|(_, width)| *width);
-        match (spread, known) {
+        let ellipsis = terms.first().filter(|t| t.mark == Mark::Ellipsis);
+        let fixed = terms.len() - usize::from(ellipsis.is_some());
+        let known = ellipsis.and_then(|t| widths.iter().find(|(s, _)| *s == t.symbol)).map(|(_, width)| *width);
+        match (ellipsis, known) {
             (None, _) if ndim == fixed => return Ok(()),
             (Some(_), Some(width)) if ndim == fixed + width => return Ok(()),
             (Some(term), None) if ndim >= fixed => {
@@ -209,23 +210,23 @@ impl Signature {
             }
             _ => {}
         }
-        let wanted = match (spread, known) {
+        let wanted = match (ellipsis, known) {
             (Some(_), None) => format!("at least {fixed}"),
             (_, width) => (fixed + width.unwrap_or(0)).to_string(),
         };
-        let terms = self.spell(terms);
-        let text = format!("{} has ndim {ndim}, but `{terms}` asks for {wanted}", whose());
-        Err(Refusal::new("shape", text, places))
+        let terms = self.format_terms(terms);
+        let text = format!("{} has ndim {ndim}, but `{terms}` needs {wanted}", whose());
+        Err(Refusal::new("shape", text, positions))
     }
 
-    fn spell(&self, terms: &[Term]) -> String {
+    fn format_terms(&self, terms: &[Term]) -> String {
         let word = |t: &Term| {
             let name = self.name(*t);
             match t.mark {
-                Mark::Free | Mark::One => name.to_string(),
-                Mark::Whole => format!("{name}!"),
+                Mark::Free | Mark::Unit => name.to_string(),
+                Mark::Unsharded => format!("{name}!"),
                 Mark::Indexed => format!("[{name}]"),
-                Mark::Spread => format!("..{name}"),
+                Mark::Ellipsis => format!("..{name}"),
             }
         };
         terms.iter().map(word).collect::<Vec<_>>().join(" ")
@@ -238,34 +239,34 @@ impl fmt::Display for Signature {
     }
 }
 
-/// The numbers of all labels of a signature once the numbers of dims are known. Labels are numbered in order of first
-/// appearance, `..m` counting as `m0 m1 ..`.
+/// The numbers of all labels of a signature for given numbers of dims. Labels are numbered by first appearance; `..m`
+/// counts as `m0 m1 ..`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Labels {
     symbols: Arc<[Symbol]>,
-    /// Where the labels of each symbol begin; one entry more than there are symbols.
+    /// The first label of each symbol, and the total number of labels at the end.
     starts: Vec<u8>,
     inputs: Vec<Vec<u8>>,
     outputs: Vec<Vec<u8>>,
 }
 
 impl Labels {
-    /// Stands for a `1` dim, which has no label.
-    pub const ONE: u8 = u8::MAX;
+    /// The number that stands for a `1` dim, which has no label.
+    pub const UNIT: u8 = u8::MAX;
 
-    /// How many labels there are.
+    /// Returns the number of labels.
     #[must_use]
     pub fn count(&self) -> usize {
         *self.starts.last().expect("there is one entry more than symbols") as usize
     }
 
-    /// Per argument and dim the number of its label, or [`Labels::ONE`].
+    /// Returns, for each argument and dim, the number of its label, or [`Labels::UNIT`].
     #[must_use]
     pub fn inputs(&self) -> &[Vec<u8>] {
         &self.inputs
     }
 
-    /// Per output and dim the number of its label, or [`Labels::ONE`].
+    /// Returns, for each output and dim, the number of its label, or [`Labels::UNIT`].
     #[must_use]
     pub fn outputs(&self) -> &[Vec<u8>] {
         &self.outputs
@@ -275,39 +276,39 @@ impl Labels {
         let mut labels = Vec::new();
         for term in terms {
             match term.mark {
-                Mark::One => labels.push(Labels::ONE),
+                Mark::Unit => labels.push(Labels::UNIT),
                 _ => labels.extend(self.numbers(term.symbol as usize)),
             }
         }
         labels
     }
 
-    /// The labels that a tensor marks with `!`.
-    pub(crate) fn whole(&self, terms: &[Term]) -> impl Iterator<Item = u8> {
-        terms.iter().filter(|t| t.mark == Mark::Whole).map(|t| self.starts[t.symbol as usize])
+    /// Iterates over the labels of a tensor that must be unsharded (`!`).
+    pub(crate) fn unsharded(&self, terms: &[Term]) -> impl Iterator<Item = u8> {
+        terms.iter().filter(|t| t.mark == Mark::Unsharded).map(|t| self.starts[t.symbol as usize])
     }
 
     fn numbers(&self, symbol: usize) -> std::ops::Range<u8> {
         self.starts[symbol]..self.starts[symbol + 1]
     }
 
-    /// The name of a label: `k`, or `m1` for the second one of `..m`.
+    /// Returns the name of a label: `k`, or `m1` for the second label of `..m`.
     #[must_use]
     pub fn name(&self, label: u8) -> String {
         let symbol = (0..self.symbols.len()).find(|s| self.numbers(*s).contains(&label));
         match symbol.map(|s| (&self.symbols[s], label - self.starts[s])) {
-            Some((symbol, i)) if symbol.spread => format!("{}{i}", symbol.name),
+            Some((symbol, i)) if symbol.is_ellipsis => format!("{}{i}", symbol.name),
             Some((symbol, _)) => symbol.name.to_string(),
             None => "1".into(),
         }
     }
 
-    /// The number of a label by its name.
+    /// Returns the number of a label by its name.
     #[must_use]
     pub fn number(&self, name: &str) -> Option<u8> {
         self.symbols.iter().enumerate().find_map(|(s, symbol)| {
-            let i = if symbol.spread {
-                spread_index(name, &symbol.name)
+            let i = if symbol.is_ellipsis {
+                ellipsis_index(name, &symbol.name)
             } else {
                 (*symbol.name == *name).then_some(0)
             };
@@ -316,49 +317,49 @@ impl Labels {
     }
 }
 
-/// `1` for the name `m1` of a label of the spread `m`.
-fn spread_index(name: &str, spread: &str) -> Option<usize> {
-    let digits = name.strip_prefix(spread)?;
+/// Returns 1 for the name `m1` of a label of the ellipsis `m`.
+fn ellipsis_index(name: &str, ellipsis: &str) -> Option<usize> {
+    let digits = name.strip_prefix(ellipsis)?;
     digits.parse().ok().filter(|_| digits.bytes().all(|b| b.is_ascii_digit()))
 }
 
 fn refuse(text: &str, why: &str) -> Error {
-    Error::new(Kind::Shape, format!("`{text}` is no signature: {why}"))
+    Error::new(Kind::Shape, format!("`{text}` is not a signature: {why}"))
 }
 
 fn terms(tensor: &str, symbols: &mut Vec<Symbol>) -> Result<Vec<Term>, String> {
     let mut terms: Vec<Term> = Vec::new();
     for word in tensor.split_whitespace() {
         let (mark, name) = match (word.strip_prefix(".."), word.strip_prefix('['), word.strip_suffix('!')) {
-            (Some(name), _, _) => (Mark::Spread, name),
+            (Some(name), _, _) => (Mark::Ellipsis, name),
             (_, Some(rest), _) => (Mark::Indexed, rest.strip_suffix(']').unwrap_or("")),
-            (_, _, Some(name)) => (Mark::Whole, name),
-            _ if word == "1" => (Mark::One, word),
+            (_, _, Some(name)) => (Mark::Unsharded, name),
+            _ if word == "1" => (Mark::Unit, word),
             _ => (Mark::Free, word),
         };
         let letters = name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_');
-        if mark != Mark::One && !(letters && name.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_'))
+        if mark != Mark::Unit && !(letters && name.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_'))
         {
-            return Err(format!("`{word}` is no label; write x, x!, ..x, [x] or 1"));
+            return Err(format!("`{word}` is not a label; write x, x!, ..x, [x] or 1"));
         }
-        if mark == Mark::Spread && !terms.is_empty() {
-            return Err(format!("`{word}` does not lead its tensor"));
+        if mark == Mark::Ellipsis && !terms.is_empty() {
+            return Err(format!("`{word}` must be the first term of its tensor"));
         }
-        if mark == Mark::One {
+        if mark == Mark::Unit {
             terms.push(Term { mark, symbol: 0 });
             continue;
         }
         let symbol = symbols.iter().position(|s| *s.name == *name).unwrap_or_else(|| {
-            symbols.push(Symbol { name: name.into(), spread: mark == Mark::Spread });
+            symbols.push(Symbol { name: name.into(), is_ellipsis: mark == Mark::Ellipsis });
             symbols.len() - 1
         });
-        if symbols[symbol].spread != (mark == Mark::Spread) {
-            return Err(format!("`{name}` and `..{name}` are two things; name one of them differently"));
+        if symbols[symbol].is_ellipsis != (mark == Mark::Ellipsis) {
+            return Err(format!("`{name}` and `..{name}` are both used; rename one of them"));
         }
         let symbol = u8::try_from(symbol).ok().filter(|symbol| *symbol < SYMBOLS_MAX);
         let symbol = symbol.ok_or_else(|| format!("it has more than {SYMBOLS_MAX} labels"))?;
-        if terms.iter().any(|t| t.mark != Mark::One && t.symbol == symbol) {
-            return Err(format!("`{name}` stands twice in one tensor"));
+        if terms.iter().any(|t| t.mark != Mark::Unit && t.symbol == symbol) {
+            return Err(format!("`{name}` appears twice in one tensor"));
         }
         terms.push(Term { mark, symbol });
     }
@@ -385,33 +386,33 @@ mod tests {
     }
 
     #[test]
-    fn scalars_ones_and_spreads_that_only_outputs_have() {
+    fn scalars_units_and_ellipses_only_in_outputs() {
         let scalar = Signature::parse("..m,  -> ..m").unwrap();
         assert_eq!((scalar.num_inputs(), scalar.inputs()[1].len()), (2, 0));
         let keep = Signature::parse("..m d!, ..m 1 -> ..m d!").unwrap();
         let labels = bound("..m d!, ..m 1 -> ..m d!", &[2, 2], &[]).unwrap();
-        assert_eq!(labels.inputs()[1], [0, Labels::ONE]);
-        assert_eq!(labels.whole(&keep.inputs()[0]).collect::<Vec<_>>(), [1]);
+        assert_eq!(labels.inputs()[1], [0, Labels::UNIT]);
+        assert_eq!(labels.unsharded(&keep.inputs()[0]).collect::<Vec<_>>(), [1]);
         assert_eq!(bound("d -> ..m d", &[1], &[3]).unwrap().count(), 3);
         assert_eq!(bound("d -> ..m d", &[1], &[]).unwrap_err().code, "shape");
-        let wide = bound("..m d -> ..m", &[NUM_READY + 3], &[]).unwrap();
-        assert_eq!((wide.count(), wide.number("d")), (NUM_READY + 3, Some(NUM_READY as u8 + 2)));
+        let wide = bound("..m d -> ..m", &[NUM_WIDTHS + 3], &[]).unwrap();
+        assert_eq!((wide.count(), wide.number("d")), (NUM_WIDTHS + 3, Some(NUM_WIDTHS as u8 + 2)));
         let two = bound("..m a, ..n a -> ..m", &[3, 2], &[]).unwrap();
         assert_eq!((0..4).map(|x| two.name(x)).collect::<Vec<_>>(), ["m0", "m1", "a", "n0"]);
     }
 
     #[test]
-    fn numbers_of_dims_that_do_not_fit_are_refused() {
+    fn wrong_numbers_of_dims_are_refused() {
         let few = bound("..m k, k n -> ..m n", &[0, 2], &[]).unwrap_err();
-        assert_eq!(few.message, "argument 0 has ndim 0, but `..m k` asks for at least 1");
+        assert_eq!(few.message, "argument 0 has ndim 0, but `..m k` needs at least 1");
         let many = bound("..m k, k n -> ..m n", &[1, 3], &[]).unwrap_err();
-        assert_eq!(many.message, "argument 1 has ndim 3, but `k n` asks for 2");
+        assert_eq!(many.message, "argument 1 has ndim 3, but `k n` needs 2");
         let other = bound("..m, ..m -> ..m", &[1, 2], &[]).unwrap_err();
-        assert_eq!(other.message, "argument 1 has ndim 2, but `..m` asks for 1");
+        assert_eq!(other.message, "argument 1 has ndim 2, but `..m` needs 1");
     }
 
     #[test]
-    fn texts_that_are_no_signatures() {
+    fn invalid_signatures_are_refused() {
         for bad in [
             "a b",
             "a a -> a",

@@ -1,11 +1,11 @@
-//! The handle: a global tensor as one rank sees it.
+//! The distributed tensor: a global tensor as one rank sees it (PyTorch's `DTensor`, a sharded `jax.Array`).
 
 use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
 use crate::lineage::Lineage;
-use crate::piece::{Piece, launch};
-use crate::watch::Watch;
+use crate::local_tensor::{LocalTensor, launch};
+use crate::anomaly::AnomalyDetector;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::op::binary::{ACCUMULATE, ADD};
 use shardgrad_kernels::op::random::{NORMAL, UNIFORM};
@@ -16,177 +16,204 @@ use std::ops::Range;
 use std::panic::Location;
 use std::rc::Rc;
 
-/// A global tensor: its layout, and the piece that this rank holds. Immutable; cloning copies the handle.
+/// A distributed tensor: its layout, and the local tensor that this rank holds. Immutable; cloning copies the handle. It
+/// corresponds to PyTorch's `DTensor` and to a sharded `jax.Array`: [`Tensor::from_global`] distributes host data,
+/// [`Tensor::from_local`] wraps local data, [`Tensor::to_layout_at`] redistributes, [`Tensor::to_host`] gathers.
+#[doc(alias = "DTensor")]
+#[doc(alias = "jax.Array")]
+#[doc(alias = "distributed_tensor")]
+#[doc(alias = "ShardedTensor")]
 #[derive(Clone)]
 pub struct Tensor(Rc<Inner>);
 
-/// Where the layout of a tensor stands. Most tensors are results of ops, whose inference has it already; to share that costs
-/// less than to share a layout, as it stays on its thread.
-enum Lies {
-    Own(Layout),
+/// Where a tensor stores its layout. Most tensors are results of ops, whose inference has the layout already; sharing
+/// the inference is cheaper than sharing the layout, because its reference count is not atomic.
+enum LayoutSource {
+    Owned(Layout),
     Output(Rc<Inference>, usize),
 }
 
 struct Inner {
     rank: Rank,
-    lies: Lies,
-    piece: Piece,
-    /// Other layouts of the same value, made once by implied steps outside of a tape.
-    forms: OnceCell<Box<RefCell<Vec<Tensor>>>>,
+    layout_source: LayoutSource,
+    local: LocalTensor,
+    /// The same value in other layouts, made by implicit steps outside of a tape and cached.
+    other_layouts: OnceCell<Box<RefCell<Vec<Tensor>>>>,
 }
 
-impl Lies {
+impl LayoutSource {
     fn layout(&self) -> &Layout {
         match self {
-            Lies::Own(layout) => layout,
-            Lies::Output(inference, i) => &inference.outputs[*i],
+            LayoutSource::Owned(layout) => layout,
+            LayoutSource::Output(inference, i) => &inference.outputs[*i],
         }
     }
 }
 
 impl Tensor {
-    /// Puts a piece under a layout. The piece has the local shape and the dtype of the layout. One of unknown lineage comes from
-    /// this shape.
+    /// Makes a distributed tensor from a local tensor and a layout. The local tensor has the local shape and the
+    /// dtype of the layout. A local tensor of unknown lineage gets the lineage of the global shape.
     ///
     /// # Panics
-    /// In debug builds, if shape or dtype differ: callers inside the library guarantee them.
+    /// In debug builds, if shape or dtype differ from the layout; callers in this crate guarantee both.
     #[must_use]
-    pub fn assemble(rank: &Rank, layout: Layout, mut piece: Piece) -> Tensor {
-        if piece.lineage == Lineage::UNKNOWN {
-            piece.lineage = Lineage::of(&layout);
+    pub fn assemble(rank: &Rank, layout: Layout, mut local: LocalTensor) -> Tensor {
+        if local.lineage == Lineage::UNKNOWN {
+            local.lineage = Lineage::of(&layout);
         }
-        Tensor::with(rank, Lies::Own(layout), piece)
+        Tensor::with(rank, LayoutSource::Owned(layout), local)
     }
 
-    /// Puts a piece under the layout that was inferred for an output of an op.
+    /// Makes the distributed tensor of an output of an op, with the inferred layout.
     ///
     /// # Panics
     /// As [`Tensor::assemble`].
     #[inline]
-    pub(crate) fn output(rank: &Rank, inference: &Rc<Inference>, i: usize, piece: Piece) -> Tensor {
-        Tensor::with(rank, Lies::Output(inference.clone(), i), piece)
+    pub(crate) fn output(rank: &Rank, inference: &Rc<Inference>, i: usize, local: LocalTensor) -> Tensor {
+        Tensor::with(rank, LayoutSource::Output(inference.clone(), i), local)
     }
 
     #[inline]
-    fn with(rank: &Rank, lies: Lies, piece: Piece) -> Tensor {
-        let layout = lies.layout();
-        debug_assert_eq!(piece.dtype, layout.dtype(), "the piece has the dtype of {layout}");
+    fn with(rank: &Rank, layout_source: LayoutSource, local: LocalTensor) -> Tensor {
+        let layout = layout_source.layout();
+        debug_assert_eq!(local.dtype, layout.dtype(), "the local tensor has the dtype of {layout}");
         debug_assert_eq!(
-            piece.view.shape,
+            local.view.shape,
             layout.local_shape(rank.coordinates()),
-            "the piece has the local shape of {layout} on rank {}",
+            "the local tensor has the local shape of {layout} on rank {}",
             rank.index()
         );
-        // Part by part: as a whole it would be read at once where its parts were just written, and wait for them.
-        let Piece { buffer, dtype, view, lineage } = piece;
-        let piece = Piece { buffer, dtype, view, lineage };
-        Tensor(Rc::new(Inner { rank: rank.clone(), lies, piece, forms: OnceCell::new() }))
+        // Moved field by field: a move as a whole would read the fields with wide loads right after narrow
+        // stores, and stall on store forwarding.
+        let LocalTensor { buffer, dtype, view, lineage } = local;
+        let local = LocalTensor { buffer, dtype, view, lineage };
+        Tensor(Rc::new(Inner { rank: rank.clone(), layout_source, local, other_layouts: OnceCell::new() }))
     }
 
-    /// The rank that holds this piece.
+    /// Returns the rank that holds the local tensor.
     #[must_use]
     pub fn rank(&self) -> &Rank {
         &self.0.rank
     }
 
-    /// How the global tensor lies on the mesh.
+    /// Returns the layout: how the global tensor is distributed over the mesh.
+    #[doc(alias = "placements")]
+    #[doc(alias = "sharding")]
+    #[doc(alias = "device_mesh")]
     #[must_use]
     pub fn layout(&self) -> &Layout {
-        self.0.lies.layout()
+        self.0.layout_source.layout()
     }
 
-    /// What this rank holds.
+    /// Returns the local tensor of this rank, without communication.
+    #[doc(alias = "to_local")]
+    #[doc(alias = "addressable_data")]
     #[must_use]
-    pub fn piece(&self) -> &Piece {
-        &self.0.piece
+    pub fn local(&self) -> &LocalTensor {
+        &self.0.local
     }
 
-    /// Says that ops will read it several times while what comes back lives: a parameter in a step of several microbatches. The
-    /// back end may keep beside it what it makes of it then ([`Backend::cache_packed`](shardgrad_kernels::Backend::cache_packed)); results are the
-    /// same. Its memory is held so long, so that an update in place comes after.
+    /// Announces that ops will read this tensor several times while the returned guard lives, like a weight in a
+    /// step of several microbatches. The back end may then cache the tensor in its packed form
+    /// ([`Backend::cache_packed`](shardgrad_kernels::Backend::cache_packed)); results are the same. The guard holds
+    /// the memory, so drop it before an update in place.
+    #[doc(alias = "prepack")]
     #[must_use]
     pub fn reuse(&self) -> PackCacheGuard {
-        self.rank().backend().cache_packed(&self.piece().buffer)
+        self.rank().backend().cache_packed(&self.local().buffer)
     }
 
-    /// A number that no other living tensor has.
+    /// Returns a number that is unique among living tensors.
+    #[doc(alias = "id")]
     #[must_use]
     pub fn identity(&self) -> usize {
         Rc::as_ptr(&self.0).addr()
     }
 
-    /// Whether two handles name the same tensor.
+    /// Whether two handles refer to the same tensor.
+    #[doc(alias = "is_same")]
     #[must_use]
-    pub fn same_as(&self, other: &Tensor) -> bool {
+    pub fn ptr_eq(&self, other: &Tensor) -> bool {
         Rc::ptr_eq(&self.0, &other.0)
     }
 
-    /// The global shape.
+    /// Returns the global shape.
+    #[doc(alias = "size")]
     #[must_use]
     pub fn shape(&self) -> Dims {
         self.layout().shape()
     }
 
-    /// The dtype.
+    /// Returns the dtype.
     #[must_use]
     pub fn dtype(&self) -> DType {
         self.layout().dtype()
     }
 
-    /// A layout that stands for a tensor whose values are not here: what a program is recorded on. To read it is an
-    /// error.
+    /// Makes a meta tensor: a layout without values, on which programs are recorded. Reading its values is an error.
+    #[doc(alias = "device_meta")]
+    #[doc(alias = "eval_shape")]
+    #[doc(alias = "ShapeDtypeStruct")]
+    #[doc(alias = "FakeTensor")]
     #[must_use]
-    pub fn outline(rank: &Rank, layout: &Layout) -> Tensor {
+    pub fn meta(rank: &Rank, layout: &Layout) -> Tensor {
         let (dtype, shape) = (layout.dtype(), layout.local_shape(rank.coordinates()));
         let buffer = Buffer::without_memory(shape.iter().product::<usize>() * dtype.size());
-        Tensor::assemble(rank, layout.clone(), Piece::received(buffer, dtype, &shape))
+        Tensor::assemble(rank, layout.clone(), LocalTensor::from_buffer(buffer, dtype, &shape))
     }
 
-    /// Whether the values are here, so that this is no outline.
+    /// Whether the tensor has values, so that it is not a meta tensor.
     #[must_use]
     pub fn has_values(&self) -> bool {
-        self.0.piece.buffer.has_memory()
+        self.0.local.buffer.has_memory()
     }
 
-    /// A tensor with one value everywhere. On a pending axis coordinate 0 holds the value, the others zeros.
+    /// Makes a tensor with one value everywhere. On a partial axis the rank at coordinate 0 holds the value, the
+    /// others hold zeros.
     ///
     /// # Errors
-    /// `Kind::Mesh` for a layout on another mesh than the rank's; `Kind::DType` for a value that a dtype of integers does not
-    /// hold; `Kind::Shape` for more elements than memory has addresses; `Kind::OutOfMemory`.
+    /// `Kind::Mesh` for a layout on another mesh than the rank's; `Kind::DType` for a value that an integer dtype
+    /// cannot represent; `Kind::Shape` for more elements than memory can address; `Kind::OutOfMemory`.
+    #[doc(alias = "ones")]
     #[track_caller]
     pub fn full(rank: &Rank, layout: &Layout, value: f64) -> Result<Tensor> {
         check_mesh(rank, layout, Location::caller())?;
-        check_held(layout.dtype(), value)?;
+        check_representable(layout.dtype(), value)?;
         layout.check_addressable()?;
-        let value = if adds_zeros(layout, rank) { 0.0 } else { value };
-        let piece = Piece::filled(rank, layout.dtype(), &layout.local_shape(rank.coordinates()), value)?;
-        Ok(Tensor::assemble(rank, layout.clone(), piece))
+        let value = if holds_zeros(layout, rank) { 0.0 } else { value };
+        let local = LocalTensor::full(rank, layout.dtype(), &layout.local_shape(rank.coordinates()), value)?;
+        Ok(Tensor::assemble(rank, layout.clone(), local))
     }
 
-    /// Zeros.
+    /// Makes a tensor of zeros.
     ///
     /// # Errors
-    /// `Kind::Mesh` for a layout on another mesh than the rank's; `Kind::Shape` for more elements than memory has addresses;
-    /// `Kind::OutOfMemory`.
+    /// `Kind::Mesh` for a layout on another mesh than the rank's; `Kind::Shape` for more elements than memory can
+    /// address; `Kind::OutOfMemory`.
     #[track_caller]
     pub fn zeros(rank: &Rank, layout: &Layout) -> Result<Tensor> {
         Tensor::full(rank, layout, 0.0)
     }
 
-    /// Normal numbers of mean 0, keyed by `key` and counted by global element index: the same on any mesh. On a pending axis
-    /// coordinate 0 holds the numbers, the others zeros.
+    /// Makes a tensor of normal random numbers with mean 0, keyed by `key` and `stream` and counted by global
+    /// element index, so that the values are the same on any mesh. On a partial axis the rank at coordinate 0 holds
+    /// the values, the others hold zeros.
     ///
     /// # Errors
     /// As [`Tensor::zeros`].
+    #[doc(alias = "randn")]
+    #[doc(alias = "random.normal")]
     #[track_caller]
     pub fn normal(rank: &Rank, layout: &Layout, key: u64, stream: u64, std: f64) -> Result<Tensor> {
         Tensor::random(rank, layout, &NORMAL, key, stream, [0.0, std])
     }
 
-    /// Uniform numbers in `low..high`, keyed, counted and placed as by [`Tensor::normal`].
+    /// Makes a tensor of uniform random numbers in `low..high`, keyed and distributed as by [`Tensor::normal`].
     ///
     /// # Errors
     /// As [`Tensor::zeros`].
+    #[doc(alias = "rand")]
+    #[doc(alias = "random.uniform")]
     #[track_caller]
     pub fn uniform(
         rank: &Rank,
@@ -210,151 +237,158 @@ impl Tensor {
     ) -> Result<Tensor> {
         let site = Location::caller();
         check_mesh(rank, layout, site)?;
-        Context::of(rank).set_given(layout, site);
-        if adds_zeros(layout, rank) {
+        Context::of(rank).note_tensor(layout, site);
+        if holds_zeros(layout, rank) {
             return Tensor::zeros(rank, layout);
         }
         layout.check_addressable()?;
-        let mut piece = Piece::alloc(rank, layout.dtype(), &layout.local_shape(rank.coordinates()))?;
+        let mut local = LocalTensor::alloc(rank, layout.dtype(), &layout.local_shape(rank.coordinates()))?;
         let mut scalars = vec![
             Scalar::Int(key as i64),
             Scalar::Int(stream as i64),
             Scalar::Real(bounds[0]),
             Scalar::Real(bounds[1]),
         ];
-        scalars.extend(box_scalars(layout, rank));
-        launch(rank, kernel, &[], &mut [&mut piece], &scalars)?;
-        Ok(Tensor::assemble(rank, layout.clone(), piece))
+        scalars.extend(index_scalars(layout, rank));
+        launch(rank, kernel, &[], &mut [&mut local], &scalars)?;
+        Ok(Tensor::assemble(rank, layout.clone(), local))
     }
 
-    /// The same tensor with its piece row-major and without gaps, copied where it is not: a view would hold all that it
-    /// was taken from.
+    /// Returns the tensor with a row-major local tensor without gaps, copied if necessary. A view would keep the
+    /// whole buffer of its source alive.
     ///
     /// # Errors
     /// `Kind::OutOfMemory`.
     pub fn contiguous(&self) -> Result<Tensor> {
-        let piece = self.piece().contiguous(self.rank())?;
-        Ok(Tensor::assemble(self.rank(), self.layout().clone(), piece))
+        let local = self.local().contiguous(self.rank())?;
+        Ok(Tensor::assemble(self.rank(), self.layout().clone(), local))
     }
 
-    /// The same numbers in a wider float dtype, which holds each of them.
+    /// Converts to a wider float dtype, without rounding.
     ///
     /// # Errors
     /// `Kind::OutOfMemory`.
-    pub fn widened(self, dtype: DType) -> Result<Tensor> {
+    pub fn widen(self, dtype: DType) -> Result<Tensor> {
         if self.dtype() == dtype {
             return Ok(self);
         }
         debug_assert!(self.dtype().size() < dtype.size(), "{} is no wider than {}", dtype, self.dtype());
-        self.converted(dtype)
+        self.into_dtype(dtype)
     }
 
-    /// The same tensor in another float dtype. Each rank rounds what it holds, of a pending sum its own part.
+    /// Converts to another float dtype. Each rank rounds its local tensor; of a partial sum, its own term.
     ///
     /// # Errors
     /// `Kind::OutOfMemory`.
-    pub fn converted(self, dtype: DType) -> Result<Tensor> {
+    #[doc(alias = "to")]
+    #[doc(alias = "astype")]
+    pub fn into_dtype(self, dtype: DType) -> Result<Tensor> {
         if self.dtype() == dtype {
             return Ok(self);
         }
-        let piece = self.piece().converted(self.rank(), dtype)?;
-        Ok(Tensor::assemble(self.rank(), self.layout().with_dtype(dtype), piece))
+        let local = self.local().to_dtype(self.rank(), dtype)?;
+        Ok(Tensor::assemble(self.rank(), self.layout().with_dtype(dtype), local))
     }
 
-    /// Another layout of this value, if an implied step outside of a tape has made it already.
-    pub(crate) fn form(&self, layout: &Layout) -> Option<Tensor> {
-        self.0.forms.get()?.borrow().iter().find(|t| t.layout() == layout).cloned()
+    /// Returns the value in another layout, if an implicit step outside of a tape has made it already.
+    pub(crate) fn cached_layout(&self, layout: &Layout) -> Option<Tensor> {
+        self.0.other_layouts.get()?.borrow().iter().find(|t| t.layout() == layout).cloned()
     }
 
-    /// Keeps another layout of this value for the next op that implies it.
-    pub(crate) fn keep_form(&self, form: Tensor) {
-        self.0.forms.get_or_init(Box::default).borrow_mut().push(form);
+    /// Caches the value in another layout for the next op that needs it.
+    pub(crate) fn cache_layout(&self, other: Tensor) {
+        self.0.other_layouts.get_or_init(Box::default).borrow_mut().push(other);
     }
 
-    /// This tensor with another of the same layout added to it, in place where nobody else holds the memory.
+    /// Adds another tensor of the same layout, in place if this handle is the only owner of its memory (gradient
+    /// accumulation).
     ///
     /// # Errors
     /// `Kind::OutOfMemory`.
+    #[doc(alias = "accumulate_grad")]
+    #[doc(alias = "add_")]
     #[track_caller]
     pub fn accumulate(mut self, other: &Tensor) -> Result<Tensor> {
         debug_assert_eq!(self.layout(), other.layout(), "cotangents of one value share a layout");
-        let (owned, rank) = (self.is_own(), self.rank().clone());
-        let lineage = self.piece().lineage.plus(other.piece().lineage);
-        if owned && !Context::of(&rank).is_watched() {
+        let (is_unique, rank) = (self.is_unique_contiguous(), self.rank().clone());
+        let lineage = self.local().lineage.plus(other.local().lineage);
+        if is_unique && !Context::of(&rank).detects_anomalies() {
             return self.update(|sum| {
                 sum.lineage = lineage;
-                launch(&rank, &ACCUMULATE, &[other.piece()], &mut [sum], &[])
+                launch(&rank, &ACCUMULATE, &[other.local()], &mut [sum], &[])
             });
         }
-        let mut sum = Piece { lineage, ..self.piece().alike(&rank, self.dtype())? };
-        launch(&rank, &ADD, &[self.piece(), other.piece()], &mut [&mut sum], &[])?;
-        if Context::of(&rank).is_watched() {
+        let mut sum = LocalTensor { lineage, ..self.local().alloc_like(&rank, self.dtype())? };
+        launch(&rank, &ADD, &[self.local(), other.local()], &mut [&mut sum], &[])?;
+        if Context::of(&rank).detects_anomalies() {
             let site = Location::caller();
-            Watch::look(&rank, "the sum of two cotangents", &[self.piece(), other.piece()], &[&sum], site)?;
+            AnomalyDetector::inspect(&rank, "the sum of two cotangents", &[self.local(), other.local()], &[&sum], site)?;
         }
         Ok(Tensor::assemble(&rank, self.layout().clone(), sum))
     }
 
-    /// The piece for writing in place, on memory that nobody shares (a copy is made if somebody does).
+    /// Updates the local tensor in place; the memory is copied first if it is shared.
     ///
     /// # Errors
     /// `Kind::OutOfMemory`.
-    pub fn update(self, change: impl FnOnce(&mut Piece) -> Result<()>) -> Result<Tensor> {
+    pub fn update(self, change: impl FnOnce(&mut LocalTensor) -> Result<()>) -> Result<Tensor> {
         let (rank, layout) = (self.rank().clone(), self.layout().clone());
-        let mut piece = self.into_own_piece()?;
-        change(&mut piece)?;
-        Ok(Tensor::assemble(&rank, layout, piece))
+        let mut local = self.into_unique_local()?;
+        change(&mut local)?;
+        Ok(Tensor::assemble(&rank, layout, local))
     }
 
-    /// Copies the numbers where somebody else holds their memory, or where they lie with gaps, so that they can be changed in place.
+    /// Makes this handle the only owner of contiguous memory, copying the elements if necessary, so that they can be
+    /// changed in place.
     ///
     /// # Errors
     /// `Kind::OutOfMemory`.
-    pub fn own(&mut self) -> Result<()> {
+    #[doc(alias = "make_mut")]
+    pub fn make_unique(&mut self) -> Result<()> {
         if let Some(inner) = Rc::get_mut(&mut self.0) {
-            // Other layouts of this value may lie in the same memory.
-            inner.forms.take();
+            // Other layouts of this value may share its memory.
+            inner.other_layouts.take();
         }
-        if self.is_own() {
+        if self.is_unique_contiguous() {
             return Ok(());
         }
-        let copy = self.piece().converted(self.rank(), self.dtype())?;
+        let copy = self.local().to_dtype(self.rank(), self.dtype())?;
         *self = Tensor::assemble(self.rank(), self.layout().clone(), copy);
         Ok(())
     }
 
-    /// Whether nobody else holds this tensor or its memory, and it lies without gaps.
-    fn is_own(&mut self) -> bool {
-        Rc::get_mut(&mut self.0).is_some_and(|i| i.piece.view.is_contiguous() && i.piece.buffer.is_unique())
+    /// Whether this is the only handle of the tensor and of its memory, and the memory has no gaps.
+    fn is_unique_contiguous(&mut self) -> bool {
+        Rc::get_mut(&mut self.0).is_some_and(|i| i.local.view.is_contiguous() && i.local.buffer.is_unique())
     }
 
-    /// Layout and piece, if this is the only handle of the tensor.
-    pub(crate) fn into_parts(self) -> Option<(Layout, Piece)> {
-        let Inner { lies, piece, .. } = Rc::try_unwrap(self.0).ok()?;
-        Some((lies.layout().clone(), piece))
+    /// Returns layout and local tensor, if this is the only handle of the tensor.
+    pub(crate) fn into_parts(self) -> Option<(Layout, LocalTensor)> {
+        let Inner { layout_source, local, .. } = Rc::try_unwrap(self.0).ok()?;
+        Some((layout_source.layout().clone(), local))
     }
 
-    /// The piece, on memory that nobody shares (a copy is made if somebody does).
+    /// Returns the local tensor on unshared memory, copied if necessary.
     ///
     /// # Errors
     /// `Kind::OutOfMemory`.
-    pub(crate) fn into_own_piece(self) -> Result<Piece> {
-        let (rank, mut piece) = match Rc::try_unwrap(self.0) {
-            Ok(inner) => (inner.rank, inner.piece),
-            Err(shared) => (shared.rank.clone(), shared.piece.clone()),
+    pub(crate) fn into_unique_local(self) -> Result<LocalTensor> {
+        let (rank, mut local) = match Rc::try_unwrap(self.0) {
+            Ok(inner) => (inner.rank, inner.local),
+            Err(shared) => (shared.rank.clone(), shared.local.clone()),
         };
-        let owned = piece.view.is_contiguous() && piece.buffer.is_unique();
-        if owned { Ok(piece) } else { piece.converted(&rank, piece.dtype) }
+        let is_unique = local.view.is_contiguous() && local.buffer.is_unique();
+        if is_unique { Ok(local) } else { local.to_dtype(&rank, local.dtype) }
     }
 }
 
-/// Whether this rank's part of every pending sum is zeros: a tensor that is made lies at coordinate 0 of pending axes.
-pub(crate) fn adds_zeros(layout: &Layout, rank: &Rank) -> bool {
+/// Whether a new tensor is zeros on this rank: on partial axes only the rank at coordinate 0 holds the values.
+pub(crate) fn holds_zeros(layout: &Layout, rank: &Rank) -> bool {
     layout.partial().iter().any(|a| rank.coordinate(a) != 0)
 }
 
-/// Where the integers of a dtype begin and where they end (the first beyond them); `None` for floats.
-pub(crate) fn integers(dtype: DType) -> Option<Range<f64>> {
+/// The range of an integer dtype (first value, first value beyond); `None` for floats.
+pub(crate) fn integer_range(dtype: DType) -> Option<Range<f64>> {
     match dtype {
         DType::I64 => Some(i64::MIN as f64..-(i64::MIN as f64)),
         DType::U8 => Some(0.0..256.0),
@@ -363,30 +397,30 @@ pub(crate) fn integers(dtype: DType) -> Option<Range<f64>> {
     }
 }
 
-/// Refuses a number that a dtype of integers does not hold; to floats any number is rounded.
-pub(crate) fn check_held(dtype: DType, number: f64) -> Result<()> {
-    if integers(dtype).is_none_or(|held| held.contains(&number) && number.fract() == 0.0) {
+/// Checks that an integer dtype can represent a number; floats round any number.
+pub(crate) fn check_representable(dtype: DType, number: f64) -> Result<()> {
+    if integer_range(dtype).is_none_or(|held| held.contains(&number) && number.fract() == 0.0) {
         return Ok(());
     }
-    Err(Error::new(Kind::DType, format!("{dtype} holds no {number}"))
-        .detail("help", "give a number that it holds, or cast the tensor first: x.cast(DType::F32)"))
+    Err(Error::new(Kind::DType, format!("{dtype} cannot represent {number}"))
+        .detail("help", "pass a value in the range of the dtype, or cast the tensor first: x.cast(DType::F32)"))
 }
 
-/// Refuses a layout on another mesh than that of the rank, which has no place in it.
+/// Checks that a layout is on the mesh of the rank.
 pub(crate) fn check_mesh(rank: &Rank, layout: &Layout, site: &'static Location<'static>) -> Result<()> {
     if layout.mesh() == rank.mesh() {
         return Ok(());
     }
-    let text = format!("a layout on {} for a rank of {}", layout.mesh(), rank.mesh());
+    let text = format!("the layout is on {}, the rank on {}", layout.mesh(), rank.mesh());
     Err(Error::new(Kind::Mesh, text)
         .detail("layout", layout.to_string())
         .detail("rank", rank.describe())
-        .detail("help", "make the layout on the mesh of the rank, rank.mesh()")
+        .detail("help", "make the layout on the mesh of the rank: rank.mesh()")
         .at(site))
 }
 
-/// Per dim the global extent and where this rank's range starts: what position-aware kernels are told.
-pub(crate) fn box_scalars(layout: &Layout, rank: &Rank) -> Vec<Scalar> {
+/// For each dim, the global extent and the start of this rank's range, as kernels that depend on the position need them.
+pub(crate) fn index_scalars(layout: &Layout, rank: &Rank) -> Vec<Scalar> {
     (0..layout.ndim())
         .flat_map(|d| {
             let start = layout.range(d, rank.coordinates()).start;
@@ -401,28 +435,28 @@ impl fmt::Debug for Tensor {
     }
 }
 
-/// Refuses host data of a Rust type that a tensor of the layout's dtype is not made of. Truth values are given as u8.
+/// Checks that host data has the Rust type of the layout's dtype. Bools are given as u8.
 pub(crate) fn check_host_dtype<T: Element>(layout: &Layout) -> Result<()> {
     let is_truth = T::DTYPE == DType::U8 && layout.dtype() == DType::Bool;
     if T::DTYPE == layout.dtype() || is_truth {
         return Ok(());
     }
-    let text = format!("host data of {} for a tensor of {}", T::DTYPE, layout.dtype());
+    let text = format!("host data of type {} for a tensor of dtype {}", T::DTYPE, layout.dtype());
     let help = match layout.dtype() {
-        DType::Bool => "give truth values as u8: 0 is false, all else is true".to_string(),
-        dtype => format!("give elements of {dtype}, or state a layout of {} and cast the tensor", T::DTYPE),
+        DType::Bool => "pass bools as u8: 0 is false, any other value is true".to_string(),
+        dtype => format!("pass elements of {dtype}, or use a layout with dtype {} and cast the tensor", T::DTYPE),
     };
     Err(Error::new(Kind::DType, text).detail("layout", layout.to_string()).detail("help", help))
 }
 
-/// Refuses host data that is no whole tensor of a layout.
+/// Checks that host data is a whole tensor of a layout.
 pub(crate) fn check_host<T: Element>(layout: &Layout, len: usize) -> Result<()> {
     check_host_dtype::<T>(layout)?;
     if len != layout.numel() {
         let text = format!("{len} host elements for a tensor of {} elements", layout.numel());
         return Err(Error::new(Kind::Shape, text)
             .detail("layout", layout.to_string())
-            .detail("help", "give one element for each place of the global shape, row-major"));
+            .detail("help", "pass all elements of the global shape, row-major; for this rank's part use Tensor::from_local"));
     }
     Ok(())
 }

@@ -1,4 +1,5 @@
-//! The methods that users see, written once for plain tensors and for recorded variables.
+//! The [`Value`] trait: the tensor methods of model code, written once for plain tensors and for recorded variables
+//! (`torch.Tensor` methods).
 
 use crate::layout::Layout;
 use crate::op::{Op, unwind};
@@ -46,31 +47,34 @@ use smallvec::SmallVec;
 use std::ops::Range;
 use std::rc::Rc;
 
-/// A tensor in the eyes of model code. Misuse unwinds with the [`Error`] that names op, layouts and line.
+/// A tensor in model code: a plain [`Tensor`] or a recorded variable of a tape. A misuse unwinds with the [`Error`] that
+/// names op, layouts and source line.
+#[doc(alias = "torch.Tensor")]
+#[doc(alias = "Variable")]
 pub trait Value: Clone {
-    /// The plain tensor behind the value.
+    /// Returns the plain tensor of the value.
     fn tensor(&self) -> &Tensor;
 
-    /// Applies an op; gives its visible outputs.
+    /// Applies an op and returns its visible outputs.
     #[track_caller]
     fn apply(op: Rc<dyn Op>, args: &[&Self]) -> SmallVec<[Self; 2]>;
 
-    /// How the value lies on the mesh.
+    /// Returns the layout of the value.
     fn layout(&self) -> &Layout {
         self.tensor().layout()
     }
 
-    /// The rank that holds this piece of the value.
+    /// Returns the rank that holds the local tensor.
     fn rank(&self) -> &Rank {
         self.tensor().rank()
     }
 
-    /// The global shape.
+    /// Returns the global shape.
     fn shape(&self) -> Dims {
         self.tensor().shape()
     }
 
-    /// The dtype.
+    /// Returns the dtype.
     fn dtype(&self) -> DType {
         self.tensor().dtype()
     }
@@ -81,36 +85,50 @@ pub trait Value: Clone {
         Self::apply(op, args).swap_remove(0)
     }
 
-    /// Applies an op with one visible output that was made for this call: plain tensors need no handle of it.
+    /// Applies an op with one visible output that was made for this call: plain tensors do not allocate it.
     #[track_caller]
     fn apply_new<O: Op + 'static>(op: O, args: &[&Self]) -> Self {
         Self::apply_one(Rc::new(op), args)
     }
 
-    /// x w over the last dim of x and the last but one of w: `[.., m, k] x [.., k, n] -> [.., m, n]`. Leading dims are
-    /// matched from the right; one that is missing or has extent 1 is repeated. A vector is `[k]` on either side.
+    /// Matrix product x w over the last dim of x and the last but one of w: `[.., m, k] x [.., k, n] -> [.., m, n]`.
+    /// Leading dims broadcast, aligned at the right. A vector is `[k]` on either side.
+    #[doc(alias = "mm")]
+    #[doc(alias = "bmm")]
+    #[doc(alias = "dot")]
+    #[doc(alias = "torch.matmul")]
+    #[doc(alias = "dot_general")]
     #[track_caller]
     #[must_use]
     fn matmul(&self, w: &Self) -> Self {
         Self::apply_one(unwind(einsum::product(self.layout().extents(), w.layout().extents())), &[self, w])
     }
 
-    /// x w^T: `[..m, n] x [k, n] -> [..m, k]`.
+    /// Matrix product with a transposed weight, x w^T: `[..m, n] x [k, n] -> [..m, k]`.
+    #[doc(alias = "functional.linear")]
+    #[doc(alias = "transposed")]
     #[track_caller]
     #[must_use]
     fn matmul_nt(&self, w: &Self) -> Self {
         Self::apply_one(einsum::matmul_nt(), &[self, w])
     }
 
-    /// x w + b in one pass: `[..m, k] x [k, n] + [n] -> [..m, n]`. k must be whole; else multiply and add.
+    /// Linear layer x w + b, fused: `[..m, k] x [k, n] + [n] -> [..m, n]`. k must be unsharded; otherwise use matmul
+    /// and add.
+    #[doc(alias = "addmm")]
+    #[doc(alias = "functional.linear")]
+    #[doc(alias = "epilogue")]
     #[track_caller]
     #[must_use]
     fn linear(&self, w: &Self, b: &Self) -> Self {
         Self::apply_new(Linear::new(1, 1), &[self, w, b])
     }
 
-    /// gelu(x w1 + b1) w2 (+ b2), GELU in its tanh form: `[..m, d]`, `[d, h]`, `[h]`, `[h, e]` (and `[e]`) give `[..m, e]`. d and e
-    /// must be whole, and with b2 so must h; without it the result is pending where h is split.
+    /// Fused feed-forward layer gelu(x w1 + b1) w2 (+ b2), GELU in its tanh form: `[..m, d]`, `[d, h]`, `[h]`,
+    /// `[h, e]` (and `[e]`) give `[..m, e]`. d and e must be unsharded, and with b2 so must h; without b2 the result is
+    /// a partial sum where h is sharded (tensor parallelism).
+    #[doc(alias = "feed_forward")]
+    #[doc(alias = "ffn")]
     #[track_caller]
     #[must_use]
     fn mlp(&self, w1: &Self, b1: &Self, w2: &Self, b2: Option<&Self>) -> Self {
@@ -121,133 +139,140 @@ pub trait Value: Clone {
         }
     }
 
-    /// The product of two tensors by an index signature, such as `b t d, d h c -> b t h c`.
+    /// The product of two tensors by an einsum signature, such as `b t d, d h c -> b t h c`.
     #[track_caller]
     #[must_use]
     fn einsum(&self, signature: &str, other: &Self) -> Self {
         Self::apply_new(unwind(einsum::Einsum::new(signature)), &[self, other])
     }
 
-    /// x + y; missing dims and extents of 1 are repeated, shapes aligned at the last dim.
+    /// x + y elementwise, with broadcasting aligned at the last dim.
     #[track_caller]
     #[must_use]
     fn add(&self, other: &Self) -> Self {
         Self::apply_new(Add::between(self.layout().extents(), other.layout().extents()), &[self, other])
     }
 
-    /// x - y; missing dims and extents of 1 are repeated, shapes aligned at the last dim.
+    /// x - y elementwise, with broadcasting aligned at the last dim.
     #[track_caller]
     #[must_use]
     fn sub(&self, other: &Self) -> Self {
         Self::apply_new(Sub::between(self.layout().extents(), other.layout().extents()), &[self, other])
     }
 
-    /// x y elementwise; missing dims and extents of 1 are repeated, shapes aligned at the last dim.
+    /// x y elementwise, with broadcasting aligned at the last dim.
     #[track_caller]
     #[must_use]
     fn mul(&self, other: &Self) -> Self {
         Self::apply_new(Mul::between(self.layout().extents(), other.layout().extents()), &[self, other])
     }
 
-    /// x / y; missing dims and extents of 1 are repeated, shapes aligned at the last dim.
+    /// x / y elementwise, with broadcasting aligned at the last dim.
     #[track_caller]
     #[must_use]
     fn div(&self, other: &Self) -> Self {
         Self::apply_new(Div::between(self.layout().extents(), other.layout().extents()), &[self, other])
     }
 
-    /// c x for a number c.
+    /// c x for a scalar c.
+    #[doc(alias = "mul_scalar")]
     #[track_caller]
     #[must_use]
     fn scale(&self, factor: f64) -> Self {
         Self::apply_new(Scale { factor }, &[self])
     }
 
-    /// x + c for a number c. A pending sum is completed.
+    /// x + c for a scalar c. A partial sum is reduced first.
     #[track_caller]
     #[must_use]
     fn add_scalar(&self, term: f64) -> Self {
         Self::apply_new(AddScalar { term }, &[self])
     }
 
-    /// -x.
+    /// -x elementwise.
+    #[doc(alias = "negative")]
     #[track_caller]
     #[must_use]
     fn neg(&self) -> Self {
         Self::apply_new(Neg, &[self])
     }
 
-    /// exp(x).
+    /// exp(x) elementwise.
     #[track_caller]
     #[must_use]
     fn exp(&self) -> Self {
         Self::apply_new(Exp, &[self])
     }
 
-    /// ln(x).
+    /// Natural logarithm ln(x) elementwise.
+    #[doc(alias = "ln")]
     #[track_caller]
     #[must_use]
     fn log(&self) -> Self {
         Self::apply_new(Log, &[self])
     }
 
-    /// The square root of x.
+    /// Square root of x elementwise.
     #[track_caller]
     #[must_use]
     fn sqrt(&self) -> Self {
         Self::apply_new(Sqrt, &[self])
     }
 
-    /// x^2.
+    /// x^2 elementwise.
     #[track_caller]
     #[must_use]
     fn square(&self) -> Self {
         Self::apply_new(Square, &[self])
     }
 
-    /// 1 / x.
+    /// 1 / x elementwise.
     #[track_caller]
     #[must_use]
     fn reciprocal(&self) -> Self {
         Self::apply_new(Reciprocal, &[self])
     }
 
-    /// tanh(x).
+    /// tanh(x) elementwise.
     #[track_caller]
     #[must_use]
     fn tanh(&self) -> Self {
         Self::apply_new(Tanh, &[self])
     }
 
-    /// max(x, 0).
+    /// ReLU: max(x, 0) elementwise.
     #[track_caller]
     #[must_use]
     fn relu(&self) -> Self {
         Self::apply_new(Relu, &[self])
     }
 
-    /// x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2.
+    /// GELU in its tanh form: x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2.
+    #[doc(alias = "gelu_tanh")]
+    #[doc(alias = "gelu_new")]
     #[track_caller]
     #[must_use]
     fn gelu(&self) -> Self {
         Self::apply_new(Gelu, &[self])
     }
 
-    /// x / (1 + exp(-x)).
+    /// SiLU (swish): x / (1 + exp(-x)).
+    #[doc(alias = "swish")]
     #[track_caller]
     #[must_use]
     fn silu(&self) -> Self {
         Self::apply_new(Silu, &[self])
     }
 
-    /// silu(x) u elementwise, with silu(x) = x / (1 + exp(-x)).
+    /// SwiGLU: silu(x) u elementwise, with silu(x) = x / (1 + exp(-x)).
+    #[doc(alias = "silu_and_mul")]
     #[track_caller]
     #[must_use]
     fn swiglu(&self, u: &Self) -> Self {
         Self::apply_new(SwiGlu, &[self, u])
     }
 
-    /// The sum of all elements, a scalar.
+    /// Sum of all elements, a scalar.
     #[track_caller]
     #[must_use]
     fn sum(&self) -> Self {
@@ -255,7 +280,7 @@ pub trait Value: Clone {
         self.sum_dims(&dims)
     }
 
-    /// The mean of all elements, a scalar.
+    /// Mean of all elements, a scalar.
     #[track_caller]
     #[must_use]
     fn mean(&self) -> Self {
@@ -263,35 +288,37 @@ pub trait Value: Clone {
         self.mean_dims(&dims)
     }
 
-    /// The sum over some dims, which disappear.
+    /// Sum over some dims, which are removed.
+    #[doc(alias = "reduce_sum")]
     #[track_caller]
     #[must_use]
     fn sum_dims(&self, dims: &[usize]) -> Self {
         Self::apply_one(unwind(Sum::over(self.layout().ndim(), dims, false)), &[self])
     }
 
-    /// The mean over some dims, which disappear.
+    /// Mean over some dims, which are removed.
     #[track_caller]
     #[must_use]
     fn mean_dims(&self, dims: &[usize]) -> Self {
         Self::apply_one(unwind(Sum::over(self.layout().ndim(), dims, true)), &[self])
     }
 
-    /// The sum of all squares in f64, a scalar without gradient.
+    /// Sum of the squares of all elements in f64, a scalar without gradient.
     #[track_caller]
     #[must_use]
     fn sum_squares(&self) -> Self {
         Self::apply_new(SumSquares, &[self])
     }
 
-    /// The largest element along the last dim, in the accumulator dtype, without gradient.
+    /// Maximum along the last dim, in the accumulator dtype, without gradient.
     #[track_caller]
     #[must_use]
     fn max_last(&self) -> Self {
         Self::apply_new(MaxLast, &[self])
     }
 
-    /// x repeated `extent` times along a new dim, counted in the result.
+    /// Repeats x `extent` times along a new dim, at position `dim` of the result, without a copy.
+    #[doc(alias = "broadcast_in_dim")]
     #[track_caller]
     #[must_use]
     fn expand(&self, dim: usize, extent: usize) -> Self {
@@ -300,7 +327,11 @@ pub trait Value: Clone {
         Self::apply_one(unwind(Expand::to(&shape, &[dim])), &[self])
     }
 
-    /// x in another dtype.
+    /// Converts x to another dtype.
+    #[doc(alias = "astype")]
+    #[doc(alias = "to")]
+    #[doc(alias = "convert_element_type")]
+    #[doc(alias = "type_as")]
     #[track_caller]
     #[must_use]
     fn cast(&self, dtype: DType) -> Self {
@@ -310,35 +341,38 @@ pub trait Value: Clone {
         Self::apply_one(Cast::of(self.dtype(), dtype), &[self])
     }
 
-    /// The same elements in row-major order under another (global) shape.
+    /// Reshapes to another global shape with the same elements in row-major order.
+    #[doc(alias = "view")]
     #[track_caller]
     #[must_use]
     fn reshape(&self, shape: &[usize]) -> Self {
         Self::apply_one(unwind(Reshape::to(&self.shape(), shape)), &[self])
     }
 
-    /// The dims in another order: dim i of the result is dim `order[i]` of x.
+    /// Permutes the dims: dim i of the result is dim `order[i]` of x.
     #[track_caller]
     #[must_use]
     fn permute(&self, order: &[usize]) -> Self {
         Self::apply_one(unwind(Permute::by(self.layout().ndim(), order)), &[self])
     }
 
-    /// Two dims exchanged.
+    /// Swaps two dims.
+    #[doc(alias = "swapaxes")]
+    #[doc(alias = "transposed")]
     #[track_caller]
     #[must_use]
     fn transpose(&self, first: usize, second: usize) -> Self {
         let (ndim, most) = (self.layout().ndim(), first.max(second));
         if most >= ndim {
-            let text = format!("transpose: there is no dim {most} among {ndim}");
-            unwind(Err::<(), _>(Error::new(Kind::Shape, text).detail("help", "dims are counted from 0")));
+            let text = format!("transpose: dim {most} is out of range for {ndim} dims");
+            unwind(Err::<(), _>(Error::new(Kind::Shape, text).detail("help", "dims count from 0")));
         }
         let mut order: Dims = (0..ndim).collect();
         order.swap(first, second);
         self.permute(&order)
     }
 
-    /// The slices along a dim, which disappears.
+    /// Splits x into its slices along a dim, which is removed.
     #[track_caller]
     #[must_use]
     fn unbind(&self, dim: usize) -> SmallVec<[Self; 2]> {
@@ -346,10 +380,10 @@ pub trait Value: Clone {
         Self::apply(unwind(Unbind::along(self.layout().ndim(), dim, count)), &[self])
     }
 
-    /// Tensors of one shape side by side along a new dim, counted in the result.
+    /// Stacks tensors of one shape along a new dim, at position `dim` of the result.
     ///
     /// # Panics
-    /// If there is no tensor.
+    /// If `parts` is empty.
     #[track_caller]
     #[must_use]
     fn stack(parts: &[&Self], dim: usize) -> Self {
@@ -357,10 +391,12 @@ pub trait Value: Clone {
         Self::apply_one(unwind(Stack::along(ndim, dim, parts.len())), parts)
     }
 
-    /// Tensors one after another along a dim that no axis splits.
+    /// Concatenates tensors along an unsharded dim.
     ///
     /// # Panics
-    /// If there is no tensor.
+    /// If `parts` is empty.
+    #[doc(alias = "cat")]
+    #[doc(alias = "concatenate")]
     #[track_caller]
     #[must_use]
     fn concat(parts: &[&Self], dim: usize) -> Self {
@@ -368,7 +404,9 @@ pub trait Value: Clone {
         Self::apply_one(unwind(Concat::along(ndim, dim, parts.len())), parts)
     }
 
-    /// A range of a dim that no axis splits.
+    /// Slices a range of an unsharded dim.
+    #[doc(alias = "narrow")]
+    #[doc(alias = "dynamic_slice")]
     #[track_caller]
     #[must_use]
     fn slice(&self, dim: usize, range: Range<usize>) -> Self {
@@ -376,7 +414,7 @@ pub trait Value: Clone {
         Self::apply_one(unwind(Slice::along(self.layout().ndim(), extent, dim, range)), &[self])
     }
 
-    /// One element of a dim that no axis splits; the dim disappears.
+    /// Selects one index of an unsharded dim, which is removed.
     #[track_caller]
     #[must_use]
     fn select(&self, dim: usize, index: usize) -> Self {
@@ -386,50 +424,62 @@ pub trait Value: Clone {
         slice.reshape(&shape)
     }
 
-    /// Zeros before and behind the elements of a dim that no axis splits.
+    /// Pads an unsharded dim with zeros before and after its elements.
     #[track_caller]
     #[must_use]
     fn pad(&self, dim: usize, before: usize, after: usize) -> Self {
         Self::apply_one(unwind(Pad::along(self.layout().ndim(), dim, before, after, 0.0)), &[self])
     }
 
-    /// exp(x_i) / sum_j exp(x_j) over the last dim.
+    /// Softmax exp(x_i) / sum_j exp(x_j) over the last dim.
     #[track_caller]
     #[must_use]
     fn softmax(&self) -> Self {
         Self::apply_new(Softmax, &[self])
     }
 
-    /// (x - mean) / sqrt(var + eps) w + b over the last dim.
+    /// Layer norm (x - mean) / sqrt(var + eps) w + b over the last dim.
+    #[doc(alias = "LayerNorm")]
     #[track_caller]
     #[must_use]
     fn layer_norm(&self, w: &Self, b: &Self, eps: f64) -> Self {
         Self::apply_new(LayerNorm { eps, has_residual: false }, &[self, w, b])
     }
 
-    /// x / sqrt(mean(x^2) + eps) w over the last dim.
+    /// RMS norm x / sqrt(mean(x^2) + eps) w over the last dim.
+    #[doc(alias = "RMSNorm")]
     #[track_caller]
     #[must_use]
     fn rms_norm(&self, w: &Self, eps: f64) -> Self {
         Self::apply_new(RmsNorm { eps, has_residual: false }, &[self, w])
     }
 
-    /// Rotary positions on `[b, t, .., c]`: channels i and i + c/2 turned by (first + index along t) `frequencies[i]`.
+    /// Rotary position embedding on `[b, t, .., c]`: rotates channels i and i + c/2 by the angle (first + index
+    /// along t) `frequencies[i]`.
+    #[doc(alias = "rotary_embedding")]
+    #[doc(alias = "apply_rotary_pos_emb")]
+    #[doc(alias = "RoPE")]
     #[track_caller]
     #[must_use]
     fn rope(&self, frequencies: &Rc<[f64]>, first: usize) -> Self {
         Self::apply_one(unwind(Rope::of(&self.shape(), frequencies.clone(), first)), &[self])
     }
 
-    /// Rows of this table, `[v, d]`, by index (i64, any shape): `[.., d]`.
+    /// Embedding lookup: rows of this table, `[v, d]`, by index (i64, any shape), give `[.., d]`.
+    #[doc(alias = "take")]
+    #[doc(alias = "gather")]
     #[track_caller]
     #[must_use]
     fn embedding(&self, index: &Self) -> Self {
         Self::apply_new(Embedding, &[self, index])
     }
 
-    /// Scaled dot-product attention of queries `[b, t, h, c]` on keys and values `[b, s, h, c]`; or of grouped queries
-    /// `[b, t, g, r, c]` on `[b, s, g, c]`. If causal, the last query sees all keys and each one before it one less.
+    /// Scaled dot-product attention of queries `[b, t, h, c]` on keys and values `[b, s, h, c]`, or of grouped
+    /// queries `[b, t, g, r, c]` on `[b, s, g, c]` (grouped-query attention). If causal, the last query sees all
+    /// keys and each query before it one less.
+    #[doc(alias = "scaled_dot_product_attention")]
+    #[doc(alias = "flash_attention")]
+    #[doc(alias = "sdpa")]
     #[track_caller]
     #[must_use]
     fn attention(&self, k: &Self, v: &Self, causal: bool) -> Self {
@@ -437,24 +487,27 @@ pub trait Value: Clone {
         Self::apply_one(Attention::of(self.layout().ndim(), mask), &[self, k, v])
     }
 
-    /// Causal [`Value::attention`] in which a query sees the last `keys` keys, its own included, and none before them; all of
-    /// them if there are no more.
-    /// Beltagy, Peters and Cohan, arXiv 2004.05150.
+    /// Causal sliding-window [`Value::attention`]: a query sees the last `keys` keys, its own included; all of them
+    /// if there are no more. Beltagy, Peters and Cohan, arXiv 2004.05150.
     ///
     /// # Panics
     /// Unwinds with `Kind::Config` for a window of 0 keys.
+    #[doc(alias = "sliding_window")]
+    #[doc(alias = "local_attention")]
     #[track_caller]
     #[must_use]
     fn window_attention(&self, k: &Self, v: &Self, keys: usize) -> Self {
         if keys == 0 {
-            let error = Error::new(Kind::Config, "attention: a window of 0 keys shows a query nothing");
-            error.detail("help", "give 1 key or more").at(std::panic::Location::caller()).raise();
+            let error = Error::new(Kind::Config, "attention: a window of 0 keys is empty");
+            error.detail("help", "pass a window of at least 1 key").at(std::panic::Location::caller()).raise();
         }
         Self::apply_one(Attention::of(self.layout().ndim(), Mask::Window(keys)), &[self, k, v])
     }
 
-    /// Of logits `[.., v]` and targets (i64, `[..]`): ln(sum_j exp(z_j)) and z_target, in the accumulator dtype. The
-    /// cross-entropy is first - second.
+    /// The two terms of the cross-entropy of logits `[.., v]` and targets (i64, `[..]`): ln(sum_j exp(z_j)) and
+    /// z_target, in the accumulator dtype. The cross-entropy is first - second.
+    #[doc(alias = "cross_entropy")]
+    #[doc(alias = "nll_loss")]
     #[track_caller]
     #[must_use]
     fn cross_entropy_terms(&self, target: &Self) -> (Self, Self) {
@@ -463,8 +516,9 @@ pub trait Value: Clone {
         (outputs.pop().expect("the op has two outputs"), picked)
     }
 
-    /// Zeros with probability p, x / (1 - p) elsewhere, by random numbers of a key and a stream that are counted by global
-    /// element index; dim 0 is counted from `first_row` on. p = 1 gives zeros. On a pipeline they are these in every step.
+    /// Dropout: zero with probability p, x / (1 - p) elsewhere, by random numbers of a key and a stream counted by
+    /// global element index; dim 0 is counted from `first_row`. p = 1 gives zeros. In a pipeline the mask is the
+    /// same in every step.
     ///
     /// # Panics
     /// Unwinds with `Kind::Config` if p is not in 0..=1.
@@ -474,11 +528,59 @@ pub trait Value: Clone {
         Self::apply_one(unwind(Dropout::of(p, key, stream, first_row)), &[self])
     }
 
-    /// [`Value::dropout`] by the numbers of a key in a step, which layers draw: a replayed program draws those of its own step
-    /// and row, or lets x pass in inference.
+    /// [`Value::dropout`] with a mask that depends on the step, as layers use it: a replayed program draws the mask
+    /// of its own step and row, or passes x unchanged in inference.
     #[track_caller]
     #[must_use]
     fn dropout_of_step(&self, p: f64, key: u64, step: u64, first_row: u64) -> Self {
-        Self::apply_one(unwind(Dropout::of_step(p, key, step, first_row)), &[self])
+        Self::apply_one(unwind(Dropout::for_step(p, key, step, first_row)), &[self])
     }
 }
+
+// Plain tensors record nothing, so an op needs no handle.
+impl Value for Tensor {
+    fn tensor(&self) -> &Tensor {
+        self
+    }
+
+    #[track_caller]
+    fn apply(op: Rc<dyn Op>, args: &[&Self]) -> SmallVec<[Self; 2]> {
+        Tensor::results(op, args)
+    }
+
+    #[track_caller]
+    fn apply_one(op: Rc<dyn Op>, args: &[&Self]) -> Self {
+        Tensor::result_of(&*op, args)
+    }
+
+    #[track_caller]
+    fn apply_new<O: Op + 'static>(op: O, args: &[&Self]) -> Self {
+        Tensor::result_of(&op, args)
+    }
+}
+
+/// Norms that return x as well, for residual blocks x + f(norm(x)). The residual sum then uses the returned x, and the
+/// backward of the norm adds the gradient of the sum to its own in one pass:
+/// `let (x, y) = x.rms_norm_with_residual(&w, eps)`, then `x.add(&f(&y))`.
+#[doc(alias = "residual_connection")]
+#[doc(alias = "pre_norm")]
+pub trait Residual: Value {
+    /// Returns x, sharing its memory, and [`Value::layer_norm`] of x: `[.., d]` both, `w` and `b` `[d]`, one float
+    /// dtype.
+    #[track_caller]
+    #[must_use]
+    fn layer_norm_with_residual(&self, w: &Self, b: &Self, eps: f64) -> (Self, Self) {
+        let mut made = Self::apply(Rc::new(LayerNorm { eps, has_residual: true }), &[self, w, b]);
+        (made.swap_remove(1), made.swap_remove(0))
+    }
+
+    /// Returns x, sharing its memory, and [`Value::rms_norm`] of x: `[.., d]` both, `w` `[d]`, one float dtype.
+    #[track_caller]
+    #[must_use]
+    fn rms_norm_with_residual(&self, w: &Self, eps: f64) -> (Self, Self) {
+        let mut made = Self::apply(Rc::new(RmsNorm { eps, has_residual: true }), &[self, w]);
+        (made.swap_remove(1), made.swap_remove(0))
+    }
+}
+
+impl<V: Value> Residual for V {}

@@ -1,14 +1,15 @@
-//! The layout algebra against its golden data: every case of every section, and counts so that none is left out.
+//! The layout algebra (steps, routes, reshape, inference, repairs) against golden data: every case of every section, with the numbers
+//! of cases.
 //!
-//! The data was written by a brute-force model that runs each accepted row on simulated ranks, forward and backward.
-//! The checks themselves are tried on planted bugs that they must find.
+//! The data was written by a brute-force model that runs each accepted case on simulated ranks, forward and backward. Mutations verify
+//! that the checks detect wrong rules.
 
 use serde_json::Value;
 use shardgrad_dist::{Axis, AxisSet, Mesh};
 use shardgrad_kernels::DType;
 use shardgrad_tensor::{
-    Dim, Inference, Layout, Refusal, RouteCache, Rule, Signature, State, Step, adjoint, infer, moved,
-    moved_back, repairs, reshape_layout, route,
+    Dim, ImplicitStep, Inference, Layout, Refusal, RouteCache, Rule, Signature, Placement, Step, adjoint, infer, elements_moved,
+    elements_moved_backward, repairs, reshape_layout, route,
 };
 use std::collections::BTreeMap;
 
@@ -39,27 +40,27 @@ fn mesh_of(case: &Value) -> Mesh {
     Mesh::new(&axes).unwrap()
 }
 
-fn state_of(value: &Value) -> State {
+fn state_of(value: &Value) -> Placement {
     match value.as_str() {
-        Some("=") => State::Invariant,
-        Some("~") => State::Replicate,
-        Some("+") => State::Partial,
+        Some("=") => Placement::Invariant,
+        Some("~") => Placement::Replicate,
+        Some("+") => Placement::Partial,
         Some(other) => panic!("`{other}` is no state"),
-        None => State::Shard(value.as_u64().expect("a dim") as usize),
+        None => Placement::Shard(value.as_u64().expect("a dim") as usize),
     }
 }
 
-/// A state as the golden data writes it.
-fn written(state: State) -> String {
+/// A state in the notation of the golden data.
+fn written(state: Placement) -> String {
     state.to_string().trim_start_matches('@').to_string()
 }
 
-fn written_step((i, axis, state): (usize, Axis, State), mesh: &Mesh) -> String {
-    format!("{i} {} {}", mesh.name(axis), written(state))
+fn written_step(step: ImplicitStep, mesh: &Mesh) -> String {
+    format!("{} {} {}", step.arg, mesh.name(step.axis), written(step.to))
 }
 
 #[test]
-fn texts_survive_reading_and_printing() {
+fn layout_texts_round_trip() {
     let golden = golden();
     let (ok, bad) = (texts(&golden["texts"], "ok"), texts(&golden["texts"], "bad"));
     for form in &ok {
@@ -78,7 +79,7 @@ fn texts_survive_reading_and_printing() {
 }
 
 #[test]
-fn ranges() {
+fn ranges_of_shards_match_golden_data() {
     let golden = golden();
     let check = |case: &Value, resplit: bool| {
         let sizes: Vec<usize> = list(case, "sizes").iter().map(|n| n.as_u64().unwrap() as usize).collect();
@@ -87,7 +88,7 @@ fn ranges() {
         let mesh = Mesh::new(&named).unwrap();
         let (extent, grain) = (number(case, "extent"), number(case, "grain"));
         let range = if resplit {
-            // The rule that looks as good and is wrong: each axis splits the range that the outer ones leave.
+            // Mutation, a plausible wrong rule: each axis splits the range that the outer axes leave.
             sizes
                 .iter()
                 .zip(&at)
@@ -99,15 +100,15 @@ fn ranges() {
     };
     let cases = list(&golden, "ranges");
     assert!(cases.iter().all(|c| check(c, false)));
-    assert!(cases.iter().any(|c| !check(c, true)), "the planted rule is found");
+    assert!(cases.iter().any(|c| !check(c, true)), "the wrong rule is detected");
     assert_eq!(cases.len(), 160);
 }
 
 #[test]
-fn single_steps_with_costs_and_adjoints() {
+fn steps_costs_and_adjoints_match_golden_data() {
     let golden = golden();
     let cases = list(&golden, "steps");
-    let mut planted = 0;
+    let mut num_detected = 0;
     for case in cases {
         let mesh = mesh_of(case);
         let from = Layout::parse(text(case, "src"), &mesh).unwrap();
@@ -115,24 +116,24 @@ fn single_steps_with_costs_and_adjoints() {
         let step = Step { axes, to: state_of(&case["to"]), grain: None };
         let to = from.after(&step);
         assert_eq!(to.to_string(), text(case, "dst"), "{case}");
-        assert_eq!(moved(&from, &step) as usize, number(case, "forward"), "{case}");
-        assert_eq!(moved_back(&from, &step) as usize, number(case, "backward"), "{case}");
+        assert_eq!(elements_moved(&from, &step) as usize, number(case, "forward"), "{case}");
+        assert_eq!(elements_moved_backward(&from, &step) as usize, number(case, "backward"), "{case}");
         let back = adjoint(&from, &step);
         assert_eq!(
             [to.dual().to_string(), to.dual().after(&back).to_string()].to_vec(),
             texts(case, "adjoint")
         );
-        planted += usize::from(moved(&from, &step) as usize != number(case, "backward"));
+        num_detected += usize::from(elements_moved(&from, &step) as usize != number(case, "backward"));
     }
-    assert!(planted > 100, "an adjoint priced as its forward step is found");
+    assert!(num_detected > 100, "an adjoint with the cost of its forward step is detected");
     assert_eq!(cases.len(), 360);
 }
 
 #[test]
-fn routes_are_as_cheap_and_as_short() {
+fn routes_are_as_cheap_and_as_short_as_golden_data() {
     let golden = golden();
     let cases = list(&golden, "routes");
-    let mut planted = 0;
+    let mut num_detected = 0;
     for case in cases {
         let mesh = mesh_of(case);
         let (from, to) = (
@@ -148,35 +149,35 @@ fn routes_are_as_cheap_and_as_short() {
         let mut at = from.clone();
         let mut cost = blind.forward;
         for step in &blind.steps {
-            cost += moved_back(&at, step);
+            cost += elements_moved_backward(&at, step);
             at = at.after(step);
         }
-        planted += usize::from(cost > found.elements());
+        num_detected += usize::from(cost > found.elements());
     }
-    assert!(planted > 0, "a search that forgets the adjoints is found");
+    assert!(num_detected > 0, "a search that ignores the adjoints is detected");
     assert_eq!(cases.len(), 240);
 }
 
 #[test]
-fn reshapes_that_split_a_dim() {
+fn reshapes_that_split_a_dim_match_golden_data() {
     let golden = golden();
     let cases = list(&golden, "reshape_split");
     let (mut legal, mut filled) = (0, 0);
     for case in cases {
         let mesh = Mesh::new(&[("a", number(case, "axis"))]).unwrap();
         let (a, b, grain) = (number(case, "A"), number(case, "B"), number(case, "grain"));
-        let dim = Dim::split(a * b, [Axis(0)]).in_grains(grain);
+        let dim = Dim::sharded(a * b, [Axis(0)]).with_grain(grain);
         let from = Layout::new(&mesh, DType::F32, [dim], AxisSet::EMPTY, AxisSet::EMPTY).unwrap();
         let got = reshape_layout(&from, &[a, b]);
         match (case["grain_on_a"].as_u64(), got) {
             (Some(grain), Ok(to)) => {
-                let on_a = Dim::split(a, [Axis(0)]).in_grains(grain as usize);
-                assert_eq!(to.dims(), [on_a, Dim::whole(b)], "{case}");
+                let on_a = Dim::sharded(a, [Axis(0)]).with_grain(grain as usize);
+                assert_eq!(to.dims(), [on_a, Dim::unsharded(b)], "{case}");
                 legal += 1;
             }
-            // With A of extent 1 no axis is needed to fill it, so all of them land on B.
+            // A dim A of extent 1 needs no axis, so all axes shard B.
             (None, Ok(to)) => {
-                assert_eq!((a, to.dims()), (1, &[Dim::whole(1), Dim { extent: b, ..dim }][..]), "{case}");
+                assert_eq!((a, to.dims()), (1, &[Dim::unsharded(1), Dim { extent: b, ..dim }][..]), "{case}");
                 filled += 1;
             }
             (None, Err(refusal)) => assert_eq!(refusal.code, "reshape", "{case}"),
@@ -186,7 +187,7 @@ fn reshapes_that_split_a_dim() {
     assert_eq!((cases.len(), legal, filled), (136, 107, 8));
 }
 
-/// One op of the golden data, ready to be asked.
+/// An op of the golden data.
 struct Op<'a> {
     mesh: Mesh,
     signature: Signature,
@@ -208,7 +209,7 @@ impl<'a> Op<'a> {
         }
     }
 
-    /// For labels that no argument has: whole layouts of the right extents.
+    /// Unsharded layouts of the right extents, for outputs with labels that no argument has.
     fn want(&self, args: &[&Layout]) -> Vec<Layout> {
         let leading = number(self.group, "leading_dims");
         let shape = |terms: &Vec<shardgrad_tensor::Term>| {
@@ -217,10 +218,10 @@ impl<'a> Op<'a> {
                 let name = self.signature.name(*term);
                 let of = |name: &str| number(&self.group["extents"], name);
                 match term.mark {
-                    shardgrad_tensor::Mark::Spread => {
+                    shardgrad_tensor::Mark::Ellipsis => {
                         shape.extend((0..leading).map(|i| of(&format!("{name}{i}"))))
                     }
-                    shardgrad_tensor::Mark::One => shape.push(1),
+                    shardgrad_tensor::Mark::Unit => shape.push(1),
                     _ => shape.push(of(name)),
                 }
             }
@@ -248,7 +249,7 @@ impl<'a> Op<'a> {
         texts(case, "in").iter().map(|t| Layout::parse(t, &self.mesh).unwrap()).collect()
     }
 
-    /// What we say about a case, in the words of the golden data.
+    /// Our result for a case, in the format of the golden data.
     fn answer(&self, case: &Value) -> Value {
         let layouts = self.args(case);
         let args: Vec<&Layout> = layouts.iter().collect();
@@ -256,12 +257,12 @@ impl<'a> Op<'a> {
         match self.infer(&args) {
             Ok(inference) => {
                 let (mut now, mut paid, mut forward, mut backward) = (layouts.clone(), false, 0, 0);
-                for &(i, axis, state) in &inference.steps {
+                for &ImplicitStep { arg: i, axis, to: state } in &inference.steps {
                     let step = Step::new(axis, state);
-                    paid |= now[i].state(axis) == State::Partial;
-                    forward += moved(&now[i], &step);
+                    paid |= now[i].placement(axis) == Placement::Partial;
+                    forward += elements_moved(&now[i], &step);
                     let counts = self.differentiable[i] && now[i].dtype().is_float();
-                    backward += if counts { moved_back(&now[i], &step) } else { 0 };
+                    backward += if counts { elements_moved_backward(&now[i], &step) } else { 0 };
                     now[i] = now[i].after(&step);
                 }
                 for ((before, after), target) in layouts.iter().zip(&now).zip(&inference.targets) {
@@ -309,13 +310,13 @@ impl<'a> Op<'a> {
                 .changes
                 .iter()
                 .map(|(i, to)| match to {
-                    shardgrad_tensor::Move::Exchange(axis, d) => {
-                        written_step((*i, *axis, State::Shard(*d)), &self.mesh)
+                    shardgrad_tensor::RepairAction::Exchange(axis, d) => {
+                        written_step(ImplicitStep { arg: *i, axis: *axis, to: Placement::Shard(*d) }, &self.mesh)
                     }
-                    shardgrad_tensor::Move::Gather(axis) => {
-                        written_step((*i, *axis, State::Replicate), &self.mesh)
+                    shardgrad_tensor::RepairAction::Gather(axis) => {
+                        written_step(ImplicitStep { arg: *i, axis: *axis, to: Placement::Replicate }, &self.mesh)
                     }
-                    shardgrad_tensor::Move::Adopt(..) => panic!("on one axis no list differs from another"),
+                    shardgrad_tensor::RepairAction::Adopt(..) => panic!("on one axis there is only one order of axes"),
                 })
                 .collect();
             let out: Vec<String> = repair.outputs.iter().map(Layout::to_string).collect();
@@ -325,7 +326,7 @@ impl<'a> Op<'a> {
     }
 }
 
-/// Axis and labels of a conflict, out of our message, in the words of the golden data.
+/// Axis and labels of a conflict, from our error text, in the format of the golden data.
 fn why(message: &str) -> String {
     let quoted: Vec<&str> = message.split('`').skip(1).step_by(2).collect();
     let (axis, mut labels) = (quoted[0], [quoted[1], quoted[2]]);
@@ -333,12 +334,12 @@ fn why(message: &str) -> String {
     format!("axis {axis} splits labels {} and {}", labels[0], labels[1])
 }
 
-/// Every case of the `ops` section whose answer is another one, and how many there are of each kind.
-fn disagreements(golden: &Value, plant: impl Fn(&mut Op<'_>)) -> (Vec<String>, BTreeMap<String, usize>) {
+/// The cases of the `ops` section whose result differs from the golden data, and the number of cases of each kind.
+fn disagreements(golden: &Value, mutate: impl Fn(&mut Op<'_>)) -> (Vec<String>, BTreeMap<String, usize>) {
     let (mut wrong, mut count) = (Vec::new(), BTreeMap::new());
     for group in list(golden, "ops") {
         let mut op = Op::new(group);
-        plant(&mut op);
+        mutate(&mut op);
         for case in list(group, "cases") {
             let kind =
                 case.get("kind").or(case.get("refuse")).and_then(Value::as_str).expect("accepted or refused");
@@ -355,7 +356,7 @@ fn disagreements(golden: &Value, plant: impl Fn(&mut Op<'_>)) -> (Vec<String>, B
 }
 
 #[test]
-fn every_row_of_every_op() {
+fn inference_of_every_op_matches_golden_data() {
     let golden = golden();
     let (wrong, count) = disagreements(&golden, |_| {});
     assert!(wrong.is_empty(), "{} cases differ, the first: {}", wrong.len(), wrong[0]);
@@ -374,7 +375,7 @@ fn every_row_of_every_op() {
 }
 
 #[test]
-fn wrong_declarations_are_found() {
+fn wrong_declarations_of_ops_are_detected() {
     let golden = golden();
     let is = |op: &Op<'_>, name: &str| text(op.group, "op") == name;
     let joint_mul = |op: &mut Op<'_>| {
@@ -400,12 +401,12 @@ fn wrong_declarations_are_found() {
     assert!(!disagreements(&golden, joint_mul).0.is_empty());
     assert!(!disagreements(&golden, split_softmax).0.is_empty());
     assert!(!disagreements(&golden, linear_silu).0.is_empty());
-    // The mask is an integer tensor, and those never have a cotangent, whatever is declared.
+    // The mask is an integer tensor, which never has a cotangent, whatever the op declares.
     assert!(disagreements(&golden, real_indices).0.is_empty());
 }
 
 #[test]
-fn wanted_layouts_decide_created_labels() {
+fn requested_layouts_determine_new_labels() {
     let golden = golden();
     let cases = list(&golden, "want");
     for case in cases {

@@ -1,12 +1,12 @@
-//! The planner of routes against an exhaustive search, and every route by value: all pairs of layouts on small meshes.
+//! The route planner against an exhaustive search, and the values of every route: all pairs of layouts on small meshes.
 
 use shardgrad_dist::{Axis, AxisSet, Mesh, Rank, Result, World};
 use shardgrad_kernels::DType;
-use shardgrad_tensor::check::{Global, layouts};
+use shardgrad_tensor::check::{GlobalTensor, layouts};
 use shardgrad_tensor::op::Vjp;
 use shardgrad_tensor::ops::Input;
 use shardgrad_tensor::ops::redistribute::Redistribute;
-use shardgrad_tensor::{Layout, State, Step, moved, moved_back, op, route};
+use shardgrad_tensor::{Layout, Placement, Step, elements_moved, elements_moved_backward, op, route};
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::panic::Location;
@@ -14,10 +14,10 @@ use std::panic::Location;
 const MESHES: [&str; 7] = ["a=2", "a=3", "a=4", "a=2,b=2", "a=2,b=3", "a=3,b=2", "a=1,b=3"];
 const SHAPES: [&[usize]; 6] = [&[6, 4], &[5, 3], &[1, 2], &[0, 3], &[7], &[]];
 
-/// The axes that a route may use: those whose place or state changes, and those inside them in the same dims.
-fn concerned(from: &Layout, to: &Layout) -> AxisSet {
+/// The axes that a route may use: axes whose dim or state changes, and axes inside of them in the same dims.
+fn changed_axes(from: &Layout, to: &Layout) -> AxisSet {
     let mesh = from.mesh();
-    let mut found: AxisSet = mesh.axes().filter(|a| from.state(*a) != to.state(*a)).collect();
+    let mut found: AxisSet = mesh.axes().filter(|a| from.placement(*a) != to.placement(*a)).collect();
     for (x, y) in from.dims().iter().zip(to.dims()) {
         let common =
             x.axes.iter().zip(y.axes.iter()).take_while(|(x, y)| x == y && !found.contains(*x)).count();
@@ -26,67 +26,67 @@ fn concerned(from: &Layout, to: &Layout) -> AxisSet {
     found
 }
 
-/// Every step that a layout allows: one axis that is the innermost of its dim (or splits none) to any state, and any set of
-/// pending axes completed at once.
+/// Every step that a layout allows: an axis that is the innermost of its dim (or shards none) to any state, and an all-reduce over
+/// any set of partial axes.
 fn steps(layout: &Layout, free: AxisSet) -> Vec<Step> {
     let mesh = layout.mesh();
     let axes: Vec<Axis> = mesh.axes().filter(|a| mesh.size(*a) > 1 && free.contains(*a)).collect();
-    let states: Vec<State> = [State::Invariant, State::Replicate, State::Partial]
+    let states: Vec<Placement> = [Placement::Invariant, Placement::Replicate, Placement::Partial]
         .into_iter()
-        .chain((0..layout.ndim()).map(State::Shard))
+        .chain((0..layout.ndim()).map(Placement::Shard))
         .collect();
     let mut found = Vec::new();
     for &axis in &axes {
-        let from = layout.state(axis);
-        let stays = matches!(from, State::Shard(d) if layout.dims()[d].axes.last() != Some(axis));
+        let from = layout.placement(axis);
+        let stays = matches!(from, Placement::Shard(d) if layout.dims()[d].axes.last() != Some(axis));
         found.extend(states.iter().filter(|to| **to != from && !stays).map(|to| Step::new(axis, *to)));
     }
-    let pending: Vec<Axis> = layout.partial().iter().filter(|a| free.contains(*a)).collect();
-    for set in 0..1 << pending.len() {
+    let partial: Vec<Axis> = layout.partial().iter().filter(|a| free.contains(*a)).collect();
+    for set in 0..1 << partial.len() {
         let chosen: AxisSet =
-            pending.iter().enumerate().filter(|(i, _)| set >> i & 1 == 1).map(|(_, a)| *a).collect();
+            partial.iter().enumerate().filter(|(i, _)| set >> i & 1 == 1).map(|(_, a)| *a).collect();
         if chosen.len() > 1 {
-            found.extend([State::Invariant, State::Replicate].map(|to| Step::complete(chosen, to)));
+            found.extend([Placement::Invariant, Placement::Replicate].map(|to| Step::complete(chosen, to)));
         }
     }
     found
 }
 
-/// The least cost from a layout to every other, by relaxation until nothing changes.
-fn least(from: &Layout, all: &[Layout], free: AxisSet, backward: bool) -> HashMap<String, u64> {
-    let mut least = HashMap::from([(from.to_string(), 0)]);
+/// The minimal cost from a layout to every other, by relaxation until nothing changes (Bellman-Ford).
+fn min_costs(from: &Layout, all: &[Layout], free: AxisSet, backward: bool) -> HashMap<String, u64> {
+    let mut min_costs = HashMap::from([(from.to_string(), 0)]);
     loop {
-        let before = least.clone();
+        let before = min_costs.clone();
         for at in all {
-            let Some(&paid) = least.get(&at.to_string()) else { continue };
+            let Some(&paid) = min_costs.get(&at.to_string()) else { continue };
             for step in steps(at, free) {
-                let cost = paid + moved(at, &step) + if backward { moved_back(at, &step) } else { 0 };
-                let known = least.entry(at.after(&step).to_string()).or_insert(u64::MAX);
+                let cost = paid + elements_moved(at, &step) + if backward { elements_moved_backward(at, &step) } else { 0 };
+                let known = min_costs.entry(at.after(&step).to_string()).or_insert(u64::MAX);
                 *known = cost.min(*known);
             }
         }
-        if before == least {
-            return least;
+        if before == min_costs {
+            return min_costs;
         }
     }
 }
 
 #[test]
-fn no_route_costs_more_than_the_cheapest_of_all() {
-    let (mut pairs, mut dearer) = (0, 0);
+fn routes_are_as_cheap_as_an_exhaustive_search() {
+    let (mut pairs, mut costlier) = (0, 0);
     for mesh in MESHES {
         let mesh = Mesh::parse(mesh).unwrap();
         for shape in SHAPES {
             let all = layouts(&mesh, DType::F32, shape);
             for from in &all {
-                // An axis that stands still takes no part: it could share the work of completing a sum over another, in more
-                // calls.
+                // An axis that does not change takes no part, although it could share the work of an all-reduce over another axis,
+                // with more calls.
                 let mut known: HashMap<u16, [HashMap<String, u64>; 2]> = HashMap::new();
                 for to in &all {
-                    let free = concerned(from, to);
+                    let free = changed_axes(from, to);
                     let best = known
                         .entry(free.bits())
-                        .or_insert_with(|| [true, false].map(|backward| least(from, &all, free, backward)));
+                        .or_insert_with(|| [true, false].map(|backward| min_costs(from, &all, free, backward)));
                     for (backward, best) in [true, false].into_iter().zip(&*best) {
                         let found = route(from, to, backward).unwrap();
                         assert_eq!(
@@ -97,32 +97,32 @@ fn no_route_costs_more_than_the_cheapest_of_all() {
                         );
                         assert_eq!(&found.steps.iter().fold(from.clone(), |l, s| l.after(s)), to);
                     }
-                    // A search that forgets the way back is found by this very comparison.
+                    // Mutation: a search that ignores the cost of the backward is detected by this comparison.
                     let blind = route(from, to, false).unwrap();
                     let walk = blind.steps.iter().fold((from.clone(), 0), |(at, cost), step| {
-                        let cost = cost + moved(&at, step) + moved_back(&at, step);
+                        let cost = cost + elements_moved(&at, step) + elements_moved_backward(&at, step);
                         (at.after(step), cost)
                     });
-                    dearer += usize::from(walk.1 > best[0][&to.to_string()]);
+                    costlier += usize::from(walk.1 > best[0][&to.to_string()]);
                     pairs += 1;
                 }
             }
         }
     }
-    assert!(dearer > 100, "the planted planner costs more on {dearer} of {pairs} pairs");
+    assert!(costlier > 100, "the planner that ignores the backward costs more on {costlier} of {pairs} pairs");
     assert_eq!(pairs, PAIRS);
 }
 
-/// Pairs of layouts, all meshes and shapes.
+/// The number of pairs of layouts on all meshes and shapes.
 const PAIRS: usize = 10_358;
 
-/// Moves a value and brings a cotangent back; what differs, if anything does.
-fn there_and_back(rank: &Rank, x: &Global, [from, to]: [&Layout; 2]) -> Result<Option<String>> {
+/// Redistributes a value and its cotangent; returns a difference if there is one.
+fn check_round_trip(rank: &Rank, x: &GlobalTensor, [from, to]: [&Layout; 2]) -> Result<Option<String>> {
     let site = Location::caller();
     let op = Redistribute::between(rank, from, to)?;
-    let moved = op::apply(&*op, &[&x.place_strided(rank, from)?], &[], site)?.remove(0);
-    let there = x.differs(&moved, 0.0, site)?;
-    let grads = [Some(x.place_strided(rank, &to.dual())?)];
+    let moved = op::apply(&*op, &[&x.distribute_strided(rank, from)?], &[], site)?.remove(0);
+    let there = x.find_mismatch(&moved, 0.0, site)?;
+    let grads = [Some(x.distribute_strided(rank, &to.dual())?)];
     let back = op.vjp(&Vjp {
         rank,
         inputs: &[None],
@@ -130,28 +130,28 @@ fn there_and_back(rank: &Rank, x: &Global, [from, to]: [&Layout; 2]) -> Result<O
         input_layouts: std::slice::from_ref(from),
         output_layouts: std::slice::from_ref(to),
         grads: &grads,
-        wanted: &[true],
-        taken: RefCell::default(),
-        sums: &[],
+        needs_input_grad: &[true],
+        donated: RefCell::default(),
+        accumulators: &[],
     });
     let back = back.into_iter().next().flatten().expect("a route has an adjoint");
-    let found = x.differs(&back, 0.0, site)?;
-    let laid = (moved.layout() != to || *back.layout() != from.dual()).then(|| "lies elsewhere".to_string());
+    let found = x.find_mismatch(&back, 0.0, site)?;
+    let laid = (moved.layout() != to || *back.layout() != from.dual()).then(|| "has another layout than planned".to_string());
     Ok(there.or(found).or(laid).map(|what| format!("{from} -> {to}: {what}")))
 }
 
 #[test]
-fn every_route_keeps_every_element_both_ways() {
+fn every_route_preserves_values_and_cotangents() {
     for text in MESHES {
         let mesh = Mesh::parse(text).unwrap();
         let wrong = World::new(mesh.clone()).threads(1).launch(|rank| {
             let mut wrong = Vec::new();
             for shape in SHAPES {
-                let x = Global::draw(&Input::real(shape), 7);
+                let x = GlobalTensor::draw(&Input::real(shape), 7);
                 let all = layouts(rank.mesh(), DType::F64, shape);
                 for from in &all {
                     for to in &all {
-                        wrong.extend(there_and_back(rank, &x, [from, to])?);
+                        wrong.extend(check_round_trip(rank, &x, [from, to])?);
                     }
                 }
             }

@@ -1,11 +1,11 @@
-//! Properties of layouts and of the rule that hold for all inputs, tried on random ones.
+//! Property-based tests of layouts and layout inference.
 
 use proptest::prelude::*;
 use shardgrad_dist::{Axis, AxisSet, Mesh};
 use shardgrad_kernels::DType;
 use shardgrad_tensor::{AxisList, Dim, Inference, Layout, Rule, Signature, infer};
 
-/// Extents and grains, and for each of six axes of sizes 1 to 3 a place: a dim, `+`, `~` or nothing.
+/// Random layouts: extents and grains, and for each of six axes of sizes 1 to 3 a dim, `+`, `~` or `=`.
 fn layout() -> impl Strategy<Value = Layout> {
     let dims = prop::collection::vec((0usize..5, 1usize..4), 0..4);
     let sizes = prop::collection::vec(1usize..4, 6);
@@ -34,7 +34,7 @@ fn layout() -> impl Strategy<Value = Layout> {
     )
 }
 
-/// Whether every argument, after its steps, holds the ranges that the labels say, on every rank.
+/// Whether on every rank every argument, after its steps, has the ranges of its labels.
 fn ranges_fit(signature: &Signature, args: &[&Layout], got: &Inference) -> bool {
     let mesh = args[0].mesh();
     let labels = signature.bind(|i| args[i].ndim(), |_| None).unwrap();
@@ -54,7 +54,7 @@ fn ranges_fit(signature: &Signature, args: &[&Layout], got: &Inference) -> bool 
 
 proptest! {
     #[test]
-    fn arguments_hold_the_ranges_of_their_labels(
+    fn arguments_have_the_ranges_of_their_labels(
         grains in prop::collection::vec(prop::sample::select(vec![1usize, 2, 3, 4, 6]), 4),
         lists in prop::collection::vec(prop::sample::select(vec!["", "@a", "@b", "@a@b"]), 4),
     ) {
@@ -71,7 +71,7 @@ proptest! {
     }
 
     #[test]
-    fn printing_and_reading_gives_the_layout(layout in layout()) {
+    fn layout_text_round_trips(layout in layout()) {
         prop_assert_eq!(Layout::parse(&layout.to_string(), layout.mesh()).unwrap(), layout);
     }
 
@@ -82,10 +82,10 @@ proptest! {
             let mut seen = vec![0; dim.extent];
             for rank in 0..mesh.num_ranks() {
                 let at = mesh.coordinate(rank);
-                prop_assert!(layout.range(d, &at).len() <= dim.most(&mesh));
+                prop_assert!(layout.range(d, &at).len() <= dim.max_local_extent(&mesh));
                 layout.range(d, &at).for_each(|i| seen[i] += 1);
             }
-            prop_assert!(seen.iter().all(|n| *n == mesh.num_ranks() / dim.axes.ways(&mesh)));
+            prop_assert!(seen.iter().all(|n| *n == mesh.num_ranks() / dim.axes.num_shards(&mesh)));
         }
     }
 }

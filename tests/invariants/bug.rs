@@ -1,35 +1,35 @@
-//! Bugs of kinds that other frameworks have shipped, to be planted one at a time.
+//! Planted bugs, of kinds that other frameworks have shipped.
 
 use shardgrad::prelude::*;
-use shardgrad::tensor::Piece;
-use shardgrad::tensor::op::{Cotangents, Local, Op, Pieces, Vjp};
+use shardgrad::tensor::LocalTensor;
+use shardgrad::tensor::op::{Cotangents, ForwardContext, Op, LocalTensors, Vjp};
 use std::rc::Rc;
 
-/// What is wrong with a run, on purpose.
+/// A planted bug.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Bug {
     None,
-    /// The hidden activation passes a pending sum through a non-linear op.
+    /// A non-linear op is applied to a partial sum.
     PendingThroughRelu,
     /// A mean divides by the local extent.
     LocalMean,
     /// A vjp scales by the size of the world.
     WorldScaledVjp,
-    /// A vjp gives zeros.
+    /// A vjp returns zeros.
     ZeroVjp,
-    /// A layer reads a cut-off copy of its input.
+    /// A layer reads a detached copy of its input.
     Detached,
     /// A parameter is multiplied by a mask of zeros.
     Masked,
-    /// Each rank updates with a rate of its own.
+    /// Each rank uses another learning rate.
     RankRate,
-    /// A parameter that should be replicated is initialised by rank.
+    /// A replicated parameter is initialised differently per rank.
     RankInit,
-    /// One rank leaves a parameter out of its update.
+    /// One rank skips the update of a parameter.
     RankSkips,
 }
 
-/// An op that is wrong in one way.
+/// An op with a planted bug.
 #[derive(Debug)]
 struct Broken(Bug);
 
@@ -46,7 +46,7 @@ impl Op for Broken {
         &[&[0]]
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         match self.0 {
             Bug::PendingThroughRelu => {
                 let mut y = local.output(0)?;
@@ -59,7 +59,7 @@ impl Op for Broken {
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|_| match self.0 {
+        cx.cotangents(|_| match self.0 {
             Bug::WorldScaledVjp => cx.grad(0).scale(cx.rank.mesh().num_ranks() as f64),
             Bug::ZeroVjp => cx.grad(0).scale(0.0),
             _ => cx.grad(0),
@@ -67,7 +67,7 @@ impl Op for Broken {
     }
 }
 
-/// What stands between the two products of a block.
+/// The identity between the two linear layers of a block, or a broken op.
 pub(crate) fn forward(h: &Var, bug: Bug) -> Var {
     if matches!(bug, Bug::WorldScaledVjp | Bug::ZeroVjp) {
         Var::apply_one(Rc::new(Broken(bug)), &[h])
@@ -76,7 +76,7 @@ pub(crate) fn forward(h: &Var, bug: Bug) -> Var {
     }
 }
 
-/// The second product of a block.
+/// The second linear layer of a block.
 pub(crate) fn down(layer: &Linear, h: &Var, bug: Bug) -> Var {
     if bug != Bug::PendingThroughRelu {
         return layer.forward(h);
@@ -91,7 +91,7 @@ pub(crate) fn mean(losses: &Var, bug: Bug) -> Var {
     if bug != Bug::LocalMean {
         return losses.mean();
     }
-    let local = losses.tensor().piece().numel().max(1);
+    let local = losses.tensor().local().numel().max(1);
     losses.sum().scale(1.0 / local as f64)
 }
 
@@ -113,7 +113,7 @@ pub(crate) fn initialise<M: Module>(model: &Model<M>, bug: Bug) -> Result<()> {
     param.set_tensor(Tensor::from_local(rank, &layout, &vec![1.0 + rank.index() as f64; numel])?)
 }
 
-/// The gradients that a rank updates with.
+/// Returns the gradients of a rank, one zeroed with `Bug::RankSkips`.
 pub(crate) fn skip<M: Module>(
     rank: &Rank,
     model: &Model<M>,

@@ -1,10 +1,10 @@
 //! The three invariants, on random models, meshes, plans and shapes:
 //!
 //! 1. the sharded gradient is the single-rank gradient (f64; exactly on small integers);
-//! 2. no parameter's gradient is all zero on random input, but for a declared list;
+//! 2. no parameter's gradient is all zero on random input, except a declared list;
 //! 3. replicated parameters are bitwise equal on all replicas after each step.
 //!
-//! Each check is proved by planting the bugs it must find (`planted.rs`).
+//! Each check is validated by planted bugs that it must find (`planted.rs`).
 
 mod bug;
 mod model;
@@ -15,10 +15,10 @@ use model::{Sample, Trained, strategy};
 use proptest::prelude::*;
 use shardgrad::prelude::*;
 
-/// Gradients that are zero by mathematics: softmax does not see what is added to every key.
+/// Parameters whose gradient is zero mathematically, such as a key bias in attention.
 const ZERO_BY_NATURE: &[&str] = &[];
 
-/// What a check found wrong, if anything.
+/// The result of a check.
 type Verdict = std::result::Result<(), String>;
 
 /// Invariant 1.
@@ -64,7 +64,7 @@ fn replicas_agree(run: &Trained) -> Verdict {
     Ok(())
 }
 
-/// 40 cases a property, or as many as PROPTEST_CASES says.
+/// 40 cases per property, or PROPTEST_CASES.
 fn cases() -> ProptestConfig {
     let default = ProptestConfig { failure_persistence: None, ..ProptestConfig::default() };
     if std::env::var_os("PROPTEST_CASES").is_some() {

@@ -1,5 +1,5 @@
-//! Random models under random plans: a stack of products, norms, non-linearities and residuals, with an embedding at
-//! the bottom and a tied head at the top. With `integers` every step is exact in f64.
+//! Random models under random plans: linear layers, norms, activations and residuals, with a tied embedding. With `integers` every step is exact
+//! in f64.
 
 use super::bug::{self, Bug};
 use proptest::prelude::*;
@@ -51,10 +51,10 @@ pub(crate) fn strategy() -> impl Strategy<Value = Sample> {
     )
 }
 
-/// What one rank holds of a parameter: its range of each dim, and the bits there.
+/// The local shard of a parameter: its range of each dim, and its bits.
 pub(crate) type Held = (Vec<std::ops::Range<usize>>, Vec<u64>);
 
-/// What a run left: gathered gradients and losses of the first step, and the parameters' bits after two steps.
+/// Results of a run: gathered gradients and loss of the first step, and the parameters' bits after two steps.
 #[derive(Clone, Debug)]
 pub(crate) struct Trained {
     pub(crate) loss: f64,
@@ -125,9 +125,9 @@ impl Sample {
     }
 
     fn plan(&self) -> Plan {
-        let mut plan = Plan::data("dp");
+        let mut plan = Plan::data_parallel("dp");
         if self.split_hidden {
-            plan = plan.and(Plan::tensor("tp").column("*.up").row("*.down"));
+            plan = plan.and(Plan::tensor_parallel("tp").column_parallel("*.up").row_parallel("*.down"));
         }
         if self.split_vocabulary {
             plan = plan.store("table", "tp@0");
@@ -138,7 +138,7 @@ impl Sample {
         plan
     }
 
-    /// Two steps of training; the gradients are those of the first.
+    /// Trains two steps; returns the gradients of the first.
     pub(crate) fn train(&self, mesh: &Mesh, bug: Bug) -> Result<Trained> {
         let ranks = World::new(mesh.clone()).threads(1).launch(|rank| self.on_rank(rank, bug))?;
         let mut first = ranks[0].clone();
@@ -169,7 +169,7 @@ impl Sample {
             }
             let gradients = tape.gradients();
             if seen.is_none() {
-                // A parameter that no gradient reaches counts as one whose gradient is zero.
+                // A parameter without a gradient counts as zero.
                 let gathered = |p: &Param| match gradients.get(&p.key()) {
                     Some(gradient) => Ok((p.name(), gradient.to_f64()?)),
                     None => Ok((p.name(), vec![0.0; p.numel()])),

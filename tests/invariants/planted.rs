@@ -1,11 +1,11 @@
-//! Each check must find the bugs of its kind.
+//! Each invariant check must find its planted bugs.
 
 use super::bug::Bug;
 use super::model::Sample;
 use super::{no_dead_parameter, replicas_agree, same_gradients};
 use shardgrad::prelude::*;
 
-/// A case in which every bug shows.
+/// A case in which every bug has an effect.
 fn sample() -> Sample {
     Sample {
         dp: 2,
@@ -26,7 +26,7 @@ fn sample() -> Sample {
 }
 
 #[test]
-fn the_sample_without_a_bug_is_right() {
+fn sample_without_a_bug_passes() {
     let sample = sample();
     let one = sample.train(&Mesh::single(), Bug::None).unwrap();
     let many = sample.train(&sample.mesh(), Bug::None).unwrap();
@@ -45,7 +45,7 @@ fn wrong_gradients_are_found() {
 }
 
 #[test]
-fn what_is_no_number_is_found() {
+fn nan_is_found() {
     let one = sample().train(&Mesh::single(), Bug::None).unwrap();
     let mut many = sample().train(&sample().mesh(), Bug::None).unwrap();
     let loss = std::mem::replace(&mut many.loss, f64::NAN);
@@ -73,7 +73,7 @@ fn drifting_replicas_are_found() {
     }
 }
 
-/// The list of ops has no broken one in it.
+/// The op registry contains no broken op.
 #[test]
 fn broken_ops_stay_in_the_tests() {
     assert!(shardgrad::tensor::ops::OPS.iter().all(|entry| entry.name != "broken"));

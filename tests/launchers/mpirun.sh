@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# mpirun of Open MPI and mpiexec of MPICH: an undisturbed run, a killed rank, and SIGTERM to the launcher, each resumed.
+# mpirun of Open MPI and mpiexec of MPICH: an uninterrupted run, a killed rank, and SIGTERM to the launcher; the last two resume.
 # shellcheck source-path=SCRIPTDIR source=setup.bash
 source "$(dirname "$0")/setup.bash"
 
@@ -21,14 +21,14 @@ check() {
     launch "$kind.killed" "${run[@]}" "$endless" "${often[@]}" --out "$scratch/$kind.killed"
     wait_for_step "$kind.killed" 12
     kill_rank "$kind.killed" "$variable" 1
-    await 30 "$kind, of which a rank was killed,"
+    await 30 "$kind after a rank was killed"
     [ "$code" -ne 0 ] || fail "$kind ended with 0 after a rank was killed"
     resume "$kind.killed"
 
     launch "$kind.stopped" "${run[@]}" "$endless" "${at_stop[@]}" --out "$scratch/$kind.stopped"
     wait_for_step "$kind.stopped" 7
     kill -TERM "$launched"
-    await 60 "$kind, which was sent SIGTERM,"
+    await 60 "$kind after SIGTERM"
     must_be_saved "$kind.stopped"
     resume "$kind.stopped"
 }
@@ -40,7 +40,7 @@ resume() {
     same "$1"
 }
 
-# Open MPI kills its processes a second after SIGTERM unless it is told otherwise, and always waits as long as it is told:
-# between SIGTERM to it and to them, and between SIGTERM and SIGKILL.
+# By default Open MPI kills its processes one second after SIGTERM. odls_base_sigkill_timeout sets both waits: from SIGTERM to mpirun
+# until SIGTERM to the processes, and from there until SIGKILL.
 check openmpi-bin OMPI_COMM_WORLD_RANK mpirun.openmpi --allow-run-as-root --oversubscribe --mca odls_base_sigkill_timeout 5
 check mpich PMI_RANK mpiexec.hydra

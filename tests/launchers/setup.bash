@@ -1,12 +1,12 @@
-# Set-up that the scripts of this folder share; each starts with `source "$(dirname "$0")/setup.bash"`.
+# Shared setup of the launcher tests in this folder; each script starts with `source "$(dirname "$0")/setup.bash"`.
 #
-# A script trains a small model under a launcher, disturbs the run, lets it resume, and compares weights, losses and norms of
-# gradients with those of an undisturbed run on threads, byte for byte. It prints a line and exits with 0 where its launcher is
-# missing. Servers listen on this machine, and end with the script. Variables:
+# A script trains a small model under a launcher, interrupts the run, resumes it, and compares weights, losses and gradient norms with
+# those of an uninterrupted run on threads, byte for byte. If its launcher is missing, it prints a line and exits with 0. Servers
+# listen on this machine and are stopped with the script. Environment variables:
 #   SHARDGRAD        the program (default: target/release/shardgrad)
 #   TORCHRUN         the program torchrun (default: the one in PATH)
-#   STOPPED_BY_TERM  the exit code of a run that SIGTERM stopped and that saved its state (default: 143)
-# shellcheck disable=SC2034,SC2120  # Variables and arguments are those of the scripts.
+#   STOPPED_BY_TERM  the exit code of a run that SIGTERM stopped after saving its state (default: 143)
+# shellcheck disable=SC2034,SC2120  # Variables and arguments are used by the scripts.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -14,7 +14,7 @@ name="$(basename "$0" .sh)"
 program="$(realpath "${SHARDGRAD:-${CARGO_TARGET_DIR:-target}/release/shardgrad}")"
 stopped_by_term="${STOPPED_BY_TERM:-143}"
 scratch="$(mktemp -d)"
-# Programs of Slurm and Munge run as users who must be able to enter the folder.
+# Slurm and Munge run as other users, which need access to the folder.
 chmod 755 "$scratch"
 launched=""
 
@@ -65,7 +65,7 @@ ended() {
     ! kill -0 "$1" 2>/dev/null
 }
 
-# launch NAME COMMAND...: starts a command in the background; NAME.log has its errors.
+# launch NAME COMMAND...: starts a command in the background; its standard error goes to NAME.log.
 launch() {
     local log="$scratch/$1.log"
     shift
@@ -73,7 +73,7 @@ launch() {
     launched=$!
 }
 
-# await SECONDS WHAT: waits for the end of the command that `launch` started, and sets `code`.
+# await SECONDS WHAT: waits for the command that `launch` started, and sets `code` to its exit code.
 await() {
     within "$1" ended "$launched" || fail "$2 has not ended within $1 s"
     code=0
@@ -81,7 +81,7 @@ await() {
     launched=""
 }
 
-# within SECONDS COMMAND...: repeats a command until it succeeds.
+# within SECONDS COMMAND...: repeats a command until it succeeds or the time is over.
 within() {
     local end=$((SECONDS + $1))
     shift
@@ -92,18 +92,18 @@ within() {
 }
 
 [ -x "$program" ] || fail "there is no program $program: build it, or set SHARDGRAD"
-# Pods and jobs in which this script may itself run say nothing to the runs of this script.
+# Unset the variables of a pod or job in which this script itself may run.
 while read -r variable; do unset "$variable"; done < <(
     compgen -e | grep -E '^(SLURM|OMPI|PMI|PMIX|MPI|LWS|AWS_BATCH|TORCHELASTIC|SHARDGRAD|TPU|SM)_' || true
 )
 unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT NODE_RANK JOB_COMPLETION_INDEX
 
 seq -f '%g bottles of beer on the wall, take one down and pass it around.' 3000 >"$scratch/text.txt"
-# A run without an end. Its learning rate is constant, so that the number of steps changes none of them.
+# The training command, up to the number of steps. The learning rate is constant, so that steps do not depend on their number.
 train=("$program" train --data "$scratch/text.txt" --mesh "dp=2" --threads 1 --seq 32 --batch 8
     --lr-schedule constant --eval-every 0 --json --steps)
 endless=1000000
-# Options of a run that saves often, and of one that saves only when it is stopped.
+# Options of a run that saves often, and of a run that saves only when it is stopped.
 often=(--save-every 5 --keep 2)
 at_stop=(--save-every "$endless")
 
@@ -118,9 +118,9 @@ at_step() {
     [ "${step:-0}" -ge "$2" ]
 }
 
-# wait_for_step OUT STEP: waits until a run has come to a step.
+# wait_for_step OUT STEP: waits until a run has finished a step.
 wait_for_step() {
-    within 60 at_step "$1" "$2" || fail "$1 has not come to step $2 within 60 s"
+    within 60 at_step "$1" "$2" || fail "$1 has not reached step $2 within 60 s"
 }
 
 # newest_checkpoint OUT: the step of the newest checkpoint.
@@ -133,7 +133,7 @@ numbers() {
     sed -n 's/^\({"step":[0-9]*,"loss":[^,]*,"grad_norm":[^,]*\),.*/\1/p' "$scratch/$1/metrics.jsonl"
 }
 
-# same OUT: a run has the weights, losses and norms of as many undisturbed steps on threads.
+# same OUT: checks that a run has the weights, losses and gradient norms of an uninterrupted run on threads with as many steps.
 same() {
     local steps reference
     steps="$(last_step "$1")" reference="reference-$(last_step "$1")"
@@ -141,13 +141,13 @@ same() {
         "${train[@]}" "$steps" --out "$scratch/$reference" >/dev/null 2>"$scratch/reference.log" || fail "the run on threads failed"
     fi
     [ "$(numbers "$reference" | wc -l)" = "$steps" ] || fail "the run on threads has no losses"
-    diff <(numbers "$reference") <(numbers "$1") >&2 || fail "$1: losses differ from those of the undisturbed run"
+    diff <(numbers "$reference") <(numbers "$1") >&2 || fail "$1: losses differ from those of the uninterrupted run"
     cmp "$scratch/$reference/model/model.safetensors" "$scratch/$1/model/model.safetensors" >&2 ||
-        fail "$1: weights differ from those of the undisturbed run"
-    echo "$name: $1: $steps steps, the bits of the undisturbed run"
+        fail "$1: weights differ from those of the uninterrupted run"
+    echo "$name: $1: $steps steps, bit-identical to the uninterrupted run"
 }
 
-# must_be_saved OUT: a run that was stopped has saved the state of its last step.
+# must_be_saved OUT: checks that a stopped run has saved the state of its last step.
 must_be_saved() {
     local saved
     saved="$(newest_checkpoint "$1")"
@@ -165,7 +165,7 @@ rank_pids() {
     done
 }
 
-# rank_with OUT VARIABLE VALUE: a process that trains into a folder and has a variable of its launcher.
+# rank_with OUT VARIABLE VALUE: the process that trains into a folder and has a launcher variable of this value.
 rank_with() {
     local pid
     for pid in $(rank_pids "$1"); do
@@ -177,15 +177,15 @@ rank_with() {
     return 1
 }
 
-# kill_rank OUT VARIABLE RANK: kills one rank with SIGKILL, found by the variable of its launcher.
+# kill_rank OUT VARIABLE RANK: kills one rank with SIGKILL, found by its launcher variable.
 kill_rank() {
     local pid
     pid="$(rank_with "$@")" || fail "there is no process with $2=$3 in $1"
     kill -KILL "$pid"
 }
 
-# start_slurm [COMMAND...]: a cluster of two nodes, n1 and n2, on this machine, whose names resolve to nothing. The command, if any,
-# starts the daemons of the nodes.
+# start_slurm [COMMAND...]: starts a SLURM cluster of two nodes, n1 and n2, on this machine; the names do not resolve. The daemons of
+# the nodes run under the command, if any.
 start_slurm() {
     local command host node
     for command in srun sbatch slurmctld slurmd munged mungekey; do
@@ -228,7 +228,7 @@ NodeName=n1 NodeHostname=$host NodeAddr=127.0.0.1 Port=16821 CPUs=4 RealMemory=1
 NodeName=n2 NodeHostname=$host NodeAddr=127.0.0.1 Port=16822 CPUs=4 RealMemory=1000 State=UNKNOWN
 PartitionName=all Nodes=n1,n2 Default=YES MaxTime=60 State=UP OverSubscribe=NO
 CONF
-    # Daemons listen on the loopback address alone where the name of this machine is one of its names.
+    # Daemons must listen on the loopback address only, if the name of this machine resolves to it.
     if [ "$(getent ahostsv4 "$host" | awk 'NR == 1 { print $1 }')" = 127.0.0.1 ]; then
         echo "CommunicationParameters=NoInAddrAny,NoCtldInAddrAny" >>"$SLURM_CONF"
     fi
@@ -244,7 +244,7 @@ slurm_is_idle() {
     [ "$(sinfo --noheader --states=idle --format=%D 2>/dev/null)" = 2 ]
 }
 
-# submit OUT COMMANDS [OPTION...]: hands a batch script to two nodes, one rank each; sets `job`. The ranks meet on this machine.
+# submit OUT COMMANDS [OPTION...]: submits a batch script for two nodes, one rank each; sets `job`. Rank 0 is on this machine.
 submit() {
     local out="$1" commands="$2"
     shift 2

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A rank that is killed under srun: the other one ends at once with an error, and another step resumes from the last checkpoint.
+# A killed rank under srun: the other rank ends at once with an error, and another step resumes from the last checkpoint.
 # shellcheck source-path=SCRIPTDIR source=setup.bash
 source "$(dirname "$0")/setup.bash"
 start_slurm
@@ -9,7 +9,7 @@ run=(srun --nodes=2 --ntasks=2 "${train[@]}") options=("${often[@]}" --resume --
 launch killed "${run[@]}" "$endless" "${options[@]}"
 wait_for_step killed 12
 kill_rank killed SLURM_PROCID 1
-await 30 "srun, of which a rank was killed,"
+await 30 "srun after a rank was killed"
 [ "$code" -ne 0 ] || fail "srun ended with 0 after a rank was killed"
 grep -q "rank 1" "$scratch/killed.log" || fail "rank 0 does not name rank 1"
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# mpirun within a job of SLURM: ranks on two nodes meet on the first node of the job, or where MASTER_ADDR says.
+# mpirun within a SLURM job: ranks on two nodes connect at the first node of the job, without MASTER_ADDR.
 # shellcheck source-path=SCRIPTDIR source=setup.bash
 source "$(dirname "$0")/setup.bash"
 have mpirun.openmpi || have mpiexec.hydra || skip "mpirun.openmpi and mpiexec.hydra are missing (Debian: openmpi-bin, mpich)"
 
-# The names of the nodes, in a mount namespace of the daemons alone.
+# The names of the nodes resolve only in a mount namespace of the daemons.
 printf '127.0.0.1 localhost %s n1 n2\n' "$(hostname)" >"$scratch/hosts"
 # shellcheck disable=SC2016
 named=(unshare --mount bash -c 'mount --bind "$0" /etc/hosts && exec "$@"' "$scratch/hosts")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Requeue: a job that SIGTERM stopped requeues itself, then an operator requeues it; each time it resumes.
+# Requeue: a job stopped by SIGTERM requeues itself, then an operator requeues it; the run resumes each time.
 # shellcheck source-path=SCRIPTDIR source=setup.bash
 source "$(dirname "$0")/setup.bash"
 start_slurm
@@ -14,13 +14,14 @@ requeued() {
     [[ "$(scontrol show job "$job")" == *"JobState=PENDING"*" Restarts=$1 "* ]]
 }
 
-# await_requeue TIMES: waits until the job has been requeued so many times.
+# await_requeue TIMES: waits until the job has been requeued this many times.
 await_requeue() {
     within 60 requeued "$1" || fail "the job was not requeued: $(grep 'exit code' "$scratch/requeued.log")"
     must_be_saved requeued
 }
 
-# start_again: starts the job, which SLURM holds for two minutes. Nodes refuse one that starts in the second of its end.
+# start_again: starts the requeued job, which SLURM holds for two minutes. Nodes reject a job that restarts within the second in which
+# it ended.
 start_again() {
     sleep 2
     scontrol update job "$job" StartTime=now

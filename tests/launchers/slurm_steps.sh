@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Steps of SLURM that nothing disturbs: on one node, whose name resolves to nothing; with PMI2; on two nodes; two at once.
+# Uninterrupted SLURM steps: on one node, whose name does not resolve; with PMI2; on two nodes; two steps at once.
 # shellcheck source-path=SCRIPTDIR source=setup.bash
 source "$(dirname "$0")/setup.bash"
 start_slurm

@@ -10,7 +10,7 @@ submit limited "trap : TERM
 $run $endless $options
 echo \"exit code \$?\"" --time=1
 wait_for_step limited 7
-# Limits are whole minutes, and SLURM looks every 30 s for jobs that are past their end.
+# Limits are whole minutes, and SLURM checks every 30 s for jobs past their end.
 scontrol update job "$job" EndTime=now || fail "the end of the job cannot be changed"
 finish "$job" 120
 grep -q "DUE TO TIME LIMIT" "$scratch/limited.log" || fail "the job did not end by its time limit"

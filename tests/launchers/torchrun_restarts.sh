@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# torchrun --max-restarts: after a rank is killed torchrun starts all of them again, and they resume from the last checkpoint.
+# torchrun --max-restarts: after a rank is killed, torchrun restarts all ranks, and they resume from the last checkpoint.
 # shellcheck source-path=SCRIPTDIR source=setup.bash
 source "$(dirname "$0")/setup.bash"
 torchrun="${TORCHRUN:-torchrun}"

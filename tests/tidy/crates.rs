@@ -1,10 +1,10 @@
-//! The crates form a list, and each imports only what stands before it.
+//! Crate order: each crate imports only the crates listed for it.
 
 use super::source::{Finding, Source, every_file_keeps, lines_found, nothing_in, texts};
 use super::tokens::{each_level, line};
 use proc_macro2::TokenTree;
 
-/// Each crate's folder, and the crates of ours that it may import. The root package may import all.
+/// Each crate, and the workspace crates it may import. The root package may import all.
 const IMPORTS: [(&str, &[&str]); 5] = [
     ("kernels", &[]),
     ("dist", &["kernels"]),
@@ -13,22 +13,22 @@ const IMPORTS: [(&str, &[&str]); 5] = [
     ("nn", &["tensor", "autograd"]),
 ];
 
-/// What a crate may import, if it is one with a limit.
+/// Returns the crates that a listed crate may import.
 fn allowed(package: &str) -> Option<&'static [&'static str]> {
     IMPORTS.iter().find(|(name, _)| *name == package).map(|(_, allowed)| *allowed)
 }
 
-/// The advice for a forbidden import, if it is one.
+/// Returns advice for a forbidden import.
 fn refusal(package: &str, imported: &str) -> Option<String> {
     let allowed = allowed(package)?;
     let fine = imported == package || allowed.contains(&imported);
-    let may = if allowed.is_empty() { "no crate of ours".to_string() } else { allowed.join(", ") };
+    let may = if allowed.is_empty() { "no workspace crate".to_string() } else { allowed.join(", ") };
     (!fine).then(|| {
-        format!("`{package}` may import {may}, not `{imported}`; move the code to the room that knows both")
+        format!("`{package}` may import {may}, not `{imported}`; move the code to a crate that may import both")
     })
 }
 
-/// A source names only the crates that its own crate may import.
+/// A source file names only the crates that its crate may import.
 fn crate_order(source: &Source) -> Vec<Finding> {
     let Some(package) = source.package() else { return Vec::new() };
     let mut findings = Vec::new();
@@ -45,7 +45,7 @@ fn crate_order(source: &Source) -> Vec<Finding> {
     findings
 }
 
-/// A manifest lists only the crates that its crate may import, for tests too.
+/// A manifest lists only the crates that its crate may import, also as dev-dependencies.
 fn manifest_order(path: &str, text: &str) -> Vec<Finding> {
     let package = path.strip_suffix("/Cargo.toml").unwrap_or("");
     let mut findings = Vec::new();
@@ -75,7 +75,7 @@ fn manifests_import_downwards() {
 }
 
 #[test]
-fn an_upward_import_is_found() {
+fn upward_import_is_found() {
     let text = "//! A crate.\nuse shardgrad_tensor::Tensor;\nfn f() { shardgrad_nn::g() }";
     assert_eq!(lines_found(crate_order, "kernels/src/a.rs", text), [2, 3]);
     assert_eq!(lines_found(crate_order, "dist/src/a/b.rs", text), [2, 3]);
@@ -86,7 +86,7 @@ fn an_upward_import_is_found() {
 }
 
 #[test]
-fn an_upward_dependency_is_found() {
+fn upward_dependency_is_found() {
     let text = "[package]\nname = \"x\"\n[dependencies]\nshardgrad-nn.workspace = true\n[dev-dependencies]\n\
                 shardgrad-kernels = { path = \"x\" }\n[features]\nshardgrad-nn = []";
     let lines = |path: &str| manifest_order(path, text).iter().map(|f| f.line).collect::<Vec<_>>();

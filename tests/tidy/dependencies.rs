@@ -1,39 +1,39 @@
-//! Each direct dependency is used, has a written reason, and there are few.
+//! Direct dependencies are few, used, and explained in an ADR.
 
 use super::source::{Finding, nothing_in, sources, texts};
 use super::tokens::{each_level, word};
 use proc_macro2::TokenStream;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// At most this many direct dependencies in the default build, those of all our crates together.
+/// Maximum number of direct dependencies in the default build, over all workspace crates.
 const DIRECT_MAX: usize = 15;
-/// Another workspace: programs of others to measure beside ours. What they are made of is no part of ours.
+/// A separate workspace of programs for benchmarks against other frameworks, whose dependencies do not count.
 const PEERS: &str = "benches/peers/";
-/// Where the reasons stand.
+/// The ADR with the reasons.
 const REASONS: &str = "docs/adr/0013-dependencies.md";
-/// How the line of a dev-dependency ends that only sets features of a package.
+/// Comment that marks a dev-dependency that only sets features of a package.
 const FOR_FEATURES: &str = "# for its features";
 
-/// One line of a manifest that asks for a crate from outside.
-struct Wish {
+/// A line of a manifest with an external dependency.
+struct Dependency {
     path: String,
     line: usize,
     name: String,
-    /// The table that it stands in, without brackets.
+    /// The manifest table, without brackets.
     table: String,
     optional: bool,
-    /// A dev-dependency that no code names, and that only sets features of a package.
+    /// Whether it is a dev-dependency that only sets features of a package and is not named in code.
     for_features: bool,
 }
 
-impl Wish {
+impl Dependency {
     fn finding(&self, advice: String) -> Finding {
         Finding { path: self.path.clone(), line: self.line, advice }
     }
 }
 
-/// The crates from outside that a manifest of ours asks for.
-fn wishes(path: &str, text: &str) -> Vec<Wish> {
+/// Returns the external dependencies of a manifest.
+fn dependencies(path: &str, text: &str) -> Vec<Dependency> {
     let mut table = String::new();
     let mut found = Vec::new();
     if path.starts_with(PEERS) {
@@ -50,20 +50,20 @@ fn wishes(path: &str, text: &str) -> Vec<Wish> {
             let (path, name, table) = (path.to_string(), name.to_string(), table.clone());
             let for_features = table.ends_with("dev-dependencies") && row.ends_with(FOR_FEATURES);
             let optional = row.contains("optional = true");
-            found.push(Wish { path, line: at + 1, name, table, optional, for_features });
+            found.push(Dependency { path, line: at + 1, name, table, optional, for_features });
         }
     }
     found
 }
 
-/// The crates of the default build are few.
-fn too_many(wishes: &[Wish]) -> Vec<Finding> {
-    let default = wishes.iter().filter(|w| w.table == "dependencies" && !w.optional);
-    let names: BTreeMap<&str, &Wish> = default.map(|w| (w.name.as_str(), w)).collect();
+/// Finds dependencies of the default build beyond the maximum.
+fn too_many(dependencies: &[Dependency]) -> Vec<Finding> {
+    let default = dependencies.iter().filter(|w| w.table == "dependencies" && !w.optional);
+    let names: BTreeMap<&str, &Dependency> = default.map(|w| (w.name.as_str(), w)).collect();
     let over = names.values().skip(DIRECT_MAX);
     over.map(|w| {
         w.finding(format!(
-            "`{}` is one of {} direct dependencies, at most {DIRECT_MAX}; do without one",
+            "`{}` is one of {} direct dependencies, at most {DIRECT_MAX}; remove one",
             w.name,
             names.len()
         ))
@@ -71,44 +71,44 @@ fn too_many(wishes: &[Wish]) -> Vec<Finding> {
     .collect()
 }
 
-/// Each has its reason in the decision record.
-fn unexplained(wishes: &[Wish], reasons: &str) -> Vec<Finding> {
-    let missing = wishes
+/// Finds dependencies without a reason in the ADR.
+fn unexplained(dependencies: &[Dependency], reasons: &str) -> Vec<Finding> {
+    let missing = dependencies
         .iter()
         .filter(|w| w.table != "workspace.dependencies" && !reasons.contains(&format!("`{}`", w.name)));
     missing
-        .map(|w| w.finding(format!("`{}` has no reason in {REASONS}; write one, or do without it", w.name)))
+        .map(|w| w.finding(format!("`{}` has no reason in {REASONS}; add one, or remove the dependency", w.name)))
         .collect()
 }
 
-/// Each is named by the code of the package that asks for it, and by more than tests if it is more than a
-/// dev-dependency. `named` tells whether a package (by its folder) names a crate, in tests too if the flag is set.
-fn unused(wishes: &[Wish], named: &dyn Fn(&str, &str, bool) -> bool) -> Vec<Finding> {
+/// Finds dependencies that the code of their package does not name; a normal dependency must be named outside of tests. `named` returns
+/// whether a package (by its folder) names a crate, in tests too if the flag is set.
+fn unused(dependencies: &[Dependency], named: &dyn Fn(&str, &str, bool) -> bool) -> Vec<Finding> {
     let asked: BTreeSet<&str> =
-        wishes.iter().filter(|w| w.table != "workspace.dependencies").map(|w| w.name.as_str()).collect();
-    let idle = wishes.iter().filter(|w| !w.for_features).filter(|w| match w.table.as_str() {
+        dependencies.iter().filter(|w| w.table != "workspace.dependencies").map(|w| w.name.as_str()).collect();
+    let idle = dependencies.iter().filter(|w| !w.for_features).filter(|w| match w.table.as_str() {
         "workspace.dependencies" => !asked.contains(w.name.as_str()),
         table => {
             let package = w.path.trim_end_matches("Cargo.toml").trim_end_matches('/');
             !named(package, &w.name.replace('-', "_"), table.ends_with("dev-dependencies"))
         }
     });
-    idle.map(|w| w.finding(format!("no code uses `{}`; take it out of [{}]", w.name, w.table))).collect()
+    idle.map(|w| w.finding(format!("no code uses `{}`; remove it from [{}]", w.name, w.table))).collect()
 }
 
-/// All wishes of the tree.
-fn wishes_of_the_tree() -> Vec<Wish> {
+/// Returns all external dependencies of the tree.
+fn wishes_of_the_tree() -> Vec<Dependency> {
     let manifests = texts().into_iter().filter(|(path, _)| path.ends_with("Cargo.toml"));
-    manifests.flat_map(|(path, text)| wishes(&path, &text)).collect()
+    manifests.flat_map(|(path, text)| dependencies(&path, &text)).collect()
 }
 
 #[test]
 fn dependencies_are_few_and_explained() {
-    let wishes = wishes_of_the_tree();
-    assert!(wishes.len() > 10, "the manifests were read");
+    let dependencies = wishes_of_the_tree();
+    assert!(dependencies.len() > 10, "the manifests were read");
     let reasons =
         texts().into_iter().find(|(path, _)| path == REASONS).expect("the record of dependencies exists").1;
-    nothing_in(too_many(&wishes).into_iter().chain(unexplained(&wishes, &reasons)).collect());
+    nothing_in(too_many(&dependencies).into_iter().chain(unexplained(&dependencies, &reasons)).collect());
 }
 
 #[test]
@@ -140,11 +140,11 @@ const PLANTED: &str = "[package]\nname = \"x\"\n[workspace.dependencies]\nhalf =
 #[test]
 fn manifests_are_read() {
     let found: Vec<(usize, String)> =
-        wishes("k/Cargo.toml", PLANTED).into_iter().map(|w| (w.line, w.name)).collect();
+        dependencies("k/Cargo.toml", PLANTED).into_iter().map(|w| (w.line, w.name)).collect();
     let names = [(4, "half"), (5, "idle"), (8, "half"), (10, "serde-x"), (12, "insta")];
     assert_eq!(found, names.map(|(line, name)| (line, name.to_string())));
-    assert!(wishes("benches/peers/k/Cargo.toml", PLANTED).is_empty());
-    assert_eq!(wishes("benches/Cargo.toml", PLANTED).len(), 5);
+    assert!(dependencies("benches/peers/k/Cargo.toml", PLANTED).is_empty());
+    assert_eq!(dependencies("benches/Cargo.toml", PLANTED).len(), 5);
 }
 
 #[test]
@@ -156,26 +156,26 @@ fn peers_are_another_workspace() {
 
 #[test]
 fn a_dependency_without_a_reason_or_a_use_is_found() {
-    let wishes = wishes("k/Cargo.toml", PLANTED);
+    let dependencies = dependencies("k/Cargo.toml", PLANTED);
     let lines = |findings: Vec<Finding>| findings.iter().map(|f| f.line).collect::<Vec<_>>();
-    assert_eq!(lines(unexplained(&wishes, "`half`, insta")), [10, 12]);
-    assert_eq!(lines(unused(&wishes, &|package, name, _| package == "k" && name != "insta")), [5, 12]);
-    assert_eq!(lines(unused(&wishes, &|_, name, _| name != "serde_x")), [5, 10]);
-    assert_eq!(lines(unused(&wishes, &|_, name, in_tests| in_tests || name != "half")), [5, 8]);
+    assert_eq!(lines(unexplained(&dependencies, "`half`, insta")), [10, 12]);
+    assert_eq!(lines(unused(&dependencies, &|package, name, _| package == "k" && name != "insta")), [5, 12]);
+    assert_eq!(lines(unused(&dependencies, &|_, name, _| name != "serde_x")), [5, 10]);
+    assert_eq!(lines(unused(&dependencies, &|_, name, in_tests| in_tests || name != "half")), [5, 8]);
 }
 
 #[test]
 fn only_dev_dependencies_may_be_for_features_alone() {
     let manifest = |table: &str| format!("[{table}]\nlibc.workspace = true {FOR_FEATURES}\n");
-    let found = |table| unused(&wishes("k/Cargo.toml", &manifest(table)), &|_, _, _| false).len();
+    let found = |table| unused(&dependencies("k/Cargo.toml", &manifest(table)), &|_, _, _| false).len();
     assert_eq!((found("dev-dependencies"), found("dependencies")), (0, 1));
 }
 
 #[test]
 fn one_dependency_too_many_is_found() {
     let list = |count: usize| (10..10 + count).map(|i| format!("d{i} = \"1\"\n")).collect::<String>();
-    let found = |count| too_many(&wishes("Cargo.toml", &format!("[dependencies]\n{}", list(count)))).len();
+    let found = |count| too_many(&dependencies("Cargo.toml", &format!("[dependencies]\n{}", list(count)))).len();
     assert_eq!((found(DIRECT_MAX), found(DIRECT_MAX + 1)), (0, 1));
     let elsewhere = format!("[dev-dependencies]\n{}", list(DIRECT_MAX + 5));
-    assert!(too_many(&wishes("Cargo.toml", &elsewhere)).is_empty());
+    assert!(too_many(&dependencies("Cargo.toml", &elsewhere)).is_empty());
 }

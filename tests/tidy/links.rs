@@ -1,15 +1,15 @@
-//! Documents point at what exists, and no file names a place on somebody's machine.
+//! Links and paths in documents exist, and no file contains an absolute path of a machine.
 
 use super::source::{Finding, nothing_in, root, texts};
 
-/// The first folder of absolute paths that only some machines have.
+/// First folders of machine-specific absolute paths.
 const MACHINE_FOLDERS: [&str; 8] = ["home", "root", "work", "Users", "mnt", "tmp", "scratch", "workspace"];
 
-/// Folders whose files documents name in code spans.
+/// Folders whose paths are checked in code spans.
 const FOLDERS: [&str; 10] =
     ["kernels", "dist", "tensor", "autograd", "nn", "src", "tests", "benches", "examples", "docs"];
 
-/// The targets of links in a Markdown text, with their lines. Code blocks and code spans are left out.
+/// Returns the link targets of a Markdown text outside of code, with their lines.
 fn link_targets(text: &str) -> Vec<(usize, String)> {
     let mut targets = Vec::new();
     let mut in_code = false;
@@ -20,7 +20,7 @@ fn link_targets(text: &str) -> Vec<(usize, String)> {
         if in_code {
             continue;
         }
-        // Every second part between back ticks is code.
+        // Every second part between backticks is code.
         let prose: String = row.split('`').step_by(2).collect::<Vec<_>>().join("_");
         let inline = prose.split("](").skip(1).filter_map(|rest| rest.split([')', ' ']).next());
         targets.extend(inline.map(|t| (at + 1, t.to_string())));
@@ -31,7 +31,7 @@ fn link_targets(text: &str) -> Vec<(usize, String)> {
     targets
 }
 
-/// The file that a relative link in `path` means, from the root; `None` if it climbs out of the tree.
+/// Resolves a relative link in `path` to a path from the root; `None` if it leaves the tree.
 fn resolve(path: &str, target: &str) -> Option<String> {
     let mut parts: Vec<&str> = path.split('/').collect();
     parts.pop();
@@ -45,7 +45,7 @@ fn resolve(path: &str, target: &str) -> Option<String> {
     Some(parts.join("/"))
 }
 
-/// A relative link points at a file or folder of the tree.
+/// Relative links point to a file or folder of the tree.
 fn broken_links(path: &str, text: &str, exists: &dyn Fn(&str) -> bool) -> Vec<Finding> {
     let mut findings = Vec::new();
     for (line, target) in link_targets(text) {
@@ -55,14 +55,14 @@ fn broken_links(path: &str, text: &str, exists: &dyn Fn(&str) -> bool) -> Vec<Fi
         }
         if file.starts_with('/') || !resolve(path, file).is_some_and(|f| exists(&f)) {
             let advice =
-                format!("link to `{target}`, which is not in the tree; mend the link or write the file");
+                format!("link to `{target}`, which is not in the tree; fix the link or add the file");
             findings.push(Finding { path: path.to_string(), line, advice });
         }
     }
     findings
 }
 
-/// A path in a code span, such as `tensor/src/op.rs`, exists; one with a placeholder in it is left alone.
+/// Paths in code spans, such as `tensor/src/op.rs`, exist; paths with placeholders are skipped.
 fn stale_paths(path: &str, text: &str, exists: &dyn Fn(&str) -> bool) -> Vec<Finding> {
     let mut findings = Vec::new();
     for (at, row) in text.lines().enumerate() {
@@ -71,7 +71,7 @@ fn stale_paths(path: &str, text: &str, exists: &dyn Fn(&str) -> bool) -> Vec<Fin
             let of_ours =
                 FOLDERS.iter().any(|f| span.strip_prefix(f).is_some_and(|rest| rest.starts_with('/')));
             if plain && of_ours && !exists(span) {
-                let advice = format!("`{span}` is not in the tree; name the file that took its place");
+                let advice = format!("`{span}` is not in the tree; name its replacement");
                 findings.push(Finding { path: path.to_string(), line: at + 1, advice });
             }
         }
@@ -79,7 +79,7 @@ fn stale_paths(path: &str, text: &str, exists: &dyn Fn(&str) -> bool) -> Vec<Fin
     findings
 }
 
-/// No text names an absolute path of a machine.
+/// No file contains a machine-specific absolute path.
 fn machine_paths(path: &str, text: &str) -> Vec<Finding> {
     let mut findings = Vec::new();
     for (at, row) in text.lines().enumerate() {
@@ -90,7 +90,7 @@ fn machine_paths(path: &str, text: &str) -> Vec<Finding> {
                 .any(|(i, _)| !row[..i].ends_with(|c: char| c.is_alphanumeric() || "_-./})>*~".contains(c)));
             if named {
                 let advice =
-                    format!("`{start}` is a place on one machine; use a relative path or a temporary folder");
+                    format!("`{start}` is a machine-specific path; use a relative path or a temporary folder");
                 findings.push(Finding { path: path.to_string(), line: at + 1, advice });
             }
         }
@@ -105,7 +105,7 @@ fn links_in_documents_lead_somewhere() {
     nothing_in(documents.flat_map(|(path, text)| broken_links(&path, &text, &exists)).collect());
 }
 
-/// Decision records and the changelog tell of the past, so their paths may be gone.
+/// ADRs and the changelog describe the past, so their paths may no longer exist.
 #[test]
 fn paths_in_documents_exist() {
     let exists = |file: &str| root().join(file).exists();

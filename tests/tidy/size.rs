@@ -1,4 +1,4 @@
-//! Lists long files and functions, as advice: a file holds one subject, however long that is. Fails on none.
+//! Lists long files and functions as advice; never fails. A file holds one subject, however long.
 //! `cargo test --test main tidy::size -- --nocapture` prints the list.
 
 use super::source::{Finding, Source, lines_found, sources};
@@ -16,7 +16,7 @@ fn file_length(source: &Source) -> Vec<Finding> {
     if lines <= FILE_LINES_ADVISED {
         return Vec::new();
     }
-    let advice = format!("{lines} lines; does the file hold one subject?");
+    let advice = format!("{lines} lines; does the file have one subject?");
     vec![source.finding(FILE_LINES_ADVISED + 1, advice)]
 }
 
@@ -33,7 +33,7 @@ fn function_length(source: &Source) -> Vec<Finding> {
             let Some(body) = ends else { continue };
             let lines = body.span_close().end().line - line(&level[at]) + 1;
             if lines > FUNCTION_LINES_ADVISED {
-                let advice = format!("`{name}` has {lines} lines; has a part of it a name?");
+                let advice = format!("`{name}` has {lines} lines; should a part be a function?");
                 findings.push(source.finding(line(&level[at]), advice));
             }
         }

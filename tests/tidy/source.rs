@@ -1,4 +1,4 @@
-//! What the rules read (the files of the tree, as text and as tokens) and what they return.
+//! Input of the rules (files of the tree as text and tokens) and their findings.
 
 use super::tokens;
 use ignore::WalkBuilder;
@@ -13,7 +13,7 @@ pub(crate) struct Finding {
     pub(crate) path: String,
     /// The line, from 1.
     pub(crate) line: usize,
-    /// What is wrong and what to do.
+    /// What is wrong and how to fix it.
     pub(crate) advice: String,
 }
 
@@ -27,16 +27,16 @@ impl fmt::Display for Finding {
 pub(crate) struct Source {
     /// The file, relative to the root of the workspace, with `/` between its parts.
     pub(crate) path: String,
-    /// What stands in it.
+    /// Its contents.
     pub(crate) text: String,
-    /// The same as tokens; empty if it does not lex (the rule in `documented` reports that).
+    /// Its tokens; empty if it does not lex (reported by the rule in `file_docs`).
     pub(crate) tokens: TokenStream,
-    /// The tokens without items that exist in test builds only.
+    /// The tokens without test-only items.
     pub(crate) product: TokenStream,
 }
 
 impl Source {
-    /// Reads a text as Rust.
+    /// Parses a text into tokens.
     pub(crate) fn new(path: impl Into<String>, text: impl Into<String>) -> Source {
         let (path, text) = (path.into(), text.into());
         let tokens: TokenStream = text.parse().unwrap_or_default();
@@ -44,12 +44,12 @@ impl Source {
         Source { path, text, tokens, product }
     }
 
-    /// A finding in this file.
+    /// Creates a finding in this file.
     pub(crate) fn finding(&self, line: usize, advice: impl Into<String>) -> Finding {
         Finding { path: self.path.clone(), line, advice: advice.into() }
     }
 
-    /// The crate's folder (empty for the root package), if the file is part of a library or binary.
+    /// Returns the folder of the crate (empty for the root package), if the file belongs to a library or binary.
     pub(crate) fn package(&self) -> Option<&str> {
         match self.path.find("src/") {
             Some(0) => Some(""),
@@ -59,13 +59,12 @@ impl Source {
     }
 }
 
-/// The folder of the workspace.
+/// Returns the folder of the workspace.
 pub(crate) fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// Every text file that a clone would have, with its path, in the order of paths.
-/// Build outputs and what `.gitignore` names are left out.
+/// Returns every text file of the tree with its path, sorted by path; build outputs and files in `.gitignore` are skipped.
 pub(crate) fn texts() -> Vec<(String, String)> {
     let mut walk = WalkBuilder::new(root());
     walk.hidden(false).ignore(false).parents(false).git_global(false).git_exclude(false).require_git(false);
@@ -84,25 +83,25 @@ pub(crate) fn texts() -> Vec<(String, String)> {
     texts
 }
 
-/// Every Rust file of the tree.
+/// Returns every Rust file of the tree.
 pub(crate) fn sources() -> Vec<Source> {
     let rust = texts().into_iter().filter(|(path, _)| path.ends_with(".rs"));
     rust.map(|(path, text)| Source::new(path, text)).collect()
 }
 
-/// Runs a rule on every Rust file of the tree and fails with all that it finds.
+/// Runs a rule on every Rust file of the tree and fails with all findings.
 pub(crate) fn every_file_keeps(rule: fn(&Source) -> Vec<Finding>) {
     nothing_in(sources().iter().flat_map(rule).collect());
 }
 
-/// Fails with the findings, one a line, if there are any.
+/// Fails with the findings, one per line, if there are any.
 pub(crate) fn nothing_in(mut findings: Vec<Finding>) {
     findings.sort();
     let lines: Vec<String> = findings.iter().map(Finding::to_string).collect();
     assert!(lines.is_empty(), "{} findings\n{}\n", lines.len(), lines.join("\n"));
 }
 
-/// The lines that a rule finds in a planted text.
+/// Returns the lines that a rule finds in a given text.
 pub(crate) fn lines_found(rule: fn(&Source) -> Vec<Finding>, path: &str, text: &str) -> Vec<usize> {
     rule(&Source::new(path, text)).iter().map(|f| f.line).collect()
 }
@@ -117,7 +116,7 @@ fn the_tree_is_read() {
 }
 
 #[test]
-fn packages_are_told_from_paths() {
+fn packages_are_derived_from_paths() {
     let package = |path: &str| Source::new(path, "").package().map(str::to_string);
     assert_eq!(package("src/cli/train.rs"), Some(String::new()));
     assert_eq!(package("kernels/src/cpu/mod.rs"), Some("kernels".to_string()));

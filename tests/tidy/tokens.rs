@@ -1,8 +1,8 @@
-//! Walking Rust tokens: levels, items that only tests have, attributes.
+//! Walking Rust tokens: nesting levels, test-only items, attributes.
 
 use proc_macro2::{Delimiter, Group, TokenStream, TokenTree};
 
-/// Calls `visit` with each run of sibling tokens: the stream itself, then the inside of every group.
+/// Calls `visit` with each sequence of sibling tokens: the stream itself, then the contents of every group.
 pub(crate) fn each_level(tokens: &TokenStream, visit: &mut dyn FnMut(&[TokenTree])) {
     let level: Vec<TokenTree> = tokens.clone().into_iter().collect();
     visit(&level);
@@ -13,12 +13,12 @@ pub(crate) fn each_level(tokens: &TokenStream, visit: &mut dyn FnMut(&[TokenTree
     }
 }
 
-/// Whether the token at `at` is this word.
+/// Returns whether the token at `at` is this word.
 pub(crate) fn is_word(level: &[TokenTree], at: usize, word: &str) -> bool {
     matches!(level.get(at), Some(TokenTree::Ident(ident)) if ident == word)
 }
 
-/// The word at `at`, if there is one.
+/// Returns the word at `at`, if there is one.
 pub(crate) fn word(level: &[TokenTree], at: usize) -> Option<String> {
     match level.get(at) {
         Some(TokenTree::Ident(ident)) => Some(ident.to_string()),
@@ -26,17 +26,17 @@ pub(crate) fn word(level: &[TokenTree], at: usize) -> Option<String> {
     }
 }
 
-/// Whether the token at `at` is this mark.
+/// Returns whether the token at `at` is this punctuation mark.
 pub(crate) fn is_mark(level: &[TokenTree], at: usize, mark: char) -> bool {
     matches!(level.get(at), Some(TokenTree::Punct(punct)) if punct.as_char() == mark)
 }
 
-/// Whether a `::` stands at `at`.
+/// Returns whether there is a `::` at `at`.
 pub(crate) fn is_path_mark(level: &[TokenTree], at: usize) -> bool {
     is_mark(level, at, ':') && is_mark(level, at + 1, ':')
 }
 
-/// The group at `at`, if it has this delimiter.
+/// Returns the group at `at`, if it has this delimiter.
 pub(crate) fn group(level: &[TokenTree], at: usize, delimiter: Delimiter) -> Option<&Group> {
     match level.get(at) {
         Some(TokenTree::Group(group)) if group.delimiter() == delimiter => Some(group),
@@ -44,12 +44,12 @@ pub(crate) fn group(level: &[TokenTree], at: usize, delimiter: Delimiter) -> Opt
     }
 }
 
-/// The line on which a token starts.
+/// Returns the line of a token.
 pub(crate) fn line(tree: &TokenTree) -> usize {
     tree.span().start().line
 }
 
-/// Whether the words of a stream, groups included, hold one that fits.
+/// Returns whether a word of a stream, groups included, matches.
 pub(crate) fn any_word(tokens: &TokenStream, fits: &dyn Fn(&str) -> bool) -> bool {
     let mut found = false;
     each_level(tokens, &mut |level| {
@@ -58,12 +58,12 @@ pub(crate) fn any_word(tokens: &TokenStream, fits: &dyn Fn(&str) -> bool) -> boo
     found
 }
 
-/// The attribute that starts at `at` (`#[..]`, not `#![..]`).
+/// Returns the attribute that starts at `at` (`#[..]`, not `#![..]`).
 pub(crate) fn attribute(level: &[TokenTree], at: usize) -> Option<&Group> {
     if is_mark(level, at, '#') { group(level, at + 1, Delimiter::Bracket) } else { None }
 }
 
-/// The stream without items, fields and arms that are marked `#[cfg(test)]` or `#[test]`.
+/// Returns the stream without items, fields and arms marked `#[cfg(test)]` or `#[test]`.
 pub(crate) fn without_tests(tokens: &TokenStream) -> TokenStream {
     rebuild(tokens, &|level, at| {
         let marks_test = |attribute: &Group| {
@@ -76,7 +76,7 @@ pub(crate) fn without_tests(tokens: &TokenStream) -> TokenStream {
     })
 }
 
-/// The stream without attributes (doc comments are attributes).
+/// Returns the stream without attributes, doc comments included.
 pub(crate) fn without_attributes(tokens: &TokenStream) -> TokenStream {
     rebuild(tokens, &|level, at| {
         let inner = is_mark(level, at, '#') && is_mark(level, at + 1, '!');
@@ -87,7 +87,7 @@ pub(crate) fn without_attributes(tokens: &TokenStream) -> TokenStream {
     })
 }
 
-/// The stream without the runs of tokens whose length `cut` tells at their first token.
+/// Returns the stream without the token runs whose length `cut` returns at their first token.
 pub(crate) fn rebuild(
     tokens: &TokenStream,
     cut: &dyn Fn(&[TokenTree], usize) -> Option<usize>,
@@ -112,7 +112,7 @@ pub(crate) fn rebuild(
     kept.into_iter().collect()
 }
 
-/// How many tokens the item takes that starts here with its attributes: up to its braces, its `;`,
+/// Returns the number of tokens of the item that starts here with its attributes: up to its braces, its `;`,
 /// or, for a field, its `,`.
 fn item_length(level: &[TokenTree]) -> usize {
     let mut at = 0;

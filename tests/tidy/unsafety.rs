@@ -1,10 +1,10 @@
-//! `unsafe` stands in a few listed files only. Clippy checks that each use has a `SAFETY:` comment.
+//! `unsafe` is used in a few listed files only. Clippy checks that each use has a `SAFETY:` comment.
 
 use super::source::{Finding, Source, every_file_keeps, lines_found, nothing_in, sources};
 use super::tokens::{each_level, group, is_mark, is_word, line};
 use proc_macro2::Delimiter;
 
-/// The only places where `unsafe` may stand: files, and folders that end in `/`.
+/// Files, and folders that end in `/`, that may contain `unsafe`.
 const ALLOWED: [&str; 16] = [
     "kernels/src/spin_lock.rs",
     "kernels/src/buffer.rs",
@@ -24,12 +24,12 @@ const ALLOWED: [&str; 16] = [
     "benches/peers/gemm/src/main.rs",
 ];
 
-/// Whether a file may hold `unsafe`.
+/// Returns whether a file may contain `unsafe`.
 fn is_allowed(path: &str) -> bool {
     ALLOWED.iter().any(|a| path == *a || (a.ends_with('/') && path.starts_with(a)))
 }
 
-/// Outside of the list there is no `unsafe` of any kind.
+/// Other files contain no `unsafe`.
 fn unsafe_place(source: &Source) -> Vec<Finding> {
     let mut findings = Vec::new();
     each_level(&source.tokens, &mut |level| {
@@ -40,7 +40,7 @@ fn unsafe_place(source: &Source) -> Vec<Finding> {
     findings
 }
 
-/// A crate root other than that of `kernels` forbids `unsafe`.
+/// Every crate root except that of `kernels` forbids `unsafe`.
 fn forbids_unsafe(source: &Source) -> Vec<Finding> {
     let is_root = ["src/lib.rs", "src/main.rs"].iter().any(|r| source.path.ends_with(r));
     if !is_root || source.package().is_none_or(|package| package == "kernels") {
@@ -77,7 +77,7 @@ fn the_other_crates_forbid_unsafe() {
 fn the_list_names_existing_places() {
     let tree = sources();
     let stale = ALLOWED.iter().filter(|a| !tree.iter().any(|s| s.path.starts_with(*a)));
-    let advice = |a: &&str| format!("`{a}` does not exist; take it off the list");
+    let advice = |a: &&str| format!("`{a}` does not exist; remove it from the list");
     nothing_in(
         stale
             .map(|a| Finding { path: "tests/tidy/unsafety.rs".into(), line: 1, advice: advice(a) })
@@ -89,8 +89,8 @@ fn the_list_names_existing_places() {
 fn the_record_names_the_same_places() {
     let record = include_str!("../../docs/adr/0012-unsafe-budget.md");
     let rows = record.lines().filter_map(|line| line.strip_prefix("| `")?.split_once('`'));
-    let told: Vec<&str> = rows.map(|(place, _)| place).collect();
-    assert_eq!(told, ALLOWED, "docs/adr/0012-unsafe-budget.md beside tests/tidy/unsafety.rs");
+    let listed: Vec<&str> = rows.map(|(place, _)| place).collect();
+    assert_eq!(listed, ALLOWED, "docs/adr/0012-unsafe-budget.md beside tests/tidy/unsafety.rs");
 }
 
 #[test]

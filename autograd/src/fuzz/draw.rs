@@ -1,39 +1,40 @@
-//! Random programs: ops of a list on values made before, layouts by chance, repairs where an op refuses.
+//! Generation of random programs: ops of a list on earlier values, with random layouts; a redistribution repairs
+//! layouts that an op refuses.
 //!
-//! A program is drawn without values, on one rank of its mesh; then one rank runs it, and what is not finite or grows large
-//! is cut off with all that follows.
+//! A program is generated without values, on one rank of its mesh. One rank then runs it, and the first step with a
+//! non-finite or large result is removed with all later ones.
 
-use super::marks::Marks;
-use super::program::{Place, Program, Step, Values, case};
-use super::trial::{Feed, is_moderate};
+use super::layout_pattern::LayoutPattern;
+use super::program::{ValueRef, Program, Step, Values, case};
+use super::compare::{TestInput, is_moderate};
 use crate::tape::Tape;
 use shardgrad_dist::{Axis, Mesh, Rank, Result, World};
 use shardgrad_tensor::DType;
-use shardgrad_tensor::check::Setting;
+use shardgrad_tensor::check::LayoutCase;
 use shardgrad_tensor::op::DTypes;
-use shardgrad_tensor::ops::{Case, Entry, Input};
-use shardgrad_tensor::{Context, Layout, State, Tensor, Value};
+use shardgrad_tensor::ops::{Case, OpModule, Input};
+use shardgrad_tensor::{Context, Layout, Placement, Tensor, Value};
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// At most so many ranks, axes and steps (moves that repair a refusal come on top).
+/// Upper limits of ranks, axes and steps (redistributions for repair are not counted).
 const RANKS_MAX: usize = 8;
 const AXES_MAX: usize = 3;
 const STEPS_MAX: usize = 20;
-/// So many programs of a hundred compute in f32, and have dims of extent 0.
+/// Percentages of programs that compute in f32, and that have dims of extent 0.
 const F32_PERCENT: usize = 30;
 const EMPTY_PERCENT: usize = 15;
 
-/// Numbers that look random (the generator SplitMix64, Steele and others 2014).
+/// A pseudorandom generator (SplitMix64, Steele et al. 2014).
 #[derive(Clone, Debug)]
-pub(super) struct Dice(u64);
+pub(super) struct Rng(u64);
 
-impl Dice {
-    pub(super) fn new(seed: u64) -> Dice {
-        Dice(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15))
+impl Rng {
+    pub(super) fn new(seed: u64) -> Rng {
+        Rng(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15))
     }
 
-    /// One of `0..bound`.
+    /// A number in `0..bound`.
     pub(super) fn below(&mut self, bound: usize) -> usize {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
@@ -42,7 +43,7 @@ impl Dice {
         ((z ^ (z >> 31)) % bound.max(1) as u64) as usize
     }
 
-    /// True in so many of a hundred throws.
+    /// True with the given probability in percent.
     pub(super) fn chance(&mut self, percent: usize) -> bool {
         self.below(100) < percent
     }
@@ -51,7 +52,7 @@ impl Dice {
         if list.is_empty() { None } else { list.get(self.below(list.len())) }
     }
 
-    /// A mesh as text.
+    /// A random mesh, as text.
     pub(super) fn mesh(&mut self) -> String {
         let (mut left, mut axes) = (RANKS_MAX, Vec::new());
         for name in ["a", "b", "c"].iter().take(1 + self.below(AXES_MAX)) {
@@ -63,113 +64,113 @@ impl Dice {
         axes.join(",")
     }
 
-    /// A layout: each axis, in any order, in any state.
+    /// A random layout: a random state for each axis, in random order.
     pub(super) fn layout(&mut self, mesh: &Mesh, dtype: DType, shape: &[usize]) -> Layout {
         let mut layout = Layout::invariant(mesh, dtype, shape);
         let mut axes: Vec<Axis> = mesh.axes().collect();
         while !axes.is_empty() {
             let axis = axes.swap_remove(self.below(axes.len()));
             let state = match self.below(3 + 2 * shape.len()) {
-                0 => State::Invariant,
-                1 => State::Replicate,
-                // Truth values have no sum.
-                2 if dtype == DType::Bool => State::Invariant,
-                2 => State::Partial,
-                n => State::Shard((n - 3) / 2),
+                0 => Placement::Invariant,
+                1 => Placement::Replicate,
+                // Booleans have no sum.
+                2 if dtype == DType::Bool => Placement::Invariant,
+                2 => Placement::Partial,
+                n => Placement::Shard((n - 3) / 2),
             };
-            layout = layout.with_state(axis, state);
+            layout = layout.with_placement(axis, state);
         }
         layout
     }
 }
 
-/// A program under way, on one rank without values.
-struct Maker<'a> {
-    ops: &'a [Entry],
+/// A program under construction, on one rank without values.
+struct ProgramGenerator<'a> {
+    ops: &'a [OpModule],
     rank: &'a Rank,
     tape: Tape,
-    dice: Dice,
+    rng: Rng,
     program: Program,
     values: Values,
-    /// By value of integers: they are below this, as far as can be told without running it.
-    below: BTreeMap<Place, usize>,
-    /// Leaves drawn so far, those of steps that were dropped among them: a tape keeps the first tensor of a key.
+    /// Upper bounds (exclusive) of integer values, as far as known without running the program.
+    index_bounds: BTreeMap<ValueRef, usize>,
+    /// The number of leaves so far, including those of dropped steps, because a tape keeps the first tensor of a key.
     num_leaves: u64,
     /// Whether extents of 0 are drawn.
     has_empty: bool,
 }
 
-/// What must hold of the extents of the arguments: by label of the signature, how many.
-type Bound = BTreeMap<u8, usize>;
+/// Extents fixed by earlier arguments, by label of the signature.
+type Extents = BTreeMap<u8, usize>;
 
-impl Maker<'_> {
+impl ProgramGenerator<'_> {
     /// All values so far, of one dtype or of any.
-    fn places(&self, dtype: Option<DType>) -> Vec<Place> {
-        let inputs = (0..self.values.inputs.len()).map(Place::Input);
-        let made = self.values.made.iter().enumerate();
-        let made = made.flat_map(|(step, m)| (0..m.len()).map(move |out| Place::Made(step, out)));
-        let fits = |p: &Place| dtype.is_none_or(|d| self.values.get(*p).is_ok_and(|v| v.dtype() == d));
+    fn values_of(&self, dtype: Option<DType>) -> Vec<ValueRef> {
+        let inputs = (0..self.values.inputs.len()).map(ValueRef::Input);
+        let made = self.values.outputs.iter().enumerate();
+        let made = made.flat_map(|(step, m)| (0..m.len()).map(move |out| ValueRef::Output(step, out)));
+        let fits = |p: &ValueRef| dtype.is_none_or(|d| self.values.get(*p).is_ok_and(|v| v.dtype() == d));
         inputs.chain(made).filter(fits).collect()
     }
 
-    /// The dtype in which an input goes into this program.
+    /// The dtype of an input in this program.
     fn dtype(&self, input: &Input) -> DType {
         if input.dtype().is_float() { self.program.dtype } else { input.dtype() }
     }
 
-    /// An extent: one of 1 to 5, in some programs 0 too.
+    /// A random extent: 1 to 5, in some programs also 0.
     fn extent(&mut self) -> usize {
-        if self.has_empty && self.dice.chance(25) { 0 } else { 1 + self.dice.below(5) }
+        if self.has_empty && self.rng.chance(25) { 0 } else { 1 + self.rng.below(5) }
     }
 
-    /// Something new that goes in.
-    fn feed(&mut self, input: Input) -> Result<Place> {
+    /// Adds an input.
+    fn new_input(&mut self, input: Input) -> Result<ValueRef> {
         let dtype = self.dtype(&input);
-        let is_leaf = dtype.is_float() && self.dice.chance(80);
-        let layout = self.dice.layout(self.rank.mesh(), dtype, input.shape());
+        let is_leaf = dtype.is_float() && self.rng.chance(80);
+        let layout = self.rng.layout(self.rank.mesh(), dtype, input.shape());
         let x = Tensor::zeros(self.rank, &layout)?;
         let at = self.program.inputs.len();
         if let Input::Index(_, most) = input {
-            self.below.insert(Place::Input(at), most);
+            self.index_bounds.insert(ValueRef::Input(at), most);
         }
         self.num_leaves += 1;
         self.values.inputs.push(match is_leaf {
             true => self.tape.leaf(self.num_leaves, &x),
             false => self.tape.constant(x),
         });
-        self.program.inputs.push(Feed { input, marks: Marks::of(&layout), is_leaf });
-        Ok(Place::Input(at))
+        self.program.inputs.push(TestInput { input, layout: LayoutPattern::of(&layout), is_leaf });
+        Ok(ValueRef::Input(at))
     }
 
     fn push(&mut self, step: Step) -> Result<usize> {
         let made = Program::step(self.ops, &self.tape, &step, &self.values)?;
         let at = self.program.steps.len();
         if made.iter().any(|v| v.dtype() == DType::I64) {
-            // Integers are some of those that go in, or places in a dim.
+            // Integer results are elements of integer arguments, or indices into a dim.
             let mut most = 1;
             for arg in step.args() {
                 let extents = self.values.get(arg)?.shape().iter().copied().max();
-                let known = self.below.get(&arg).copied();
+                let known = self.index_bounds.get(&arg).copied();
                 most = most.max(known.unwrap_or(0)).max(extents.unwrap_or(0));
             }
-            self.below.extend((0..made.len()).map(|out| (Place::Made(at, out), most)));
+            self.index_bounds.extend((0..made.len()).map(|out| (ValueRef::Output(at, out), most)));
         }
-        self.values.made.push(made);
+        self.values.outputs.push(made);
         self.program.steps.push(step);
         Ok(at)
     }
 
-    /// One more step, if chance finds one that is possible.
-    fn grow(&mut self) -> Result<()> {
-        let places = self.places(None);
-        match self.dice.below(100) {
+    /// Adds a random step, if one is possible.
+    fn add_step(&mut self) -> Result<()> {
+        let all = self.values_of(None);
+        match self.rng.below(100) {
             0..16 => {
-                let Some(&x) = self.dice.pick(&places) else { return Ok(()) };
+                let Some(&x) = self.rng.pick(&all) else { return Ok(()) };
                 let (shape, dtype) = (self.values.get(x)?.shape(), self.values.get(x)?.dtype());
-                let to = self.dice.layout(self.rank.mesh(), dtype, &shape);
-                self.push(Step::Move(x, Marks::of(&to))).map(|_| ())
+                let to = self.rng.layout(self.rank.mesh(), dtype, &shape);
+                self.push(Step::Redistribute(x, LayoutPattern::of(&to))).map(|_| ())
             }
-            16..20 => match self.dice.pick(&places) {
+            16..20 => match self.rng.pick(&all) {
                 Some(&x) => self.push(Step::Detach(x)).map(|_| ()),
                 None => Ok(()),
             },
@@ -179,99 +180,99 @@ impl Maker<'_> {
 
     fn apply(&mut self) -> Result<()> {
         let ops = self.ops;
-        let Some(entry) = self.dice.pick(ops) else { return Ok(()) };
-        let number = self.dice.below((entry.cases)().len());
+        let Some(entry) = self.rng.pick(ops) else { return Ok(()) };
+        let number = self.rng.below((entry.cases)().len());
         let case = case(ops, entry.name, number)?;
-        if self.program.dtype != DType::F64 && !self.follows(&case) {
+        if self.program.dtype != DType::F64 && !self.keeps_float_dtype(&case) {
             return Ok(());
         }
         let Some(mut args) = self.args(&case)? else { return Ok(()) };
         let layouts: Vec<Layout> =
             args.iter().map(|a| Ok(self.values.get(*a)?.layout().clone())).collect::<Result<_>>()?;
-        let setting = Setting::of(self.rank, &case, layouts.clone(), self.dice.below(3))?;
-        for (i, to) in setting.repair.iter().flatten().enumerate().filter(|(i, to)| **to != layouts[*i]) {
-            args[i] = Place::Made(self.push(Step::Move(args[i], Marks::of(to)))?, 0);
+        let placement = LayoutCase::of(self.rank, &case, layouts.clone(), self.rng.below(3))?;
+        for (i, to) in placement.repair.iter().flatten().enumerate().filter(|(i, to)| **to != layouts[*i]) {
+            args[i] = ValueRef::Output(self.push(Step::Redistribute(args[i], LayoutPattern::of(to)))?, 0);
         }
-        let is_quiet = self.dice.chance(5);
-        self.push(Step::Apply { op: entry.name.into(), case: number, args, is_quiet }).map(|_| ())
+        let no_grad = self.rng.chance(5);
+        self.push(Step::Apply { op: entry.name.into(), case: number, args, no_grad }).map(|_| ())
     }
 
-    /// Whether all floats that a case makes are of the dtype of those that go in, so that one rank can run it in f64.
-    fn follows(&self, case: &Case) -> bool {
+    /// Whether all float results of a case have the dtype of its float inputs, so that one rank can run it in f64.
+    fn keeps_float_dtype(&self, case: &Case) -> bool {
         let count = Context::of(self.rank).signature(case.op.signature()).num_outputs();
         let made = |float: DType| {
             let of = |i: &Input| if i.dtype().is_float() { float } else { i.dtype() };
             case.op.dtypes(&case.inputs.iter().map(of).collect::<DTypes>(), count)
         };
         match (made(DType::F64), made(self.program.dtype)) {
-            (Ok(wide), Ok(narrow)) => wide.iter().zip(&narrow).all(|(w, n)| !w.is_float() || w != n),
+            (Ok(wide), Ok(in_f32)) => wide.iter().zip(&in_f32).all(|(w, n)| !w.is_float() || w != n),
             _ => false,
         }
     }
 
-    /// A value made before that can be an argument of a case.
-    fn known(&mut self, wanted: &Wanted<'_>, i: usize, bound: &mut Bound) -> Result<Option<Place>> {
-        let input = &wanted.case.inputs[i];
-        let most = wanted.most(i, bound).unwrap_or(usize::MAX);
-        let fits = |place: &Place| {
-            let found = self.values.get(*place).expect("a value of the list").shape();
-            let fits = |(d, (&n, &want)): (usize, (&usize, &usize))| match wanted.label(i, d) {
+    /// An earlier value that fits as an argument of a case.
+    fn existing_arg(&mut self, requirements: &CaseInputs<'_>, i: usize, bound: &mut Extents) -> Result<Option<ValueRef>> {
+        let input = &requirements.case.inputs[i];
+        let most = requirements.index_bound(i, bound).unwrap_or(usize::MAX);
+        let fits = |value: &ValueRef| {
+            let found = self.values.get(*value).expect("a value of the list").shape();
+            let fits = |(d, (&n, &want)): (usize, (&usize, &usize))| match requirements.label(i, d) {
                 Some(label) if want != 1 => bound.get(&label).is_none_or(|b| *b == n),
                 _ => n == want,
             };
             found.len() == input.shape().len()
                 && found.iter().zip(input.shape()).enumerate().all(fits)
-                && self.below.get(place).is_none_or(|b| *b <= most)
+                && self.index_bounds.get(value).is_none_or(|b| *b <= most)
         };
-        let fitting: Vec<Place> = self.places(Some(self.dtype(input))).into_iter().filter(fits).collect();
-        if !self.dice.chance(85) {
+        let fitting: Vec<ValueRef> = self.values_of(Some(self.dtype(input))).into_iter().filter(fits).collect();
+        if !self.rng.chance(85) {
             return Ok(None);
         }
-        let Some(&place) = self.dice.pick(&fitting) else { return Ok(None) };
-        for (d, n) in self.values.get(place)?.shape().iter().enumerate() {
-            bound.extend(wanted.label(i, d).map(|label| (label, *n)));
+        let Some(&value) = self.rng.pick(&fitting) else { return Ok(None) };
+        for (d, n) in self.values.get(value)?.shape().iter().enumerate() {
+            bound.extend(requirements.label(i, d).map(|label| (label, *n)));
         }
-        Ok(Some(place))
+        Ok(Some(value))
     }
 
-    /// A new input that can be an argument of a case; `None` where it would point into nothing.
-    fn fresh(&mut self, wanted: &Wanted<'_>, i: usize, bound: &mut Bound) -> Result<Option<Place>> {
-        let input = &wanted.case.inputs[i];
+    /// A new input as an argument of a case; `None` if its indices would have an empty range.
+    fn new_arg(&mut self, requirements: &CaseInputs<'_>, i: usize, bound: &mut Extents) -> Result<Option<ValueRef>> {
+        let input = &requirements.case.inputs[i];
         let mut shape = Vec::new();
         for (d, &n) in input.shape().iter().enumerate() {
-            shape.push(match wanted.label(i, d).filter(|_| n != 1) {
+            shape.push(match requirements.label(i, d).filter(|_| n != 1) {
                 Some(label) if bound.contains_key(&label) => bound[&label],
                 Some(label) => *bound.entry(label).insert_entry(self.extent()).get(),
                 None => n,
             });
         }
-        match wanted.most(i, bound) {
+        match requirements.index_bound(i, bound) {
             Some(0) if !shape.contains(&0) => Ok(None),
-            Some(most) => self.feed(Input::Index(shape, most)).map(Some),
-            None => self.feed(input.with_shape(&shape)).map(Some),
+            Some(most) => self.new_input(Input::Index(shape, most)).map(Some),
+            None => self.new_input(input.with_shape(&shape)).map(Some),
         }
     }
 
-    /// Arguments for a case: values made before where they fit, new ones otherwise. Integers come last, since some point
-    /// into the others.
-    fn args(&mut self, case: &Case) -> Result<Option<Vec<Place>>> {
-        let wanted = Wanted::of(self.rank, case);
-        let (mut bound, mut args) = (Bound::new(), vec![None; case.inputs.len()]);
+    /// Arguments for a case: earlier values where they fit, else new inputs. Integers come last, since some are indices
+    /// into the other arguments.
+    fn args(&mut self, case: &Case) -> Result<Option<Vec<ValueRef>>> {
+        let requirements = CaseInputs::of(self.rank, case);
+        let (mut bound, mut args) = (Extents::new(), vec![None; case.inputs.len()]);
         let is_index = |i: &usize| matches!(case.inputs[*i], Input::Index(..));
         let others = || (0..case.inputs.len()).filter(|i| !is_index(i));
         for i in others().filter(|i| matches!(case.inputs[*i], Input::Real(_) | Input::Bool(_))) {
-            args[i] = self.known(&wanted, i, &mut bound)?;
+            args[i] = self.existing_arg(&requirements, i, &mut bound)?;
         }
         let has_none = others().count() > 0 && args.iter().all(Option::is_none);
-        if has_none && !self.places(Some(self.program.dtype)).is_empty() && self.dice.chance(70) {
+        if has_none && !self.values_of(Some(self.program.dtype)).is_empty() && self.rng.chance(70) {
             return Ok(None);
         }
         for i in others().chain((0..case.inputs.len()).filter(is_index)) {
             if is_index(&i) {
-                args[i] = self.known(&wanted, i, &mut bound)?;
+                args[i] = self.existing_arg(&requirements, i, &mut bound)?;
             }
             if args[i].is_none() {
-                args[i] = self.fresh(&wanted, i, &mut bound)?;
+                args[i] = self.new_arg(&requirements, i, &mut bound)?;
             }
             if args[i].is_none() {
                 return Ok(None);
@@ -281,28 +282,28 @@ impl Maker<'_> {
     }
 }
 
-/// What a case asks of its arguments.
-struct Wanted<'a> {
+/// The requirements of a case on its arguments.
+struct CaseInputs<'a> {
     case: &'a Case,
-    /// By argument and dim, the label; empty where the case takes no other extents.
+    /// The signature label by argument and dim; empty if the case allows no other extents.
     labels: Vec<Vec<u8>>,
 }
 
-impl Wanted<'_> {
-    fn of<'a>(rank: &Rank, case: &'a Case) -> Wanted<'a> {
+impl CaseInputs<'_> {
+    fn of<'a>(rank: &Rank, case: &'a Case) -> CaseInputs<'a> {
         let signature = Context::of(rank).signature(case.op.signature());
         let ndim = |i: usize| case.inputs.get(i).map_or(0, |input| input.shape().len());
-        let bound = if case.is_fixed { None } else { signature.bind(ndim, |_| None).ok() };
+        let bound = if case.has_fixed_shape { None } else { signature.bind(ndim, |_| None).ok() };
         let labels = bound.map(|l| l.inputs().to_vec()).filter(|l| l.len() >= case.inputs.len());
-        Wanted { case, labels: labels.unwrap_or_default() }
+        CaseInputs { case, labels: labels.unwrap_or_default() }
     }
 
     fn label(&self, i: usize, d: usize) -> Option<u8> {
         self.labels.get(i)?.get(d).copied()
     }
 
-    /// Of integers, what they must be below: a bound goes with the dim that they point into.
-    fn most(&self, i: usize, bound: &Bound) -> Option<usize> {
+    /// The exclusive upper bound of an index argument: the extent of the dim that it indexes.
+    fn index_bound(&self, i: usize, bound: &Extents) -> Option<usize> {
         let Input::Index(_, most) = self.case.inputs[i] else { return None };
         let dims =
             self.case.inputs.iter().zip(&self.labels).flat_map(|(input, l)| input.shape().iter().zip(l));
@@ -312,39 +313,39 @@ impl Wanted<'_> {
 }
 
 impl Program {
-    /// A random program over the ops of a list. `None` where chance gave nothing that can be run.
+    /// A random program over the ops of a list. `None` if no runnable program was found.
     ///
     /// # Errors
-    /// What a mesh without values reports.
-    pub fn draw(ops: &[Entry], seed: u64) -> Result<Option<Program>> {
-        let mut dice = Dice::new(seed);
-        let mesh = dice.mesh();
-        let dtype = if dice.chance(F32_PERCENT) { DType::F32 } else { DType::F64 };
-        let has_empty = dice.chance(EMPTY_PERCENT);
+    /// The errors of a dry run on the mesh.
+    pub fn draw(ops: &[OpModule], seed: u64) -> Result<Option<Program>> {
+        let mut rng = Rng::new(seed);
+        let mesh = rng.mesh();
+        let dtype = if rng.chance(F32_PERCENT) { DType::F32 } else { DType::F64 };
+        let has_empty = rng.chance(EMPTY_PERCENT);
         let drawn = World::new(Mesh::parse(&mesh)?).dry_run(0, |rank| {
             let (inputs, steps, blocks, outputs) = Default::default();
             let program = Program { mesh: mesh.clone(), dtype, inputs, steps, blocks, outputs, seed };
-            let (tape, values, below) = (Tape::new(rank), Values::default(), BTreeMap::new());
-            let mut maker = Maker { ops, rank, tape, dice, program, values, below, num_leaves: 0, has_empty };
-            for _ in 0..1 + maker.dice.below(STEPS_MAX) {
-                let before = (maker.program.clone(), maker.values.clone());
-                // What an op refuses altogether (extents, dtypes) is tried and dropped.
-                if !matches!(catch_unwind(AssertUnwindSafe(|| maker.grow())), Ok(Ok(()))) {
-                    Context::of(rank).set_closed(false);
-                    maker.tape.no_grad(|| ());
-                    (maker.program, maker.values) = before;
+            let (tape, values, index_bounds) = (Tape::new(rank), Values::default(), BTreeMap::new());
+            let mut generator = ProgramGenerator { ops, rank, tape, rng, program, values, index_bounds, num_leaves: 0, has_empty };
+            for _ in 0..1 + generator.rng.below(STEPS_MAX) {
+                let before = (generator.program.clone(), generator.values.clone());
+                // Steps that an op refuses altogether (extents, dtypes) are dropped.
+                if !matches!(catch_unwind(AssertUnwindSafe(|| generator.add_step())), Ok(Ok(()))) {
+                    Context::of(rank).set_in_vjp(false);
+                    generator.tape.no_grad(|| ());
+                    (generator.program, generator.values) = before;
                 }
             }
-            Ok((maker.program, maker.dice))
+            Ok((generator.program, generator.rng))
         })?;
-        let (mut program, mut dice) = drawn;
-        program.cut(ops);
-        program.choose(ops, &mut dice);
+        let (mut program, mut rng) = drawn;
+        program.truncate(ops);
+        program.choose_outputs(ops, &mut rng);
         Ok(if program.outputs.is_empty() { None } else { Some(program) })
     }
 
-    /// Cuts off the first step whose result is not moderate, and all that follow.
-    fn cut(&mut self, ops: &[Entry]) {
+    /// Removes the first step with a result that is not moderate, and all later ones.
+    fn truncate(&mut self, ops: &[OpModule]) {
         while !self.steps.is_empty() {
             let counts = |step: &Step| match step {
                 Step::Apply { op, case: number, .. } => case(ops, op, *number).map_or(0, |c| {
@@ -353,8 +354,8 @@ impl Program {
                 }),
                 _ => 1,
             };
-            let all: Vec<Place> = (self.steps.iter().enumerate())
-                .flat_map(|(at, step)| (0..counts(step)).map(move |out| Place::Made(at, out)))
+            let all: Vec<ValueRef> = (self.steps.iter().enumerate())
+                .flat_map(|(at, step)| (0..counts(step)).map(move |out| ValueRef::Output(at, out)))
                 .collect();
             self.outputs = all.clone();
             let bad = match self.on_one_rank(ops) {
@@ -364,23 +365,23 @@ impl Program {
                 Err(_) => all.last().copied(),
             };
             match bad {
-                Some(Place::Made(step, _)) => self.steps.truncate(step),
+                Some(ValueRef::Output(step, _)) => self.steps.truncate(step),
                 _ => return,
             }
         }
         self.outputs.clear();
     }
 
-    /// Chooses what comes out and what is computed again, so that gradients are moderate too.
-    fn choose(&mut self, ops: &[Entry], dice: &mut Dice) {
+    /// Chooses outputs and checkpointed blocks such that gradients are moderate too.
+    fn choose_outputs(&mut self, ops: &[OpModule], rng: &mut Rng) {
         while !self.steps.is_empty() {
-            let made = |p: &Place| matches!(p, Place::Made(step, _) if *step < self.steps.len());
-            let all: Vec<Place> = std::mem::take(&mut self.outputs).into_iter().filter(made).collect();
-            self.outputs = (0..1 + dice.below(3)).filter_map(|_| dice.pick(&all).copied()).collect();
+            let made = |p: &ValueRef| matches!(p, ValueRef::Output(step, _) if *step < self.steps.len());
+            let all: Vec<ValueRef> = std::mem::take(&mut self.outputs).into_iter().filter(made).collect();
+            self.outputs = (0..1 + rng.below(3)).filter_map(|_| rng.pick(&all).copied()).collect();
             self.blocks.clear();
-            if dice.chance(40) {
-                let from = dice.below(self.steps.len());
-                self.blocks.push(from..from + 1 + dice.below(self.steps.len() - from));
+            if rng.chance(40) {
+                let from = rng.below(self.steps.len());
+                self.blocks.push(from..from + 1 + rng.below(self.steps.len() - from));
             }
             if self.on_one_rank(ops).is_ok_and(|made| made.is_moderate(self.dtype)) {
                 return;

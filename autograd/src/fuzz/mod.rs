@@ -1,62 +1,64 @@
-//! Random tests of whole programs: values and gradients on a mesh are those of one rank.
+//! Fuzzing of whole programs: values and gradients on a random mesh are compared with those of one rank.
 //!
-//! [`programs`] draws programs over a list of ops. [`model`], or the macro [`fuzz_model!`](crate::fuzz_model!), does the same
-//! to a function of yours: it draws meshes, and layouts and float dtype of what goes in. Both report the smallest case that goes wrong, as
-//! Rust that repeats it. An op of your own is checked by [`check_op!`](shardgrad_tensor::check_op!).
+//! [`programs`] generates programs over a list of ops. [`model`], or the macro [`fuzz_model!`](crate::fuzz_model!),
+//! tests a user's function on random meshes, layouts and float dtypes. Both report the smallest failing case;
+//! [`programs`] as Rust code that repeats it. [`check_op!`](shardgrad_tensor::check_op!) tests a user's op.
 
-mod marks;
-mod trial;
+mod layout_pattern;
+mod compare;
 mod program;
 mod draw;
 mod shrink;
 
-pub use marks::Marks;
-pub use program::{Place, Program, Step};
-pub use trial::{Feed, Verdict};
+pub use layout_pattern::LayoutPattern;
+pub use program::{ValueRef, Program, Step};
+pub use compare::{TestInput, Verdict};
 
 use crate::tape::Tape;
 use crate::var::Var;
-use draw::Dice;
+use draw::Rng;
 use shardgrad_dist::{Error, Kind, Mesh, Result};
 use shardgrad_tensor::DType;
-use shardgrad_tensor::ops::{Entry, Input};
-use trial::Trial;
+use shardgrad_tensor::ops::{OpModule, Input};
+use compare::Comparison;
 
-/// How many cases came out how, and what was in them.
+/// The numbers of cases by outcome and content.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Report {
-    /// Values and gradients are those of one rank.
+    /// Cases with the values and gradients of one rank.
     pub right: usize,
-    /// Nothing can be said: results hang on the last bits of what goes in.
+    /// Cases without a statement, because results depend on the last bits of the inputs.
     pub ill_posed: usize,
-    /// An op refused the layouts, or chance gave nothing to run.
+    /// Cases in which an op refused the layouts, or no program was found.
     pub refused: usize,
-    /// Steps of all programs.
+    /// The steps of all programs.
     pub steps: usize,
-    /// Of those that are right: with floats in f32.
-    pub narrow: usize,
-    /// Of those that are right: with an input of no elements.
-    pub empty: usize,
-    /// Of those that are right: with integers or truth values that go in.
-    pub whole: usize,
-    /// Of those that are right: with elements that tie and share a gradient.
-    pub ties: usize,
+    /// Right cases in f32.
+    pub in_f32: usize,
+    /// Right cases with an empty input.
+    pub with_empty: usize,
+    /// Right cases with integer or boolean inputs.
+    pub with_integers: usize,
+    /// Right cases in which tied elements share a gradient.
+    pub with_ties: usize,
 }
 
 impl Report {
-    fn count(&mut self, dtype: DType, inputs: &[Feed]) {
+    fn count(&mut self, dtype: DType, inputs: &[TestInput]) {
         self.right += 1;
-        self.narrow += usize::from(dtype != DType::F64);
-        self.empty += usize::from(inputs.iter().any(|f| f.input.shape().contains(&0)));
-        self.whole += usize::from(inputs.iter().any(|f| !f.input.dtype().is_float()));
+        self.in_f32 += usize::from(dtype != DType::F64);
+        self.with_empty += usize::from(inputs.iter().any(|f| f.input.shape().contains(&0)));
+        self.with_integers += usize::from(inputs.iter().any(|f| !f.input.dtype().is_float()));
     }
 }
 
-/// Checks random programs over the ops of a list: number `first` and the `count - 1` after it.
+/// Checks random programs over the ops of a list: programs number `first` to `first + count - 1`.
 ///
 /// # Errors
-/// `Kind::Unsupported` with what is wrong, the number of the program, and the smallest one that goes wrong as Rust.
-pub fn programs(ops: &[Entry], first: u64, count: u64) -> Result<Report> {
+/// `Kind::Unsupported` with the difference, the number of the program, and the smallest failing program as Rust code.
+#[doc(alias = "differential testing")]
+#[doc(alias = "property testing")]
+pub fn programs(ops: &[OpModule], first: u64, count: u64) -> Result<Report> {
     let mut report = Report::default();
     for seed in first..first + count {
         let Some(program) = Program::draw(ops, seed)? else {
@@ -68,54 +70,54 @@ pub fn programs(ops: &[Entry], first: u64, count: u64) -> Result<Report> {
         match &verdict {
             Verdict::Right => {
                 report.count(program.dtype, &program.inputs);
-                report.ties += usize::from(program.has_ties(ops)?);
+                report.with_ties += usize::from(program.has_ties(ops)?);
             }
             Verdict::IllPosed => report.ill_posed += 1,
-            Verdict::Wrong(_) | Verdict::Refused(_) => return Err(told(ops, seed, &program, &verdict)),
+            Verdict::Wrong(_) | Verdict::Refused(_) => return Err(shrunk_error(ops, seed, &program, &verdict)),
         }
     }
     Ok(report)
 }
 
-/// The error about a program that went wrong, made small.
-fn told(ops: &[Entry], seed: u64, program: &Program, verdict: &Verdict) -> Error {
+/// The error of a failing program, with the program shrunk.
+fn shrunk_error(ops: &[OpModule], seed: u64, program: &Program, verdict: &Verdict) -> Error {
     let same = |found: &Verdict| std::mem::discriminant(found) == std::mem::discriminant(verdict);
     let least = program.shrunk(|p| p.check(ops).is_ok_and(|found| same(&found)));
     let what = match least.check(ops) {
         Ok(Verdict::Wrong(what)) => what,
-        Ok(Verdict::Refused(error)) => format!("refused though it was planned: {error}"),
+        Ok(Verdict::Refused(error)) => format!("an op refused layouts that it had accepted when the program was generated: {error}"),
         other => format!("{other:?}"),
     };
-    Error::new(Kind::Unsupported, format!("program {seed} goes wrong: {what}"))
+    Error::new(Kind::Unsupported, format!("program {seed} fails: {what}"))
         .detail("repeat", format!("\n{least}"))
 }
 
-/// Checks a function of variables on `count` random meshes of up to 8 ranks, with random layouts of what goes in: its
-/// values, and the gradients of all floats that go in, are those of one rank in f64, to 1e-7. Every fourth case has f32 on
-/// the mesh, whole numbers that go in, and the bound 1e-3. Layouts that an op of the function refuses are counted and passed
-/// over.
+/// Checks a function of variables on `count` random meshes of up to 8 ranks, with random layouts of its inputs: its
+/// values, and the gradients of all float inputs, must be those of one rank in f64, to 1e-7. Every fourth case computes
+/// in f32 on the mesh, with whole numbers as inputs and a tolerance of 1e-3. Layouts that an op of the function refuses
+/// are counted and skipped.
 ///
 /// # Errors
-/// `Kind::Unsupported` with what is wrong, on the smallest mesh and the plainest layouts that show it; or if every layout was
-/// refused. What the function reports on one rank.
-pub fn model(inputs: &[Input], count: u64, text: impl Fn(&[Var]) -> Vec<Var> + Sync) -> Result<Report> {
-    let text = |_: &Tape, args: &[Var]| Ok(text(args));
-    let feed = |input: &Input, marks: Marks| {
+/// `Kind::Unsupported` with the difference, on the smallest mesh and the plainest layouts that show it, or if every
+/// layout was refused. The errors of the function on one rank.
+pub fn model(inputs: &[Input], count: u64, f: impl Fn(&[Var]) -> Vec<Var> + Sync) -> Result<Report> {
+    let model = |_: &Tape, args: &[Var]| Ok(f(args));
+    let test_input = |input: &Input, layout: LayoutPattern| {
         let is_leaf = input.dtype().is_float();
-        Feed { input: input.clone(), marks, is_leaf }
+        TestInput { input: input.clone(), layout, is_leaf }
     };
     let mut report = Report::default();
     for seed in 0..count {
-        let mut dice = Dice::new(seed);
-        let mesh_text = if seed == 0 { "a=1".to_string() } else { dice.mesh() };
+        let mut rng = Rng::new(seed);
+        let mesh_text = if seed == 0 { "a=1".to_string() } else { rng.mesh() };
         let mesh = Mesh::parse(&mesh_text)?;
         let mut drawn =
-            |input: &Input| feed(input, Marks::of(&dice.layout(&mesh, input.dtype(), input.shape())));
-        let inputs: Vec<Feed> = inputs.iter().map(&mut drawn).collect();
+            |input: &Input| test_input(input, LayoutPattern::of(&rng.layout(&mesh, input.dtype(), input.shape())));
+        let inputs: Vec<TestInput> = inputs.iter().map(&mut drawn).collect();
         let dtype = if seed % 4 == 3 { DType::F32 } else { DType::F64 };
-        let verdict = |mesh: &str, dtype: DType, inputs: &[Feed]| -> Result<Verdict> {
-            let trial = Trial { inputs, seed, dtype, is_exact: false, text: &text };
-            trial.on_mesh(&Mesh::parse(mesh)?, &trial.on_one_rank()?)
+        let verdict = |mesh: &str, dtype: DType, inputs: &[TestInput]| -> Result<Verdict> {
+            let comparison = Comparison { inputs, seed, dtype, is_exact: false, model: &model };
+            comparison.on_mesh(&Mesh::parse(mesh)?, &comparison.on_one_rank()?)
         };
         match verdict(&mesh_text, dtype, &inputs)? {
             Verdict::Right => report.count(dtype, &inputs),
@@ -128,24 +130,24 @@ pub fn model(inputs: &[Input], count: u64, text: impl Fn(&[Var]) -> Vec<Var> + S
                     |p: &Program| matches!(verdict(&p.mesh, p.dtype, &p.inputs), Ok(Verdict::Wrong(_)));
                 let least =
                     all.shrunk(|p| p.inputs.len() == all.inputs.len() && same_shapes(p, &all) && wrong(p));
-                let marks: Vec<String> = least.inputs.iter().map(|f| f.marks.to_string()).collect();
-                return Err(Error::new(Kind::Unsupported, format!("the model goes wrong: {what}"))
+                let layouts: Vec<String> = least.inputs.iter().map(|f| f.layout.to_string()).collect();
+                return Err(Error::new(Kind::Unsupported, format!("the model differs from one rank: {what}"))
                     .detail("mesh", least.mesh)
-                    .detail("inputs", marks.join("; "))
+                    .detail("inputs", layouts.join("; "))
                     .detail("numbers", format!("seed {seed}, in {}", least.dtype)));
             }
         }
     }
     if report.right <= 1 && count > 1 {
-        let text = format!("of {count} random layouts all but one rank's were refused");
+        let text = format!("all of {count} random layouts were refused, except on one rank");
         return Err(
-            Error::new(Kind::Unsupported, text).detail("help", "state layouts inside, or ask for more cases")
+            Error::new(Kind::Unsupported, text).detail("help", "call to_layout() inside the function where an op needs another layout, or raise the number of cases")
         );
     }
     Ok(report)
 }
 
-/// A function is made for its shapes.
+/// A function is valid for its shapes only.
 fn same_shapes(a: &Program, b: &Program) -> bool {
     a.inputs.iter().zip(&b.inputs).all(|(a, b)| a.input.shape() == b.input.shape())
 }
@@ -168,7 +170,7 @@ fn same_shapes(a: &Program, b: &Program) -> bool {
 /// ```
 #[macro_export]
 macro_rules! fuzz_model {
-    ([$($input:expr),* $(,)?], $count:expr, $text:expr $(,)?) => {
-        $crate::fuzz::model(&[$($input),*], $count, $text)
+    ([$($input:expr),* $(,)?], $count:expr, $model:expr $(,)?) => {
+        $crate::fuzz::model(&[$($input),*], $count, $model)
     };
 }

@@ -1,209 +1,209 @@
-//! Programs as data: ops of a list by name, changes of layout, places where gradients stop, blocks that are computed again.
+//! Programs as data: ops of a list by name, redistributions, detached values, and checkpointed blocks.
 
-use super::marks::Marks;
-use super::trial::{Feed, Made, Trial, Verdict};
+use super::layout_pattern::LayoutPattern;
+use super::compare::{TestInput, Results, Comparison, Verdict};
 use crate::tape::Tape;
 use crate::var::Var;
 use shardgrad_dist::{Error, Kind, Mesh, Result};
-use shardgrad_tensor::ops::{Case, Entry, Input};
+use shardgrad_tensor::ops::{Case, OpModule, Input};
 use shardgrad_tensor::{DType, Value};
 use std::fmt;
 use std::ops::Range;
 
 /// A value of a program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Place {
-    /// Something that goes in, by number.
+pub enum ValueRef {
+    /// An input, by number.
     Input(usize),
-    /// A visible output of a step.
-    Made(usize, usize),
+    /// A visible output of a step, by step and number.
+    Output(usize, usize),
 }
 
-/// What a step does to values.
+/// One step of a program.
 #[derive(Clone, Debug)]
 pub enum Step {
-    /// Applies the op of a case of an entry of the list.
+    /// Applies the op of a case in the list of ops.
     Apply {
-        /// The entry.
+        /// The name of the entry in the list.
         op: String,
         /// The number of the case.
         case: usize,
         /// The arguments.
-        args: Vec<Place>,
-        /// Whether it happens under `no_grad`.
-        is_quiet: bool,
+        args: Vec<ValueRef>,
+        /// Whether it runs under `no_grad`.
+        no_grad: bool,
     },
-    /// Another layout of a value.
-    Move(Place, Marks),
-    /// The value, cut off.
-    Detach(Place),
+    /// Redistributes a value to another layout.
+    Redistribute(ValueRef, LayoutPattern),
+    /// Detaches a value.
+    Detach(ValueRef),
 }
 
 impl Step {
-    pub(super) fn args(&self) -> Vec<Place> {
+    pub(super) fn args(&self) -> Vec<ValueRef> {
         match self {
             Step::Apply { args, .. } => args.clone(),
-            Step::Move(x, _) | Step::Detach(x) => vec![*x],
+            Step::Redistribute(x, _) | Step::Detach(x) => vec![*x],
         }
     }
 
-    pub(super) fn args_mut(&mut self) -> Vec<&mut Place> {
+    pub(super) fn args_mut(&mut self) -> Vec<&mut ValueRef> {
         match self {
             Step::Apply { args, .. } => args.iter_mut().collect(),
-            Step::Move(x, _) | Step::Detach(x) => vec![x],
+            Step::Redistribute(x, _) | Step::Detach(x) => vec![x],
         }
     }
 }
 
-/// A whole program with its mesh and what goes into it. Its `Display` is Rust that makes it.
+/// A program with its mesh and inputs. `Display` prints it as Rust code.
 #[derive(Clone, Debug)]
 pub struct Program {
     /// The mesh, as text.
     pub mesh: String,
-    /// Of the floats that go in: f64, or f32 with whole numbers. One rank, the standard, computes in f64.
+    /// The dtype of float inputs: f64, or f32 with whole numbers. The reference, one rank, computes in f64.
     pub dtype: DType,
-    /// What goes in.
-    pub inputs: Vec<Feed>,
-    /// What happens, in order.
+    /// The inputs.
+    pub inputs: Vec<TestInput>,
+    /// The steps, in order.
     pub steps: Vec<Step>,
-    /// Ranges of steps, apart from each other, that are computed again in the backward pass.
+    /// Disjoint ranges of steps that are checkpointed (recomputed in the backward pass).
     pub blocks: Vec<Range<usize>>,
-    /// What comes out; everything else is unused.
-    pub outputs: Vec<Place>,
-    /// Of the numbers that go in.
+    /// The outputs; all other values are unused.
+    pub outputs: Vec<ValueRef>,
+    /// The seed of the input values.
     pub seed: u64,
 }
 
-/// The case of a name and a number.
-pub(super) fn case(ops: &[Entry], op: &str, case: usize) -> Result<Case> {
+/// The case of an entry, by name and number.
+pub(super) fn case(ops: &[OpModule], op: &str, case: usize) -> Result<Case> {
     let entry = ops.iter().find(|e| e.name == op);
     entry.and_then(|e| (e.cases)().into_iter().nth(case)).ok_or_else(|| {
         Error::new(Kind::Config, format!("the list of ops has no case {case} of an entry `{op}`"))
     })
 }
 
-/// By step, its visible outputs; what goes in comes first.
+/// The inputs, and the visible outputs by step.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Values {
     pub(super) inputs: Vec<Var>,
-    pub(super) made: Vec<Vec<Var>>,
+    pub(super) outputs: Vec<Vec<Var>>,
 }
 
 impl Values {
-    pub(super) fn get(&self, place: Place) -> Result<&Var> {
-        let found = match place {
-            Place::Input(i) => self.inputs.get(i),
-            Place::Made(step, out) => self.made.get(step).and_then(|m| m.get(out)),
+    pub(super) fn get(&self, value: ValueRef) -> Result<&Var> {
+        let found = match value {
+            ValueRef::Input(i) => self.inputs.get(i),
+            ValueRef::Output(step, out) => self.outputs.get(step).and_then(|m| m.get(out)),
         };
-        found.ok_or_else(|| Error::new(Kind::Config, format!("no value stands at {place:?}")))
+        found.ok_or_else(|| Error::new(Kind::Config, format!("the program has no value {value:?}")))
     }
 
-    fn set(&mut self, place: Place, var: Var) {
-        match place {
-            Place::Input(i) => self.inputs[i] = var,
-            Place::Made(step, out) => self.made[step][out] = var,
+    fn set(&mut self, value: ValueRef, var: Var) {
+        match value {
+            ValueRef::Input(i) => self.inputs[i] = var,
+            ValueRef::Output(step, out) => self.outputs[step][out] = var,
         }
     }
 }
 
 impl Program {
     /// Runs one step on a tape.
-    pub(super) fn step(ops: &[Entry], tape: &Tape, step: &Step, values: &Values) -> Result<Vec<Var>> {
+    pub(super) fn step(ops: &[OpModule], tape: &Tape, step: &Step, values: &Values) -> Result<Vec<Var>> {
         match step {
-            Step::Apply { op, case: number, args, is_quiet } => {
+            Step::Apply { op, case: number, args, no_grad } => {
                 let op = case(ops, op, *number)?.op;
                 let args: Vec<&Var> = args.iter().map(|a| values.get(*a)).collect::<Result<_>>()?;
                 let apply = || Var::apply(op.clone(), &args).into_vec();
-                Ok(if *is_quiet { tape.no_grad(apply) } else { apply() })
+                Ok(if *no_grad { tape.no_grad(apply) } else { apply() })
             }
-            Step::Move(x, marks) => {
+            Step::Redistribute(x, pattern) => {
                 let x = values.get(*x)?;
-                // On one rank there is nothing to move.
+                // One rank needs no redistribution.
                 if x.rank().mesh().num_ranks() == 1 {
                     return Ok(vec![x.clone()]);
                 }
-                let to = marks.layout(x.rank().mesh(), x.dtype(), &x.shape())?;
+                let to = pattern.layout(x.rank().mesh(), x.dtype(), &x.shape())?;
                 Ok(vec![x.to_layout(&to)])
             }
             Step::Detach(x) => Ok(vec![values.get(*x)?.detach()]),
         }
     }
 
-    /// Runs a block so that it is computed again.
-    fn block(&self, ops: &[Entry], tape: &Tape, block: &Range<usize>, values: &mut Values) -> Result<()> {
-        let mut taken: Vec<Place> = Vec::new();
-        for place in self.steps[block.clone()].iter().flat_map(Step::args) {
-            let is_outer = !matches!(place, Place::Made(step, _) if step >= block.start);
-            if is_outer && !taken.contains(&place) {
-                taken.push(place);
+    /// Runs a block of steps as a checkpoint.
+    fn block(&self, ops: &[OpModule], tape: &Tape, block: &Range<usize>, values: &mut Values) -> Result<()> {
+        let mut taken: Vec<ValueRef> = Vec::new();
+        for value in self.steps[block.clone()].iter().flat_map(Step::args) {
+            let is_outer = !matches!(value, ValueRef::Output(step, _) if step >= block.start);
+            if is_outer && !taken.contains(&value) {
+                taken.push(value);
             }
         }
         let args: Vec<Var> = taken.iter().map(|p| values.get(*p).cloned()).collect::<Result<_>>()?;
         let mut counts = Vec::new();
         let made = tape.checkpoint(&args, |fresh| {
             let mut inner = values.clone();
-            // Every other value is not taken as an argument but found around the block.
+            // Every second external value is passed as an argument; the others are captured.
             let passed = taken.iter().zip(fresh).step_by(2);
-            passed.for_each(|(place, var)| inner.set(*place, var.clone()));
+            passed.for_each(|(value, var)| inner.set(*value, var.clone()));
             for step in &self.steps[block.clone()] {
                 let made = Program::step(ops, tape, step, &inner)?;
                 counts.push(made.len());
-                inner.made.push(made);
+                inner.outputs.push(made);
             }
-            Ok(inner.made.drain(block.start..).flatten().collect())
+            Ok(inner.outputs.drain(block.start..).flatten().collect())
         })?;
         let mut made = made.into_iter();
-        values.made.extend(counts.into_iter().map(|n| made.by_ref().take(n).collect()));
+        values.outputs.extend(counts.into_iter().map(|n| made.by_ref().take(n).collect()));
         Ok(())
     }
 
-    fn run(&self, ops: &[Entry], tape: &Tape, inputs: &[Var]) -> Result<Values> {
-        let mut values = Values { inputs: inputs.to_vec(), made: Vec::new() };
-        while values.made.len() < self.steps.len() {
-            let at = values.made.len();
+    fn run(&self, ops: &[OpModule], tape: &Tape, inputs: &[Var]) -> Result<Values> {
+        let mut values = Values { inputs: inputs.to_vec(), outputs: Vec::new() };
+        while values.outputs.len() < self.steps.len() {
+            let at = values.outputs.len();
             match self.blocks.iter().find(|b| b.start == at && !b.is_empty()) {
                 Some(block) => self.block(ops, tape, block, &mut values)?,
                 None => {
                     let made = Program::step(ops, tape, &self.steps[at], &values)?;
-                    values.made.push(made);
+                    values.outputs.push(made);
                 }
             }
         }
         Ok(values)
     }
 
-    /// Whether no step rounds on small binary fractions. Whole numbers, which f32 gets, are often equal, and a gradient that
-    /// three of them share is rounded.
-    fn is_exact(&self, ops: &[Entry]) -> bool {
-        let is_exact = |c: Case| c.is_exact && (self.dtype == DType::F64 || !c.shares_gradients);
+    /// Whether no step rounds on small binary fractions. In f32, ops that share gradients among equal elements are not
+    /// exact: whole numbers are often equal, and a gradient shared by three is rounded.
+    fn is_exact(&self, ops: &[OpModule]) -> bool {
+        let is_exact = |c: Case| c.is_exact && (self.dtype == DType::F64 || !c.has_tied_gradients);
         self.steps.iter().all(|step| match step {
             Step::Apply { op, case: number, .. } => case(ops, op, *number).is_ok_and(is_exact),
             _ => true,
         })
     }
 
-    fn with_trial<T>(&self, ops: &[Entry], f: impl FnOnce(&Trial<'_>) -> T) -> T {
-        let text = |tape: &Tape, inputs: &[Var]| {
+    fn with_comparison<T>(&self, ops: &[OpModule], f: impl FnOnce(&Comparison<'_>) -> T) -> T {
+        let model = |tape: &Tape, inputs: &[Var]| {
             let values = self.run(ops, tape, inputs)?;
             self.outputs.iter().map(|p| values.get(*p).cloned()).collect()
         };
         let Program { inputs, seed, dtype, .. } = self;
-        f(&Trial { inputs, seed: *seed, dtype: *dtype, is_exact: self.is_exact(ops), text: &text })
+        f(&Comparison { inputs, seed: *seed, dtype: *dtype, is_exact: self.is_exact(ops), model: &model })
     }
 
-    /// What one rank makes of it in f64.
-    pub(super) fn on_one_rank(&self, ops: &[Entry]) -> Result<Made> {
-        self.with_trial(ops, |trial| trial.on_one_rank())
+    /// The results of one rank in f64.
+    pub(super) fn on_one_rank(&self, ops: &[OpModule]) -> Result<Results> {
+        self.with_comparison(ops, |trial| trial.on_one_rank())
     }
 
-    /// Whether an op whose equal elements share a gradient has such elements.
-    pub(super) fn has_ties(&self, ops: &[Entry]) -> Result<bool> {
-        let shares = |op: &str, number| case(ops, op, number).is_ok_and(|c| c.shares_gradients);
+    /// Whether an op that shares a gradient among equal elements has such elements.
+    pub(super) fn has_ties(&self, ops: &[OpModule]) -> Result<bool> {
+        let shares = |op: &str, number| case(ops, op, number).is_ok_and(|c| c.has_tied_gradients);
         let pair = |(at, step): (usize, &Step)| match step {
-            Step::Apply { op, case, args, .. } if shares(op, *case) => Some([args[0], Place::Made(at, 0)]),
+            Step::Apply { op, case, args, .. } if shares(op, *case) => Some([args[0], ValueRef::Output(at, 0)]),
             _ => None,
         };
-        let outputs: Vec<Place> = self.steps.iter().enumerate().filter_map(pair).flatten().collect();
+        let outputs: Vec<ValueRef> = self.steps.iter().enumerate().filter_map(pair).flatten().collect();
         if outputs.is_empty() {
             return Ok(false);
         }
@@ -211,34 +211,35 @@ impl Program {
         Ok(made.chunks(2).any(|pair| tie(&pair[0].data, &pair[1].data)))
     }
 
-    /// Runs the program on one rank in f64 and on its mesh, and compares values and gradients. `ops` is the list that its steps name.
+    /// Runs the program on one rank in f64 and on its mesh, and compares values and gradients. `ops` is the list that
+    /// its steps name.
     ///
     /// # Errors
-    /// What one rank reports; `Kind::Mesh` for a mesh that is none, `Kind::Config` for marks that do not fit.
-    pub fn check(&self, ops: &[Entry]) -> Result<Verdict> {
+    /// The errors of one rank; `Kind::Mesh` for an invalid mesh, `Kind::Config` for layout patterns that do not fit.
+    pub fn check(&self, ops: &[OpModule]) -> Result<Verdict> {
         let mesh = Mesh::parse(&self.mesh)?;
-        self.with_trial(ops, |trial| trial.on_mesh(&mesh, &trial.on_one_rank()?))
+        self.with_comparison(ops, |trial| trial.on_mesh(&mesh, &trial.on_one_rank()?))
     }
 }
 
-/// Whether several of some elements are the largest, or the smallest, of their row, from the extremes of the rows.
+/// Whether several elements of a row are its largest, or its smallest, given the elements and the extremes of the rows.
 fn tie(x: &[f64], extremes: &[f64]) -> bool {
     let largest = |x: &[f64]| x.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let smallest = |x: &[f64]| x.iter().copied().fold(f64::INFINITY, f64::min);
-    // All elements that equal the extreme of all rows are extremes of their own rows.
+    // Elements equal to the extreme of all rows are extremes of their own rows.
     let most = if largest(x) == largest(extremes) { largest(x) } else { smallest(x) };
     let count = |x: &[f64]| x.iter().filter(|x| **x == most).count();
     count(x) > count(extremes)
 }
 
-/// An input as Rust.
-struct Written<'a>(&'a Input);
+/// Prints an input as Rust code.
+struct InputCode<'a>(&'a Input);
 
-impl fmt::Display for Written<'_> {
+impl fmt::Display for InputCode<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
             Input::Index(shape, bound) => write!(f, "Input::Index(vec!{shape:?}, {bound})"),
-            // The others print as they are written, but for the list.
+            // The others print as their `Debug` form, with `vec!` for the list.
             other => write!(f, "Input::{}", format!("{other:?}").replace('[', "vec![")),
         }
     }
@@ -246,32 +247,32 @@ impl fmt::Display for Written<'_> {
 
 impl fmt::Display for Program {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let place = |p: &Place| match p {
-            Place::Input(i) => format!("Place::Input({i})"),
-            Place::Made(step, out) => format!("Place::Made({step}, {out})"),
+        let value_code = |p: &ValueRef| match p {
+            ValueRef::Input(i) => format!("ValueRef::Input({i})"),
+            ValueRef::Output(step, out) => format!("ValueRef::Output({step}, {out})"),
         };
-        let places = |all: &[Place]| all.iter().map(place).collect::<Vec<_>>().join(", ");
+        let value_list = |all: &[ValueRef]| all.iter().map(value_code).collect::<Vec<_>>().join(", ");
         writeln!(f, "Program {{\n    mesh: {:?}.into(),\n    dtype: DType::{:?},", self.mesh, self.dtype)?;
         writeln!(f, "    inputs: vec![")?;
-        for Feed { input, marks, is_leaf } in &self.inputs {
-            let (input, marks) = (Written(input), format!("Marks::parse(\"{marks}\")?"));
-            writeln!(f, "        Feed {{ input: {input}, marks: {marks}, is_leaf: {is_leaf} }},")?;
+        for TestInput { input, layout: pattern, is_leaf } in &self.inputs {
+            let (input, pattern) = (InputCode(input), format!("LayoutPattern::parse(\"{pattern}\")?"));
+            writeln!(f, "        TestInput {{ input: {input}, layout: {pattern}, is_leaf: {is_leaf} }},")?;
         }
         writeln!(f, "    ],\n    steps: vec![")?;
         for step in &self.steps {
             match step {
-                Step::Apply { op, case, args, is_quiet } => writeln!(
+                Step::Apply { op, case, args, no_grad } => writeln!(
                     f,
-                    "        Step::Apply {{ op: {op:?}.into(), case: {case}, args: vec![{}], is_quiet: {is_quiet} }},",
-                    places(args)
+                    "        Step::Apply {{ op: {op:?}.into(), case: {case}, args: vec![{}], no_grad: {no_grad} }},",
+                    value_list(args)
                 )?,
-                Step::Move(x, marks) => {
-                    writeln!(f, "        Step::Move({}, Marks::parse(\"{marks}\")?),", place(x))?;
+                Step::Redistribute(x, pattern) => {
+                    writeln!(f, "        Step::Redistribute({}, LayoutPattern::parse(\"{pattern}\")?),", value_code(x))?;
                 }
-                Step::Detach(x) => writeln!(f, "        Step::Detach({}),", place(x))?,
+                Step::Detach(x) => writeln!(f, "        Step::Detach({}),", value_code(x))?,
             }
         }
         writeln!(f, "    ],\n    blocks: vec!{:?},", self.blocks)?;
-        write!(f, "    outputs: vec![{}],\n    seed: {},\n}}\n.check(OPS)?", places(&self.outputs), self.seed)
+        write!(f, "    outputs: vec![{}],\n    seed: {},\n}}\n.check(OPS)?", value_list(&self.outputs), self.seed)
     }
 }

@@ -1,17 +1,18 @@
-//! The smallest program that goes wrong in the same way: steps, outputs, marks, axes and extents are taken away one by one.
+//! Shrinking: the smallest program that fails in the same way, found by removing steps, outputs, layouts, axes and
+//! extents one by one.
 
-use super::marks::Marks;
-use super::program::{Place, Program, Step};
+use super::layout_pattern::LayoutPattern;
+use super::program::{ValueRef, Program, Step};
 use shardgrad_dist::Mesh;
 use shardgrad_tensor::DType;
 use shardgrad_tensor::ops::Input;
 use std::collections::BTreeSet;
 
-/// So many smaller programs are tried at most.
+/// The largest number of smaller programs to try.
 const TRIES_MAX: usize = 3_000;
 
 impl Program {
-    /// The smallest program found of which `fails` still holds.
+    /// The smallest program found for which `fails` still holds.
     #[must_use]
     pub fn shrunk(&self, fails: impl Fn(&Program) -> bool) -> Program {
         let (mut least, mut tries) = (self.clone(), 0);
@@ -55,13 +56,13 @@ impl Program {
         found
     }
 
-    /// Without a step: what it made is replaced by a value, or goes with all that is made of it.
-    fn without_step(&self, gone: usize, by: Option<Place>) -> Option<Program> {
+    /// The program without a step, whose output is replaced by another value or removed with all that depends on it.
+    fn without_step(&self, gone: usize, by: Option<ValueRef>) -> Option<Program> {
         let mut less = self.clone();
         less.steps.remove(gone);
-        let renamed = |p: Place| match p {
-            Place::Made(step, _) if step == gone => by,
-            Place::Made(step, out) if step > gone => Some(Place::Made(step - 1, out)),
+        let renamed = |p: ValueRef| match p {
+            ValueRef::Output(step, _) if step == gone => by,
+            ValueRef::Output(step, out) if step > gone => Some(ValueRef::Output(step - 1, out)),
             other => Some(other),
         };
         for at in gone..less.steps.len() {
@@ -79,16 +80,16 @@ impl Program {
         Some(less)
     }
 
-    /// Without an input that nothing uses. The numbers of the others stay what they were, so the last ones go first.
+    /// The program without an unused input. Input values depend on the input's number, so the last inputs go first.
     fn without_input(&self, gone: usize) -> Option<Program> {
         let used = self.steps.iter().flat_map(Step::args).chain(self.outputs.iter().copied());
-        if used.into_iter().any(|p| p == Place::Input(gone)) {
+        if used.into_iter().any(|p| p == ValueRef::Input(gone)) {
             return None;
         }
         let mut less = self.clone();
         less.inputs.remove(gone);
-        let rename = |p: &mut Place| {
-            if let Place::Input(i) = p
+        let rename = |p: &mut ValueRef| {
+            if let ValueRef::Input(i) = p
                 && *i > gone
             {
                 *i -= 1;
@@ -99,35 +100,35 @@ impl Program {
         Some(less)
     }
 
-    /// In f64, with plainer layouts, without places where gradients stop, with constants for leaves.
+    /// The program in f64, with plainer layouts, without `no_grad`, or with a constant for a leaf.
     fn plainer(&self) -> Vec<Program> {
         let mut found = Vec::new();
         if self.dtype != DType::F64 {
             found.push(Program { dtype: DType::F64, ..self.clone() });
         }
-        for (i, feed) in self.inputs.iter().enumerate() {
-            let whole = Marks::whole(feed.input.shape().len());
+        for (i, input) in self.inputs.iter().enumerate() {
+            let unsharded = LayoutPattern::unsharded(input.input.shape().len());
             let mut axes = self.axes();
             axes.push((String::new(), 0));
             for (axis, _) in &axes {
-                let marks = if axis.is_empty() { whole.clone() } else { feed.marks.without(axis) };
-                if marks != feed.marks {
+                let pattern = if axis.is_empty() { unsharded.clone() } else { input.layout.without(axis) };
+                if pattern != input.layout {
                     let mut less = self.clone();
-                    less.inputs[i].marks = marks;
+                    less.inputs[i].layout = pattern;
                     found.push(less);
                 }
             }
-            if feed.is_leaf {
+            if input.is_leaf {
                 let mut less = self.clone();
                 less.inputs[i].is_leaf = false;
                 found.push(less);
             }
         }
         for (at, step) in self.steps.iter().enumerate() {
-            if let Step::Apply { is_quiet: true, .. } = step {
+            if let Step::Apply { no_grad: true, .. } = step {
                 let mut less = self.clone();
-                if let Step::Apply { is_quiet, .. } = &mut less.steps[at] {
-                    *is_quiet = false;
+                if let Step::Apply { no_grad, .. } = &mut less.steps[at] {
+                    *no_grad = false;
                 }
                 found.push(less);
             }
@@ -145,10 +146,10 @@ impl Program {
         let mut less = self.clone();
         less.mesh = axes.iter().map(|(name, size)| format!("{name}={size}")).collect::<Vec<_>>().join(",");
         if let Some(gone) = gone {
-            less.inputs.iter_mut().for_each(|f| f.marks = f.marks.without(gone));
+            less.inputs.iter_mut().for_each(|f| f.layout = f.layout.without(gone));
             for step in &mut less.steps {
-                if let Step::Move(_, marks) = step {
-                    *marks = marks.without(gone);
+                if let Step::Redistribute(_, pattern) = step {
+                    *pattern = pattern.without(gone);
                 }
             }
         }
@@ -171,17 +172,17 @@ impl Program {
         found
     }
 
-    /// With a smaller extent wherever one stands now, so that what was equal stays equal.
+    /// The program with one extent smaller wherever it occurs, so that equal extents stay equal.
     fn smaller_shapes(&self) -> Vec<Program> {
         let all: BTreeSet<usize> = self.inputs.iter().flat_map(|f| f.input.shape().to_vec()).collect();
         let mut found = Vec::new();
         for &old in all.iter().rev() {
             for new in [1, 2, old.saturating_sub(1)].into_iter().filter(|n| *n < old && *n > 0) {
                 let mut less = self.clone();
-                for feed in &mut less.inputs {
-                    let shape = feed.input.shape().iter().map(|n| if *n == old { new } else { *n });
+                for input in &mut less.inputs {
+                    let shape = input.input.shape().iter().map(|n| if *n == old { new } else { *n });
                     let shape: Vec<usize> = shape.collect();
-                    feed.input = match &feed.input {
+                    input.input = match &input.input {
                         Input::Index(_, bound) => {
                             Input::Index(shape, if *bound == old { new } else { *bound })
                         }

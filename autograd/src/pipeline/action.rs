@@ -1,64 +1,65 @@
-//! What a rank of a pipeline does, one thing after another.
+//! Schedules as data: the actions of each pipeline rank, in order.
 
 use shardgrad_dist::{Error, Kind, Result};
 use std::collections::{HashMap, HashSet};
 use std::fmt;
 
-/// Forward passes of all ranks at most: so many of 1F1B on 1024 ranks take 0.8 GB to plan.
+/// The largest number of forward passes of a schedule, over all ranks: 1F1B of this size on 1024 ranks takes 0.8 GB to
+/// plan.
 pub(super) const PASSES_MAX: usize = 1 << 21;
 
-/// One thing that a rank does.
+/// One action of a rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Action {
     /// The forward pass of a stage on a microbatch: `F0.3` is stage 0, microbatch 3.
     Forward {
-        /// Which stage.
+        /// The stage.
         stage: usize,
-        /// Which microbatch.
+        /// The microbatch.
         microbatch: usize,
     },
-    /// Its backward pass, `B0.3`.
+    /// The whole backward pass, `B0.3`.
     Backward {
-        /// Which stage.
+        /// The stage.
         stage: usize,
-        /// Which microbatch.
+        /// The microbatch.
         microbatch: usize,
     },
-    /// The half of the backward pass that makes the gradients of what the stage took, `I0.3`.
+    /// The part of a split backward pass that computes the gradients of the stage's inputs, `I0.3`.
     InputGradient {
-        /// Which stage.
+        /// The stage.
         stage: usize,
-        /// Which microbatch.
+        /// The microbatch.
         microbatch: usize,
     },
-    /// The other half, which makes the gradients of its parameters, `W0.3`.
+    /// The part of a split backward pass that computes the gradients of the stage's parameters, `W0.3`.
     WeightGradient {
-        /// Which stage.
+        /// The stage.
         stage: usize,
-        /// Which microbatch.
+        /// The microbatch.
         microbatch: usize,
     },
-    /// Hands on what a stage made for another one, `S0>1.3`; on the way back, the gradients of what it got, `S1>0.3`.
-    /// Nobody waits in it.
+    /// Sends values that a stage made to another stage, `S0>1.3`, or the gradients of values back, `S1>0.3`. Does not
+    /// block.
     Send(Transfer),
-    /// Waits for what another stage hands on: `R0>1.3`.
+    /// Receives values or gradients from another stage, `R0>1.3`. Blocks until they arrive.
     Receive(Transfer),
-    /// Brings the sums of the gradients of a stage's parameters to where those are stored, `G0`: over data-parallel
-    /// ranks, once a step. A parameter that another stage of the rank reads too goes with the last of them.
+    /// Reduces the accumulated gradients of a stage's parameters over data-parallel ranks to their stored layouts, once
+    /// per step, `G0`. A parameter that several stages of the rank read is reduced with the last of them.
     Reduce {
-        /// Which stage.
+        /// The stage.
         stage: usize,
     },
 }
 
-/// What one stage leaves for another: activations towards later stages, their gradients towards earlier ones.
+/// Values that one stage sends to another: activations to later stages, their gradients to earlier ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Transfer {
-    /// The stage that made it.
+    /// The stage that made the values.
     pub from: usize,
-    /// The stage that needs it.
+    /// The stage that needs the values.
     pub to: usize,
-    /// Which microbatch.
+    /// The microbatch.
     pub microbatch: usize,
 }
 
@@ -69,7 +70,7 @@ impl fmt::Display for Transfer {
 }
 
 impl Transfer {
-    /// Whether it carries activations, not gradients.
+    /// Whether it carries activations (true) or gradients (false).
     #[must_use]
     pub fn is_forward(self) -> bool {
         self.from < self.to
@@ -77,15 +78,17 @@ impl Transfer {
 }
 
 /// The action lists of all ranks for one step.
+#[doc(alias = "pipeline schedule")]
+#[doc(alias = "PipelineSchedule")]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Schedule {
-    /// What messages call it.
+    /// The name in messages.
     pub name: String,
     /// The number of microbatches.
     pub num_microbatches: usize,
-    /// The place on the pipeline axis where each stage lives.
-    pub place: Vec<usize>,
-    /// What each rank does, in order.
+    /// The pipeline rank (coordinate on the pipeline axis) of each stage.
+    pub stage_ranks: Vec<usize>,
+    /// The actions of each pipeline rank, in order.
     pub ranks: Vec<Vec<Action>>,
 }
 
@@ -93,17 +96,18 @@ impl Schedule {
     /// The number of stages.
     #[must_use]
     pub fn num_stages(&self) -> usize {
-        self.place.len()
+        self.stage_ranks.len()
     }
 
-    /// Whether there is a backward pass.
+    /// Whether the lists have a backward pass.
     #[must_use]
     pub fn trains(&self) -> bool {
         let forward = |a: &Action| matches!(a, Action::Forward { .. } | Action::Send(_) | Action::Receive(_));
         !self.ranks.iter().flatten().all(forward)
     }
 
-    /// The pass of a stage that an action is, if it is one: stage, microbatch, and whether it hands gradients back.
+    /// The pass that an action is, as (stage, microbatch, is it backward); `None` for weight gradients and actions that
+    /// are no pass.
     pub(super) fn pass(action: Action) -> Option<(usize, usize, bool)> {
         match action {
             Action::Forward { stage, microbatch } => Some((stage, microbatch, false)),
@@ -114,14 +118,14 @@ impl Schedule {
         }
     }
 
-    /// The same lists, completed for stages that hand values along `links` (from, to): transfers that a list does not spell
-    /// stand right before the pass that needs them and right after the one that makes them, a stage's gradients are
-    /// reduced right after its last pass.
+    /// The same schedule with all transfers along `links` (from, to) and all reductions. A transfer that the lists
+    /// leave out goes right after the pass that makes the values and right before the pass that needs them; a reduction
+    /// goes right after the last backward pass of its stage.
     #[must_use]
     pub fn with_transfers(&self, links: &[(usize, usize)]) -> Schedule {
         let spelled = self.spelled();
         let mut near: HashMap<usize, Vec<(usize, usize)>> = HashMap::new();
-        for link in links.iter().filter(|(from, to)| self.place.get(*from) != self.place.get(*to)) {
+        for link in links.iter().filter(|(from, to)| self.stage_ranks.get(*from) != self.stage_ranks.get(*to)) {
             near.entry(link.0).or_default().push(*link);
             near.entry(link.1).or_default().push(*link);
         }
@@ -138,7 +142,7 @@ impl Schedule {
                     })
                 };
                 let fresh = |a: &Action| spelled.is_empty() || !spelled.contains(a);
-                // A pass that comes twice has its transfers once, so that it is the pass that is refused.
+                // A duplicate pass gets no second transfers, so that the verification reports the pass and not them.
                 let pass = Schedule::pass(*action).filter(|_| seen.insert(*action));
                 if let Some((stage, microbatch, back)) = pass {
                     let all = transfers(back, stage, microbatch);
@@ -155,7 +159,7 @@ impl Schedule {
         Schedule { ranks: self.ranks.iter().map(complete).collect(), ..self.clone() }
     }
 
-    /// The same lists, of which the passes are left.
+    /// The same schedule without transfers and reductions.
     #[must_use]
     pub fn passes_only(&self) -> Schedule {
         let pass = |a: &&Action| !matches!(a, Action::Send(_) | Action::Receive(_) | Action::Reduce { .. });
@@ -163,14 +167,14 @@ impl Schedule {
         Schedule { ranks, ..self.clone() }
     }
 
-    /// What of transfers and reductions the lists spell.
+    /// The transfers and reductions in the lists.
     fn spelled(&self) -> HashSet<Action> {
         let spelled = |a: &&Action| matches!(a, Action::Send(_) | Action::Receive(_) | Action::Reduce { .. });
         self.ranks.iter().flatten().filter(spelled).copied().collect()
     }
 }
 
-/// Where in a list the last pass with gradients of a stage's parameters is, and of which stage.
+/// The index in a list of each stage's last backward pass that gives weight gradients, and the stage.
 fn last_passes(list: &[Action]) -> HashMap<usize, usize> {
     let mut last: HashMap<usize, usize> = HashMap::new();
     for (at, action) in list.iter().enumerate() {
@@ -200,7 +204,7 @@ impl std::str::FromStr for Action {
 
     fn from_str(text: &str) -> Result<Action> {
         let refuse = || {
-            Error::new(Kind::Config, format!("`{text}` is no action of a schedule")).detail(
+            Error::new(Kind::Config, format!("`{text}` is not an action of a schedule")).detail(
                 "help",
                 "write F0.3, B0.3, I0.3 or W0.3 (stage.microbatch), S0>1.3 or R0>1.3 (from>to.microbatch), G0 (stage)",
             )
@@ -210,15 +214,15 @@ impl std::str::FromStr for Action {
         if kind == "G" {
             return Ok(Action::Reduce { stage: number(rest)? });
         }
-        let (place, microbatch) = rest.split_once('.').ok_or_else(refuse)?;
+        let (target, microbatch) = rest.split_once('.').ok_or_else(refuse)?;
         let microbatch = number(microbatch)?;
         match kind {
-            "F" => Ok(Action::Forward { stage: number(place)?, microbatch }),
-            "B" => Ok(Action::Backward { stage: number(place)?, microbatch }),
-            "I" => Ok(Action::InputGradient { stage: number(place)?, microbatch }),
-            "W" => Ok(Action::WeightGradient { stage: number(place)?, microbatch }),
+            "F" => Ok(Action::Forward { stage: number(target)?, microbatch }),
+            "B" => Ok(Action::Backward { stage: number(target)?, microbatch }),
+            "I" => Ok(Action::InputGradient { stage: number(target)?, microbatch }),
+            "W" => Ok(Action::WeightGradient { stage: number(target)?, microbatch }),
             "S" | "R" => {
-                let (from, to) = place.split_once('>').ok_or_else(refuse)?;
+                let (from, to) = target.split_once('>').ok_or_else(refuse)?;
                 let transfer = Transfer { from: number(from)?, to: number(to)?, microbatch };
                 Ok(if kind == "S" { Action::Send(transfer) } else { Action::Receive(transfer) })
             }
@@ -227,7 +231,7 @@ impl std::str::FromStr for Action {
     }
 }
 
-/// One line a rank, actions with spaces between.
+/// One line per rank, actions separated by spaces.
 impl fmt::Display for Schedule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.ranks.iter().enumerate().try_for_each(|(rank, list)| {
@@ -242,7 +246,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn actions_read_back() {
+    fn actions_round_trip_as_text() {
         for text in ["F0.3", "B12.0", "I1.1", "W2.0", "S0>1.3", "R3>2.11", "G2"] {
             assert_eq!(text.parse::<Action>().unwrap().to_string(), text);
         }

@@ -1,22 +1,22 @@
-//! Pipelines: a recorded program cut into stages, and the lists of actions by which ranks run them.
+//! Pipeline parallelism: a recorded program cut into stages, and the schedules (lists of actions) by which ranks run
+//! them.
 //!
-//! A schedule is data: a pure function makes it, or a user writes it; [`Schedule::verify`] proves it before the first step,
-//! and [`Runner`] follows it. Ranks of one stage work on a mesh without the pipeline axis
+//! A schedule is data, made by a pure function or written by a user. [`Schedule::verify`] checks it before the first
+//! step, and [`Runner`] runs it. The ranks of one stage work on a mesh without the pipeline axis
 //! ([`Rank::slice`](shardgrad_dist::Rank::slice)), so layouts, ops and plans know nothing of stages.
 
-mod table;
-mod sweep;
+mod worklist;
 mod action;
 mod text;
-mod verify;
 mod simulate;
+mod verify;
 mod schedule;
-mod trial;
-mod vee;
+mod list_scheduling;
+mod v_shaped;
 mod dualpipe;
 mod search;
 mod named;
-mod meet;
+mod rendezvous;
 mod cut;
 mod stage;
 mod run;
@@ -24,10 +24,10 @@ mod profile;
 
 pub use action::{Action, Schedule, Transfer};
 pub use cut::Cut;
-pub use named::{NAMES, held_max};
+pub use named::{NAMES, in_flight_max};
 pub use profile::Profile;
-pub use run::{Feed, Outcome, Passed, Runner};
-pub use simulate::{Span, Timeline, Times};
+pub use run::{PipelineInputs, PipelineOutputs, TimedAction, Runner};
+pub use simulate::{Span, Timeline, PassTimes};
 pub use stage::{Stage, Stages};
-pub use trial::Search;
+pub use list_scheduling::ScheduleSearch;
 pub use verify::Verified;

@@ -2,37 +2,41 @@
 
 use super::action::{PASSES_MAX, Schedule};
 use super::schedule::check_counts;
-use super::simulate::Times;
+use super::simulate::PassTimes;
 use shardgrad_dist::{Error, Kind, Result};
 
-/// The schedules that have a name. `interleaved` takes a number of stages a rank, as in `interleaved-3` (2 without one);
-/// `searched` a number of microbatches that a rank may hold, as in `searched-6` (as many as 1F1B without one).
+/// The named schedules. `interleaved` takes a number of stages per rank, as in `interleaved-3` (default 2); `searched`
+/// takes a number of microbatches that a rank may hold, as in `searched-6` (default: as many as 1F1B).
+#[doc(alias = "1F1B")]
+#[doc(alias = "GPipe")]
+#[doc(alias = "zero bubble")]
+#[doc(alias = "ZB-V")]
+#[doc(alias = "DualPipe")]
 pub const NAMES: [&str; 10] =
     ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v", "searched"];
 
-/// Stages of a rank at most.
+/// The largest number of stages per rank.
 const CHUNKS_MAX: usize = 1024;
 
 impl Schedule {
-    /// A schedule by its name: one of [`NAMES`]. What is searched is searched for even passes.
+    /// A schedule by its name, one of [`NAMES`]. `searched` searches for passes of equal length.
     ///
     /// # Errors
-    /// `Kind::Config` for another name, no rank or microbatch, for a number of microbatches that it does not take, for more
-    /// than 1024 stages a rank, and for lists of more than 2^21 forward passes.
+    /// `Kind::Config` for another name, no rank or microbatch, an unsuitable number of microbatches, more than 1024
+    /// stages per rank, and lists of more than 2^21 forward passes.
     pub fn named(name: &str, num_ranks: usize, num_microbatches: usize) -> Result<Schedule> {
-        let even = Times { forward: 1.0, input: 1.0, weight: 1.0 };
+        let even = PassTimes { forward: 1.0, input: 1.0, weight: 1.0 };
         Schedule::named_for(name, (num_ranks, num_microbatches), even, 0.0)
     }
 
-    /// As [`Schedule::named`], where the passes of a rank take other times and transfers take `transfer`, for those that are
-    /// searched.
+    /// As [`Schedule::named`], with given times of a rank's passes and of transfers for a searched schedule.
     ///
     /// # Errors
     /// As [`Schedule::named`].
     pub fn named_for(
         name: &str,
         (num_ranks, num_microbatches): (usize, usize),
-        times: Times,
+        times: PassTimes,
         transfer: f64,
     ) -> Result<Schedule> {
         check_counts(num_ranks, num_microbatches)?;
@@ -46,28 +50,28 @@ impl Schedule {
             "v-half" => Schedule::v_half(num_ranks, num_microbatches),
             "v-min" => Schedule::v_min(num_ranks, num_microbatches),
             "dualpipe-v" => Schedule::dualpipe_v(num_ranks, num_microbatches),
-            _ => match (held_max(name, num_ranks), counted(name, "interleaved")) {
-                (Some(held_max), _) => {
-                    // No rank holds more, whatever was asked for.
-                    let held_max = held_max.min(PASSES_MAX);
-                    Schedule::searched((num_ranks, num_microbatches), held_max, times, transfer)
+            _ => match (in_flight_max(name, num_ranks), counted(name, "interleaved")) {
+                (Some(in_flight_max), _) => {
+                    // A larger bound changes nothing: no rank holds more passes.
+                    let in_flight_max = in_flight_max.min(PASSES_MAX);
+                    Schedule::searched((num_ranks, num_microbatches), in_flight_max, times, transfer)
                 }
                 (None, Some(chunks)) => {
                     Schedule::interleaved(num_ranks, num_microbatches, chunks.unwrap_or(2))
                 }
-                (None, None) => Err(Error::new(Kind::Config, format!("there is no schedule `{name}`"))
+                (None, None) => Err(Error::new(Kind::Config, format!("unknown schedule `{name}`"))
                     .detail("help", format!("use one of {}", NAMES.join(", ")))),
             },
         }
     }
 }
 
-/// Refuses lists that are too long to be made.
+/// Refuses lists that are too long.
 fn check_size(name: &str, num_ranks: usize, num_microbatches: usize) -> Result<()> {
     let chunks = counted(name, "interleaved").map_or(1, |count| count.unwrap_or(2));
     if chunks > CHUNKS_MAX {
-        let why = format!("`{name}`: a rank of a pipeline has at most {CHUNKS_MAX} stages");
-        return Err(Error::new(Kind::Config, why).detail("help", "use interleaved-2 or a little more"));
+        let why = format!("`{name}`: a pipeline rank has at most {CHUNKS_MAX} stages");
+        return Err(Error::new(Kind::Config, why).detail("help", "use a smaller number of stages per rank, such as interleaved-2"));
     }
     let passes = num_ranks.checked_mul(num_microbatches).and_then(|n| n.checked_mul(chunks));
     if passes.is_some_and(|n| n <= PASSES_MAX) {
@@ -80,13 +84,14 @@ fn check_size(name: &str, num_ranks: usize, num_microbatches: usize) -> Result<(
     Err(Error::new(Kind::Config, why).detail("help", "use fewer ranks or microbatches"))
 }
 
-/// How many microbatches a rank may hold in a searched schedule of this name; `None` if it is the name of another one.
+/// The number of microbatches that a rank may hold in a searched schedule of this name; `None` for other names.
 #[must_use]
-pub fn held_max(name: &str, num_ranks: usize) -> Option<usize> {
+pub fn in_flight_max(name: &str, num_ranks: usize) -> Option<usize> {
     counted(name, "searched").map(|count| count.unwrap_or(num_ranks))
 }
 
-/// The count behind a word, the largest there is if it is beyond all numbers; `None` if the name is not made so.
+/// The count at the end of a name (`word-3`), `usize::MAX` if it is larger than that; `Some(None)` for the bare word,
+/// `None` for other names.
 fn counted(name: &str, word: &str) -> Option<Option<usize>> {
     match name.strip_prefix(word)? {
         "" => Some(None),
@@ -100,11 +105,11 @@ fn counted(name: &str, word: &str) -> Option<Option<usize>> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::trial::Search;
+    use super::super::list_scheduling::ScheduleSearch;
     use super::*;
 
     #[test]
-    fn what_is_no_schedule_is_refused() {
+    fn unknown_and_invalid_names_are_refused() {
         assert!(Schedule::named("zigzag", 2, 2).unwrap_err().to_string().contains("gpipe, 1f1b"));
         assert!(Schedule::named("gpipe", 2, 0).is_err());
         let error = Schedule::named("interleaved-3", 4, 6).unwrap_err();
@@ -115,17 +120,17 @@ mod tests {
         );
         for name in ["interleaved-x", "interleaved-0", "interleaved4", "interleavedly", "interleaved-"] {
             let error = Schedule::named(name, 4, 8).unwrap_err();
-            assert!(error.message().contains("there is no schedule"), "{error}");
+            assert!(error.message().contains("unknown schedule"), "{error}");
         }
         for name in NAMES {
             assert!(Schedule::named(name, 4, 8).is_ok(), "{name}");
         }
     }
 
-    /// Whoever makes them, by whatever name.
+    /// By all constructors and names.
     #[test]
-    fn lists_for_nobody_or_of_nothing_are_refused() {
-        let even = Times { forward: 1.0, input: 1.0, weight: 1.0 };
+    fn schedules_without_ranks_stages_or_microbatches_are_refused() {
+        let even = PassTimes { forward: 1.0, input: 1.0, weight: 1.0 };
         for (p, m) in [(0, 0), (0, 4), (2, 0)] {
             let mut made = vec![
                 Schedule::gpipe(p, m),
@@ -142,9 +147,9 @@ mod tests {
             made.extend(NAMES.map(|name| Schedule::named(name, p, m)));
             assert!(made.into_iter().all(|made| made.unwrap_err().kind() == Kind::Config), "{p} {m}");
         }
-        let search = |place: Vec<usize>, num_microbatches: usize, num_times: usize| {
+        let search = |stage_ranks: Vec<usize>, num_microbatches: usize, num_times: usize| {
             let times = vec![even; num_times];
-            Search { place, num_microbatches, live_max: 4, times, transfer: 0.0 }.run("searched")
+            ScheduleSearch { stage_ranks, num_microbatches, live_max: 4, times, transfer: 0.0 }.run("searched")
         };
         let other = [
             Schedule::interleaved(2, 4, 0),
@@ -160,15 +165,15 @@ mod tests {
     }
 
     #[test]
-    fn lists_that_are_too_long_are_refused_and_the_limit_is_named() {
-        let told = |name: &str, ranks, microbatches| {
+    fn too_long_schedules_are_refused() {
+        let error_text = |name: &str, ranks, microbatches| {
             let error = Schedule::named(name, ranks, microbatches).unwrap_err();
             assert_eq!(error.kind(), Kind::Config);
             error.message().to_string()
         };
         for many in ["1025", "18446744073709551615", "99999999999999999999"] {
             let name = format!("interleaved-{many}");
-            assert_eq!(told(&name, 4, 8), format!("`{name}`: a rank of a pipeline has at most 1024 stages"));
+            assert_eq!(error_text(&name, 4, 8), format!("`{name}`: a pipeline rank has at most 1024 stages"));
         }
         for (name, ranks, microbatches) in [
             ("1f1b", 1 << 31, 8),
@@ -176,7 +181,7 @@ mod tests {
             ("searched", usize::MAX, 2),
             ("interleaved-1024", 64, 64),
         ] {
-            let text = told(name, ranks, microbatches);
+            let text = error_text(name, ranks, microbatches);
             assert!(text.ends_with("are too many: lists have at most 2097152 forward passes"), "{text}");
         }
         for name in ["searched-18446744073709551615", "interleaved-1024"] {
@@ -185,21 +190,21 @@ mod tests {
     }
 
     #[test]
-    fn a_searched_schedule_keeps_to_the_memory_that_its_name_says() {
-        for (name, held_max) in [("searched", 4), ("searched-3", 3), ("searched-8", 8)] {
+    fn searched_schedule_keeps_the_bound_in_its_name() {
+        for (name, in_flight_max) in [("searched", 4), ("searched-3", 3), ("searched-8", 8)] {
             let schedule = Schedule::named(name, 4, 12).unwrap();
             let links: Vec<(usize, usize)> = (1..schedule.num_stages()).map(|s| (s - 1, s)).collect();
             let peaks = schedule.with_transfers(&links).verify(&links).unwrap().peak_live;
             let stages = schedule.num_stages() / 4;
-            assert!(peaks.iter().all(|n| *n <= held_max * stages), "{name}: {peaks:?}");
+            assert!(peaks.iter().all(|n| *n <= in_flight_max * stages), "{name}: {peaks:?}");
         }
-        assert!(Schedule::named("searched-x", 4, 8).unwrap_err().message().contains("there is no schedule"));
+        assert!(Schedule::named("searched-x", 4, 8).unwrap_err().message().contains("unknown schedule"));
     }
 
-    /// 64 ranks and 512 microbatches in under a second each, on a quiet machine, is measured by `bench pipeline`; here all are
-    /// made and proved, whatever that takes.
+    /// `bench pipeline` measures the time (under a second for 64 ranks and 512 microbatches, on an idle machine); this
+    /// test makes and verifies all of them, without a time limit.
     #[test]
-    fn long_lists_are_made_and_proved() {
+    fn named_schedules_verify_for_64_ranks_and_512_microbatches() {
         for name in NAMES {
             let schedule = Schedule::named(name, 64, 512).unwrap();
             let links: Vec<(usize, usize)> = (1..schedule.num_stages()).map(|s| (s - 1, s)).collect();

@@ -1,15 +1,17 @@
-//! Schedules: pure functions from numbers of ranks and microbatches to action lists.
+//! The closed-form schedules: pure functions from the numbers of ranks and microbatches to action lists.
 
 use super::action::{Action, Schedule};
 use shardgrad_dist::{Error, Kind, Result};
 
 impl Schedule {
-    /// All forward passes, then all backward passes. Huang et al., arXiv 1811.06965.
+    /// GPipe: all forward passes, then all backward passes. Huang et al., arXiv 1811.06965.
     ///
     /// # Errors
     /// `Kind::Config` without ranks or microbatches.
+    #[doc(alias = "GPipe")]
+    #[doc(alias = "fill-drain")]
     pub fn gpipe(num_ranks: usize, num_microbatches: usize) -> Result<Schedule> {
-        one_stage_a_rank("gpipe", num_ranks, num_microbatches, |stage| {
+        one_stage_per_rank("gpipe", num_ranks, num_microbatches, |stage| {
             let forward = (0..num_microbatches).map(move |microbatch| Action::Forward { stage, microbatch });
             let backward =
                 (0..num_microbatches).map(move |microbatch| Action::Backward { stage, microbatch });
@@ -17,64 +19,74 @@ impl Schedule {
         })
     }
 
-    /// As few forward passes as the later stages need to start, then forward and backward in turn, so that stage s of p
-    /// holds at most p - s microbatches. Narayanan et al., arXiv 2104.04473, section 2.2.
+    /// 1F1B: a warm-up of as few forward passes as the later stages need, then forward and backward passes in turn, so
+    /// that stage s of p holds at most p - s microbatches. Narayanan et al., arXiv 2104.04473, section 2.2.
     ///
     /// # Errors
     /// As [`Schedule::gpipe`].
+    #[doc(alias = "1F1B")]
+    #[doc(alias = "PipeDream-Flush")]
     pub fn one_f_one_b(num_ranks: usize, num_microbatches: usize) -> Result<Schedule> {
-        one_stage_a_rank("1f1b", num_ranks, num_microbatches, |stage| {
+        one_stage_per_rank("1f1b", num_ranks, num_microbatches, |stage| {
             let backward = |microbatch| vec![Action::Backward { stage, microbatch }];
             alternating(stage, num_ranks - stage - 1, num_microbatches, backward)
         })
     }
 
-    /// The order of [`Schedule::one_f_one_b`] with the backward pass in halves: the gradients of parameters of stage s come s
-    /// passes late, when others would wait. No more memory. Qi et al., arXiv 2401.10241.
+    /// ZB-H1: the order of [`Schedule::one_f_one_b`] with split backward passes. The weight gradients of stage s come s
+    /// passes late, to fill the bubble, with no more memory. Qi et al., arXiv 2401.10241.
     ///
     /// # Errors
     /// As [`Schedule::gpipe`].
+    #[doc(alias = "zero bubble")]
+    #[doc(alias = "ZB-H1")]
     pub fn zb_h1(num_ranks: usize, num_microbatches: usize) -> Result<Schedule> {
-        one_stage_a_rank("zb-h1", num_ranks, num_microbatches, |stage| {
-            in_halves(stage, num_ranks - stage - 1, stage, num_microbatches)
+        one_stage_per_rank("zb-h1", num_ranks, num_microbatches, |stage| {
+            split_backward(stage, num_ranks - stage - 1, stage, num_microbatches)
         })
     }
 
-    /// As [`Schedule::zb_h1`] with up to twice the forward passes ahead, so that no rank waits but for the first pass. Up to
-    /// twice the memory. Qi et al., arXiv 2401.10241.
+    /// ZB-H2: as [`Schedule::zb_h1`] with up to twice the warm-up passes and up to twice the memory, so that a rank
+    /// waits only for its first pass. Qi et al., arXiv 2401.10241.
     ///
     /// # Errors
     /// As [`Schedule::gpipe`].
+    #[doc(alias = "zero bubble")]
+    #[doc(alias = "ZB-H2")]
     pub fn zb_h2(num_ranks: usize, num_microbatches: usize) -> Result<Schedule> {
-        one_stage_a_rank("zb-h2", num_ranks, num_microbatches, |stage| {
-            in_halves(stage, 2 * (num_ranks - stage) - 2, 2 * stage, num_microbatches)
+        one_stage_per_rank("zb-h2", num_ranks, num_microbatches, |stage| {
+            split_backward(stage, 2 * (num_ranks - stage) - 2, 2 * stage, num_microbatches)
         })
     }
 
-    /// Each rank has `num_chunks` stages, every p-th one, so that the first of them is reached sooner: a smaller bubble for
-    /// more transfers. Narayanan et al., arXiv 2104.04473, section 2.2.
+    /// Interleaved 1F1B: each rank has `num_chunks` stages (model chunks), every p-th one, so that a rank starts
+    /// sooner: a smaller bubble for more transfers. Narayanan et al., arXiv 2104.04473, section 2.2.
     ///
     /// # Errors
-    /// `Kind::Config` without ranks, stages or microbatches, and if the ranks do not divide the microbatches.
+    /// `Kind::Config` without ranks, stages or microbatches, and if the number of microbatches is not a multiple of the
+    /// ranks.
+    #[doc(alias = "interleaved 1F1B")]
+    #[doc(alias = "virtual pipeline")]
+    #[doc(alias = "looped")]
     pub fn interleaved(num_ranks: usize, num_microbatches: usize, num_chunks: usize) -> Result<Schedule> {
         let (p, m, v) = (num_ranks, num_microbatches, num_chunks);
         let none = |what: &str, help: &str| {
-            let text = format!("an interleaved schedule has {what}");
+            let text = format!("an interleaved schedule needs {what}");
             Err(Error::new(Kind::Config, text).detail("help", help.to_string()))
         };
         if p == 0 {
-            return none("no ranks", "give the size of the pipeline's axis");
+            return none("at least one rank", "give the size of the pipeline axis");
         }
         if v == 0 {
-            return none("no stage on a rank", "use 2 stages a rank, or 1 for the order of 1f1b");
+            return none("at least one stage per rank", "use 2 stages per rank, or 1 for the order of 1f1b");
         }
         if m == 0 {
-            return none("no microbatches", "use as many as there are ranks, or a multiple of it");
+            return none("at least one microbatch", "use as many microbatches as ranks, or a multiple");
         }
         if !m.is_multiple_of(p) {
             let near = m.div_ceil(p) * p;
             let text = format!(
-                "an interleaved schedule of {v} stages a rank: {p} ranks do not divide {m} microbatches"
+                "interleaved-{v}: the number of microbatches ({m}) is not a multiple of the number of ranks ({p})"
             );
             return Err(Error::new(Kind::Config, text).detail("help", format!("use {near} microbatches")));
         }
@@ -100,56 +112,56 @@ impl Schedule {
         Ok(Schedule {
             name: format!("interleaved-{v}"),
             num_microbatches,
-            place: (0..p * v).map(|stage| stage % p).collect(),
+            stage_ranks: (0..p * v).map(|stage| stage % p).collect(),
             ranks: (0..p).map(list).collect(),
         })
     }
 
-    /// Forward passes only: what validation runs. Stages live where `place` says.
+    /// Forward passes only, for validation. `stage_ranks` gives the pipeline rank of each stage.
     ///
     /// # Errors
-    /// `Kind::Config` without ranks or stages, and for a stage on a rank that there is not.
-    pub fn forward_only(place: &[usize], num_ranks: usize) -> Result<Schedule> {
-        check_stages(place.len())?;
+    /// `Kind::Config` without ranks or stages, and for a rank that does not exist.
+    pub fn forward_only(stage_ranks: &[usize], num_ranks: usize) -> Result<Schedule> {
+        check_stages(stage_ranks.len())?;
         check_counts(num_ranks, 1)?;
-        if let Some(lost) = place.iter().find(|rank| **rank >= num_ranks) {
-            let text = format!("a stage lives on rank {lost}, but there are {num_ranks} ranks");
+        if let Some(lost) = stage_ranks.iter().find(|rank| **rank >= num_ranks) {
+            let text = format!("a stage is on rank {lost}, but there are {num_ranks} ranks");
             return Err(
                 Error::new(Kind::Config, text).detail("help", "give each stage a rank, counted from 0")
             );
         }
         let here = |rank: usize| {
-            let stages = (0..place.len()).filter(move |stage| place[*stage] == rank);
+            let stages = (0..stage_ranks.len()).filter(move |stage| stage_ranks[*stage] == rank);
             stages.map(|stage| Action::Forward { stage, microbatch: 0 }).collect()
         };
         Ok(Schedule {
             name: "forward".to_string(),
             num_microbatches: 1,
-            place: place.to_vec(),
+            stage_ranks: stage_ranks.to_vec(),
             ranks: (0..num_ranks).map(here).collect(),
         })
     }
 }
 
-/// Refuses lists for nobody, and for nothing.
+/// Refuses schedules without ranks or microbatches.
 pub(super) fn check_counts(num_ranks: usize, num_microbatches: usize) -> Result<()> {
     if num_ranks > 0 && num_microbatches > 0 {
         return Ok(());
     }
-    let text = "a schedule has at least one rank and one microbatch";
+    let text = "a schedule needs at least one rank and one microbatch";
     let there = format!("{num_ranks} ranks, {num_microbatches} microbatches");
     Err(Error::new(Kind::Config, text).detail("asked for", there))
 }
 
-/// Refuses lists of no stage.
+/// Refuses schedules without stages.
 pub(super) fn check_stages(num_stages: usize) -> Result<()> {
     if num_stages > 0 {
         return Ok(());
     }
-    Err(Error::new(Kind::Config, "a schedule has no stage").detail("help", "give each rank a stage at least"))
+    Err(Error::new(Kind::Config, "a schedule needs at least one stage").detail("help", "give each rank at least one stage"))
 }
 
-/// `ahead` forward passes, then one forward pass and what `backward` says of the next microbatch in turn.
+/// `ahead` warm-up forward passes, then in turn one forward pass and the actions `backward` of the next microbatch.
 fn alternating(
     stage: usize,
     ahead: usize,
@@ -167,8 +179,8 @@ fn alternating(
     list
 }
 
-/// As [`alternating`], where the gradients of parameters come `late` microbatches after those of inputs.
-fn in_halves(stage: usize, ahead: usize, late: usize, num_microbatches: usize) -> Vec<Action> {
+/// As [`alternating`], with split backward passes: weight gradients come `late` microbatches after input gradients.
+fn split_backward(stage: usize, ahead: usize, late: usize, num_microbatches: usize) -> Vec<Action> {
     let mut list = alternating(stage, ahead, num_microbatches, |microbatch| {
         let weights = microbatch.checked_sub(late);
         let second = weights.map(|microbatch| Action::WeightGradient { stage, microbatch });
@@ -179,7 +191,7 @@ fn in_halves(stage: usize, ahead: usize, late: usize, num_microbatches: usize) -
     list
 }
 
-fn one_stage_a_rank(
+fn one_stage_per_rank(
     name: &str,
     num_ranks: usize,
     num_microbatches: usize,
@@ -189,7 +201,7 @@ fn one_stage_a_rank(
     Ok(Schedule {
         name: name.to_string(),
         num_microbatches,
-        place: (0..num_ranks).collect(),
+        stage_ranks: (0..num_ranks).collect(),
         ranks: (0..num_ranks).map(list).collect(),
     })
 }
@@ -203,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn lists_by_hand() {
+    fn schedules_match_hand_written_lists() {
         assert_eq!(
             lines(&Schedule::gpipe(2, 2).unwrap()),
             ["0: F0.0 F0.1 B0.0 B0.1", "1: F1.0 F1.1 B1.0 B1.1"]
@@ -238,12 +250,12 @@ mod tests {
     }
 
     #[test]
-    fn interleaved_schedules_that_cannot_be_name_what_is_wrong() {
+    fn invalid_interleaved_counts_are_refused() {
         for (of, what, help) in [
-            ([0, 4, 2], "has no ranks", "size of the pipeline's axis"),
-            ([2, 4, 0], "has no stage on a rank", "use 2 stages a rank"),
-            ([2, 0, 2], "has no microbatches", "as many as there are ranks"),
-            ([2, 5, 2], "2 ranks do not divide 5 microbatches", "use 6 microbatches"),
+            ([0, 4, 2], "needs at least one rank", "size of the pipeline axis"),
+            ([2, 4, 0], "needs at least one stage per rank", "use 2 stages per rank"),
+            ([2, 0, 2], "needs at least one microbatch", "as many microbatches as ranks"),
+            ([2, 5, 2], "the number of microbatches (5) is not a multiple of the number of ranks (2)", "use 6 microbatches"),
         ] {
             let error = Schedule::interleaved(of[0], of[1], of[2]).unwrap_err();
             assert!(error.message().contains(what), "{error}");

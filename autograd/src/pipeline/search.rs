@@ -1,35 +1,35 @@
-//! Schedules that are searched: the order of passes that is shortest for given times under a bound of memory.
+//! Searched schedules: the shortest order of passes that is found for given times and a memory bound.
 
 use super::action::{Action, Schedule};
 use super::schedule::{check_counts, check_stages};
-use super::simulate::Times;
-use super::trial::{Pass, Policy, Search};
-use super::vee::{self, Orders};
+use super::simulate::PassTimes;
+use super::list_scheduling::{PassKind, Policy, ScheduleSearch};
+use super::v_shaped::{self, Orders};
 use shardgrad_dist::{Error, Kind, Result};
 
-/// Beyond so many passes only orders are tried, and no preferences.
-const PASSES_MANY: usize = 50_000;
+/// With more passes than this, the search tries only fixed orders and no greedy preferences.
+const GREEDY_PASSES_MAX: usize = 50_000;
 
-impl Search {
-    /// Tries the named schedules that put stages in these places; their orders, with the gradients of parameters where these
-    /// times leave room; and, for fewer passes, 48 ways to choose greedily among the passes that can start first. Gives the one
-    /// that ends first; among those, the one that holds least. It is never slower than a named schedule of the
-    /// same places and bound.
+impl ScheduleSearch {
+    /// Searches for the schedule that ends first, and among equals the one that holds the fewest live passes. The
+    /// candidates are: the named schedules with these stages on these ranks; their orders of passes, with weight
+    /// gradients where the given times leave room; and, up to 50,000 passes, 48 greedy list schedules. The result is
+    /// never slower than a named schedule with the same stages and bound.
     ///
     /// # Errors
-    /// `Kind::Config` if no order stays within the bound of memory, without stages or microbatches, and if there are not as many
-    /// times as stages.
+    /// `Kind::Config` if no order stays within the memory bound, without stages or microbatches, and if the number of
+    /// times is not the number of stages.
     pub fn run(&self, name: &str) -> Result<Schedule> {
-        check_stages(self.place.len())?;
+        check_stages(self.stage_ranks.len())?;
         check_counts(self.num_ranks(), self.num_microbatches)?;
-        if self.times.len() != self.place.len() {
-            let text = format!("{} stages and the times of {}", self.place.len(), self.times.len());
+        if self.times.len() != self.stage_ranks.len() {
+            let text = format!("the schedule has {} stages, times are given for {}", self.stage_ranks.len(), self.times.len());
             return Err(Error::new(Kind::Config, text).detail("help", "give the times of each stage"));
         }
-        let links: Vec<(usize, usize)> = (1..self.place.len()).map(|s| (s - 1, s)).collect();
+        let links: Vec<(usize, usize)> = (1..self.stage_ranks.len()).map(|s| (s - 1, s)).collect();
         let mut best: Option<((f64, usize), Schedule)> = None;
         for schedule in self.candidates(name) {
-            let Some(held) = schedule.held() else { continue };
+            let Some(held) = schedule.peak_live() else { continue };
             if held > self.live_max {
                 continue;
             }
@@ -40,14 +40,14 @@ impl Search {
         }
         best.map(|(_, schedule)| Schedule { name: name.to_string(), ..schedule }).ok_or_else(|| {
             let text =
-                format!("no order of {} stages holds at most {} passes", self.place.len(), self.live_max);
-            Error::new(Kind::Config, text).detail("help", "allow more memory")
+                format!("no order of {} stages keeps within {} live passes", self.stage_ranks.len(), self.live_max);
+            Error::new(Kind::Config, text).detail("help", "raise the bound: searched-N with a larger N")
         })
     }
 
     fn candidates<'a>(&'a self, name: &'a str) -> Box<dyn Iterator<Item = Schedule> + 'a> {
         let (p, m) = (self.num_ranks(), self.num_microbatches);
-        let (named, orders): (Vec<Schedule>, Vec<Orders>) = if self.place == vee::place(p) {
+        let (named, orders): (Vec<Schedule>, Vec<Orders>) = if self.stage_ranks == v_shaped::stage_ranks(p) {
             let named = [
                 Schedule::zb_v(p, m),
                 Schedule::v_half(p, m),
@@ -56,9 +56,9 @@ impl Search {
             ];
             (
                 named.into_iter().flatten().collect(),
-                vec![vee::zb_v_orders(p, m), vee::v_half_orders(p, m), vee::v_min_orders(p, m)],
+                vec![v_shaped::zb_v_orders(p, m), v_shaped::v_half_orders(p, m), v_shaped::v_min_orders(p, m)],
             )
-        } else if self.place.iter().copied().eq(0..p) {
+        } else if self.stage_ranks.iter().copied().eq(0..p) {
             let named = [
                 Schedule::one_f_one_b(p, m),
                 Schedule::zb_h1(p, m),
@@ -72,16 +72,16 @@ impl Search {
         } else {
             (Vec::new(), Vec::new())
         };
-        let many = 3 * self.place.len() * m > PASSES_MANY && !named.is_empty();
-        let ordered = orders.into_iter().filter_map(move |o| self.trial(name, Policy::Order(&o)));
+        let many = 3 * self.stage_ranks.len() * m > GREEDY_PASSES_MAX && !named.is_empty();
+        let ordered = orders.into_iter().filter_map(move |o| self.list_schedule(name, Policy::Order(&o)));
         let preferences = preferences().into_iter().take(if many { 0 } else { 24 });
         let greedy = preferences.flat_map(|p| [Policy::Preference(p, 0), Policy::Preference(p, 1)]);
-        let greedy = greedy.filter_map(move |policy| self.trial(name, policy));
+        let greedy = greedy.filter_map(move |policy| self.list_schedule(name, policy));
         Box::new(named.into_iter().chain(ordered).chain(greedy))
     }
 
-    /// On each rank forward passes ahead, `steepness` for each later rank, as many as the bound allows; then gradients of
-    /// inputs and forward passes in turn.
+    /// 1F1B orders with a warm-up of `steepness` forward passes for each later rank, up to the bound; then input
+    /// gradients and forward passes in turn.
     fn alternating(&self, p: usize, steepness: usize) -> Orders {
         let order = |stage: usize| {
             let m = self.num_microbatches;
@@ -99,8 +99,8 @@ impl Search {
 }
 
 /// All orders of the four choices.
-fn preferences() -> Vec<[(Pass, bool); 4]> {
-    let choices = [(Pass::Forward, true), (Pass::Forward, false), (Pass::Input, true), (Pass::Input, false)];
+fn preferences() -> Vec<[(PassKind, bool); 4]> {
+    let choices = [(PassKind::Forward, true), (PassKind::Forward, false), (PassKind::Input, true), (PassKind::Input, false)];
     let mut all = Vec::with_capacity(24);
     for a in 0..4 {
         for b in (0..4).filter(|b| *b != a) {
@@ -113,33 +113,34 @@ fn preferences() -> Vec<[(Pass, bool); 4]> {
 }
 
 impl Schedule {
-    /// The shortest order that is found for ranks whose passes take `times` (over all stages of a rank), with one stage on each
-    /// or with two in the shape of a V, where a rank holds at most `held_max` microbatches.
+    /// The shortest schedule found for passes of the given times (summed over the stages of a rank), with one stage per
+    /// rank or two in a V, where a rank holds at most `in_flight_max` microbatches.
     ///
     /// # Errors
     /// `Kind::Config` if no order is found, and without ranks or microbatches.
     pub fn searched(
         (num_ranks, num_microbatches): (usize, usize),
-        held_max: usize,
-        times: Times,
+        in_flight_max: usize,
+        times: PassTimes,
         transfer: f64,
     ) -> Result<Schedule> {
-        let Times { forward, input, weight } = times;
-        let half = Times { forward: forward / 2.0, input: input / 2.0, weight: weight / 2.0 };
-        let search = |place: Vec<usize>, each: Times, live_max: usize| {
-            let times = vec![each; place.len()];
-            let search = Search { place, num_microbatches, live_max, times, transfer };
+        let PassTimes { forward, input, weight } = times;
+        let half = PassTimes { forward: forward / 2.0, input: input / 2.0, weight: weight / 2.0 };
+        let search = |stage_ranks: Vec<usize>, each: PassTimes, live_max: usize| {
+            let times = vec![each; stage_ranks.len()];
+            let search = ScheduleSearch { stage_ranks, num_microbatches, live_max, times, transfer };
             search.run("searched").map(|schedule| (search, schedule))
         };
-        let chain = search((0..num_ranks).collect(), times, held_max);
-        let vee = search(vee::place(num_ranks), half, 2 * held_max);
-        let of_both = [chain?, vee?];
+        let chain = search((0..num_ranks).collect(), times, in_flight_max);
+        let v_shaped = search(v_shaped::stage_ranks(num_ranks), half, 2 * in_flight_max);
+        let of_both = [chain?, v_shaped?];
         let shorter = of_both.into_iter().min_by(|a, b| a.0.span(&a.1).total_cmp(&b.0.span(&b.1)));
         Ok(shorter.expect("there are two").1)
     }
 
-    /// How many passes a rank holds at most, by the lists alone; `None` if a list takes back more than it has.
-    fn held(&self) -> Option<usize> {
+    /// The largest number of live passes of a rank, from the lists alone; `None` if a list has more backward than
+    /// forward passes.
+    fn peak_live(&self) -> Option<usize> {
         let most = |list: &Vec<Action>| {
             let mut live: usize = 0;
             let mut most = 0;
@@ -157,11 +158,12 @@ impl Schedule {
     }
 }
 
-impl Search {
-    /// When the last pass of a schedule ends by the times of this search.
+impl ScheduleSearch {
+    /// The end of the last pass of a schedule, with the times of this search.
+    #[doc(alias = "makespan")]
     #[must_use]
     pub fn span(&self, schedule: &Schedule) -> f64 {
-        let links: Vec<(usize, usize)> = (1..self.place.len()).map(|s| (s - 1, s)).collect();
+        let links: Vec<(usize, usize)> = (1..self.stage_ranks.len()).map(|s| (s - 1, s)).collect();
         schedule.simulate(&links, &self.times, self.transfer).makespan()
     }
 }
@@ -171,57 +173,57 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_searched_holds_keeps_to_its_memory_and_is_not_slower_than_what_is_named() {
-        let uneven = |stage: usize| Times {
+    fn search_verifies_keeps_its_bound_and_beats_named_schedules() {
+        let uneven = |stage: usize| PassTimes {
             forward: 1.0 + 0.3 * (stage % 3) as f64,
             input: 1.2 - 0.2 * (stage % 2) as f64,
             weight: 0.4 + 0.1 * (stage % 4) as f64,
         };
         for p in [1, 2, 3, 4, 8] {
             for m in [1, 3, 2 * p, 3 * p + 1] {
-                for (place, live_max) in [
+                for (stage_ranks, live_max) in [
                     ((0..p).collect::<Vec<usize>>(), p),
                     ((0..p).collect(), p.div_ceil(2)),
-                    (vee::place(p), 2 * p),
-                    (vee::place(p), p + 2),
+                    (v_shaped::stage_ranks(p), 2 * p),
+                    (v_shaped::stage_ranks(p), p + 2),
                 ] {
-                    let n = place.len();
-                    let times: Vec<Times> = (0..n).map(uneven).collect();
-                    let search = Search { place, num_microbatches: m, live_max, times, transfer: 0.1 };
+                    let n = stage_ranks.len();
+                    let times: Vec<PassTimes> = (0..n).map(uneven).collect();
+                    let search = ScheduleSearch { stage_ranks, num_microbatches: m, live_max, times, transfer: 0.1 };
                     let schedule = search.run("searched").unwrap();
                     let links: Vec<(usize, usize)> = (1..n).map(|s| (s - 1, s)).collect();
                     let peaks = schedule.with_transfers(&links).verify(&links).unwrap().peak_live;
                     assert!(peaks.iter().all(|n| *n <= live_max), "{p} {m}: {peaks:?}");
                     for name in ["gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v"] {
                         let other = Schedule::named(name, p, m).unwrap();
-                        if other.place == search.place && other.held().unwrap() <= live_max {
+                        if other.stage_ranks == search.stage_ranks && other.peak_live().unwrap() <= live_max {
                             assert!(search.span(&schedule) <= search.span(&other), "{name} {p} {m}");
                         }
                     }
                 }
             }
         }
-        let place = vee::place(4);
+        let stage_ranks = v_shaped::stage_ranks(4);
         let times = vec![uneven(0); 8];
-        let tight = Search { place, num_microbatches: 8, live_max: 1, times, transfer: 0.0 };
-        assert!(tight.run("v").unwrap_err().message().contains("holds at most 1 passes"));
+        let tight = ScheduleSearch { stage_ranks, num_microbatches: 8, live_max: 1, times, transfer: 0.0 };
+        assert!(tight.run("v").unwrap_err().message().contains("keeps within 1 live passes"));
     }
 
     #[test]
-    fn an_uneven_pipeline_gains_by_the_search() {
-        // Without input gradients on the first stage, with another load on the last: what is made for even stages leaves gaps.
+    fn search_is_faster_for_uneven_stages() {
+        // No input gradients on the first stage, and another load on the last: a schedule for even stages leaves gaps.
         let search = |live_max: usize, last: f64, weight: f64| {
-            let mut times = vec![Times { forward: 1.0, input: 1.0, weight }; 4];
+            let mut times = vec![PassTimes { forward: 1.0, input: 1.0, weight }; 4];
             times[0].input = 0.0;
-            times[3] = Times { forward: last, input: last, weight: weight * last };
-            Search { place: vec![0, 1, 2, 3], num_microbatches: 8, live_max, times, transfer: 0.5 }
+            times[3] = PassTimes { forward: last, input: last, weight: weight * last };
+            ScheduleSearch { stage_ranks: vec![0, 1, 2, 3], num_microbatches: 8, live_max, times, transfer: 0.5 }
         };
-        let span = |search: &Search, name: &str| search.span(&Schedule::named(name, 4, 8).unwrap());
-        // With five microbatches a rank it is as fast as ZB-H2 with seven, ...
+        let span = |search: &ScheduleSearch, name: &str| search.span(&Schedule::named(name, 4, 8).unwrap());
+        // With five microbatches per rank it is as fast as ZB-H2 with seven,
         let five = search(5, 1.2, 0.8);
         let found = five.span(&five.run("searched").unwrap());
         assert!(found < 0.95 * span(&five, "zb-h1") && found < 1.001 * span(&five, "zb-h2"), "{found}");
-        // ... with six faster.
+        // and with six it is faster.
         let six = search(6, 0.5, 0.5);
         let found = six.span(&six.run("searched").unwrap());
         assert!(found < 0.85 * span(&six, "zb-h1") && found < 0.98 * span(&six, "zb-h2"), "{found}");

@@ -1,74 +1,102 @@
-//! A schedule in time: what a step would take, from the times of its passes.
+//! Simulation of a schedule in time, from the times of its passes.
 
 use super::action::{Action, Schedule};
-use super::sweep::Sweep;
-use super::table::Table;
-use std::ops::Range;
+use super::worklist::Worklist;
+use std::ops::{Index, IndexMut, Range};
 
-/// Times of the passes of a stage, in one unit.
+/// A value for each stage and microbatch.
+#[derive(Clone, Debug)]
+pub(super) struct StageTable<T> {
+    num_microbatches: usize,
+    cells: Vec<T>,
+}
+
+impl<T: Clone> StageTable<T> {
+    /// A table with the same value everywhere.
+    pub(super) fn new(num_stages: usize, num_microbatches: usize, value: T) -> StageTable<T> {
+        StageTable { num_microbatches, cells: vec![value; num_stages * num_microbatches] }
+    }
+}
+
+impl<T> Index<(usize, usize)> for StageTable<T> {
+    type Output = T;
+
+    fn index(&self, (stage, microbatch): (usize, usize)) -> &T {
+        &self.cells[stage * self.num_microbatches + microbatch]
+    }
+}
+
+impl<T> IndexMut<(usize, usize)> for StageTable<T> {
+    fn index_mut(&mut self, (stage, microbatch): (usize, usize)) -> &mut T {
+        &mut self.cells[stage * self.num_microbatches + microbatch]
+    }
+}
+
+/// The times of a stage's passes, in one unit.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Times {
-    /// A forward pass.
+pub struct PassTimes {
+    /// The forward pass.
     pub forward: f64,
-    /// The half of a backward pass that makes the gradients of inputs.
+    /// The input gradients of a backward pass.
     pub input: f64,
-    /// The half that makes the gradients of parameters.
+    /// The weight gradients of a backward pass.
     pub weight: f64,
 }
 
-/// A pass in time.
+/// A pass with its start and end.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Span {
-    /// Which pass.
+    /// The pass.
     pub action: Action,
-    /// From when to when.
+    /// Start and end.
     pub time: Range<f64>,
 }
 
-/// A step in time.
+/// A simulated step.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Timeline {
     /// The passes of each rank, in order.
     pub ranks: Vec<Vec<Span>>,
 }
 
-/// When passes ended, by what they hand on.
-struct Ends {
-    forward: Table<f64>,
-    back: Table<f64>,
-    /// Of each stage, those that it takes from and those that it gives to.
-    takes: Vec<Vec<usize>>,
-    gives: Vec<Vec<usize>>,
+/// The ends of forward and backward passes.
+struct FinishTimes {
+    forward: StageTable<f64>,
+    back: StageTable<f64>,
+    /// The stages that a stage receives values from, and those it sends values to.
+    predecessors: Vec<Vec<usize>>,
+    successors: Vec<Vec<usize>>,
 }
 
 impl Schedule {
-    /// Lets the lists run: a pass starts when its rank is free and what it needs has arrived, `transfer` after it was made
-    /// elsewhere. Stages hand values along `links`; `times` has one entry for each stage. The schedule has been verified.
+    /// Simulates the schedule: a pass starts when its rank is free and its inputs have arrived, `transfer` after their
+    /// pass if it ran on another rank. Stages send values along `links`; `times` has one entry per stage. The schedule
+    /// must be verified.
     #[must_use]
-    pub fn simulate(&self, links: &[(usize, usize)], times: &[Times], transfer: f64) -> Timeline {
-        self.timed(links, times, transfer).0
+    pub fn simulate(&self, links: &[(usize, usize)], times: &[PassTimes], transfer: f64) -> Timeline {
+        self.simulate_counting(links, times, transfer).0
     }
 
-    /// [`Schedule::simulate`], and how often a rank was looked at.
-    pub(super) fn timed(
+    /// [`Schedule::simulate`], and the number of times a rank was visited.
+    pub(super) fn simulate_counting(
         &self,
         links: &[(usize, usize)],
-        times: &[Times],
+        times: &[PassTimes],
         transfer: f64,
     ) -> (Timeline, usize) {
         let (n, m) = (self.num_stages(), self.num_microbatches);
-        let open = || Table::new(n, m, f64::NAN);
-        let (mut takes, mut gives) = (vec![Vec::new(); n], vec![Vec::new(); n]);
+        let open = || StageTable::new(n, m, f64::NAN);
+        let (mut predecessors, mut successors) = (vec![Vec::new(); n], vec![Vec::new(); n]);
         for &(from, to) in links {
-            takes[to].push(from);
-            gives[from].push(to);
+            predecessors[to].push(from);
+            successors[from].push(to);
         }
-        let mut ends = Ends { forward: open(), back: open(), takes, gives };
+        let mut ends = FinishTimes { forward: open(), back: open(), predecessors, successors };
         let mut ranks: Vec<Vec<Span>> = vec![Vec::new(); self.ranks.len()];
         let mut at = vec![0; self.ranks.len()];
-        let (mut sweep, mut num_looks) = (Sweep::over(self.ranks.len()), 0);
-        while let Some(rank) = sweep.next() {
-            num_looks += 1;
+        let (mut worklist, mut num_visits) = (Worklist::new(self.ranks.len()), 0);
+        while let Some(rank) = worklist.next() {
+            num_visits += 1;
             while let Some(&action) = self.ranks[rank].get(at[rank]) {
                 let Some(ready) = self.ready(action, &ends, transfer) else { break };
                 at[rank] += 1;
@@ -78,24 +106,24 @@ impl Schedule {
                 let end = start + duration;
                 if let Some((stage, microbatch, back)) = Schedule::pass(action) {
                     let (table, needed_by) = match back {
-                        true => (&mut ends.back, &ends.takes[stage]),
-                        false => (&mut ends.forward, &ends.gives[stage]),
+                        true => (&mut ends.back, &ends.predecessors[stage]),
+                        false => (&mut ends.forward, &ends.successors[stage]),
                     };
                     table[(stage, microbatch)] = end;
-                    needed_by.iter().for_each(|other| sweep.wake(self.place[*other]));
+                    needed_by.iter().for_each(|other| worklist.wake(self.stage_ranks[*other]));
                 }
                 ranks[rank].push(Span { action, time: start..end });
             }
         }
-        (Timeline { ranks }, num_looks)
+        (Timeline { ranks }, num_visits)
     }
 
-    /// When everything that an action needs is there; `None` if that is not known yet.
-    fn ready(&self, action: Action, ends: &Ends, transfer: f64) -> Option<f64> {
+    /// The time when all inputs of an action have arrived; `None` if it is not known yet.
+    fn ready(&self, action: Action, ends: &FinishTimes, transfer: f64) -> Option<f64> {
         let Some((stage, microbatch, back)) = Schedule::pass(action) else { return Some(0.0) };
         let (others, table) = match back {
-            false => (&ends.takes[stage], &ends.forward),
-            true => (&ends.gives[stage], &ends.back),
+            false => (&ends.predecessors[stage], &ends.forward),
+            true => (&ends.successors[stage], &ends.back),
         };
         let mut ready: f64 = 0.0;
         for &other in others {
@@ -103,14 +131,14 @@ impl Schedule {
             if made.is_nan() {
                 return None;
             }
-            let apart = self.place[stage] != self.place[other];
+            let apart = self.stage_ranks[stage] != self.stage_ranks[other];
             ready = ready.max(made + if apart { transfer } else { 0.0 });
         }
         Some(ready)
     }
 }
 
-fn duration(action: Action, times: &[Times]) -> Option<f64> {
+fn duration(action: Action, times: &[PassTimes]) -> Option<f64> {
     match action {
         Action::Forward { stage, .. } => Some(times[stage].forward),
         Action::Backward { stage, .. } => Some(times[stage].input + times[stage].weight),
@@ -121,42 +149,44 @@ fn duration(action: Action, times: &[Times]) -> Option<f64> {
 }
 
 impl Timeline {
-    /// When the last pass ends.
+    /// The end of the last pass.
     #[must_use]
     pub fn makespan(&self) -> f64 {
         self.ranks.iter().flatten().map(|span| span.time.end).fold(0.0, f64::max)
     }
 
-    /// The longest time from a rank's first pass to its last one.
+    /// The longest time from the first to the last pass of a rank.
     #[must_use]
     pub fn longest_span(&self) -> f64 {
         let span = |rank: &Vec<Span>| Some(rank.last()?.time.end - rank.first()?.time.start);
         self.ranks.iter().filter_map(span).fold(0.0, f64::max)
     }
 
-    /// The part of the longest span in which its rank does not work, if all ranks work as long as the busiest one: what is
-    /// lost where a rank begins its next step when it has ended this one, as the papers count.
+    /// The pipeline bubble as papers count it: the idle fraction of the longest span, with the work of the busiest
+    /// rank. This is the loss if a rank can begin its next step as soon as it has ended this one.
+    #[doc(alias = "bubble ratio")]
+    #[doc(alias = "pipeline bubble")]
     #[must_use]
     pub fn bubble(&self) -> f64 {
         self.idle(self.longest_span())
     }
 
-    /// The part of the time from the first pass to the last in which a rank does not work, if all work as long as the busiest
-    /// one: what is lost where no rank begins its next step before all have ended this one, as a
-    /// gradient norm or a check of it over all ranks asks.
+    /// The pipeline bubble of a step that ends on all ranks together: the idle fraction of the makespan, with the work
+    /// of the busiest rank. This is the loss if no rank can begin its next step before all have ended this one, as a
+    /// gradient norm or overflow check over all ranks requires.
     #[must_use]
     pub fn step_bubble(&self) -> f64 {
         self.idle(self.makespan())
     }
 
-    /// The part of a span that the busiest rank leaves idle.
+    /// The fraction of a span that the busiest rank is idle.
     fn idle(&self, span: f64) -> f64 {
         let work = |rank: &Vec<Span>| rank.iter().map(|s| s.time.end - s.time.start).sum::<f64>();
         let most = self.ranks.iter().map(work).fold(0.0, f64::max);
         if span > 0.0 { (span - most) / span } else { 0.0 }
     }
 
-    /// Of a rank, how many microbatches wait for their backward pass, and from when on.
+    /// The number of live microbatches of a rank (forward done, backward not), each with the time from which it holds.
     #[must_use]
     pub fn live(&self, rank: usize) -> Vec<(f64, usize)> {
         let mut live = 0;
@@ -186,25 +216,25 @@ mod tests {
         (1..n).map(|s| (s - 1, s)).collect()
     }
 
-    /// The bubble of a schedule whose stages all take the same times, over the stages of a rank.
+    /// The bubble of a schedule whose stages all have the same times (given for a whole rank).
     fn bubble(schedule: &Schedule, [forward, input, weight, transfer]: [f64; 4]) -> f64 {
         let n = schedule.num_stages();
         schedule.with_transfers(&chain(n)).verify(&chain(n)).unwrap();
         let v = (n / schedule.ranks.len()) as f64;
-        let times = Times { forward: forward / v, input: input / v, weight: weight / v };
+        let times = PassTimes { forward: forward / v, input: input / v, weight: weight / v };
         schedule.simulate(&chain(n), &vec![times; n], transfer).bubble()
     }
 
     #[test]
-    fn closed_forms_of_even_passes() {
+    fn bubbles_match_closed_forms_for_even_passes() {
         for (p, m) in [(2, 2), (4, 8), (8, 32), (3, 7)] {
             let even = [1.0, 1.0, 1.0, 0.0];
             let fused = (p as f64 - 1.0) / (m as f64 + p as f64 - 1.0);
             assert!((bubble(&Schedule::one_f_one_b(p, m).unwrap(), even) - fused).abs() < 1e-12, "{p} {m}");
             assert!((bubble(&Schedule::gpipe(p, m).unwrap(), even) - fused).abs() < 1e-12, "{p} {m}");
             // The span is 3 m + (p - 1) passes instead of 3 (m + p - 1).
-            let halved = (p as f64 - 1.0) / (3.0 * m as f64 + p as f64 - 1.0);
-            assert!((bubble(&Schedule::zb_h1(p, m).unwrap(), even) - halved).abs() < 1e-12, "{p} {m}");
+            let deferred = (p as f64 - 1.0) / (3.0 * m as f64 + p as f64 - 1.0);
+            assert!((bubble(&Schedule::zb_h1(p, m).unwrap(), even) - deferred).abs() < 1e-12, "{p} {m}");
             if m >= 2 * p - 1 {
                 assert!(bubble(&Schedule::zb_h2(p, m).unwrap(), even).abs() < 1e-12, "{p} {m}");
             }
@@ -216,12 +246,12 @@ mod tests {
     }
 
     #[test]
-    fn a_step_alone_waits_for_its_first_values_whatever_its_schedule() {
+    fn step_bubble_includes_the_pipeline_fill() {
         for (p, m) in [(2, 4), (4, 8), (4, 12)] {
             let bubbles = |schedule: Schedule| {
                 let n = schedule.num_stages();
                 let part = (n / p) as f64;
-                let each = Times { forward: 1.0 / part, input: 1.0 / part, weight: 1.0 / part };
+                let each = PassTimes { forward: 1.0 / part, input: 1.0 / part, weight: 1.0 / part };
                 let timeline = schedule.simulate(&chain(n), &vec![each; n], 0.0);
                 [timeline.bubble(), timeline.step_bubble()]
             };
@@ -230,8 +260,8 @@ mod tests {
                 assert!(found.iter().zip(expected).all(|(a, b)| (a - b).abs() < 1e-12), "{p} {m}: {found:?}");
             };
             let late = p as f64 - 1.0;
-            // The first rank of 1F1B works from the first pass to the last; of the others each begins a pass later, halved
-            // in a V, and all work without a break.
+            // In 1F1B the first rank works from the first pass to the last. In the zero-bubble schedules each rank
+            // begins a pass later than the one before (half a pass in a V), and works without a break.
             near(bubbles(Schedule::one_f_one_b(p, m).unwrap()), [3.0 * late, 3.0 * late]);
             near(bubbles(Schedule::zb_h1(p, m).unwrap()), [late, late]);
             near(bubbles(Schedule::zb_h2(p, m).unwrap()), [0.0, late]);
@@ -239,8 +269,8 @@ mod tests {
         }
     }
 
-    /// Qi et al., arXiv 2401.10241: ranks, microbatches, stages a rank when interleaved, times of Table 9, and the bubble
-    /// rates of Table 5 for 1F1B, interleaved 1F1B, ZB-H1 and ZB-H2.
+    /// Qi et al., arXiv 2401.10241: ranks, microbatches, stages per rank when interleaved, times of Table 9, and the
+    /// bubble rates of Table 5 for 1F1B, interleaved 1F1B, ZB-H1 and ZB-H2.
     type Row = (usize, [usize; 3], usize, [[f64; 4]; 3], [[f64; 4]; 3]);
     #[rustfmt::skip]
     const PUBLISHED: [Row; 4] = [
@@ -259,7 +289,7 @@ mod tests {
     ];
 
     #[test]
-    fn published_bubble_rates() {
+    fn bubbles_match_published_rates() {
         for (p, ms, v, times, rates) in PUBLISHED {
             for ((m, times), rates) in ms.into_iter().zip(times).zip(rates) {
                 let found = [
@@ -279,11 +309,11 @@ mod tests {
         }
     }
 
-    /// Table 8 of the same paper has rates of ZB-V for times that it does not print. With the times of Table 9, which were
-    /// measured on other numbers of ranks (and of a model with the same name), the rates lie as far from it as is
-    /// written here: an extrapolation, to which nothing is fitted.
+    /// Table 8 of the same paper has rates of ZB-V for times that it does not print. The times of Table 9 are of other
+    /// numbers of ranks (and of a model with the same name). With them the rates differ from Table 8 by the distances
+    /// below: an extrapolation without fitted numbers.
     #[test]
-    fn distances_of_extrapolated_zb_v_rates() {
+    fn zb_v_bubbles_differ_from_published_rates_as_stated() {
         let table_8: [(usize, [f64; 3], [f64; 3]); 3] = [
             (16, [0.0697, 0.0533, 0.0274], [-0.0215, -0.0145, -0.0076]),
             (24, [0.0638, 0.0483, 0.0250], [-0.0104, -0.0074, -0.0041]),

@@ -1,8 +1,8 @@
-//! Stages: slices of a program, with what each takes from others and leaves for them.
+//! Stages: slices of a program, with their inputs and outputs.
 
 use crate::id::Key;
 use crate::program::{Program, Slot};
-use crate::var::unreached;
+use crate::var::no_gradient_error;
 use shardgrad_dist::{Error, Kind, Result};
 use shardgrad_tensor::{Layout, op};
 use smallvec::SmallVec;
@@ -11,24 +11,24 @@ use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::ops::Range;
 use std::panic::Location;
 
-/// A program that is cut into stages.
+/// A program cut into stages.
 #[derive(Clone, Debug)]
 pub struct Stages {
     program: Program,
     stages: Vec<Stage>,
-    /// How many of the results are losses.
+    /// The number of results that are losses.
     num_losses: usize,
-    /// What has a gradient where all parameters are trained.
-    live: Live,
+    /// The slots with a gradient if all parameters are trained.
+    gradient_slots: GradientSlots,
 }
 
-/// What has a gradient in a step, so that its cotangent is handed back from stage to stage.
+/// The slots with a gradient in a step, whose cotangents stages send back.
 #[derive(Clone, Debug)]
-pub(super) struct Live(HashSet<Slot>);
+pub(super) struct GradientSlots(HashSet<Slot>);
 
-impl Live {
-    /// What of a transfer has a gradient to send back.
-    pub(super) fn of<'a>(&'a self, slots: &'a [Slot]) -> impl Iterator<Item = Slot> + 'a {
+impl GradientSlots {
+    /// The slots of a transfer whose gradients are sent back.
+    pub(super) fn filter<'a>(&'a self, slots: &'a [Slot]) -> impl Iterator<Item = Slot> + 'a {
         slots.iter().copied().filter(|slot| self.0.contains(slot))
     }
 }
@@ -38,23 +38,23 @@ impl Live {
 pub struct Stage {
     /// Its records.
     pub range: Range<usize>,
-    /// What it needs, by the earlier stage that makes it.
-    pub takes: Vec<(usize, Vec<Slot>)>,
-    /// What it makes for others, by the later stage that needs it.
-    pub gives: Vec<(usize, Vec<Slot>)>,
-    /// The outer slots that it reads.
-    pub outers: Vec<u32>,
+    /// The values it reads, by the earlier stage that makes them.
+    pub inputs: Vec<(usize, Vec<Slot>)>,
+    /// The values it makes for other stages, by the later stage that reads them.
+    pub outputs: Vec<(usize, Vec<Slot>)>,
+    /// The external inputs it reads, by index in the program.
+    pub external_inputs: Vec<u32>,
 }
 
 impl Stages {
-    /// Cuts a program before each of some records, which are in order. The first result is its loss.
+    /// Cuts a program before each of the given records, which are in order. The first result is the loss.
     #[must_use]
     pub fn new(program: Program, starts: &[usize]) -> Stages {
         Stages::with_losses(program, starts, 1)
     }
 
-    /// Cuts a program whose first `num_losses` results are losses: the gradients are those of their sum. Other results come out
-    /// of a step as they are.
+    /// Cuts a program whose first `num_losses` results are losses: the gradients are those of their sum. A step returns
+    /// other results as they are.
     #[must_use]
     pub fn with_losses(program: Program, starts: &[usize], num_losses: usize) -> Stages {
         let borders: Vec<usize> =
@@ -63,19 +63,19 @@ impl Stages {
         let mut stages: Vec<Stage> =
             ranges.iter().map(|range| Stage { range: range.clone(), ..Stage::default() }).collect();
         for to in 0..stages.len() {
-            for slot in program.needs(ranges[to].clone()) {
+            for slot in program.inputs_of(ranges[to].clone()) {
                 match slot {
-                    Slot::Outer(outer) => stages[to].outers.push(outer),
-                    Slot::Made { record, .. } => {
+                    Slot::External(external) => stages[to].external_inputs.push(external),
+                    Slot::Output { record, .. } => {
                         let from = stage_of(&ranges, record as usize);
-                        file(&mut stages[to].takes, from, slot);
-                        file(&mut stages[from].gives, to, slot);
+                        push_slot(&mut stages[to].inputs, from, slot);
+                        push_slot(&mut stages[from].outputs, to, slot);
                     }
                 }
             }
         }
-        let live = program.live(num_losses, |_| true);
-        Stages { program, stages, num_losses, live }
+        let gradient_slots = program.gradient_slots(num_losses, |_| true);
+        Stages { program, stages, num_losses, gradient_slots }
     }
 
     /// The results that are losses.
@@ -96,11 +96,11 @@ impl Stages {
         &self.stages
     }
 
-    /// The pairs of stages of which the second needs something that the first makes.
+    /// The pairs of stages (from, to) of which the second reads values of the first.
     #[must_use]
     pub fn links(&self) -> Vec<(usize, usize)> {
         let out = |(from, stage): (usize, &Stage)| -> Vec<(usize, usize)> {
-            stage.gives.iter().map(|(to, _)| (from, *to)).collect()
+            stage.outputs.iter().map(|(to, _)| (from, *to)).collect()
         };
         self.stages.iter().enumerate().flat_map(out).collect()
     }
@@ -108,82 +108,83 @@ impl Stages {
     /// The parameters that a stage reads.
     #[must_use]
     pub fn keys(&self, stage: usize) -> BTreeSet<Key> {
-        let key = |outer: &u32| self.program.outers[*outer as usize].key;
-        self.stages[stage].outers.iter().filter_map(key).collect()
+        let key = |external: &u32| self.program.external_inputs[*external as usize].key;
+        self.stages[stage].external_inputs.iter().filter_map(key).collect()
     }
 
-    /// The parameters with a gradient that several places read, with those places in order; `place` says where each stage
-    /// lives. A place that reads one without a gradient is among them: its copy is to stay equal to the others.
+    /// The trained parameters that several pipeline ranks read (tied weights), with those ranks in order; `stage_ranks` gives
+    /// the rank of each stage. A rank that reads a parameter without a gradient is included, because its copy must stay
+    /// equal to the others.
     #[must_use]
-    pub fn shared(&self, place: &[usize]) -> Vec<(Key, Vec<usize>)> {
-        let trained = self.reached();
-        let mut places: BTreeMap<Key, BTreeSet<usize>> = BTreeMap::new();
-        for (stage, place) in place.iter().enumerate() {
+    pub fn shared_parameters(&self, stage_ranks: &[usize]) -> Vec<(Key, Vec<usize>)> {
+        let trained = self.keys_with_gradient();
+        let mut ranks: BTreeMap<Key, BTreeSet<usize>> = BTreeMap::new();
+        for (stage, rank) in stage_ranks.iter().enumerate() {
             for key in self.keys(stage).intersection(&trained) {
-                places.entry(*key).or_default().insert(*place);
+                ranks.entry(*key).or_default().insert(*rank);
             }
         }
-        let several = places.into_iter().filter(|(_, places)| places.len() > 1);
-        several.map(|(key, places)| (key, places.into_iter().collect())).collect()
+        let several = ranks.into_iter().filter(|(_, ranks)| ranks.len() > 1);
+        several.map(|(key, ranks)| (key, ranks.into_iter().collect())).collect()
     }
 
-    /// Refuses losses that no gradient reaches where only the parameters for which `is_trained` holds are trained: a step would
+    /// Refuses losses without a gradient, if only the parameters for which `is_trained` holds are trained: a step would
     /// change nothing.
     ///
     /// # Errors
-    /// `Kind::Unsupported` with the line that makes the loss, as [`Var::backward`](crate::Var::backward) of it.
+    /// `Kind::Unsupported` with the line that makes the loss, as [`Var::backward`](crate::Var::backward) of the loss.
     #[track_caller]
     pub fn check_reached(&self, is_trained: impl Fn(Key) -> bool) -> Result<()> {
-        if self.reached().into_iter().any(is_trained) {
+        if self.keys_with_gradient().into_iter().any(is_trained) {
             return Ok(());
         }
         let site = match self.losses().first() {
-            Some(Slot::Made { record, .. }) => self.program.records[*record as usize].site,
+            Some(Slot::Output { record, .. }) => self.program.records[*record as usize].site,
             _ => Location::caller(),
         };
-        Err(unreached(site))
+        Err(no_gradient_error(site))
     }
 
     /// The parameters with a gradient.
-    fn reached(&self) -> BTreeSet<Key> {
-        let outers = self.program.outers.iter().enumerate();
-        let live = outers.filter(|(at, _)| self.live.0.contains(&Slot::Outer(*at as u32)));
-        live.filter_map(|(_, outer)| outer.key).collect()
+    fn keys_with_gradient(&self) -> BTreeSet<Key> {
+        let external_inputs = self.program.external_inputs.iter().enumerate();
+        let gradient_slots = external_inputs.filter(|(at, _)| self.gradient_slots.0.contains(&Slot::External(*at as u32)));
+        gradient_slots.filter_map(|(_, external)| external.key).collect()
     }
 
-    /// The stage that makes a result of the program; `None` if the result comes from outside.
+    /// The stage that makes a slot; `None` for an external input.
     #[must_use]
-    pub fn maker(&self, slot: Slot) -> Option<usize> {
-        let Slot::Made { record, .. } = slot else { return None };
+    pub fn producer(&self, slot: Slot) -> Option<usize> {
+        let Slot::Output { record, .. } = slot else { return None };
         self.stages.iter().position(|s| s.range.contains(&(record as usize)))
     }
 
-    /// The line of the first op of a stage that reads an outer slot.
-    pub(super) fn first_use(&self, stage: usize, outer: u32) -> &'static Location<'static> {
+    /// The line of the first op of a stage that reads an external input.
+    pub(super) fn first_use(&self, stage: usize, external: u32) -> &'static Location<'static> {
         let mut records = self.program.records[self.stages[stage].range.clone()].iter();
-        let first = records.find(|r| r.inputs.contains(&Slot::Outer(outer)));
+        let first = records.find(|r| r.inputs.contains(&Slot::External(external)));
         first.map_or_else(Location::caller, |r| r.site)
     }
 
-    /// What has a gradient where only the parameters for which `is_trained` holds are trained: nothing goes back to a stage that
-    /// trains none and has none that is trained before it.
-    pub(super) fn live(&self, is_trained: impl Fn(Key) -> bool) -> Cow<'_, Live> {
-        match self.reached().into_iter().all(&is_trained) {
-            true => Cow::Borrowed(&self.live),
-            false => Cow::Owned(self.program.live(self.num_losses, is_trained)),
+    /// The slots with a gradient if only the parameters for which `is_trained` holds are trained. No gradient is sent
+    /// to a stage that trains no parameter and has no trained parameter before it.
+    pub(super) fn gradient_slots(&self, is_trained: impl Fn(Key) -> bool) -> Cow<'_, GradientSlots> {
+        match self.keys_with_gradient().into_iter().all(&is_trained) {
+            true => Cow::Borrowed(&self.gradient_slots),
+            false => Cow::Owned(self.program.gradient_slots(self.num_losses, is_trained)),
         }
     }
 
-    /// Refuses another program than the same model's on other shapes.
+    /// Cuts the same model's program for other shapes at the same records.
     ///
     /// # Errors
-    /// `Kind::Unsupported` if the ops are not the same.
+    /// `Kind::Unsupported` if the ops differ.
     pub fn recut(&self, program: Program) -> Result<Stages> {
         let names = |p: &Program| p.records.iter().map(|r| r.op.name()).collect::<Vec<_>>();
         if names(&program) != names(&self.program) {
             return Err(Error::new(
                 Kind::Unsupported,
-                "on another shape the model applies other ops, so its stages cannot stay where they are",
+                "with another shape the model applies other ops, so the cuts of its stages do not apply",
             ));
         }
         let starts: Vec<usize> = self.stages[1..].iter().map(|s| s.range.start).collect();
@@ -192,29 +193,29 @@ impl Stages {
 }
 
 impl Program {
-    /// What has a gradient: parameters that are trained, and what is made of them by ops that have one, if it takes part in the
-    /// result.
-    fn live(&self, num_losses: usize, is_trained: impl Fn(Key) -> bool) -> Live {
-        let mut live = self.reached(|outer| self.outers[outer].key.is_some_and(&is_trained));
-        let reaching = self.reaching(num_losses);
-        live.retain(|slot| reaching.contains(slot));
-        Live(live)
+    /// The slots with a gradient: trained parameters, and results of differentiable ops on them that the losses depend
+    /// on.
+    fn gradient_slots(&self, num_losses: usize, is_trained: impl Fn(Key) -> bool) -> GradientSlots {
+        let mut gradient_slots = self.slots_with_gradient(|external| self.external_inputs[external].key.is_some_and(&is_trained));
+        let slots_reaching_losses = self.slots_reaching_losses(num_losses);
+        gradient_slots.retain(|slot| slots_reaching_losses.contains(slot));
+        GradientSlots(gradient_slots)
     }
 
-    /// What the losses depend on, by ways that a gradient takes back.
-    fn reaching(&self, num_losses: usize) -> HashSet<Slot> {
-        let mut reaching: HashSet<Slot> = self.outputs.iter().take(num_losses).copied().collect();
+    /// The slots that the losses depend on through differentiable ops.
+    fn slots_reaching_losses(&self, num_losses: usize) -> HashSet<Slot> {
+        let mut slots_reaching_losses: HashSet<Slot> = self.outputs.iter().take(num_losses).copied().collect();
         for (at, record) in self.records.iter().enumerate().rev() {
-            let made = |out: usize| Slot::Made { record: at as u32, out: out as u32 };
-            if !(0..record.outputs.len()).any(|out| reaching.contains(&made(out))) {
+            let made = |out: usize| Slot::Output { record: at as u32, out: out as u32 };
+            if !(0..record.outputs.len()).any(|out| slots_reaching_losses.contains(&made(out))) {
                 continue;
             }
             let layouts: SmallVec<[&Layout; 4]> = record.inputs.iter().map(|s| self.layout(*s)).collect();
             let differentiable = op::differentiable_args(&*record.op, &layouts);
-            let flows = |(i, _): &(usize, &Slot)| differentiable[*i] && !record.stops[*i];
-            reaching.extend(record.inputs.iter().enumerate().filter(flows).map(|(_, slot)| *slot));
+            let flows = |(i, _): &(usize, &Slot)| differentiable[*i] && !record.stops_gradient[*i];
+            slots_reaching_losses.extend(record.inputs.iter().enumerate().filter(flows).map(|(_, slot)| *slot));
         }
-        reaching
+        slots_reaching_losses
     }
 }
 
@@ -222,7 +223,7 @@ fn stage_of(ranges: &[Range<usize>], record: usize) -> usize {
     ranges.iter().position(|r| r.contains(&record)).expect("every record is in a stage")
 }
 
-fn file(lists: &mut Vec<(usize, Vec<Slot>)>, stage: usize, slot: Slot) {
+fn push_slot(lists: &mut Vec<(usize, Vec<Slot>)>, stage: usize, slot: Slot) {
     match lists.iter_mut().find(|(known, _)| *known == stage) {
         Some((_, slots)) => slots.push(slot),
         None => lists.push((stage, vec![slot])),

@@ -1,14 +1,14 @@
-//! How many elements members of a group bring to each other in a call: the one rule by which both transports send, and by which
-//! both check what another rank has brought.
+//! Payload sizes of collectives: how many elements each member of a group sends to each other member. Both transports send by this
+//! rule, and both check received payloads against it.
 
-use super::{Issued, Op, Request, chunk};
+use super::{IssuedCall, Op, Request, chunk};
 use shardgrad_kernels::DType;
 use std::ops::Range;
 
-/// Up to this size every member of an all-reduce combines all elements itself: a second exchange costs more than the bytes.
+/// Up to this size every member of an all-reduce reduces all elements itself: a second exchange would cost more than the bytes.
 const DIRECT_BYTES_MAX: usize = 32 << 10;
 
-/// The part of a call that determines what each member brings. Members are numbered by their place in the group.
+/// The part of a call that determines the payloads. Members are numbered by their group ranks.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Payload<'a> {
     op: Op,
@@ -18,16 +18,16 @@ pub(crate) struct Payload<'a> {
 }
 
 impl Payload<'_> {
-    /// Whether the call is an all-reduce that is cut into chunks: member i combines chunk i of all members, then brings the result
-    /// to all. Members with equal calls decide alike.
+    /// Whether the call is an all-reduce in chunks (reduce-scatter, then all-gather): member i reduces chunk i of all members, then
+    /// sends the result to all. Members with equal calls decide the same way.
     pub(crate) fn is_chunked(&self) -> bool {
         matches!(self.op, Op::AllReduce(_))
             && self.group_size > 2
             && self.counts[0] * self.dtype.size() > DIRECT_BYTES_MAX
     }
 
-    /// The elements of its argument that member `from` brings to member `to`. For `from == to` these are the elements that a member
-    /// takes from its own argument.
+    /// The range of elements of its argument that member `from` sends to member `to`. For `from == to`: the elements that a member
+    /// uses of its own argument.
     pub(crate) fn elements(&self, from: usize, to: usize) -> Range<usize> {
         let before = |i: usize| self.counts[..i].iter().sum::<usize>();
         match self.op {
@@ -40,22 +40,22 @@ impl Payload<'_> {
         }
     }
 
-    /// The elements of the result of a chunked all-reduce that member `from` combines and brings to all.
+    /// The range of elements of a chunked all-reduce that member `from` reduces and sends to all.
     pub(crate) fn chunk(&self, from: usize) -> Range<usize> {
         chunk(self.counts[0], self.group_size, from)
     }
 
-    /// Bytes of the message from member `from` to member `to`.
+    /// The size in bytes of the payload from member `from` to member `to`.
     pub(crate) fn bytes(&self, from: usize, to: usize) -> usize {
         self.elements(from, to).len() * self.dtype.size()
     }
 
-    /// Bytes of the message in which member `from` brings its chunk of the result.
+    /// The size in bytes of the reduced chunk of member `from`.
     pub(crate) fn chunk_bytes(&self, from: usize) -> usize {
         self.chunk(from).len() * self.dtype.size()
     }
 
-    /// Bytes that the argument of member `from` has at least, so that it holds what member `to` reads in it.
+    /// The least size in bytes of the argument of member `from`, so that member `to` can read its part.
     pub(crate) fn argument_bytes(&self, from: usize, to: usize) -> usize {
         match self.elements(from, to) {
             none if none.is_empty() => 0,
@@ -65,20 +65,20 @@ impl Payload<'_> {
 }
 
 impl Request<'_> {
-    /// What the members of the group bring in this call.
+    /// The payload sizes of this call.
     pub(crate) fn payload(&self) -> Payload<'_> {
         let (op, dtype) = (self.op, self.call.dtype);
-        Payload { op, dtype, counts: self.counts, group_size: self.seat.size() }
+        Payload { op, dtype, counts: self.counts, group_size: self.position.size() }
     }
 }
 
-impl Issued {
-    /// What the members of a group of this size bring in this call.
+impl IssuedCall {
+    /// The payload sizes of this call in a group of this size.
     pub(crate) fn payload(&self, group_size: usize) -> Payload<'_> {
         Payload { op: self.op, dtype: self.dtype, counts: &self.counts, group_size }
     }
 
-    /// Whether the call has as many counts as its op takes in a group of this size, and as many bytes as memory can hold.
+    /// Whether the call has the number of counts that its op takes in a group of this size, and no more bytes than memory can hold.
     pub(crate) fn is_well_formed(&self, group_size: usize) -> bool {
         let (counts, received) = match self.op {
             Op::AllReduce(_) | Op::Broadcast { .. } | Op::Send { .. } | Op::Recv { .. } => (1, 0),
@@ -108,12 +108,12 @@ mod tests {
     }
 
     #[test]
-    fn bytes_by_hand() {
+    fn payload_bytes_by_hand() {
         let sum = Op::AllReduce(ReduceOp::Sum);
         let all = |op: Op, counts: &[usize]| [0, 1, 2].map(|from| payload(op, counts).bytes(from, 0));
         assert_eq!(all(sum, &[5]), [20; 3]);
         assert_eq!(all(sum, &[8192]), [32768; 3]);
-        // Above 32 KiB member 0 gets its third, and gives it back to all.
+        // Above 32 KiB member 0 receives its third, and sends the reduced chunk to all.
         assert_eq!(all(sum, &[8195]), [2731 * 4; 3]);
         assert_eq!([0, 1, 2].map(|from| payload(sum, &[8195]).chunk_bytes(from)), [10924, 10928, 10928]);
         assert_eq!(all(Op::AllGather, &[3, 0, 5]), [12, 0, 20]);
@@ -127,9 +127,9 @@ mod tests {
     }
 
     #[test]
-    fn a_call_with_other_counts_than_its_op_takes_is_not_well_formed() {
+    fn calls_with_wrong_counts_are_not_well_formed() {
         let is_well_formed = |op: Op, counts: &[usize], received: &[usize]| {
-            let mut issued = Issued::nothing();
+            let mut issued = IssuedCall::none();
             (issued.op, issued.dtype) = (op, DType::F32);
             (issued.counts, issued.received) = (counts.into(), received.into());
             issued.is_well_formed(2)

@@ -1,18 +1,18 @@
-//! The launchers, by the variables that each sets, and a [`Process`] from them.
+//! Recognizes the launcher of a process by its environment variables, and reads a [`Process`] from them.
 
-use super::variables::Variables;
-use super::{Process, incomplete, slurm};
+use super::environment::EnvVars;
+use super::{Process, incomplete_environment, slurm};
 use crate::error::{Error, Kind, Result};
 
 /// The port of rank 0 unless a variable says otherwise; PyTorch's default.
 const PORT: u16 = 29500;
-/// The variable that names the port on which ranks meet.
+/// The variable for the port of the rendezvous.
 const PORT_VARIABLE: &str = "SHARDGRAD_PORT";
 const LOOPBACK: &str = "127.0.0.1";
-/// All addresses of this machine, for a rank 0 that is not told by which the others reach it.
+/// All addresses of this machine, for a rank 0 that does not know by which address the others reach it.
 const ANY_ADDRESS: &str = "0.0.0.0";
 
-/// What else a launcher sets.
+/// The launchers, by the other variables that they set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Family {
     Torchrun,
@@ -29,11 +29,12 @@ struct Launcher {
     name: &'static str,
     rank: &'static str,
     count: &'static str,
-    /// The number of the process on its machine, and how many are there. Platforms that start one process per machine set neither.
+    /// Local rank and local count. Platforms that start one process per machine set neither.
     local: Option<(&'static str, &'static str)>,
 }
 
-/// A launcher that runs on top of another comes before it: the variables of the other describe the launcher's own processes.
+/// The launchers in the order of recognition. A launcher that runs on top of another comes before it: the variables of the other
+/// describe the launcher's own processes.
 const LAUNCHERS: [Launcher; 6] = [
     Launcher {
         family: Family::Torchrun,
@@ -88,11 +89,11 @@ struct Local {
     is_all: bool,
 }
 
-/// Reads the process that the environment describes; `None` if it is alone.
+/// Reads the process that the environment describes; `None` for a single process.
 ///
 /// # Errors
-/// `Kind::Config` naming the variable that is missing or makes no sense.
-pub(super) fn read(variables: &Variables<'_>) -> Result<Option<Process>> {
+/// `Kind::Config` naming the variable that is missing or invalid.
+pub(super) fn read(variables: &EnvVars<'_>) -> Result<Option<Process>> {
     for launcher in &LAUNCHERS {
         let Some(num_ranks) = variables.count(launcher.count)?.filter(|count| *count > 1) else { continue };
         if launcher.family == Family::Mpich && slurm::sets_pmi(variables) {
@@ -101,31 +102,31 @@ pub(super) fn read(variables: &Variables<'_>) -> Result<Option<Process>> {
         return launcher.process(variables, num_ranks).map(Some);
     }
     if !variables.is_set("WORLD_SIZE") {
-        incomplete::refuse(variables)?;
+        incomplete_environment::refuse(variables)?;
     }
     Ok(None)
 }
 
 impl Launcher {
-    fn process(&self, variables: &Variables<'_>, num_ranks: usize) -> Result<Process> {
+    fn process(&self, variables: &EnvVars<'_>, num_ranks: usize) -> Result<Process> {
         let rank = self.rank(variables, num_ranks)?;
         let local = self.local(variables, rank, num_ranks)?;
         let host = self.host(variables, rank, num_ranks, &local)?;
         let process = Process::new(rank, num_ranks, &host, self.port(variables)?)?;
-        let run = match self.family {
+        let run_id = match self.family {
             Family::Torchrun => variables.get("TORCHELASTIC_RUN_ID").unwrap_or_default(),
             Family::OpenMpi => variables.get("PMIX_NAMESPACE").unwrap_or_default(),
-            Family::Mpich | Family::Slurm => slurm::run_name(variables)?,
+            Family::Mpich | Family::Slurm => slurm::run_id(variables)?,
             Family::AwsBatch | Family::LeaderWorkerSet => String::new(),
         };
-        Ok(process.beside(local.rank, local.count)?.of_run(&run))
+        Ok(process.with_local_rank(local.rank, local.count)?.with_run_id(&run_id))
     }
 
-    fn rank(&self, variables: &Variables<'_>, num_ranks: usize) -> Result<usize> {
+    fn rank(&self, variables: &EnvVars<'_>, num_ranks: usize) -> Result<usize> {
         let Launcher { name, rank, count, .. } = *self;
         let missing = || {
             let why =
-                format!("{count} is {num_ranks}, but {rank} does not say which of them this process is");
+                format!("{count} is {num_ranks}, but {rank} is not set: the rank of this process is unknown");
             let help = format!("start it with {name}, set {rank} for each process, or unset {count}");
             Error::new(Kind::Config, why).detail("help", help)
         };
@@ -133,7 +134,7 @@ impl Launcher {
         if self.family != Family::AwsBatch {
             return Ok(index);
         }
-        // Rank 0 is the node whose address the others know, whatever its index.
+        // Rank 0 is the main node, whose address the other nodes know, whatever its index.
         let main = "AWS_BATCH_JOB_MAIN_NODE_INDEX";
         let main_index = variables.count(main)?.ok_or_else(|| {
             Error::new(Kind::Config, format!("{count} is {num_ranks}, but {main} is not set"))
@@ -142,8 +143,8 @@ impl Launcher {
         Ok((index + num_ranks - below(num_ranks, main, main_index, count)?) % num_ranks)
     }
 
-    /// The number of the process on its machine, and how many are there; as if it were alone, where nothing is stated.
-    fn local(&self, variables: &Variables<'_>, rank: usize, num_ranks: usize) -> Result<Local> {
+    /// The local rank and the local count; 0 of 1 if they are not stated.
+    fn local(&self, variables: &EnvVars<'_>, rank: usize, num_ranks: usize) -> Result<Local> {
         let alone = Local { rank: 0, count: 1, is_all: false };
         let Some((name, of)) = self.local else { return Ok(alone) };
         let stated = match self.family {
@@ -160,10 +161,10 @@ impl Launcher {
         }
     }
 
-    /// The machine of rank 0. `MASTER_ADDR` precedes all that launchers state.
+    /// The host of rank 0. `MASTER_ADDR` takes precedence over the launcher's own variables.
     fn host(
         &self,
-        variables: &Variables<'_>,
+        variables: &EnvVars<'_>,
         rank: usize,
         num_ranks: usize,
         local: &Local,
@@ -178,7 +179,7 @@ impl Launcher {
         };
         let from = |name: &str| variables.get(name).ok_or_else(|| refused(lacks(name)));
         match self.family {
-            // By hand, nothing states that all are on this machine.
+            // For processes started by hand, nothing states that all are on this machine.
             Family::Torchrun => Err(refused(lacks("MASTER_ADDR"))),
             Family::OpenMpi | Family::Mpich | Family::Slurm if local.is_all => Ok(LOOPBACK.to_string()),
             Family::Slurm => {
@@ -190,8 +191,8 @@ impl Launcher {
                 let (Some(is_first), Some(first)) = (is_first, first) else {
                     return Err(refused(lacks("MASTER_ADDR")));
                 };
-                // Rank 0 is the first of its node, so another rank that is the first of a node shows where rank 0 is not. A rank
-                // that shows nothing relies on rank 0, which refuses if it is elsewhere, and mpirun then ends all.
+                // Rank 0 is the first rank of its node, so the first rank of another node shows where rank 0 is not. The other
+                // ranks rely on rank 0, which fails here if it is on another node, and mpirun then ends all ranks.
                 if is_first != (rank == 0) && (rank == 0 || local.rank == 0) {
                     let why = format!(
                         "{}, and rank 0 is not on {first}, the first node of the job",
@@ -201,29 +202,29 @@ impl Launcher {
                 }
                 Ok(first)
             }
-            // The main node has no variable with its own address.
+            // The main node itself has no variable with its address.
             Family::AwsBatch if rank == 0 => Ok(ANY_ADDRESS.to_string()),
             Family::AwsBatch => from("AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"),
             Family::LeaderWorkerSet => from("LWS_LEADER_ADDRESS"),
         }
     }
 
-    /// The port on which ranks meet.
-    fn port(&self, variables: &Variables<'_>) -> Result<u16> {
+    /// The port of the rendezvous.
+    fn port(&self, variables: &EnvVars<'_>) -> Result<u16> {
         if let Some(port) = variables.port(PORT_VARIABLE)? {
             return Ok(port);
         }
         if let Some(port) = variables.port("MASTER_PORT")? {
             let store = variables.get("TORCHELASTIC_USE_AGENT_STORE");
             let is_taken = store.is_some_and(|value| value.eq_ignore_ascii_case("true"));
-            // The highest port has none above it.
+            // There is no port above the highest.
             return Ok(if is_taken { port.checked_add(1).unwrap_or(port - 1) } else { port });
         }
-        // With MASTER_ADDR, ranks of mpirun may be outside of the job, where they do not see its id.
+        // With MASTER_ADDR, ranks of mpirun may run outside of the job, where its id is not set.
         let sees_job = self.family == Family::Slurm || !variables.is_set("MASTER_ADDR");
         let port = match self.family {
             Family::Slurm | Family::Mpich if sees_job => slurm::port(variables, true)?,
-            // Ranks of Open MPI on the node of mpirun are outside of the step to which those on other nodes belong.
+            // Ranks of Open MPI on the node of mpirun do not belong to the step of the ranks on other nodes.
             Family::OpenMpi if sees_job => slurm::port(variables, false)?,
             _ => None,
         };
@@ -231,10 +232,10 @@ impl Launcher {
     }
 }
 
-/// Returns an index that is below a count.
+/// Returns `index` if it is below `limit`.
 ///
 /// # Errors
-/// `Kind::Config` for one that is not.
+/// `Kind::Config` naming both variables if it is not.
 fn below(limit: usize, name: &str, index: usize, count: &str) -> Result<usize> {
     if index < limit {
         return Ok(index);

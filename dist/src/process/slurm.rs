@@ -1,6 +1,6 @@
-//! SLURM's variables: node lists, tasks per node, and the port and name of a job step.
+//! SLURM's variables: node lists, tasks per node, and the port and run id of a job step.
 
-use super::variables::Variables;
+use super::environment::EnvVars;
 use crate::error::Result;
 
 /// The range of ports for jobs of SLURM, chosen by job and step id.
@@ -12,18 +12,18 @@ const PORTS_PER_JOB: u64 = 101;
 
 /// Whether `PMI_RANK` and `PMI_SIZE` repeat SLURM's task id and task count: srun sets them as well with `--mpi=pmi2`
 /// (`MpiDefault=pmi2`), and the variables of MPICH's own launcher are then missing.
-pub(super) fn sets_pmi(variables: &Variables<'_>) -> bool {
+pub(super) fn sets_pmi(variables: &EnvVars<'_>) -> bool {
     variables.are_equal("PMI_RANK", "SLURM_PROCID") && variables.are_equal("PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 }
 
 /// Returns the number of tasks of the step on the node of this process, if SLURM states it.
-pub(super) fn num_local_tasks(variables: &Variables<'_>) -> Result<Option<usize>> {
+pub(super) fn num_local_tasks(variables: &EnvVars<'_>) -> Result<Option<usize>> {
     let node = variables.count("SLURM_NODEID")?.unwrap_or(0);
     Ok(variables.get("SLURM_STEP_TASKS_PER_NODE").and_then(|list| tasks_on(&list, node)))
 }
 
 /// Returns the id of the job and, if the process belongs to a step, of the step.
-fn job_and_step(variables: &Variables<'_>) -> Result<Option<(usize, Option<usize>)>> {
+fn job_and_step(variables: &EnvVars<'_>) -> Result<Option<(usize, Option<usize>)>> {
     let Some(job) = variables.count("SLURM_JOB_ID")? else { return Ok(None) };
     let step = match variables.count("SLURM_STEP_ID")? {
         None => variables.count("SLURM_STEPID")?,
@@ -33,7 +33,7 @@ fn job_and_step(variables: &Variables<'_>) -> Result<Option<(usize, Option<usize
 }
 
 /// Returns the port of a job step, or of the whole job; two steps that run at once have two ports.
-pub(super) fn port(variables: &Variables<'_>, is_of_step: bool) -> Result<Option<u16>> {
+pub(super) fn port(variables: &EnvVars<'_>, is_of_step: bool) -> Result<Option<u16>> {
     let at = |(job, step): (usize, Option<usize>)| {
         let step = step.filter(|_| is_of_step).unwrap_or(0);
         let offset = (job as u64 % NUM_PORTS) * PORTS_PER_JOB + step as u64 % NUM_PORTS;
@@ -42,8 +42,8 @@ pub(super) fn port(variables: &Variables<'_>, is_of_step: bool) -> Result<Option
     Ok(job_and_step(variables)?.map(at))
 }
 
-/// Returns the name of a run: `JOB.STEP`, as SLURM itself writes a step; empty outside of SLURM.
-pub(super) fn run_name(variables: &Variables<'_>) -> Result<String> {
+/// Returns the id of a run: `JOB.STEP`, as SLURM itself writes a step; empty outside of SLURM.
+pub(super) fn run_id(variables: &EnvVars<'_>) -> Result<String> {
     Ok(match job_and_step(variables)? {
         None => String::new(),
         Some((job, None)) => job.to_string(),
@@ -52,12 +52,12 @@ pub(super) fn run_name(variables: &Variables<'_>) -> Result<String> {
 }
 
 /// Returns the first node of the step.
-pub(super) fn first_node_of_step(variables: &Variables<'_>) -> Option<String> {
+pub(super) fn first_node_of_step(variables: &EnvVars<'_>) -> Option<String> {
     variables.get("SLURM_STEP_NODELIST").as_deref().and_then(first_node)
 }
 
 /// Returns the first node of the job.
-pub(super) fn first_node_of_job(variables: &Variables<'_>) -> Option<String> {
+pub(super) fn first_node_of_job(variables: &EnvVars<'_>) -> Option<String> {
     variables.get("SLURM_JOB_NODELIST").as_deref().and_then(first_node)
 }
 
@@ -65,7 +65,7 @@ pub(super) fn first_node_of_job(variables: &Variables<'_>) -> Option<String> {
 ///
 /// mpirun starts ranks on other nodes through srun, which states the step's nodes and the index of the node among them. Ranks on
 /// the node of mpirun itself may inherit the variables of the batch script, which state the node's name alone.
-pub(super) fn is_on_first_node_of_job(variables: &Variables<'_>) -> Result<Option<bool>> {
+pub(super) fn is_on_first_node_of_job(variables: &EnvVars<'_>) -> Result<Option<bool>> {
     let Some(first) = first_node_of_job(variables) else { return Ok(None) };
     if let Some(first_of_step) = first_node_of_step(variables) {
         let node = variables.count("SLURM_NODEID")?;
@@ -107,7 +107,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     #[test]
-    fn node_lists_are_parsed() {
+    fn node_lists_and_task_counts_are_parsed() {
         for (list, first) in [
             ("n1,n2", "n1"),
             ("n7", "n7"),
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn steps_that_may_run_at_once_have_ports_of_their_own() {
+    fn concurrent_steps_have_different_ports() {
         let mut ports = BTreeSet::new();
         for (job, step) in (9_990..10_088).flat_map(|job| (0..100).map(move |step| (job, step))) {
             let get = |name: &str| match name {
@@ -130,7 +130,7 @@ mod tests {
                 "SLURM_STEPID" => Some(step.to_string()),
                 _ => None,
             };
-            let port = port(&Variables(&get), true).unwrap().unwrap();
+            let port = port(&EnvVars(&get), true).unwrap().unwrap();
             assert!((20_000..30_000).contains(&port));
             assert!(ports.insert(port), "the port of step {step} of job {job} is that of another step");
         }

@@ -1,27 +1,26 @@
-//! Every collective, by value, against the sentence in its documentation. Inputs are small integers, so that
-//! every sum is exact in every dtype.
+//! Every collective against a plain reference. Inputs are small integers, so that every sum is exact in every dtype.
 
-use crate::support::{WAYS, Way, axes, down, hash, mesh, over, up};
+use crate::support::{RANK_KINDS, RankKind, axes, down, hash, mesh, over, up};
 use shardgrad_dist::{AxisSet, Call, Rank, ReduceOp, World};
 use shardgrad_kernels::Element;
 
-/// What rank `rank` brings: integers in -5..=5, so that sums over 16 ranks fit into eight bits.
+/// The input of rank `rank`: integers in -5..=5, so that sums over 16 ranks fit into eight bits.
 fn brought<T: Element>(rank: usize, len: usize) -> Vec<T> {
     brought_by(0, rank, len)
 }
 
-/// [`brought`] in one of many cases.
+/// [`brought`] with a seed.
 pub(crate) fn brought_by<T: Element>(seed: u64, rank: usize, len: usize) -> Vec<T> {
     let one = |e: usize| hash(seed.wrapping_mul(0x1_0000_0001) ^ (rank * 100_003 + e) as u64) % 11;
     (0..len).map(|e| T::from_f64(one(e) as f64 - 5.0)).collect()
 }
 
-/// Element by element over what the members bring.
+/// The reference reduction: element by element over the inputs of the members.
 fn combined<T: Element>(members: &[usize], len: usize, how: ReduceOp) -> Vec<T> {
     combined_of(0, members, len, how)
 }
 
-/// [`combined`] in one of many cases.
+/// [`combined`] with a seed.
 pub(crate) fn combined_of<T: Element>(seed: u64, members: &[usize], len: usize, how: ReduceOp) -> Vec<T> {
     let all: Vec<Vec<T>> = members.iter().map(|&r| brought_by(seed, r, len)).collect();
     let of = |e: usize| all.iter().map(move |x| x[e].to_f64());
@@ -51,15 +50,15 @@ fn reductions<T: Element>(rank: &Rank, call: &Call<'_>, members: &[usize]) {
             let x = up(rank, &brought::<T>(rank.index(), len));
             let y = rank.all_reduce(call, &x, len, how).unwrap();
             assert_eq!(down::<T>(&y, len), combined::<T>(members, len, how), "all_reduce({how}) of {len}");
-            assert_eq!(down::<T>(&x, len), brought::<T>(rank.index(), len), "the argument is left alone");
+            assert_eq!(down::<T>(&x, len), brought::<T>(rank.index(), len), "the argument is unchanged");
         }
     }
 }
 
 fn gathers<T: Element>(rank: &Rank, call: &Call<'_>, members: &[usize]) {
-    let place = rank.group_index(call.axes);
+    let group_rank = rank.group_rank(call.axes);
     for counts in all_counts(members.len()) {
-        let x = up(rank, &brought::<T>(rank.index(), counts[place]));
+        let x = up(rank, &brought::<T>(rank.index(), counts[group_rank]));
         let total = counts.iter().sum();
         let y = rank.all_gather(call, &x, &counts).unwrap();
         let expected: Vec<T> = members.iter().zip(&counts).flat_map(|(&r, &n)| brought::<T>(r, n)).collect();
@@ -67,36 +66,36 @@ fn gathers<T: Element>(rank: &Rank, call: &Call<'_>, members: &[usize]) {
 
         let x = up(rank, &brought::<T>(rank.index(), total));
         let y = rank.reduce_scatter(call, &x, &counts).unwrap();
-        let start: usize = counts[..place].iter().sum();
-        let expected = &combined::<T>(members, total, ReduceOp::Sum)[start..start + counts[place]];
-        assert_eq!(down::<T>(&y, counts[place]), expected, "reduce_scatter of {counts:?}");
+        let start: usize = counts[..group_rank].iter().sum();
+        let expected = &combined::<T>(members, total, ReduceOp::Sum)[start..start + counts[group_rank]];
+        assert_eq!(down::<T>(&y, counts[group_rank]), expected, "reduce_scatter of {counts:?}");
     }
 }
 
 fn exchanges<T: Element>(rank: &Rank, call: &Call<'_>, members: &[usize]) {
-    let (k, place) = (members.len(), rank.group_index(call.axes));
+    let (k, group_rank) = (members.len(), rank.group_rank(call.axes));
     for seed in 0..3usize {
         // How many elements member i sends to member j; seed 2 sends nothing at all.
         let sent = |i: usize, j: usize| if seed == 2 { 0 } else { (i * 2 + j * 3 + seed) % 4 };
-        let send: Vec<usize> = (0..k).map(|j| sent(place, j)).collect();
-        let recv: Vec<usize> = (0..k).map(|i| sent(i, place)).collect();
+        let send: Vec<usize> = (0..k).map(|j| sent(group_rank, j)).collect();
+        let recv: Vec<usize> = (0..k).map(|i| sent(i, group_rank)).collect();
         let x = up(rank, &brought::<T>(rank.index(), send.iter().sum()));
         let y = rank.all_to_all(call, &x, &send, &recv).unwrap();
         let mut expected = Vec::new();
         for (i, &r) in members.iter().enumerate() {
             let whole = brought::<T>(r, (0..k).map(|j| sent(i, j)).sum());
-            let start: usize = (0..place).map(|j| sent(i, j)).sum();
-            expected.extend_from_slice(&whole[start..start + sent(i, place)]);
+            let start: usize = (0..group_rank).map(|j| sent(i, j)).sum();
+            expected.extend_from_slice(&whole[start..start + sent(i, group_rank)]);
         }
         assert_eq!(down::<T>(&y, expected.len()), expected, "all_to_all of {send:?}");
     }
     for (root, &source) in members.iter().enumerate() {
-        let x = (root == place).then(|| up(rank, &brought::<T>(rank.index(), 9)));
+        let x = (root == group_rank).then(|| up(rank, &brought::<T>(rank.index(), 9)));
         let y = rank.broadcast(call, x.as_ref(), 9, root).unwrap();
         assert_eq!(down::<T>(&y, 9), brought::<T>(source, 9), "broadcast from {root}");
     }
-    // Round the ring, and twice, so that order matters.
-    let (next, last) = ((place + 1) % k, (place + k - 1) % k);
+    // Several messages around the ring, so that their order matters.
+    let (next, last) = ((group_rank + 1) % k, (group_rank + k - 1) % k);
     for len in [5, 0, 3] {
         rank.send(call, &up(rank, &brought::<T>(rank.index(), len)), len, next).unwrap();
     }
@@ -116,11 +115,11 @@ fn everything<T: Element>(rank: &Rank, axes: AxisSet) {
 }
 
 fn on_mesh(text: &str, groups: &[&str]) {
-    WAYS.into_iter().for_each(|way| on_mesh_of(way, text, groups));
+    RANK_KINDS.into_iter().for_each(|kind| on_mesh_of(kind, text, groups));
 }
 
-fn on_mesh_of(way: Way, text: &str, groups: &[&str]) {
-    way.run(text, |rank| {
+fn on_mesh_of(kind: RankKind, text: &str, groups: &[&str]) {
+    kind.run(text, |rank| {
         for names in groups {
             let axes = axes(rank.mesh(), names);
             everything::<f32>(rank, axes);
@@ -134,7 +133,7 @@ fn on_mesh_of(way: Way, text: &str, groups: &[&str]) {
 }
 
 #[test]
-fn groups_of_one_two_three() {
+fn collectives_in_groups_of_one_two_and_three() {
     on_mesh("", &[""]);
     on_mesh("tp=1", &["tp", ""]);
     on_mesh("tp=2", &["tp", ""]);
@@ -142,21 +141,21 @@ fn groups_of_one_two_three() {
 }
 
 #[test]
-fn groups_of_four_and_eight() {
+fn collectives_in_groups_of_four_and_eight() {
     on_mesh("tp=4", &["tp"]);
     on_mesh("tp=8", &["tp"]);
 }
 
 #[test]
-fn two_axes_one_by_one_and_together() {
+fn collectives_over_two_axes_separately_and_together() {
     on_mesh("dp=2,tp=2", &["dp", "tp", "dp,tp"]);
     on_mesh("dp=2,tp=3", &["tp", "dp,tp", "dp"]);
     on_mesh("dp=1,tp=2", &["dp", "tp", "dp,tp"]);
 }
 
 #[test]
-fn all_ranks_get_the_same_bits_and_chunks_do_not_change_them() {
-    // 1 / (e + 3) does not add up exactly, so another order would show.
+fn all_reduce_has_the_same_bits_on_all_ranks_with_and_without_chunks() {
+    // Sums of 1 / (e + 3) are rounded, so another order would change bits.
     let value = |rank: usize, e: usize| 1.0 / (hash((rank << 32 | e) as u64) % 1000 + 3) as f32;
     let len = 30_000;
     for text in ["tp=3", "tp=5", "tp=8"] {
@@ -164,13 +163,13 @@ fn all_ranks_get_the_same_bits_and_chunks_do_not_change_them() {
             let call = over(axes(rank.mesh(), "tp"), f32::DTYPE);
             let x: Vec<f32> = (0..len).map(|e| value(rank.index(), e)).collect();
             let large = down::<f32>(&rank.all_reduce(&call, &up(rank, &x), len, ReduceOp::Sum)?, len);
-            // Pieces below the border are combined by every rank itself.
+            // Parts below the border are reduced by every rank itself.
             let mut small = Vec::new();
             for piece in x.chunks(1000) {
                 let y = rank.all_reduce(&call, &up(rank, piece), piece.len(), ReduceOp::Sum)?;
                 small.extend(down::<f32>(&y, piece.len()));
             }
-            // Scattered sums are the same sums.
+            // Reduce-scatter gives the same sums.
             let counts: Vec<usize> =
                 (0..rank.mesh().num_ranks()).map(|i| if i == 0 { len } else { 0 }).collect();
             let y = rank.reduce_scatter(&call, &up(rank, &x), &counts)?;
@@ -180,13 +179,13 @@ fn all_ranks_get_the_same_bits_and_chunks_do_not_change_them() {
             assert_eq!(small, large);
             Ok(large.iter().map(|v| v.to_bits()).collect::<Vec<u32>>())
         };
-        let [whole, of_processes] = WAYS.map(|way| way.run(text, sums).unwrap());
+        let [whole, of_processes] = RANK_KINDS.map(|kind| kind.run(text, sums).unwrap());
         assert!(whole == of_processes && whole.windows(2).all(|w| w[0] == w[1]));
     }
 }
 
 #[test]
-fn sixteen_ranks_on_few_cores() {
+fn collectives_of_sixteen_ranks_on_few_cores() {
     World::run(mesh("dp=2,cp=2,tp=4"), |rank| {
         for names in ["tp", "dp,tp", "dp,cp,tp", "cp"] {
             everything::<f32>(rank, axes(rank.mesh(), names));
@@ -197,7 +196,7 @@ fn sixteen_ranks_on_few_cores() {
 }
 
 #[test]
-fn no_peer_holds_a_buffer_after_the_call_and_memory_is_used_again() {
+fn no_peer_holds_a_buffer_after_a_call_and_memory_is_reused() {
     World::run(mesh("tp=4"), |rank| {
         let call = over(axes(rank.mesh(), "tp"), f32::DTYPE);
         let counts = [10_000; 4];

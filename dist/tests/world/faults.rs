@@ -1,43 +1,43 @@
-//! Every way to call collectives wrongly, and to leave others waiting: an error that names the calls, on
-//! every rank, soon. Each test plants the fault that a check has to find.
+//! Misuse of collectives: mismatched calls, deadlocks, departed ranks and timeouts each give an error that names the calls, on every
+//! rank, soon. Each test plants the fault that a check has to find.
 //!
 //! | no. | fault | found by |
 //! |---|---|---|
-//! | 19 | another op, reduction order or order of calls | `another_op`, `order_swapped`, `one_fault_in_a_random_program` |
-//! | 20 | another dtype | `another_dtype` |
-//! | 21 | other counts, splits that do not pair up | `other_counts`, `splits_that_do_not_pair_up` |
-//! | 22 | another reduction | `another_reduction` |
-//! | 23 | another root | `another_root` |
-//! | 24 | a call skipped | `a_call_skipped`, `one_fault_in_a_random_program` |
-//! | 25 | a call too many | `a_call_too_many`, `one_fault_in_a_random_program` |
-//! | 26 | a rank that returns early | `a_rank_that_returns_at_once`, and with an error, an unwinding and a panic |
-//! | 27 | two threads of one rank | does not compile: the example at `Rank` |
-//! | 28 | another program or version on a rank | cannot be: ranks are threads of one program |
-//! | 29 | other settings or data on a rank | where they change a call: `order_swapped_between_values_of_equal_size`; other shapes: `origins` |
-//! | 30 | replicas that drift | `tests/invariants` of the workspace |
-//! | 31 | messages that do not pair up, schedules that block | `messages`, and `pipeline::verify` of the tape |
-//! | 32 | counters that wrap | `calls_are_counted_in_64_bits` |
+//! | 19 | another op, reduction order or order of calls | `different_ops`, `swapped_calls`, `one_fault_in_a_random_program` |
+//! | 20 | another dtype | `different_dtypes` |
+//! | 21 | other counts, splits that do not pair up | `different_counts`, `mismatched_splits` |
+//! | 22 | another reduction | `different_reductions` |
+//! | 23 | another root | `different_roots` |
+//! | 24 | a skipped call | `skipped_call`, `one_fault_in_a_random_program` |
+//! | 25 | an extra call | `extra_call`, `one_fault_in_a_random_program` |
+//! | 26 | a rank that returns early | `rank_that_returns_early`, and with an error, an unwind and a panic |
+//! | 27 | two threads of one rank | does not compile: see the example of `Rank` |
+//! | 28 | another program or version on a rank | impossible for threads; for processes: `processes`, `rendezvous` |
+//! | 29 | other settings or data on a rank | if they change a call: `swapped_calls_of_equal_size`; other shapes: `origins` |
+//! | 30 | diverged replicas | `tests/invariants` of the workspace |
+//! | 31 | mismatched messages, deadlocked schedules | `messages`, and `pipeline::verify` of the tape |
+//! | 32 | overflowing counters | `calls_are_counted_in_64_bits` |
 
-use crate::support::{WAYS, Way, faults, hash, mesh, on, over, up};
+use crate::support::{RANK_KINDS, RankKind, faults, hash, mesh, on, over, up};
 use shardgrad_dist::{Call, Error, Kind, Phase, Rank, ReduceOp, Result, World};
 use shardgrad_kernels::{Buffer, DType};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-/// [`faults`] of a program with which ranks of both kinds are to end alike; the cause is that of processes.
+/// [`faults`] for a program that fails in the same way on threads and on processes. Returns the result of processes.
 fn fault(text: &str, program: impl Fn(&Rank) -> Result<()> + Sync) -> (Error, Vec<Option<Kind>>) {
     let [threads, processes] = faults(text, program);
     assert_eq!((threads.0.kind(), threads.1), (processes.0.kind(), processes.1.clone()), "{}", processes.0);
     processes
 }
 
-/// Asserts the parts of a message.
+/// Asserts that an error text contains parts.
 fn names(error: &Error, parts: &[&str]) {
     let text = error.to_string();
     assert!(parts.iter().all(|p| text.contains(p)), "{parts:?} in:\n{text}");
 }
 
-/// Asserts that a faulty program ends in a mismatch on all ranks, with these parts in its message.
+/// Asserts that a faulty program fails with `Kind::Collective` on all ranks, with these parts in the message.
 fn mismatch(text: &str, parts: &[&str], program: impl Fn(&Rank) -> Result<()> + Sync) {
     for (error, ends) in faults(text, program) {
         assert_eq!(error.kind(), Kind::Collective, "{error}");
@@ -55,7 +55,7 @@ fn is_first(rank: &Rank) -> bool {
 }
 
 #[test]
-fn another_op() {
+fn different_ops() {
     let parts = [
         "collective mismatch: rank 0 called #2 all_reduce(sum) f32[8] over tp at ",
         "rank 1 called #2 all_gather f32[8] over tp at ",
@@ -75,7 +75,7 @@ fn another_op() {
 }
 
 #[test]
-fn another_reduction() {
+fn different_reductions() {
     let parts =
         ["ranks 0, 2 called #1 all_reduce(sum) f32[8]", "rank 1 called #1 all_reduce(max)", "reduction"];
     mismatch("tp=3", &parts, |rank| {
@@ -86,7 +86,7 @@ fn another_reduction() {
 }
 
 #[test]
-fn another_root() {
+fn different_roots() {
     let parts = ["broadcast f32[8] from rank 0", "broadcast f32[8] from rank 1", "differs    root"];
     mismatch("tp=2", &parts, |rank| {
         rank.broadcast(&on(rank, "tp"), Some(&data(rank)), 8, rank.index())?;
@@ -95,7 +95,7 @@ fn another_root() {
 }
 
 #[test]
-fn another_dtype() {
+fn different_dtypes() {
     let parts = ["all_reduce(sum) f32[8]", "all_reduce(sum) bf16[8]", "differs    dtype"];
     mismatch("tp=2", &parts, |rank| {
         let dtype = if is_first(rank) { DType::F32 } else { DType::BF16 };
@@ -105,7 +105,7 @@ fn another_dtype() {
 }
 
 #[test]
-fn other_counts() {
+fn different_counts() {
     for (a, b) in (0..10).flat_map(|a| (0..10).map(move |b| (a, b))).filter(|(a, b)| a != b) {
         let parts =
             [format!("rank 0 called #1 all_reduce(sum) f32[{a}]"), format!("f32[{b}]"), "counts".into()];
@@ -123,7 +123,7 @@ fn other_counts() {
 }
 
 #[test]
-fn splits_that_do_not_pair_up() {
+fn mismatched_splits() {
     let parts = [
         "rank 1 sends 3 elements to rank 0 in #1 all_to_all f32[3+1 out, 2+1 in] over tp at ",
         "rank 0 expects 2 from rank 1 in #1 all_to_all f32[1+2 out, 1+2 in]",
@@ -137,10 +137,10 @@ fn splits_that_do_not_pair_up() {
 }
 
 #[test]
-fn other_axes() {
-    // Both sets make groups of the same two ranks; they are different groups all the same.
+fn different_axes() {
+    // Both axis sets have groups with the same two ranks, but they are different groups.
     let parts = [
-        "ranks wait in a circle: ",
+        "deadlock: ",
         "rank 0 waits for rank 1 in #1 all_reduce(sum) f32[8] over tp at ",
         "over dp,tp",
     ];
@@ -152,7 +152,7 @@ fn other_axes() {
 }
 
 #[test]
-fn order_swapped() {
+fn swapped_calls() {
     mismatch(
         "tp=2",
         &["#1 all_reduce(sum) f32[8]", "#1 all_reduce(sum) f32[16]", "differs    counts"],
@@ -167,7 +167,7 @@ fn order_swapped() {
 }
 
 #[test]
-fn order_swapped_between_values_of_equal_size() {
+fn swapped_calls_of_equal_size() {
     let run = |rank: &Rank, call: Call<'_>| rank.all_reduce(&call, &data(rank), 8, ReduceOp::Sum).map(|_| ());
     mismatch("tp=2", &["(h.0.w)", "(h.1.w)", "differs    path"], |rank| {
         let paths = if is_first(rank) { ["h.0.w", "h.1.w"] } else { ["h.1.w", "h.0.w"] };
@@ -177,7 +177,7 @@ fn order_swapped_between_values_of_equal_size() {
         let phase = if is_first(rank) { Phase::Forward } else { Phase::Backward };
         run(rank, Call { path: "h.0.w", phase, ..on(rank, "tp") })
     });
-    // A rank without a name for its value agrees with any name.
+    // An empty path matches any path.
     World::run(mesh("tp=2"), |rank| {
         run(rank, Call { path: if is_first(rank) { "" } else { "h.0.w" }, ..on(rank, "tp") })
     })
@@ -185,7 +185,7 @@ fn order_swapped_between_values_of_equal_size() {
 }
 
 #[test]
-fn a_call_skipped() {
+fn skipped_call() {
     let lines = Mutex::new([0, 0]);
     let (error, ends) = fault("tp=2", |rank| {
         let skipped = on(rank, "tp");
@@ -204,7 +204,7 @@ fn a_call_skipped() {
 }
 
 #[test]
-fn a_call_too_many() {
+fn extra_call() {
     let (error, ends) = fault("tp=3", |rank| {
         rank.barrier(&on(rank, "tp"))?;
         if rank.index() != 1 {
@@ -221,7 +221,7 @@ fn a_call_too_many() {
 }
 
 #[test]
-fn a_rank_that_returns_at_once() {
+fn rank_that_returns_early() {
     let (error, ends) =
         fault("tp=2", |rank| if is_first(rank) { Ok(()) } else { rank.barrier(&on(rank, "tp")) });
     assert_eq!(error.kind(), Kind::PeerLost);
@@ -230,7 +230,7 @@ fn a_rank_that_returns_at_once() {
 }
 
 #[test]
-fn a_rank_that_returns_an_error() {
+fn rank_that_returns_an_error() {
     let (error, ends) = fault("dp=2,tp=2", |rank| {
         if rank.index() == 2 {
             return Err(Error::new(Kind::Data, "row 7 is empty"));
@@ -243,7 +243,7 @@ fn a_rank_that_returns_an_error() {
 }
 
 #[test]
-fn a_rank_that_unwinds_with_an_error() {
+fn rank_that_unwinds_with_an_error() {
     let (error, ends) = fault("tp=2", |rank| {
         if is_first(rank) {
             Error::new(Kind::Shape, "does not fit").raise();
@@ -256,12 +256,12 @@ fn a_rank_that_unwinds_with_an_error() {
 }
 
 #[test]
-fn a_panic_at_every_point_of_a_program() {
+fn panic_at_every_point_of_a_program() {
     for point in 0..5 {
         let (error, ends) = fault("tp=3", |rank| {
             for step in 0..4 {
                 if rank.index() == 1 && step == point {
-                    // No hook: the panic of the test itself is not to be printed.
+                    // Without the panic hook, so that nothing is printed.
                     std::panic::resume_unwind(Box::new(format!("index {step} out of range")));
                 }
                 rank.all_reduce(&on(rank, "tp"), &up(rank, &[1f32; 40_000]), 40_000, ReduceOp::Sum)?;
@@ -279,24 +279,24 @@ fn a_panic_at_every_point_of_a_program() {
 }
 
 #[test]
-fn a_lost_peer_is_told_the_cause() {
-    let told = Mutex::new(String::new());
+fn peer_lost_error_names_the_cause() {
+    let message = Mutex::new(String::new());
     fault("tp=2", |rank| {
         if is_first(rank) {
             return Err(Error::new(Kind::Data, "row 7 is empty"));
         }
         let end = rank.barrier(&on(rank, "tp"));
-        *told.lock().unwrap() = end.as_ref().unwrap_err().to_string();
+        *message.lock().unwrap() = end.as_ref().unwrap_err().to_string();
         end
     });
-    let told = told.into_inner().unwrap();
-    assert_eq!(told, "rank 0 failed: row 7 is empty; rank 1 stops too");
+    let message = message.into_inner().unwrap();
+    assert_eq!(message, "rank 0 failed: row 7 is empty; rank 1 stops too");
 }
 
 #[test]
-fn a_circle_over_two_groups() {
+fn deadlock_over_two_groups() {
     let parts = [
-        "ranks wait in a circle: ",
+        "deadlock: ",
         "rank 0 waits for rank 1 in #1 barrier over tp",
         "rank 1 waits for rank 3 in #1 barrier over dp",
         "rank 3 waits for rank 2 in #1 barrier over tp",
@@ -312,8 +312,8 @@ fn a_circle_over_two_groups() {
 }
 
 #[test]
-fn a_circle_beside_ranks_that_only_wait() {
-    // Rank 2 waits for the circle of 0 and 1 without being part of it.
+fn deadlock_that_other_ranks_wait_for() {
+    // Rank 2 waits for the deadlocked ranks 0 and 1 without being part of the cycle.
     let ended = faults("dp=1,tp=3", |rank| match rank.index() {
         0 => rank.recv(&on(rank, "tp"), 4, 1).map(|_| ()),
         _ => rank.barrier(&on(rank, "tp")),
@@ -329,7 +329,7 @@ fn a_circle_beside_ranks_that_only_wait() {
 }
 
 #[test]
-fn a_computing_rank_is_released_at_its_next_check() {
+fn computing_rank_stops_at_its_next_check() {
     let (error, _) = fault("tp=2", |rank| {
         if is_first(rank) {
             return Err(Error::new(Kind::NotFinite, "the loss is not a number"));
@@ -343,7 +343,7 @@ fn a_computing_rank_is_released_at_its_next_check() {
 }
 
 #[test]
-fn an_error_that_is_swallowed_is_still_the_end_of_the_world() {
+fn ignored_error_still_fails_the_world() {
     let (error, _) = fault("tp=2", |rank| {
         let axes = if is_first(rank) { 4 } else { 5 };
         let first = rank.all_reduce(&on(rank, "tp"), &data(rank), axes, ReduceOp::Sum);
@@ -354,7 +354,7 @@ fn an_error_that_is_swallowed_is_still_the_end_of_the_world() {
 }
 
 #[test]
-fn a_wait_beyond_the_limit_names_who_is_missing_and_where() {
+fn timeout_names_absent_ranks_and_their_calls() {
     let slow = |rank: &Rank| {
         rank.barrier(&on(rank, "dp,tp"))?;
         if rank.index() == 2 {
@@ -365,7 +365,7 @@ fn a_wait_beyond_the_limit_names_who_is_missing_and_where() {
         rank.all_reduce(&on(rank, axes), &data(rank), 8, ReduceOp::Sum).map(|_| ())
     };
     let soon = |world: World| world.timeout(Duration::from_millis(250));
-    WAYS.into_iter().for_each(|way| is_late(&way.launch("dp=2,tp=2", soon, slow).unwrap_err()));
+    RANK_KINDS.into_iter().for_each(|kind| is_late(&kind.launch("dp=2,tp=2", soon, slow).unwrap_err()));
 }
 
 fn is_late(error: &Error) {
@@ -374,7 +374,7 @@ fn is_late(error: &Error) {
         error,
         &["waited more than 250ms in ", "absent     rank 2: computing since #1 barrier over dp,tp at "],
     );
-    // Whoever notices first waits over both axes (ranks 0, 1) or over tp (rank 3).
+    // The first rank to time out waits over both axes (ranks 0, 1) or over tp (rank 3).
     let over_both = error.message().contains("over dp,tp");
     names(
         error,
@@ -387,7 +387,7 @@ fn is_late(error: &Error) {
 }
 
 #[test]
-fn a_rank_that_is_patient_waits_longer_and_no_longer_afterwards() {
+fn with_timeout_extends_the_timeout_only_inside_the_closure() {
     let limit = Duration::from_millis(100);
     let slow = |rank: &Rank, nap: u64| {
         if is_first(rank) {
@@ -395,20 +395,20 @@ fn a_rank_that_is_patient_waits_longer_and_no_longer_afterwards() {
         }
         rank.barrier(&on(rank, "tp"))
     };
-    let patient = |rank: &Rank, nap| rank.patiently(Duration::from_secs(60), || slow(rank, nap));
-    for way in WAYS {
-        let set_up = |world: World| world.timeout(if way == Way::Threads { limit } else { limit * 10 });
-        let nap = if way == Way::Threads { 400 } else { 1500 };
-        way.launch("tp=2", set_up, |rank| patient(rank, nap).and_then(|()| slow(rank, 0))).unwrap();
-        let late = |rank: &Rank| patient(rank, 0).and_then(|()| slow(rank, nap));
-        names(&way.launch("tp=2", set_up, late).unwrap_err(), &["waited more than 1", "s in "]);
-        let gone = |rank: &Rank| if is_first(rank) { Ok(()) } else { patient(rank, 0) };
-        assert_eq!(way.launch("tp=2", set_up, gone).unwrap_err().kind(), Kind::PeerLost);
+    let extended = |rank: &Rank, nap| rank.with_timeout(Duration::from_secs(60), || slow(rank, nap));
+    for kind in RANK_KINDS {
+        let set_up = |world: World| world.timeout(if kind == RankKind::Threads { limit } else { limit * 10 });
+        let nap = if kind == RankKind::Threads { 400 } else { 1500 };
+        kind.launch("tp=2", set_up, |rank| extended(rank, nap).and_then(|()| slow(rank, 0))).unwrap();
+        let late = |rank: &Rank| extended(rank, 0).and_then(|()| slow(rank, nap));
+        names(&kind.launch("tp=2", set_up, late).unwrap_err(), &["waited more than 1", "s in "]);
+        let gone = |rank: &Rank| if is_first(rank) { Ok(()) } else { extended(rank, 0) };
+        assert_eq!(kind.launch("tp=2", set_up, gone).unwrap_err().kind(), Kind::PeerLost);
     }
 }
 
 #[test]
-fn a_slow_rank_is_no_fault() {
+fn slow_rank_is_no_error() {
     World::new(mesh("dp=2,tp=2"))
         .launch(|rank| {
             if rank.index() == 3 {
@@ -421,8 +421,8 @@ fn a_slow_rank_is_no_fault() {
 }
 
 #[test]
-fn no_memory_half_way_through_a_collective_ends_all_ranks() {
-    // The argument and the result fit into the limit; the chunk that a rank combines for the others does not.
+fn out_of_memory_inside_a_collective_fails_all_ranks() {
+    // The argument and the result fit into the limit; the chunk that a rank reduces for the others does not.
     let ends = Mutex::new(0);
     let start = Instant::now();
     let error = World::new(mesh("tp=3"))
@@ -439,7 +439,7 @@ fn no_memory_half_way_through_a_collective_ends_all_ranks() {
     names(&error, &["of mesh(tp=3)", "faults.rs:"]);
 }
 
-/// One of some calls that are all unlike each other.
+/// Call number `number` of a set of pairwise different calls.
 fn call(rank: &Rank, number: usize) -> Result<()> {
     let (call, x, len) = (on(rank, "tp"), data(rank), 1 + number);
     let counts = vec![len; rank.mesh().num_ranks()];

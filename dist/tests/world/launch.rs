@@ -1,4 +1,4 @@
-//! What a launch promises besides collectives.
+//! Launching worlds: coordinates, threads, pinning, memory limits, nesting, and rejected calls.
 
 use crate::support::{down, mesh, on, over, up};
 use shardgrad_dist::{Error, Kind, Mesh, Rank, ReduceOp, Result, World};
@@ -6,14 +6,14 @@ use shardgrad_kernels::DType;
 use std::cell::Cell;
 
 #[test]
-fn ranks_know_where_they_stand() {
+fn ranks_know_their_coordinates() {
     let places = World::run(mesh("dp=2,tp=3"), |rank| {
         let (dp, tp) = (rank.mesh().axis("dp").unwrap(), rank.mesh().axis("tp").unwrap());
         let both = rank.mesh().all_axes();
-        assert_eq!(rank.mesh().group(rank.index(), both)[rank.group_index(both)], rank.index());
-        assert_eq!(rank.group_index(both.without(dp)), rank.coordinate(tp));
-        assert!(!rank.is_dry() && rank.backend().num_threads() >= 1);
-        Ok((rank.index(), rank.coordinate(dp), rank.coordinate(tp), rank.group_index(both)))
+        assert_eq!(rank.mesh().group(rank.index(), both)[rank.group_rank(both)], rank.index());
+        assert_eq!(rank.group_rank(both.without(dp)), rank.coordinate(tp));
+        assert!(!rank.is_dry_run() && rank.backend().num_threads() >= 1);
+        Ok((rank.index(), rank.coordinate(dp), rank.coordinate(tp), rank.group_rank(both)))
     })
     .unwrap();
     assert_eq!(places[4], (4, 1, 1, 4));
@@ -21,23 +21,23 @@ fn ranks_know_where_they_stand() {
 }
 
 #[test]
-fn threads_are_as_asked_for() {
+fn backend_has_the_requested_threads() {
     let seen = World::new(mesh("tp=2")).threads(3).launch(|rank| Ok(rank.backend().num_threads())).unwrap();
     assert_eq!(seen, [3, 3]);
 }
 
 #[cfg(target_os = "linux")]
 #[test]
-fn pinned_threads_have_a_core_each_and_others_are_let_be() {
+fn pinned_threads_have_a_core_each_and_other_threads_are_not_pinned() {
     use shardgrad_kernels::cpu::cores::{allowed, choose};
     let cores = allowed();
-    let seen = World::new(Mesh::single()).threads(1).pinned().launch(|_| Ok(allowed())).unwrap();
+    let seen = World::new(Mesh::single()).threads(1).pin_threads().launch(|_| Ok(allowed())).unwrap();
     assert_eq!(seen, [choose(1)]);
     let one_each = Mesh::new(&[("dp", cores.len())]).unwrap();
-    let seen = World::new(one_each.clone()).threads(1).pinned().launch(|_| Ok(allowed())).unwrap();
+    let seen = World::new(one_each.clone()).threads(1).pin_threads().launch(|_| Ok(allowed())).unwrap();
     assert_eq!(seen.concat(), choose(cores.len()));
     assert_eq!(World::new(one_each.clone()).threads(1).launch(|_| Ok(allowed())).unwrap()[0], cores);
-    let error = World::new(one_each).threads(2).pinned().launch(|_| Ok(())).unwrap_err();
+    let error = World::new(one_each).threads(2).pin_threads().launch(|_| Ok(())).unwrap_err();
     assert_eq!(error.kind(), Kind::Config);
     let why = format!("{0} ranks of 2 threads cannot be pinned to {0} cores", cores.len());
     assert!(error.to_string().contains(&why), "{error}");
@@ -59,7 +59,7 @@ fn extensions_are_one_per_type_and_rank() {
 }
 
 #[test]
-fn memory_beyond_the_limit_is_an_error_of_the_rank_that_asked() {
+fn memory_beyond_the_limit_is_an_error_of_the_allocating_rank() {
     let error = World::new(mesh("tp=2"))
         .memory_limit(1 << 20)
         .launch(|rank| {
@@ -74,7 +74,7 @@ fn memory_beyond_the_limit_is_an_error_of_the_rank_that_asked() {
 }
 
 #[test]
-fn a_rank_has_a_deep_stack() {
+fn ranks_have_a_deep_stack() {
     fn deep(n: usize) -> usize {
         let frame = std::hint::black_box([n; 64]);
         if n == 0 { frame[0] } else { deep(n - 1) + frame[63] - frame[62] }
@@ -83,7 +83,7 @@ fn a_rank_has_a_deep_stack() {
 }
 
 #[test]
-fn worlds_can_be_nested_and_follow_each_other() {
+fn worlds_can_be_nested_and_repeated() {
     for _ in 0..20 {
         let sums = World::run(mesh("tp=2"), |outer| {
             let inner = World::run(mesh("tp=3"), |rank| {
@@ -98,14 +98,14 @@ fn worlds_can_be_nested_and_follow_each_other() {
 }
 
 #[test]
-fn a_world_of_one_returns_its_own_errors() {
+fn world_of_one_rank_returns_errors_without_rank_details() {
     let fail = |_: &Rank| -> Result<()> { Error::new(Kind::Shape, "does not fit").raise() };
     let error = World::run(mesh(""), fail).unwrap_err();
     assert_eq!(error.to_string(), "does not fit");
 }
 
 #[test]
-fn calls_that_cannot_be_are_refused_with_their_line() {
+fn invalid_calls_are_rejected_with_their_line() {
     World::run(mesh("tp=2"), |rank| {
         let (call, x) = (on(rank, "tp"), up(rank, &[0f32; 4]));
         let line = format!("launch.rs:{}", call.site.line());
@@ -131,7 +131,7 @@ fn calls_that_cannot_be_are_refused_with_their_line() {
         let elsewhere = shardgrad_dist::AxisSet::one(shardgrad_dist::Axis(3));
         let error = rank.barrier(&shardgrad_dist::Call { axes: elsewhere, ..call }).unwrap_err();
         assert_eq!(error.kind(), Kind::Mesh);
-        // None of these was issued: the group is still in step.
+        // None of these calls was issued: the group still works.
         rank.barrier(&call)
     })
     .unwrap();

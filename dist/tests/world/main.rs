@@ -1,16 +1,16 @@
-//! Ranks as threads and as processes: every collective against a plain specification, every way to misuse them, and the
-//! promises on determinism and dry runs.
+//! Tests of worlds of threads and of processes: every collective against a plain reference, errors for every kind of misuse,
+//! determinism, and dry runs.
 
 mod collectives;
 mod dry;
 mod faults;
 mod launch;
-mod marks;
+mod stream_order;
 mod messages;
 mod origins;
 mod rendezvous;
 mod processes;
-mod programs;
-mod random;
-mod sizes;
+mod random_programs;
+mod random_collectives;
+mod payload_sizes;
 mod support;

@@ -1,16 +1,16 @@
-//! Messages between two ranks: what goes wrong with them.
+//! Sends and receives between two ranks, and their errors.
 
-use crate::support::{WAYS, Way, down, mesh, on, over, up};
+use crate::support::{RANK_KINDS, RankKind, down, mesh, on, over, up};
 use shardgrad_dist::{Call, Error, Kind, Phase, Rank, Result, World};
 use shardgrad_kernels::DType;
 use std::time::{Duration, Instant};
 
-/// How ranks end that are threads, and how as processes: alike.
+/// Runs a faulty program on threads and on processes, asserts that both fail alike and soon, and returns the error of processes.
 fn fault(text: &str, program: impl Fn(&Rank) -> Result<()> + Sync) -> Error {
-    let [threads, processes] = WAYS.map(|way| {
+    let [threads, processes] = RANK_KINDS.map(|kind| {
         let start = Instant::now();
-        let error = way.run(text, &program).unwrap_err();
-        assert!(start.elapsed() < Duration::from_secs(3), "{way:?}: released after {:?}", start.elapsed());
+        let error = kind.run(text, &program).unwrap_err();
+        assert!(start.elapsed() < Duration::from_secs(3), "{kind:?}: released after {:?}", start.elapsed());
         error
     });
     assert_eq!(threads.kind(), processes.kind(), "{processes}");
@@ -23,7 +23,7 @@ fn contains(error: &Error, parts: &[&str]) {
 }
 
 #[test]
-fn a_recv_without_a_send() {
+fn recv_without_a_send_is_an_error() {
     let error = fault("pp=2", |rank| {
         if rank.index() == 1 {
             rank.recv(&on(rank, "pp"), 4, 0)?;
@@ -38,7 +38,7 @@ fn a_recv_without_a_send() {
 }
 
 #[test]
-fn two_ranks_that_both_receive_first() {
+fn two_ranks_that_receive_first_are_deadlocked() {
     let error = fault("pp=2", |rank| {
         let (call, other) = (on(rank, "pp"), 1 - rank.index());
         rank.recv(&call, 4, other)?;
@@ -47,12 +47,12 @@ fn two_ranks_that_both_receive_first() {
     assert_eq!(error.kind(), Kind::Collective);
     contains(
         &error,
-        &["ranks wait in a circle: ", "#1 recv f32[4] from rank 0", "#1 recv f32[4] from rank 1"],
+        &["deadlock: ", "#1 recv f32[4] from rank 0", "#1 recv f32[4] from rank 1"],
     );
 }
 
 #[test]
-fn a_rank_that_waits_for_itself() {
+fn recv_from_itself_without_a_send_is_a_deadlock() {
     let error = fault("pp=1", |rank| rank.recv(&on(rank, "pp"), 4, 0).map(|_| ()));
     contains(&error, &["rank 0 waits for itself in #1 recv f32[4] from rank 0 over pp"]);
     World::run(mesh("pp=2"), |rank| {
@@ -65,7 +65,7 @@ fn a_rank_that_waits_for_itself() {
 }
 
 #[test]
-fn a_message_that_nobody_receives() {
+fn message_that_is_never_received_is_an_error() {
     let error = fault("pp=2", |rank| {
         if rank.index() == 0 {
             rank.send(&on(rank, "pp"), &up(rank, &[0f32; 4]), 4, 1)?;
@@ -80,7 +80,7 @@ fn a_message_that_nobody_receives() {
 }
 
 #[test]
-fn a_message_unlike_the_one_asked_for() {
+fn message_that_does_not_match_its_recv_is_an_error() {
     let exchange = |send: fn(&Rank) -> Call<'static>, numel: usize| {
         fault("pp=2", move |rank| {
             if rank.index() == 0 {
@@ -105,13 +105,13 @@ fn a_message_unlike_the_one_asked_for() {
 }
 
 #[test]
-fn many_messages_may_be_under_way() {
-    WAYS.into_iter().for_each(many_messages);
+fn many_messages_can_be_pending() {
+    RANK_KINDS.into_iter().for_each(many_messages);
 }
 
-fn many_messages(way: Way) {
-    way.run("dp=2,pp=3", |rank| {
-        let (call, at) = (on(rank, "pp"), rank.group_index(on(rank, "pp").axes));
+fn many_messages(kind: RankKind) {
+    kind.run("dp=2,pp=3", |rank| {
+        let (call, at) = (on(rank, "pp"), rank.group_rank(on(rank, "pp").axes));
         for i in 0..50 {
             if at < 2 {
                 rank.send(&call, &up(rank, &[i as f32, rank.index() as f32]), 2, at + 1)?;
@@ -131,7 +131,7 @@ fn many_messages(way: Way) {
 }
 
 #[test]
-fn a_message_of_a_rank_that_is_gone_can_still_be_received() {
+fn message_of_a_returned_rank_can_be_received() {
     let late = |rank: &Rank| {
         if rank.index() == 0 {
             return rank.send(&on(rank, "pp"), &up(rank, &[3f32]), 1, 1);
@@ -140,5 +140,5 @@ fn a_message_of_a_rank_that_is_gone_can_still_be_received() {
         assert_eq!(down::<f32>(&rank.recv(&on(rank, "pp"), 1, 0)?, 1), [3.0]);
         Ok(())
     };
-    WAYS.into_iter().for_each(|way| drop(way.run("pp=2", late).unwrap()));
+    RANK_KINDS.into_iter().for_each(|kind| drop(kind.run("pp=2", late).unwrap()));
 }

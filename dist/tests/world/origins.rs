@@ -1,24 +1,24 @@
-//! What the elements of a call come from is compared like its other parts, where both ranks know it.
+//! Members of a group compare the origins of their elements, if both know them.
 
 use crate::support::{mesh, on, up};
 use shardgrad_dist::{Call, Kind, Origin, Rank, ReduceOp, Result, World};
 
-/// Two ranks sum elements of these origins.
-fn summed(marks: [u64; 2]) -> Result<Vec<()>> {
-    summed_of(marks, ["f32[4] at a.rs:1", "f32[6] at b.rs:2"])
+/// All-reduce over two ranks, with elements of origins with these hashes.
+fn summed(hashes: [u64; 2]) -> Result<Vec<()>> {
+    summed_of(hashes, ["f32[4] at a.rs:1", "f32[6] at b.rs:2"])
 }
 
-/// The same, where each was given these.
-fn summed_of(marks: [u64; 2], given: [&str; 2]) -> Result<Vec<()>> {
+/// All-reduce over two ranks, with origins with these hashes and recent inputs.
+fn summed_of(hashes: [u64; 2], given: [&str; 2]) -> Result<Vec<()>> {
     World::run(mesh("tp=2"), |rank: &Rank| {
         let given = given[rank.index()];
-        let call = Call { origin: Origin { mark: marks[rank.index()], given }, ..on(rank, "tp") };
+        let call = Call { origin: Origin { hash: hashes[rank.index()], recent_inputs: given }, ..on(rank, "tp") };
         rank.all_reduce(&call, &up(rank, &[1.0f32; 8]), 8, ReduceOp::Sum).map(drop)
     })
 }
 
 #[test]
-fn elements_of_unlike_origins_are_not_added() {
+fn different_origins_are_an_error() {
     let error = summed([3, 4]).unwrap_err();
     assert_eq!(error.kind(), Kind::Collective);
     let text = error.to_string();
@@ -35,30 +35,30 @@ fn elements_of_unlike_origins_are_not_added() {
 }
 
 #[test]
-fn what_was_given_at_one_line_in_unlike_shapes_is_told_whatever_came_last() {
-    for (given, told) in [
-        // A mask that all make alike came after the batch.
+fn error_shows_the_inputs_of_the_line_where_shapes_differ() {
+    for (given, shown) in [
+        // A mask of the same shape everywhere came after the batch.
         (["m[9] at m.rs:3\nf32[4] at a.rs:1", "m[9] at m.rs:3\nf32[6] at a.rs:1"], ["f32[4]", "f32[6]"]),
-        // The batches of both were short once, and that of one is now.
+        // Each rank had a short batch once; the newest batches differ.
         (["f32[4] at a.rs:1\nf32[3] at a.rs:1", "f32[3] at a.rs:1\nf32[4] at a.rs:1"], ["f32[4]", "f32[3]"]),
-        // One rank looks at something by itself.
+        // One rank has an input of its own.
         (["own[1] at o.rs:7\nf32[4] at a.rs:1", "f32[6] at a.rs:1"], ["f32[4]", "f32[6]"]),
     ] {
         let error = summed_of([3, 4], given).unwrap_err().to_string();
-        for (rank, shape) in told.iter().enumerate() {
+        for (rank, shape) in shown.iter().enumerate() {
             let part = format!("given      rank {rank}: {shape} at a.rs:1");
             assert!(error.contains(&part), "no `{part}` in: {error}");
         }
     }
-    // No line tells them apart: what came last is told.
+    // No line differs: the newest inputs are shown.
     let error =
         summed_of([3, 4], ["m[9] at m.rs:3\nx[1] at x.rs:1", "m[9] at m.rs:3"]).unwrap_err().to_string();
     assert!(error.contains("rank 0: m[9] at m.rs:3") && error.contains("rank 1: m[9] at m.rs:3"), "{error}");
 }
 
 #[test]
-fn what_is_not_known_or_the_same_agrees_whatever_was_given_last() {
-    for marks in [[0, 4], [3, 0], [0, 0], [5, 5]] {
-        summed(marks).unwrap();
+fn unknown_or_equal_origins_match_whatever_the_inputs() {
+    for hashes in [[0, 4], [3, 0], [0, 0], [5, 5]] {
+        summed(hashes).unwrap();
     }
 }

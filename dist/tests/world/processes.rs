@@ -1,4 +1,4 @@
-//! What is so with ranks that are processes alone: how they meet, and what becomes of the others where one goes.
+//! Worlds of processes: connecting, and the errors on other ranks when one rank ends, fails or becomes unresponsive.
 
 use crate::support::{free_port, joined, mesh, on, up};
 use shardgrad_dist::{Error, Kind, Mesh, Process, Rank, ReduceOp, Result, World};
@@ -7,7 +7,7 @@ use std::net::{TcpListener, TcpStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// A world on a mesh whose ranks wait a second for each other.
+/// A world with a timeout of one second.
 fn world(text: &str) -> World {
     World::new(mesh(text)).timeout(Duration::from_secs(1)).threads(1)
 }
@@ -23,7 +23,7 @@ fn contains(error: &Error, kind: Kind, parts: &[&str]) {
 }
 
 #[test]
-fn a_mesh_of_another_number_of_ranks_is_refused_before_anybody_is_met() {
+fn mesh_of_another_size_is_an_error_before_connecting() {
     let process = Process::new(0, 3, "127.0.0.1", free_port()).unwrap();
     let error = world("tp=2").join(&process, barrier).unwrap_err();
     contains(&error, Kind::Config, &["mesh(tp=2) has 2 ranks, but 3 processes were started"]);
@@ -32,7 +32,7 @@ fn a_mesh_of_another_number_of_ranks_is_refused_before_anybody_is_met() {
 }
 
 #[test]
-fn ranks_that_do_not_come_are_named_on_all_others() {
+fn missing_ranks_are_named_on_all_others() {
     let port = free_port();
     let start = Instant::now();
     let one = move |rank: usize| {
@@ -42,7 +42,7 @@ fn ranks_that_do_not_come_are_named_on_all_others() {
     let other = thread::spawn(move || one(2));
     for error in [one(0), other.join().unwrap()] {
         let why = format!("ranks 1, 3 did not connect to rank 0 (127.0.0.1:{port}) within 1 s");
-        let help = "check that every rank was started; raise the limit with --timeout";
+        let help = "check that every rank was started; raise the timeout with --timeout";
         contains(&error, Kind::Timeout, &[&why, help]);
     }
     let lonely = one(1);
@@ -52,13 +52,13 @@ fn ranks_that_do_not_come_are_named_on_all_others() {
 }
 
 #[test]
-fn a_port_that_is_taken_is_named() {
+fn port_in_use_is_named() {
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port();
     let process = Process::new(0, 2, "127.0.0.1", port).unwrap();
     let error = world("tp=2").join(&process, barrier).unwrap_err();
-    contains(&error, Kind::Io, &[&format!("rank 0 cannot listen at port {port}: "), "SHARDGRAD_PORT"]);
-    // Rank 1 comes to somebody else, who says nothing, then closes, then says junk.
+    contains(&error, Kind::Io, &[&format!("rank 0 cannot listen on port {port}: "), "SHARDGRAD_PORT"]);
+    // Rank 1 connects to another program, which closes the connection, then sends junk.
     let process = Process::new(1, 2, "127.0.0.1", port).unwrap();
     let stranger = thread::spawn(move || {
         for turn in 0.. {
@@ -76,14 +76,14 @@ fn a_port_that_is_taken_is_named() {
 }
 
 #[test]
-fn processes_that_are_unlike_are_told_so() {
+fn different_meshes_or_counts_are_an_error_on_all() {
     let meet =
         |of: &(dyn Fn(usize) -> World + Sync)| joined(2, |p| of(p.rank()).join(p, barrier).unwrap_err());
     for error in meet(&|rank| world(if rank == 0 { "tp=2" } else { "dp=2" })) {
         let why = "ranks got different meshes: mesh(tp=2) on rank 0, mesh(dp=2) on rank 1";
         contains(&error, Kind::Config, &[why, "of rank 1: 127.0.0.1"]);
     }
-    // Told of other counts, which their meshes fit.
+    // Started with different counts, each with a mesh that fits.
     let port = free_port();
     let one = move |rank: usize, count: usize, text: &str| {
         world(text).join(&Process::new(rank, count, "127.0.0.1", port).unwrap(), barrier).unwrap_err()
@@ -96,9 +96,9 @@ fn processes_that_are_unlike_are_told_so() {
 }
 
 #[test]
-fn whoever_does_not_belong_is_sent_away_and_holds_nobody_up() {
+fn foreign_connections_are_rejected_without_delay() {
     let port = free_port();
-    let process = move |rank: usize, run: &str| Process::new(rank, 2, "127.0.0.1", port).unwrap().of_run(run);
+    let process = move |rank: usize, run: &str| Process::new(rank, 2, "127.0.0.1", port).unwrap().with_run_id(run);
     let first = thread::spawn(move || world("tp=2").join(&process(0, "a"), barrier));
     let connect = || loop {
         if let Ok(stream) = TcpStream::connect(("127.0.0.1", port)) {
@@ -113,9 +113,9 @@ fn whoever_does_not_belong_is_sent_away_and_holds_nobody_up() {
     contains(
         &strange,
         Kind::Config,
-        &["rank 1 is of the run `b`, but rank 0 at", "is of the run `a`", "SHARDGRAD_PORT"],
+        &["rank 1 belongs to run `b`, but rank 0 at", "belongs to run `a`", "SHARDGRAD_PORT"],
     );
-    let twice = world("tp=2").join(&process(1, "a").beside(0, 1).unwrap(), |rank| {
+    let twice = world("tp=2").join(&process(1, "a").with_local_rank(0, 1).unwrap(), |rank| {
         barrier(rank)?;
         Ok(rank.index())
     });
@@ -124,7 +124,7 @@ fn whoever_does_not_belong_is_sent_away_and_holds_nobody_up() {
 }
 
 #[test]
-fn ranks_that_return_early_wait_for_the_others_and_learn_how_they_end() {
+fn ranks_that_return_early_report_later_failures() {
     let ends = joined(3, |process| {
         world("tp=3").join(process, |rank| match rank.index() {
             2 => {
@@ -146,8 +146,8 @@ fn ranks_that_return_early_wait_for_the_others_and_learn_how_they_end() {
     }
 }
 
-/// Connects as rank 1 of two, of a program that cannot be read, until all are connected.
-fn let_in(port: u16) -> TcpStream {
+/// Connects as rank 1 of two, up to the end of the rendezvous.
+fn rendezvous_as_rank_one(port: u16) -> TcpStream {
     let mut stream = crate::rendezvous::hello(port, 1, 2, "");
     crate::rendezvous::ready(&mut stream, 1, &mesh("tp=2"));
     while crate::rendezvous::receive(&mut stream)[0] != 2 {}
@@ -156,14 +156,14 @@ fn let_in(port: u16) -> TcpStream {
     stream
 }
 
-/// How rank 0 ends, which waits patiently, where the other one does something else than a rank does.
-fn beside(other: impl FnOnce(&mut TcpStream)) -> Error {
+/// The error of rank 0, which waits in a barrier with a long timeout, while `other` acts as rank 1.
+fn error_with_peer(other: impl FnOnce(&mut TcpStream)) -> Error {
     let port = free_port();
     let zero = thread::spawn(move || {
         let process = Process::new(0, 2, "127.0.0.1", port).unwrap();
-        world("tp=2").join(&process, |rank| rank.patiently(Duration::from_secs(600), || barrier(rank)))
+        world("tp=2").join(&process, |rank| rank.with_timeout(Duration::from_secs(600), || barrier(rank)))
     });
-    let mut stream = let_in(port);
+    let mut stream = rendezvous_as_rank_one(port);
     other(&mut stream);
     let ended = zero.join().unwrap();
     drop(stream);
@@ -171,30 +171,30 @@ fn beside(other: impl FnOnce(&mut TcpStream)) -> Error {
 }
 
 #[test]
-fn a_rank_that_goes_silent_or_mad_is_lost_however_patient_the_others_are() {
+fn unresponsive_or_malformed_peer_is_lost_despite_a_long_timeout() {
     let start = Instant::now();
     for junk in [&[9; 40][..], &[1; 17], &[255; 17], b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"] {
-        let error = beside(|stream| stream.write_all(junk).unwrap());
+        let error = error_with_peer(|stream| stream.write_all(junk).unwrap());
         let parts = ["rank 1 sent a malformed message; rank 0 stops too", "help       "];
         contains(&error, Kind::PeerLost, &parts);
     }
-    let error = beside(|stream| stream.shutdown(std::net::Shutdown::Both).unwrap());
+    let error = error_with_peer(|stream| stream.shutdown(std::net::Shutdown::Both).unwrap());
     contains(&error, Kind::PeerLost, &["rank 1's process ended (killed or crashed); rank 0 stops too"]);
     assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
-    let error = beside(|_| ());
-    let parts = ["nothing heard of rank 1 for 10 s; the network may be cut", "; rank 0 stops too"];
+    let error = error_with_peer(|_| ());
+    let parts = ["nothing received from rank 1 for 10 s: the network may be down", "; rank 0 stops too"];
     contains(&error, Kind::PeerLost, &parts);
     assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
 }
 
 #[test]
-fn a_wait_for_a_silent_rank_says_that_nothing_comes_from_it() {
+fn timeout_names_a_peer_without_heartbeats() {
     let port = free_port();
     let zero = thread::spawn(move || {
         let process = Process::new(0, 2, "127.0.0.1", port).unwrap();
         World::new(mesh("tp=2")).timeout(Duration::from_secs(4)).threads(1).join(&process, barrier)
     });
-    let stream = let_in(port);
+    let stream = rendezvous_as_rank_one(port);
     let error = zero.join().unwrap().unwrap_err();
     drop(stream);
     contains(
@@ -202,20 +202,20 @@ fn a_wait_for_a_silent_rank_says_that_nothing_comes_from_it() {
         Kind::Timeout,
         &[
             "rank 0 waited more than 4s in #1 barrier",
-            "absent     no sign of life from rank 1 for ",
-            " s; it has made no call",
-            "help       the network may be cut, or the process stopped",
+            "absent     no heartbeat from rank 1 for ",
+            " s; it has made no call yet",
+            "help       the network may be down, or the process stopped",
         ],
     );
 }
 
-/// What each of some processes prints of its end, as the command line does.
+/// The error kind and the printed error of each process.
 fn printed(text: &str, program: impl Fn(&Rank) -> Result<()> + Sync) -> Vec<(Kind, String)> {
     let ends = joined(mesh(text).num_ranks(), |process| world(text).join(process, &program));
     ends.into_iter().map(Result::unwrap_err).map(|error| (error.kind(), error.to_string())).collect()
 }
 
-/// Asserts that one of some processes reports an error of a kind, and all others say in a line that they stop too.
+/// Asserts that one process reports an error of a kind with its details, and all others one line that ends in "stops too".
 fn is_reported_once(ended: &[(Kind, String)], kind: Kind, whole: &str) {
     let (short, reports): (Vec<_>, Vec<_>) = ended
         .iter()
@@ -227,31 +227,31 @@ fn is_reported_once(ended: &[(Kind, String)], kind: Kind, whole: &str) {
 }
 
 #[test]
-fn what_all_processes_find_is_reported_by_one() {
-    // All fail by themselves, with one message; then with messages of their own.
+fn failure_of_all_processes_is_reported_by_one() {
+    // All fail independently: with the same message, then with different messages.
     for _ in 0..20 {
-        let alike = printed("tp=3", |rank| {
+        let same = printed("tp=3", |rank| {
             barrier(rank)?;
             Err(Error::new(Kind::NotFinite, "the loss is NaN").detail("help", "a smaller --lr"))
         });
-        is_reported_once(&alike, Kind::NotFinite, "help       a smaller --lr");
+        is_reported_once(&same, Kind::NotFinite, "help       a smaller --lr");
     }
-    let unlike = printed("tp=3", |rank| {
+    let different = printed("tp=3", |rank| {
         let index = barrier(rank)?;
         thread::sleep(Duration::from_millis(50));
         Err(Error::new(Kind::Data, format!("row {index} is empty")).detail("help", "look"))
     });
-    assert!(unlike.iter().any(|(_, text)| text.contains("help       look")), "{unlike:?}");
+    assert!(different.iter().any(|(_, text)| text.contains("help       look")), "{different:?}");
     let counts = printed("tp=3", |rank| {
         let len = if rank.index() == 2 { 5 } else { 4 };
         rank.all_reduce(&on(rank, "tp"), &up(rank, &[0f32; 5]), len, ReduceOp::Sum).map(|_| ())
     });
     is_reported_once(&counts, Kind::Collective, "differs    counts");
-    let circle = printed("dp=2,tp=2", |rank| {
+    let deadlock = printed("dp=2,tp=2", |rank| {
         let first = if [0, 3].contains(&rank.index()) { "tp" } else { "dp" };
         rank.barrier(&on(rank, first))
     });
-    is_reported_once(&circle, Kind::Collective, "help       ranks that share groups");
+    is_reported_once(&deadlock, Kind::Collective, "help       ranks that share groups must");
     let late = printed("tp=3", |rank| {
         if rank.index() == 0 {
             thread::sleep(Duration::from_millis(2500));
@@ -259,13 +259,13 @@ fn what_all_processes_find_is_reported_by_one() {
         }
         barrier(rank).map(|_| ())
     });
-    is_reported_once(&late, Kind::Timeout, "absent     rank 0: computing, no call so far");
+    is_reported_once(&late, Kind::Timeout, "absent     rank 0: computing, no call yet");
     let gone = printed("tp=3", |rank| if rank.index() == 0 { Ok(()) } else { barrier(rank).map(|_| ()) });
-    is_reported_once(&gone, Kind::PeerLost, "help       all ranks of a group make the same calls");
+    is_reported_once(&gone, Kind::PeerLost, "help       all ranks of a group must make the same calls");
 }
 
 #[test]
-fn large_contents_go_both_ways_at_once() {
+fn large_payloads_in_both_directions_do_not_block() {
     let len = 3_000_000;
     let ends = joined(2, |process| {
         World::new(mesh("tp=2")).join(process, |rank| {

@@ -1,4 +1,4 @@
-//! How processes meet: what they must have alike, and that a start which fails on one fails on all, at once.
+//! The rendezvous of processes: values that must be equal, and failures that end the start on all ranks at once.
 
 use crate::support::{free_port, joined, mesh, on};
 use shardgrad_dist::{Error, Kind, Mesh, Process, Rank, Rendezvous, Result, World};
@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// A world whose ranks wait a minute for each other: no test here lasts that long.
+/// A world with a timeout of a minute; no test here lasts that long.
 fn world(text: &str) -> World {
     World::new(mesh(text)).timeout(Duration::from_secs(60)).threads(1)
 }
@@ -17,12 +17,12 @@ fn barrier(rank: &Rank) -> Result<usize> {
     rank.barrier(&on(rank, "tp")).map(|()| rank.index())
 }
 
-/// Rank `rank` of `count` at a port of this machine.
+/// Rank `rank` of `count`, with the rendezvous at a port of this machine.
 fn process(rank: usize, count: usize, port: u16) -> Process {
     Process::new(rank, count, "127.0.0.1", port).unwrap()
 }
 
-/// Asserts that an error has a kind and texts.
+/// Asserts the kind of an error, and parts of its text.
 #[track_caller]
 fn has(error: &Error, kind: Kind, parts: &[&str]) {
     let text = error.to_string();
@@ -30,7 +30,7 @@ fn has(error: &Error, kind: Kind, parts: &[&str]) {
     assert!(parts.iter().all(|part| text.contains(part)), "{parts:?} in:\n{text}");
 }
 
-/// Asserts that nobody waited for the limit of a rendezvous.
+/// Asserts that no rank waited for the timeout of the rendezvous.
 #[track_caller]
 fn was_at_once(start: Instant) {
     assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
@@ -60,7 +60,7 @@ pub(crate) fn receive(stream: &mut TcpStream) -> Vec<u8> {
     body
 }
 
-/// A connection to rank 0 of a process that is no more than its first message.
+/// Connects to rank 0 and sends the first message of a rank.
 pub(crate) fn hello(port: u16, rank: u64, count: u64, run: &str) -> TcpStream {
     let mut stream = loop {
         match TcpStream::connect(("127.0.0.1", port)) {
@@ -73,22 +73,22 @@ pub(crate) fn hello(port: u16, rank: u64, count: u64, run: &str) -> TcpStream {
     stream
 }
 
-/// Says that a process is ready, listens at a port and is of a program that cannot be read.
+/// Sends that a process is ready and listens on `port`, without the hash of its program.
 pub(crate) fn ready(stream: &mut TcpStream, port: u64, mesh: &Mesh) {
     send(stream, &[number(2), number(port), text(&mesh.to_string()), number(0), number(0)].concat());
 }
 
 #[test]
-fn values_that_differ_are_refused_on_all_ranks_with_both_values() {
+fn different_values_are_an_error_on_all_ranks_with_both_values() {
     let options = |lr: &str, seed: &str| {
         [("--lr", lr), ("--seed", seed)].map(|(name, value)| (name.to_string(), value.to_string()))
     };
     let start = Instant::now();
     let ends = joined(3, |p| {
         let lr = if p.rank() == 2 { "0.1" } else { "0.002" };
-        // A line break in a value is no difference.
-        let world = world("tp=3").consistent("options", options(lr, "a\nb"));
-        world.consistent("inputs", [("data".to_string(), lr.to_string())]).join(p, barrier).unwrap_err()
+        // A line break in a value is escaped on both sides, so it is no difference.
+        let world = world("tp=3").check_consistent("options", options(lr, "a\nb"));
+        world.check_consistent("inputs", [("data".to_string(), lr.to_string())]).join(p, barrier).unwrap_err()
     });
     for error in &ends {
         has(error, Kind::Config, &["address    of rank 2: 127.0.0.1"]);
@@ -97,19 +97,19 @@ fn values_that_differ_are_refused_on_all_ranks_with_both_values() {
     }
     let inputs = |hash: &str| [("the training data".to_string(), hash.to_string())];
     for error in joined(2, |p| {
-        let world = world("tp=2").consistent("options", options("1", "0"));
-        world.consistent("inputs", inputs(["aa", "bb"][p.rank()])).join(p, barrier).unwrap_err()
+        let world = world("tp=2").check_consistent("options", options("1", "0"));
+        world.check_consistent("inputs", inputs(["aa", "bb"][p.rank()])).join(p, barrier).unwrap_err()
     }) {
         let why = "ranks got different inputs: the training data is aa on rank 0, bb on rank 1";
         assert_eq!(error.message(), why);
     }
-    let same = joined(2, |p| world("tp=2").consistent("options", options("1", "a\nb")).join(p, barrier));
+    let same = joined(2, |p| world("tp=2").check_consistent("options", options("1", "a\nb")).join(p, barrier));
     assert!(same.into_iter().all(|end| end.is_ok()));
     was_at_once(start);
 }
 
 #[test]
-fn a_rank_that_cannot_take_part_ends_the_start_on_all() {
+fn reported_error_ends_the_start_on_all() {
     for failing in [0, 1] {
         let start = Instant::now();
         let ends = joined(3, |p| {
@@ -131,7 +131,7 @@ fn a_rank_that_cannot_take_part_ends_the_start_on_all() {
 }
 
 #[test]
-fn a_failure_of_a_rank_is_known_to_ranks_that_come_later() {
+fn failure_of_a_rank_reaches_ranks_that_connect_later() {
     let (port, start) = (free_port(), Instant::now());
     let zero = thread::spawn(move || {
         let rendezvous = Rendezvous::open(&process(0, 3, port)).unwrap();
@@ -141,7 +141,7 @@ fn a_failure_of_a_rank_is_known_to_ranks_that_come_later() {
     });
     let failing = Rendezvous::open(&process(1, 3, port)).unwrap();
     failing.fail(&Error::new(Kind::Config, "no such option"));
-    // Connected while the process still prepares, or later.
+    // The late rank opens its rendezvous after the failure, and joins later still.
     thread::sleep(Duration::from_millis(100));
     let late = Rendezvous::open(&process(2, 3, port)).unwrap();
     thread::sleep(Duration::from_millis(500));
@@ -152,7 +152,7 @@ fn a_failure_of_a_rank_is_known_to_ranks_that_come_later() {
 }
 
 #[test]
-fn a_number_that_two_processes_have_ends_the_start_on_all() {
+fn two_processes_with_one_rank_end_the_start_on_all() {
     let (port, start) = (free_port(), Instant::now());
     let ends = [0, 1, 1, 2]
         .map(|rank| thread::spawn(move || world("tp=3").join(&process(rank, 3, port), barrier).unwrap_err()));
@@ -173,7 +173,7 @@ fn a_number_that_two_processes_have_ends_the_start_on_all() {
 }
 
 #[test]
-fn a_process_that_ends_while_ranks_meet_ends_the_start_on_all() {
+fn process_that_ends_during_the_rendezvous_ends_the_start_on_all() {
     let start = Instant::now();
     for is_ready in [false, true] {
         let port = free_port();
@@ -193,7 +193,7 @@ fn a_process_that_ends_while_ranks_meet_ends_the_start_on_all() {
             has(&other.join().unwrap(), Kind::PeerLost, &[why]);
         }
     }
-    // Rank 0 ends behind its first answer.
+    // Rank 0 ends after its first reply.
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
     let other = thread::spawn(move || world("tp=2").join(&process(1, 2, port), barrier).unwrap_err());
@@ -208,7 +208,7 @@ fn a_process_that_ends_while_ranks_meet_ends_the_start_on_all() {
 }
 
 #[test]
-fn ranks_that_cannot_reach_each_other_say_so_on_all() {
+fn unreachable_rank_ends_the_start_on_all() {
     let (port, start) = (free_port(), Instant::now());
     let nobody = free_port();
     let others = [0, 2]
@@ -223,7 +223,7 @@ fn ranks_that_cannot_reach_each_other_say_so_on_all() {
 }
 
 #[test]
-fn a_long_wait_is_reported_once_with_address_and_reason() {
+fn long_wait_calls_the_hook_once_with_address_and_reason() {
     let said = |rank: usize| {
         let (lines, port) = (Arc::new(Mutex::new(Vec::new())), free_port());
         let keep = lines.clone();
@@ -244,7 +244,7 @@ fn a_long_wait_is_reported_once_with_address_and_reason() {
 }
 
 #[test]
-fn what_a_stranger_sends_is_escaped_where_it_is_shown() {
+fn texts_of_other_processes_are_escaped() {
     let port = free_port();
     let zero = thread::spawn(move || {
         World::new(mesh("tp=2"))

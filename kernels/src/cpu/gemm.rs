@@ -26,7 +26,7 @@ use crate::cpu::simd::prepacked::PackedB;
 use crate::cpu::simd::scratch::Scratch;
 use crate::cpu::simd::{Level, level, vectorized};
 use crate::dtype::{DType, Element, Float, Real};
-use crate::host_vec::filled;
+use crate::host_vec::filled_or_unwind;
 use crate::precision::MatmulPrecision;
 use epilogue::BoundEpilogue;
 use split::{COLS_MIN, FLOPS_MIN, ReadCost, Split};
@@ -329,7 +329,7 @@ fn gemv<T: Float>(
     let cols = n.div_ceil(parts).next_multiple_of(COLS_MIN);
     let x: Vec<T::Acc> = (0..k).map(|i| a.data[i * a.strides[2]].widen()).collect();
     pool.chunks(c, cols, |task, c| {
-        let mut y = filled(T::Acc::ZERO, c.len());
+        let mut y = filled_or_unwind(T::Acc::ZERO, c.len());
         let b = &b.data[task * cols * col..];
         if transposed {
             gemv_transposed::gemv_column_major(level(), &x, b, col, &mut y)

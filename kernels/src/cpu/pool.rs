@@ -316,15 +316,15 @@ mod tests {
     }
 
     #[test]
-    fn an_error_with_which_a_task_unwinds_comes_out_as_it_is() {
+    fn panic_payload_of_a_task_is_returned() {
         for threads in [1, 3] {
             let pool = Pool::new(threads);
             let task = |i| {
                 if i == 5 {
-                    drop(crate::host_vec::filled(0u8, usize::MAX / 2));
+                    drop(crate::host_vec::filled_or_unwind(0u8, usize::MAX / 2));
                 }
             };
-            let error = crate::host_vec::caught(|| {
+            let error = crate::host_vec::catch_kernel_error(|| {
                 pool.run(9, &task);
                 Ok(())
             });

@@ -126,7 +126,7 @@ mod tests {
     use std::sync::atomic::AtomicUsize;
 
     #[test]
-    fn an_offer_is_taken_or_recalled() {
+    fn offer_is_accepted_or_recalled() {
         let (slot, me) = (WorkerSlot::new(true), std::thread::current());
         let [first, second] = [16, 32].map(without_provenance_mut::<()>);
         assert!(slot.offer(first, &me));

@@ -1,5 +1,5 @@
-//! Compiled kernels on disk: one file each, found by a hash of what it was made of and trusted only if all of that
-//! stands in it.
+//! The cache of compiled kernels on disk: one file per program, named by a hash of its key and used only if it contains the whole
+//! key and its checksum matches.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,10 +7,10 @@ use std::process;
 
 const MAGIC: &[u8; 8] = b"sgcubin1";
 
-/// What a file holds epilogue_operands its key.
+/// The contents of a file, besides its key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Entry {
-    /// The log of the compiler.
+    /// The log of the compiler, with the resource usage.
     pub(super) log: String,
     /// The machine code.
     pub(super) cubin: Vec<u8>,
@@ -31,23 +31,23 @@ impl Cache {
         self.folder.join(format!("{:016x}.cubin", hash(&[key.as_bytes()])))
     }
 
-    /// What was made of this key. A file that is missing, damaged or another key's is `None`.
+    /// Reads the entry of a key; `None` if its file is missing, damaged or of another key.
     pub(super) fn read(&self, key: &str) -> Option<Entry> {
         let bytes = fs::read(self.path(key)).ok()?;
         let (found, entry) = parse(&bytes)?;
         (found == key.as_bytes()).then_some(entry)
     }
 
-    /// Keeps what was made of a key. A folder that cannot be written costs the next run some seconds, and nothing else.
+    /// Writes the entry of a key. Failures are ignored: the next run compiles the program again, which takes seconds.
     pub(super) fn write(&self, key: &str, entry: &Entry) {
-        // A thread writes one file at a time.
+        // The draft is named by process and thread; a thread writes one file at a time.
         let own = format!("{}-{:?}.draft", process::id(), std::thread::current().id());
         let draft = self.folder.join(own.replace(['(', ')'], ""));
         let done = fs::create_dir_all(&self.folder)
             .and_then(|()| fs::write(&draft, bytes(key, entry)))
             .and_then(|()| fs::rename(&draft, self.path(key)));
         if done.is_err() {
-            // Nothing is left behind where a disk is full.
+            // A full disk may leave a partial draft.
             let _ = fs::remove_file(&draft);
         }
     }
@@ -79,7 +79,7 @@ fn parse(bytes: &[u8]) -> Option<(&[u8], Entry)> {
     Some((parts[0], Entry { log, cubin: parts[2].to_vec() }))
 }
 
-/// FNV-1a over the parts and their lengths.
+/// Returns the FNV-1a hash of the parts and their lengths.
 fn hash(parts: &[&[u8]]) -> u64 {
     let mut state = 0xcbf2_9ce4_8422_2325u64;
     for part in parts {
@@ -95,7 +95,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_damage_is_noticed() {
+    fn damaged_entry_is_detected() {
         let entry = Entry { log: "fine".into(), cubin: (0..50).collect() };
         let good = bytes("key", &entry);
         assert_eq!(parse(&good), Some((&b"key"[..], entry)));

@@ -1,10 +1,10 @@
-//! Work of a rank epilogue_operands all other, in a stream of its own: what it copies and sums for calls to other ranks. A flight begins
-//! behind all that the rank was given before. What the rank is given next does not wait for it, unless it reads what the flight
-//! writes, or writes what the flight reads; and no block that it uses is used again before it is done.
+//! The communication stream of a rank: the copies and sums of its async collectives. A collective starts after all work that was
+//! submitted to the compute stream before. Later work of the compute stream waits for the collective only if it reads what the
+//! collective writes, or writes what the collective reads or writes; memory that the collective uses is not reused before it is done.
 
 use super::driver::{Event, Stream};
 use super::launch::{Operands, Programs};
-use super::memory::{Memory, Reclaim};
+use super::memory::{CachingAllocator, Reclaim};
 use crate::backend::{Backend, SyncEvent};
 use crate::buffer::{Buffer, DeviceAllocator};
 use crate::cost::Cost;
@@ -17,13 +17,13 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-/// What flights have in use at most when the next one begins; beyond that the rank comes behind the oldest of them. It may be far
-/// ahead of the card, and so long nothing that flights have used would be used again.
-const BYTES_MAX: usize = 256 << 20;
-/// The same, in flights.
+/// The most bytes that pending collectives may use when the next one begins; beyond that the compute stream waits for the oldest. The
+/// host may run far ahead of the GPU, and until then none of this memory could be reused.
+const ASYNC_BYTES_MAX: usize = 256 << 20;
+/// The most pending collectives when the next one begins.
 const ASYNC_OPS_MAX: usize = 64;
 
-/// What a rank has on its card, whatever stream its work is given to.
+/// The state of a rank on its GPU that both of its streams share.
 #[derive(Debug)]
 pub(super) struct RankState {
     pub(super) number: usize,
@@ -31,8 +31,8 @@ pub(super) struct RankState {
     pub(super) num_threads: usize,
     pub(super) programs: Arc<Programs>,
     pub(super) cost: Mutex<Cost>,
-    pub(super) memory: Arc<Memory>,
-    /// Where all is given that is no flight.
+    pub(super) memory: Arc<CachingAllocator>,
+    /// The compute stream: everything but collectives.
     pub(super) stream: Stream,
 }
 
@@ -42,105 +42,105 @@ impl RankState {
     }
 }
 
-/// The last flights that use a block; 0 where none does.
+/// The last collectives that use a block: number of the last writer and of the last reader, 0 for none.
 #[derive(Debug)]
-struct Use {
-    keeper: Arc<dyn DeviceAllocator>,
+struct BufferUse {
+    allocator: Arc<dyn DeviceAllocator>,
     bytes: usize,
     written: u64,
     read: u64,
 }
 
-/// CommStream by their numbers, from 1.
+/// The collectives of a rank, numbered from 1, and the memory that pending ones use.
 #[derive(Debug, Default)]
 struct PendingOps {
-    /// The last that was begun.
+    /// The last collective that was begun.
     last: u64,
-    /// What the rank is given next comes behind this one and all before it.
-    behind: u64,
-    /// Those that have ended since, with the points behind them.
+    /// The compute stream waits for the collectives up to this one already.
+    waited_for: u64,
+    /// The later collectives whose submission has ended, with the events after them.
     ended: VecDeque<(u64, Event)>,
-    /// By address. All of these blocks are kept.
-    uses: HashMap<u64, Use>,
+    /// Blocks in use, by address. All of them are retained.
+    uses: HashMap<u64, BufferUse>,
 }
 
 impl PendingOps {
-    /// What the flight that runs does with a block.
-    fn used(&mut self, buffer: &Buffer) -> Option<&mut Use> {
-        let (address, keeper) = buffer.on_its_device()?;
+    /// Returns the entry of a block that the current collective uses; `None` for host memory.
+    fn use_by_current_op(&mut self, buffer: &Buffer) -> Option<&mut BufferUse> {
+        let (address, allocator) = buffer.device_allocation()?;
         Some(self.uses.entry(address).or_insert_with(|| {
-            keeper.keep(address);
-            Use { keeper: keeper.clone(), bytes: buffer.bytes(), written: 0, read: 0 }
+            allocator.retain(address);
+            BufferUse { allocator: allocator.clone(), bytes: buffer.bytes(), written: 0, read: 0 }
         }))
     }
 
-    fn of(&self, buffer: &Buffer) -> Option<&Use> {
+    fn get(&self, buffer: &Buffer) -> Option<&BufferUse> {
         self.uses.get(&buffer.device_address()?)
     }
 
-    /// Lets go of what only flights up to one have used.
-    fn pass(&mut self, flight: u64) {
-        self.behind = flight;
+    /// Releases the blocks that only collectives up to `op` use.
+    fn release_up_to(&mut self, op: u64) {
+        self.waited_for = op;
         self.uses.retain(|address, used| {
-            let goes_on = used.written.max(used.read) > flight;
+            let goes_on = used.written.max(used.read) > op;
             if !goes_on {
-                used.keeper.release(*address);
+                used.allocator.release(*address);
             }
             goes_on
         });
     }
 }
 
-/// The flights of a rank. As a back end it is that of the flight which runs.
+/// The communication stream of a rank, and its pending collectives. Implements [`Backend`] for the current collective.
 #[derive(Debug)]
 pub(super) struct CommStream {
-    own: Arc<RankState>,
+    rank: Arc<RankState>,
     stream: Stream,
     pending: Mutex<PendingOps>,
-    /// Whether a block is in use by any: most launches look no further.
+    /// Whether pending collectives use any block; checked by every launch without the lock.
     has_uses: AtomicBool,
 }
 
 impl CommStream {
-    pub(super) fn new(own: &Arc<RankState>) -> Result<Arc<CommStream>, KernelError> {
-        let stream = Stream::new(own.stream.context())?;
-        let flights =
-            CommStream { own: own.clone(), stream, pending: Mutex::default(), has_uses: false.into() };
-        let flights = Arc::new(flights);
-        let reclaimer: Weak<CommStream> = Arc::downgrade(&flights);
-        own.memory.set_reclaimer(reclaimer);
-        Ok(flights)
+    pub(super) fn new(rank: &Arc<RankState>) -> Result<Arc<CommStream>, KernelError> {
+        let stream = Stream::new(rank.stream.context())?;
+        let comm_stream =
+            CommStream { rank: rank.clone(), stream, pending: Mutex::default(), has_uses: false.into() };
+        let comm_stream = Arc::new(comm_stream);
+        let reclaimer: Weak<CommStream> = Arc::downgrade(&comm_stream);
+        rank.memory.set_reclaimer(reclaimer);
+        Ok(comm_stream)
     }
 
     fn pending(&self) -> MutexGuard<'_, PendingOps> {
         self.pending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins a flight behind all that the rank was given.
+    /// Begins a collective after all work submitted to the compute stream.
     pub(super) fn begin(&self) -> Result<(), KernelError> {
         let mut pending = self.pending();
         while pending.ended.len() >= ASYNC_OPS_MAX
-            || pending.uses.values().map(|u| u.bytes).sum::<usize>() > BYTES_MAX
+            || pending.uses.values().map(|u| u.bytes).sum::<usize>() > ASYNC_BYTES_MAX
         {
             let Some((oldest, _)) = pending.ended.front() else { break };
             let oldest = *oldest;
             self.wait_until(&mut pending, oldest)?;
         }
-        self.stream.wait(&self.own.stream.mark()?)?;
+        self.stream.wait(&self.rank.stream.record_event()?)?;
         pending.last += 1;
         Ok(())
     }
 
-    /// Ends it.
+    /// Ends the submission of the current collective.
     pub(super) fn end(&self) -> Result<(), KernelError> {
         let mut pending = self.pending();
-        let ended = (pending.last, self.stream.mark()?);
+        let ended = (pending.last, self.stream.record_event()?);
         pending.ended.push_back(ended);
         Ok(())
     }
 
-    /// Lets what the rank is given next, which reads and writes these buffers, begin behind the flights that it must not meet.
-    pub(super) fn order<'a>(
+    /// Makes the compute stream wait for the collectives that conflict with reads and writes of these buffers.
+    pub(super) fn wait_for_conflicts<'a>(
         &self,
         read: impl Iterator<Item = &'a Buffer>,
         written: impl Iterator<Item = &'a Buffer>,
@@ -149,43 +149,43 @@ impl CommStream {
             return Ok(());
         }
         let mut pending = self.pending();
-        let read = read.filter_map(|x| pending.of(x)).map(|used| used.written);
-        let written = written.filter_map(|y| pending.of(y)).map(|used| used.written.max(used.read));
-        let flight = read.chain(written).max().unwrap_or(0);
-        self.wait_until(&mut pending, flight)
+        let read = read.filter_map(|x| pending.get(x)).map(|used| used.written);
+        let written = written.filter_map(|y| pending.get(y)).map(|used| used.written.max(used.read));
+        let op = read.chain(written).max().unwrap_or(0);
+        self.wait_until(&mut pending, op)
     }
 
-    /// The same for whatever comes next.
+    /// Makes the compute stream wait for all collectives.
     pub(super) fn wait_all(&self) -> Result<(), KernelError> {
         let mut pending = self.pending();
         let last = pending.last;
         self.wait_until(&mut pending, last)
     }
 
-    fn wait_until(&self, pending: &mut PendingOps, flight: u64) -> Result<(), KernelError> {
-        if flight <= pending.behind {
+    fn wait_until(&self, pending: &mut PendingOps, op: u64) -> Result<(), KernelError> {
+        if op <= pending.waited_for {
             return Ok(());
         }
-        let at = pending.ended.partition_point(|(number, _)| *number < flight);
+        let at = pending.ended.partition_point(|(number, _)| *number < op);
         if at == pending.ended.len() {
-            // Whoever was to end it has unwound.
-            let now = (pending.last, self.stream.mark()?);
+            // The collective has no end event: its submission panicked.
+            let now = (pending.last, self.stream.record_event()?);
             pending.ended.push_back(now);
         }
-        self.own.stream.wait(&pending.ended[at].1)?;
-        let (passed, _) = pending.ended.drain(..=at).next_back().expect("one that has ended is here");
-        pending.pass(passed);
+        self.rank.stream.wait(&pending.ended[at].1)?;
+        let (passed, _) = pending.ended.drain(..=at).next_back().expect("at least one collective has ended");
+        pending.release_up_to(passed);
         self.has_uses.store(!pending.uses.is_empty(), Ordering::Relaxed);
         Ok(())
     }
 
-    /// Waits until all flights are done; the rank's own work is.
+    /// Waits on the host until all collectives are done. The compute stream is done already.
     pub(super) fn synchronize(&self) -> Result<(), KernelError> {
         self.stream.synchronize()?;
         let mut pending = self.pending();
         let last = pending.last;
         pending.ended.clear();
-        pending.pass(last);
+        pending.release_up_to(last);
         self.has_uses.store(false, Ordering::Relaxed);
         Ok(())
     }
@@ -202,61 +202,61 @@ impl Reclaim for CommStream {
 
 impl Backend for CommStream {
     fn device(&self) -> Device {
-        Device::Cuda(self.own.number)
+        Device::Cuda(self.rank.number)
     }
 
     fn alloc(&self, bytes: usize) -> Result<Buffer, KernelError> {
-        let buffer = self.own.memory.alloc(bytes)?;
+        let buffer = self.rank.memory.alloc(bytes)?;
         let mut pending = self.pending();
         let last = pending.last;
-        pending.used(&buffer).expect("it is memory of the card").written = last;
+        pending.use_by_current_op(&buffer).expect("the allocator returns device memory").written = last;
         self.has_uses.store(true, Ordering::Relaxed);
         Ok(buffer)
     }
 
     fn launch(&self, kernel: &Kernel, launch: &mut Launch<'_>) -> Result<(), KernelError> {
         let unsupported =
-            || KernelError::Unsupported { kernel: kernel.name, device: "calls to others on cuda" };
+            || KernelError::Unsupported { kernel: kernel.name, device: "the CUDA communication stream" };
         let gpu = kernel.gpu.as_ref().ok_or_else(unsupported)?;
-        let mut plan = LaunchPlan::new(self.own.shared_bytes_max);
+        let mut plan = LaunchPlan::new(self.rank.shared_bytes_max);
         (gpu.plan)(launch, &mut plan)?;
         let scratch = plan.scratch_bytes().iter().map(|&bytes| self.alloc(bytes));
         let scratch: SmallVec<[Buffer; 4]> = scratch.collect::<Result<_, KernelError>>()?;
         for step in plan.steps() {
-            // CublasLt and faults have places of their own, which belong to the other stream.
+            // The cuBLASLt workspace and the fault records belong to the compute stream.
             let Step::Grid(grid) = step else { return Err(unsupported()) };
             if grid.args.iter().any(|arg| [GridArg::Fault, GridArg::Faults].contains(arg)) {
                 return Err(unsupported());
             }
             let operands = Operands { launch, scratch: &scratch, fault: 0, faults: 0 };
-            self.own.programs.launch(&self.stream, kernel.name, gpu.source, grid, &operands)?;
+            self.rank.programs.launch(&self.stream, kernel.name, gpu.source, grid, &operands)?;
         }
-        *self.own.cost() += kernel.cost(launch);
+        *self.rank.cost() += kernel.cost(launch);
         Ok(())
     }
 
     fn memory(&self) -> MemoryStats {
-        self.own.memory.stats()
+        self.rank.memory.stats()
     }
 
     fn cost(&self) -> Cost {
-        *self.own.cost()
+        *self.rank.cost()
     }
 
     fn num_threads(&self) -> usize {
-        self.own.num_threads
+        self.rank.num_threads
     }
 
     fn upload(&self, _: &[u8], _: &mut Buffer) -> Result<(), KernelError> {
-        Err(KernelError::Unsupported { kernel: "upload", device: "calls to others on cuda" })
+        Err(KernelError::Unsupported { kernel: "upload", device: "the CUDA communication stream" })
     }
 
     fn download(&self, _: &Buffer, _: &mut [u8]) -> Result<(), KernelError> {
-        Err(KernelError::Unsupported { kernel: "download", device: "calls to others on cuda" })
+        Err(KernelError::Unsupported { kernel: "download", device: "the CUDA communication stream" })
     }
 
     fn record_event(&self) -> Result<SyncEvent, KernelError> {
-        Ok(SyncEvent::new(Arc::new(self.stream.mark()?)))
+        Ok(SyncEvent::new(Arc::new(self.stream.record_event()?)))
     }
 
     fn wait_event(&self, event: &SyncEvent) -> Result<(), KernelError> {
@@ -266,7 +266,7 @@ impl Backend for CommStream {
     fn record_stream(&self, buffer: &Buffer) {
         let mut pending = self.pending();
         let last = pending.last;
-        if let Some(used) = pending.used(buffer) {
+        if let Some(used) = pending.use_by_current_op(buffer) {
             used.read = last;
             self.has_uses.store(true, Ordering::Relaxed);
         }

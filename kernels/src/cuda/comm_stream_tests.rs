@@ -1,5 +1,5 @@
-//! CommStream of a rank on a fake card. Work is held back by a gate that the test opens, so that what must wait for it and what need
-//! not is seen without any luck of timing.
+//! The communication stream of a rank on a fake GPU. A gate that the test opens delays collectives, so that the tests see which work
+//! waits for them, independently of timing.
 
 use super::fake::{self, Folder};
 use super::tests::twice;
@@ -21,10 +21,10 @@ use std::time::Duration;
 const N: usize = 300;
 
 fn nothing(_: &Pool, _: &mut Launch<'_>) -> Result<(), KernelError> {
-    unreachable!("only the card runs it")
+    unreachable!("only the GPU runs it")
 }
 
-/// y = x as soon as the gate, which another stream writes, is 1; y = -1 where that does not come to pass for seconds.
+/// Computes y = x once the gate, which another stream writes, is 1; y = -1 after seconds without.
 static HELD: Kernel = Kernel {
     name: "held",
     reference: nothing,
@@ -49,15 +49,15 @@ static HELD: Kernel = Kernel {
     bound: Bound { ulps: 0.0 },
 };
 
-/// A gate that is closed, and the rank that opens it.
+/// A closed gate, and the rank that opens it.
 struct Gate {
     keeper: Arc<dyn Backend>,
     buffer: Buffer,
 }
 
 impl Gate {
-    fn new(card: &CudaDevice) -> Gate {
-        Gate::of(&card.backend(BackendConfig::default()).unwrap())
+    fn new(gpu: &CudaDevice) -> Gate {
+        Gate::of(&gpu.backend(BackendConfig::default()).unwrap())
     }
 
     fn of(keeper: &Arc<dyn Backend>) -> Gate {
@@ -66,33 +66,33 @@ impl Gate {
         Gate { keeper: keeper.clone(), buffer }
     }
 
-    /// Another one, closed.
+    /// Creates another closed gate.
     fn another(&self) -> Gate {
         Gate::of(&self.keeper)
     }
 
-    /// Opens it, after a while in which all that does not wait for it is done.
+    /// Opens the gate, after a delay in which all work that does not wait for it completes.
     fn open(&mut self) {
         thread::sleep(Duration::from_millis(60));
         self.keeper.upload(&1f32.to_le_bytes(), &mut self.buffer).unwrap();
     }
 }
 
-/// A rank whose kernels are compiled, and a gate on the same card.
+/// Returns a rank with compiled kernels, and a closed gate on the same GPU.
 fn rank(folder: &Folder) -> (Arc<dyn Backend>, Gate) {
-    let card = CudaDevice::open(&folder.places(), 0).unwrap();
-    let own = card.backend(BackendConfig::default()).unwrap();
-    let mut open = Gate::new(&card);
+    let gpu = CudaDevice::open(&folder.search_paths(), 0).unwrap();
+    let compute = gpu.backend(BackendConfig::default()).unwrap();
+    let mut open = Gate::new(&gpu);
     open.open();
-    let x = upload(&*own, &[1f32; N]).unwrap();
-    let mut y = own.alloc(4 * N).unwrap();
-    held(&*own, &open, &x, &mut y);
-    twice(&*own, &x, &mut y, N, 1.0).unwrap();
-    own.synchronize().unwrap();
-    (own, Gate::new(&card))
+    let x = upload(&*compute, &[1f32; N]).unwrap();
+    let mut y = compute.alloc(4 * N).unwrap();
+    held(&*compute, &open, &x, &mut y);
+    twice(&*compute, &x, &mut y, N, 1.0).unwrap();
+    compute.synchronize().unwrap();
+    (compute, Gate::new(&gpu))
 }
 
-/// y = x, held back by a gate.
+/// Launches y = x, delayed by a gate.
 fn held(on: &dyn Backend, gate: &Gate, x: &Buffer, y: &mut Buffer) {
     let (one, all) = (Strides::contiguous(&[1]), Strides::contiguous(&[N]));
     let arg = |buffer, view| Arg { buffer, dtype: DType::F32, view };
@@ -101,20 +101,20 @@ fn held(on: &dyn Backend, gate: &Gate, x: &Buffer, y: &mut Buffer) {
     on.launch(&HELD, &mut Launch { inputs: &inputs, outputs: &mut outputs, scalars: &[] }).unwrap();
 }
 
-/// A flight that copies, held back by a gate.
-fn flight(own: &dyn Backend, gate: &Gate, x: &Buffer) -> Buffer {
-    let flight = own.begin_async().unwrap().expect("cards have flights");
-    flight.record_stream(x);
-    let mut y = flight.alloc(4 * N).unwrap();
-    held(flight, gate, x, &mut y);
-    own.end_async().unwrap();
+/// Starts an async collective that copies x, delayed by a gate.
+fn start_copy(compute: &dyn Backend, gate: &Gate, x: &Buffer) -> Buffer {
+    let comm = compute.begin_async().unwrap().expect("a GPU has a communication stream");
+    comm.record_stream(x);
+    let mut y = comm.alloc(4 * N).unwrap();
+    held(comm, gate, x, &mut y);
+    compute.end_async().unwrap();
     y
 }
 
-/// x + 1.5 - 4.
-fn less(own: &dyn Backend, x: &Buffer) -> Buffer {
-    let mut y = own.alloc(4 * N).unwrap();
-    twice(own, x, &mut y, N, 1.0).unwrap();
+/// Returns x - 2.5.
+fn minus_2_5(compute: &dyn Backend, x: &Buffer) -> Buffer {
+    let mut y = compute.alloc(4 * N).unwrap();
+    twice(compute, x, &mut y, N, 1.0).unwrap();
     y
 }
 
@@ -123,110 +123,110 @@ fn floats(on: &dyn Backend, buffer: &Buffer) -> Vec<f32> {
 }
 
 #[test]
-fn what_is_given_next_is_done_while_a_flight_is_held_back() {
-    let Some(folder) = fake::card("") else { return };
-    let (own, mut gate) = rank(&folder);
-    let x = upload(&*own, &[9f32; N]).unwrap();
-    let y = flight(&*own, &gate, &x);
-    // What the flight reads may be read.
-    assert_eq!(floats(&*own, &less(&*own, &x)), [6.5; N]);
+fn compute_stream_continues_while_a_collective_is_delayed() {
+    let Some(folder) = fake::gpu("") else { return };
+    let (compute, mut gate) = rank(&folder);
+    let x = upload(&*compute, &[9f32; N]).unwrap();
+    let y = start_copy(&*compute, &gate, &x);
+    // The input of the collective may be read.
+    assert_eq!(floats(&*compute, &minus_2_5(&*compute, &x)), [6.5; N]);
     gate.open();
-    assert_eq!(floats(&*own, &y), [9.0; N]);
+    assert_eq!(floats(&*compute, &y), [9.0; N]);
 }
 
 #[test]
-fn a_flight_begins_behind_what_was_given_before() {
-    let Some(folder) = fake::card("") else { return };
-    let (own, mut gate) = rank(&folder);
+fn collective_starts_after_earlier_work_of_the_compute_stream() {
+    let Some(folder) = fake::gpu("") else { return };
+    let (compute, mut gate) = rank(&folder);
     let mut open = gate.another();
     open.open();
-    let x = upload(&*own, &[9f32; N]).unwrap();
-    let mut filled = own.alloc(4 * N).unwrap();
-    held(&*own, &gate, &x, &mut filled);
-    let y = flight(&*own, &open, &filled);
+    let x = upload(&*compute, &[9f32; N]).unwrap();
+    let mut filled = compute.alloc(4 * N).unwrap();
+    held(&*compute, &gate, &x, &mut filled);
+    let y = start_copy(&*compute, &open, &filled);
     gate.open();
-    assert_eq!(floats(&*own, &y), [9.0; N]);
+    assert_eq!(floats(&*compute, &y), [9.0; N]);
 }
 
 #[test]
-fn what_a_flight_writes_is_read_behind_it() {
-    let Some(folder) = fake::card("") else { return };
-    let (own, mut gate) = rank(&folder);
-    let x = upload(&*own, &[9f32; N]).unwrap();
-    let y = flight(&*own, &gate, &x);
-    let z = less(&*own, &y);
+fn reader_waits_for_the_collective_that_writes_its_input() {
+    let Some(folder) = fake::gpu("") else { return };
+    let (compute, mut gate) = rank(&folder);
+    let x = upload(&*compute, &[9f32; N]).unwrap();
+    let y = start_copy(&*compute, &gate, &x);
+    let z = minus_2_5(&*compute, &y);
     gate.open();
-    assert_eq!(floats(&*own, &z), [6.5; N]);
+    assert_eq!(floats(&*compute, &z), [6.5; N]);
     let mut gate = gate.another();
-    let y = flight(&*own, &gate, &x);
+    let y = start_copy(&*compute, &gate, &x);
     thread::scope(|s| {
         s.spawn(|| gate.open());
-        assert_eq!(floats(&*own, &y), [9.0; N], "a copy to the host reads too");
+        assert_eq!(floats(&*compute, &y), [9.0; N], "a copy to the host reads too");
     });
 }
 
 #[test]
-fn what_a_flight_reads_or_writes_is_written_behind_it() {
-    let Some(folder) = fake::card("") else { return };
-    let (own, mut gate) = rank(&folder);
-    let [mut x, mut other] = [9f32, 8.0].map(|value| upload(&*own, &[value; N]).unwrap());
-    let [y, z] = [&x, &other].map(|x| flight(&*own, &gate, x));
-    let same = less(&*own, &upload(&*own, &[7f32; N]).unwrap());
-    let mut overwritten = flight(&*own, &gate, &x);
-    own.upload(&[0x11; 4 * N], &mut x).unwrap();
-    twice(&*own, &same, &mut other, N, 1.0).unwrap();
-    twice(&*own, &same, &mut overwritten, N, 1.0).unwrap();
+fn writer_waits_for_the_collective_that_uses_its_output() {
+    let Some(folder) = fake::gpu("") else { return };
+    let (compute, mut gate) = rank(&folder);
+    let [mut x, mut other] = [9f32, 8.0].map(|value| upload(&*compute, &[value; N]).unwrap());
+    let [y, z] = [&x, &other].map(|x| start_copy(&*compute, &gate, x));
+    let same = minus_2_5(&*compute, &upload(&*compute, &[7f32; N]).unwrap());
+    let mut overwritten = start_copy(&*compute, &gate, &x);
+    compute.upload(&[0x11; 4 * N], &mut x).unwrap();
+    twice(&*compute, &same, &mut other, N, 1.0).unwrap();
+    twice(&*compute, &same, &mut overwritten, N, 1.0).unwrap();
     gate.open();
-    assert_eq!((floats(&*own, &y), floats(&*own, &z)), (vec![9.0; N], vec![8.0; N]));
-    assert_eq!((floats(&*own, &other), floats(&*own, &overwritten)), (vec![2.0; N], vec![2.0; N]));
-    assert_eq!(floats(&*own, &x), [f32::from_le_bytes([0x11; 4]); N]);
+    assert_eq!((floats(&*compute, &y), floats(&*compute, &z)), (vec![9.0; N], vec![8.0; N]));
+    assert_eq!((floats(&*compute, &other), floats(&*compute, &overwritten)), (vec![2.0; N], vec![2.0; N]));
+    assert_eq!(floats(&*compute, &x), [f32::from_le_bytes([0x11; 4]); N]);
 }
 
 #[test]
-fn what_a_flight_uses_is_not_used_again_before_it_is_done() {
-    let Some(folder) = fake::card("") else { return };
-    let (own, mut gate) = rank(&folder);
-    let before = own.memory().in_use_bytes;
-    let x = upload(&*own, &[9f32; N]).unwrap();
-    let (y, unread) = (flight(&*own, &gate, &x), flight(&*own, &gate, &x));
+fn memory_of_a_pending_collective_is_not_reused() {
+    let Some(folder) = fake::gpu("") else { return };
+    let (compute, mut gate) = rank(&folder);
+    let before = compute.memory().in_use_bytes;
+    let x = upload(&*compute, &[9f32; N]).unwrap();
+    let (y, unread) = (start_copy(&*compute, &gate, &x), start_copy(&*compute, &gate, &x));
     drop((x, unread));
-    let junk: Vec<Buffer> = (0..20).map(|_| upload(&*own, &[5f32; N]).unwrap()).collect();
+    let junk: Vec<Buffer> = (0..20).map(|_| upload(&*compute, &[5f32; N]).unwrap()).collect();
     gate.open();
-    assert_eq!(floats(&*own, &y), [9.0; N]);
-    own.synchronize().unwrap();
-    assert!(junk.iter().all(|block| floats(&*own, block) == [5.0; N]));
+    assert_eq!(floats(&*compute, &y), [9.0; N]);
+    compute.synchronize().unwrap();
+    assert!(junk.iter().all(|block| floats(&*compute, block) == [5.0; N]));
     drop((y, junk));
-    assert_eq!(own.memory().in_use_bytes, before, "all of it comes back");
+    assert_eq!(compute.memory().in_use_bytes, before, "all memory is returned");
 }
 
 #[test]
-fn flights_come_one_after_another_and_each_is_waited_for_by_itself() {
-    let Some(folder) = fake::card("") else { return };
-    let (own, mut gate) = rank(&folder);
+fn collectives_run_in_order_and_are_waited_for_individually() {
+    let Some(folder) = fake::gpu("") else { return };
+    let (compute, mut gate) = rank(&folder);
     let mut late = gate.another();
-    let x = upload(&*own, &[9f32; N]).unwrap();
-    let first = flight(&*own, &gate, &x);
-    let second = flight(&*own, &late, &first);
+    let x = upload(&*compute, &[9f32; N]).unwrap();
+    let first = start_copy(&*compute, &gate, &x);
+    let second = start_copy(&*compute, &late, &first);
     gate.open();
-    assert_eq!(floats(&*own, &less(&*own, &first)), [6.5; N]);
+    assert_eq!(floats(&*compute, &minus_2_5(&*compute, &first)), [6.5; N]);
     late.open();
-    assert_eq!(floats(&*own, &second), [9.0; N]);
+    assert_eq!(floats(&*compute, &second), [9.0; N]);
 }
 
 #[test]
-fn the_end_of_a_rank_and_the_marks_that_it_shows_are_behind_its_flights() {
-    let Some(folder) = fake::card("") else { return };
-    let (own, mut gate) = rank(&folder);
-    let x = upload(&*own, &[9f32; N]).unwrap();
-    let y = flight(&*own, &gate, &x);
+fn synchronize_and_events_cover_pending_collectives() {
+    let Some(folder) = fake::gpu("") else { return };
+    let (compute, mut gate) = rank(&folder);
+    let x = upload(&*compute, &[9f32; N]).unwrap();
+    let y = start_copy(&*compute, &gate, &x);
     let reader = tests::backend(&folder);
-    own.record_event().and_then(|point| reader.wait_event(&point)).unwrap();
-    let z = less(&*reader, &y);
+    compute.record_event().and_then(|point| reader.wait_event(&point)).unwrap();
+    let z = minus_2_5(&*reader, &y);
     gate.open();
     assert_eq!(floats(&*reader, &z), [6.5; N]);
     let is_open = AtomicBool::new(false);
     let mut gate = gate.another();
-    let y = flight(&*own, &gate, &x);
+    let y = start_copy(&*compute, &gate, &x);
     drop(x);
     thread::scope(|s| {
         s.spawn(|| {
@@ -234,56 +234,56 @@ fn the_end_of_a_rank_and_the_marks_that_it_shows_are_behind_its_flights() {
             is_open.store(true, Ordering::Relaxed);
             gate.open();
         });
-        own.synchronize().unwrap();
+        compute.synchronize().unwrap();
         assert!(is_open.load(Ordering::Relaxed));
     });
-    assert_eq!(floats(&*own, &y), [9.0; N]);
+    assert_eq!(floats(&*compute, &y), [9.0; N]);
 }
 
 #[test]
-fn flights_keep_no_more_memory_than_they_may() {
-    let Some(folder) = fake::card("") else { return };
+fn pending_collectives_retain_limited_memory() {
+    let Some(folder) = fake::gpu("") else { return };
     let settings = BackendConfig { memory_bytes_max: 160 << 20, ..BackendConfig::default() };
-    let own = CudaDevice::open(&folder.places(), 0).unwrap().backend(settings).unwrap();
-    // What is kept is let go where there is no other memory.
+    let compute = CudaDevice::open(&folder.search_paths(), 0).unwrap().backend(settings).unwrap();
+    // Retained memory is released when no other memory is left.
     for _ in 0..3 {
-        let x = own.alloc(70 << 20).unwrap();
-        own.begin_async().unwrap().expect("cards have flights").record_stream(&x);
-        own.end_async().unwrap();
+        let x = compute.alloc(70 << 20).unwrap();
+        compute.begin_async().unwrap().expect("a GPU has a communication stream").record_stream(&x);
+        compute.end_async().unwrap();
     }
-    own.synchronize().unwrap();
-    let before = own.memory().in_use_bytes;
+    compute.synchronize().unwrap();
+    let before = compute.memory().in_use_bytes;
     for _ in 0..300 {
-        let x = own.alloc(4 * N).unwrap();
-        own.begin_async().unwrap().expect("cards have flights").record_stream(&x);
-        own.end_async().unwrap();
+        let x = compute.alloc(4 * N).unwrap();
+        compute.begin_async().unwrap().expect("a GPU has a communication stream").record_stream(&x);
+        compute.end_async().unwrap();
     }
-    let kept = own.memory().in_use_bytes - before;
+    let kept = compute.memory().in_use_bytes - before;
     assert!((1..100 * 4 * N).contains(&kept), "{kept}");
 }
 
 #[test]
-fn flights_and_captured_work_keep_out_of_each_others_way() {
-    let Some(folder) = fake::card("") else { return };
-    let (own, mut gate) = rank(&folder);
-    let x = upload(&*own, &[9f32; N]).unwrap();
-    let error = own.capture(&mut || own.begin_async().map(drop)).unwrap_err();
+fn graphs_and_collectives_wait_for_each_other() {
+    let Some(folder) = fake::gpu("") else { return };
+    let (compute, mut gate) = rank(&folder);
+    let x = upload(&*compute, &[9f32; N]).unwrap();
+    let error = compute.capture(&mut || compute.begin_async().map(drop)).unwrap_err();
     assert_eq!(error.to_string(), "work that is being captured records an event for other back ends");
-    let (mut y, mut z) = (flight(&*own, &gate, &x), own.alloc(4 * N).unwrap());
-    let graph = own.capture(&mut || twice(&*own, &y, &mut z, N, 1.0)).unwrap();
-    own.replay(&graph).unwrap();
+    let (mut y, mut z) = (start_copy(&*compute, &gate, &x), compute.alloc(4 * N).unwrap());
+    let graph = compute.capture(&mut || twice(&*compute, &y, &mut z, N, 1.0)).unwrap();
+    compute.replay(&graph).unwrap();
     gate.open();
-    assert_eq!(floats(&*own, &z), [6.5; N]);
+    assert_eq!(floats(&*compute, &z), [6.5; N]);
     let mut gate = gate.another();
-    let copy = flight(&*own, &gate, &z);
-    twice(&*own, &x, &mut y, N, 2.0).unwrap();
-    // It writes what the flight reads.
-    own.replay(&graph).unwrap();
+    let copy = start_copy(&*compute, &gate, &z);
+    twice(&*compute, &x, &mut y, N, 2.0).unwrap();
+    // The graph writes the input of the collective.
+    compute.replay(&graph).unwrap();
     gate.open();
-    assert_eq!((floats(&*own, &copy), floats(&*own, &z)), (vec![6.5; N], vec![13.0; N]));
-    let x = upload(&*own, &[2f32]).unwrap();
-    let flight = own.begin_async().unwrap().expect("cards have flights");
-    assert!(flight.upload(&[0], &mut flight.alloc(4).unwrap()).is_err());
-    assert!(flight.download(&x, &mut [0]).is_err());
-    own.end_async().unwrap();
+    assert_eq!((floats(&*compute, &copy), floats(&*compute, &z)), (vec![6.5; N], vec![13.0; N]));
+    let x = upload(&*compute, &[2f32]).unwrap();
+    let comm = compute.begin_async().unwrap().expect("a GPU has a communication stream");
+    assert!(comm.upload(&[0], &mut comm.alloc(4).unwrap()).is_err());
+    assert!(comm.download(&x, &mut [0]).is_err());
+    compute.end_async().unwrap();
 }

@@ -1,5 +1,5 @@
-//! The run-time compiler: CUDA C++ in, machine code of one architecture out, kept on disk between runs. It needs no
-//! driver and no card.
+//! The run-time compiler (NVRTC): compiles CUDA C++ to machine code (cubin) of one architecture, and caches it on disk. It needs no
+//! driver and no GPU.
 
 use super::cache::{Cache, Entry};
 use super::library::{NVRTC, SearchPaths, foreign};
@@ -31,34 +31,34 @@ impl Table {
     }
 }
 
-/// Where a source does not say how many blocks must fit a multiprocessor, the assembler decides, and rather spills a few bytes
-/// than let fewer fit. Two are enough: threads get the registers that they need.
+/// The default of ptxas for kernels without a minimum of blocks per multiprocessor: two. By itself ptxas would rather spill a few
+/// bytes than reduce the number of resident blocks; with two blocks a thread gets the registers it needs.
 const REGISTERS_AS_NEEDED: &str = "--ptxas-options=--minnctapersm=2";
 
-/// The compiler's own cache would give the code without what the assembler says of it.
-const COMPILED_HERE: &str = "--no-cache";
+/// Disables the cache of NVRTC itself, which returns code without the log of ptxas.
+const NO_COMPILER_CACHE: &str = "--no-cache";
 
-/// What is to be compiled.
+/// A program to compile.
 #[derive(Clone, Copy, Debug)]
 pub struct Program<'a> {
-    /// Whose source this is, for messages.
+    /// The name of the kernel, for messages.
     pub kernel: &'a str,
     /// CUDA C++ without includes.
     pub text: &'a str,
 }
 
-/// BackendProvider code.
+/// Machine code of a program.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Compiled {
-    /// The file that a driver loads.
+pub struct CompiledProgram {
+    /// The cubin, which the driver loads.
     pub cubin: Vec<u8>,
-    /// What each entry takes.
+    /// The resources of each entry.
     pub usage: Vec<Usage>,
-    /// Whether it was kept from an earlier run.
-    pub kept: bool,
+    /// Whether the code came from the cache on disk.
+    pub is_cached: bool,
 }
 
-/// The compiler that was found on this machine.
+/// The NVRTC library of this machine, and the cache of its results.
 #[derive(Debug)]
 pub struct Compiler {
     table: Table,
@@ -71,13 +71,13 @@ impl Compiler {
     /// Finds the compiler.
     ///
     /// # Errors
-    /// [`KernelError::Library`] where it is missing, too old or not what its name says.
-    pub fn open(places: &SearchPaths) -> Result<Compiler, KernelError> {
-        let library = places.open(&NVRTC)?;
-        // The compiler asks the loader for this one by name, and its folder need not be on the loader's path.
-        let builtins = library.open_beside("libnvrtc-builtins.so");
+    /// [`KernelError::Library`] if the library is missing, too old or lacks a function.
+    pub fn open(paths: &SearchPaths) -> Result<Compiler, KernelError> {
+        let library = paths.open(&NVRTC)?;
+        // NVRTC opens its built-ins by name, and their folder need not be on the loader's path.
+        let builtins = library.open_sibling("libnvrtc-builtins.so");
         let (mut major, mut minor) = (0, 0);
-        // SAFETY: the type is that of the bindings; two places that outlive the call.
+        // SAFETY: the type is that of the bindings; both out-pointers outlive the call.
         unsafe {
             let version: unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int =
                 library.function(&NVRTC, "nvrtcVersion")?;
@@ -86,35 +86,35 @@ impl Compiler {
         let number = usize::try_from(major * 1000 + minor * 10).unwrap_or(0);
         NVRTC.check(number, &format!("{major}.{minor}"), library.file())?;
         let table = Table::load(library)?;
-        let cache = places.cache.as_deref().map(Cache::new);
+        let cache = paths.cache.as_deref().map(Cache::new);
         Ok(Compiler { table, version: (major, minor), cache, _builtins: builtins })
     }
 
-    /// Its version: major, minor.
+    /// Returns the version: major, minor.
     #[must_use]
     pub fn version(&self) -> (i32, i32) {
         self.version
     }
 
-    /// The file that it came from.
+    /// Returns the file of the library.
     #[must_use]
     pub fn file(&self) -> &Path {
         self.table.opened.file()
     }
 
-    /// BackendProvider code of a program for an architecture such as `sm_90a`: from the cache where that has it, else compiled
-    /// and put there. The same program gives the same code.
+    /// Compiles a program for an architecture such as `sm_90a`, or returns its cached machine code. The same program gives the same
+    /// code.
     ///
     /// # Errors
     /// [`KernelError::Compile`] with the compiler's log.
-    pub fn compile(&self, program: &Program<'_>, architecture: &str) -> Result<Compiled, KernelError> {
+    pub fn compile(&self, program: &Program<'_>, architecture: &str) -> Result<CompiledProgram, KernelError> {
         let architecture = format!("--gpu-architecture={architecture}");
         let options =
-            [&*architecture, "--std=c++17", "--ptxas-options=-v", REGISTERS_AS_NEEDED, COMPILED_HERE];
+            [&*architecture, "--std=c++17", "--ptxas-options=-v", REGISTERS_AS_NEEDED, NO_COMPILER_CACHE];
         let (major, minor) = self.version;
         let key = format!("nvrtc {major}.{minor}\n{}\n{}", options.join("\n"), program.text);
         let found = self.cache.as_ref().and_then(|cache| cache.read(&key));
-        let kept = found.is_some();
+        let is_cached = found.is_some();
         let entry = match found {
             Some(entry) => entry,
             None => {
@@ -125,12 +125,12 @@ impl Compiler {
                 entry
             }
         };
-        Ok(Compiled { usage: usage::read(&entry.log), cubin: entry.cubin, kept })
+        Ok(CompiledProgram { usage: usage::parse_ptxas_log(&entry.log), cubin: entry.cubin, is_cached })
     }
 
     fn run(&self, program: &Program<'_>, options: &[&str]) -> Result<Entry, KernelError> {
         let refuse = |log: String| KernelError::Compile { kernel: program.kernel.into(), log };
-        let text = |t: &str| CString::new(t).map_err(|_| refuse("a text with a zero byte".into()));
+        let text = |t: &str| CString::new(t).map_err(|_| refuse("the source contains a zero byte".into()));
         let (source, name) = (text(program.text)?, text(&format!("{}.cu", program.kernel))?);
         let options = options.iter().map(|o| text(o)).collect::<Result<Vec<CString>, KernelError>>()?;
         let options: Vec<*const c_char> = options.iter().map(|o| o.as_ptr()).collect();
@@ -160,7 +160,7 @@ impl Compiler {
     }
 }
 
-/// A program of the compiler, destroyed when dropped.
+/// An NVRTC program, destroyed on drop.
 struct Handle<'a> {
     table: &'a Table,
     program: nvrtcProgram,
@@ -169,10 +169,10 @@ struct Handle<'a> {
 impl Handle<'_> {
     fn log(&self) -> Result<String, KernelError> {
         let mut bytes = 0;
-        // SAFETY: the program is alive, the place outlives the call.
+        // SAFETY: the program is alive, the out-pointer outlives the call.
         unsafe { self.table.nvrtcGetProgramLogSize(self.program, &mut bytes) }?;
         let mut log = vec![0u8; bytes.max(1)];
-        // SAFETY: the log has as many bytes as the compiler asked for, its zero byte among them.
+        // SAFETY: the log has as many bytes as the compiler asked for, including its zero byte.
         unsafe { self.table.nvrtcGetProgramLog(self.program, log.as_mut_ptr().cast()) }?;
         let end = CStr::from_bytes_until_nul(&log).map_or(&log[..], CStr::to_bytes);
         Ok(String::from_utf8_lossy(end).into_owned())
@@ -180,7 +180,7 @@ impl Handle<'_> {
 
     fn cubin(&self) -> Result<Vec<u8>, KernelError> {
         let mut bytes = 0;
-        // SAFETY: the program is alive, the place outlives the call.
+        // SAFETY: the program is alive, the out-pointer outlives the call.
         unsafe { self.table.nvrtcGetCUBINSize(self.program, &mut bytes) }?;
         let mut cubin = vec![0u8; bytes];
         // SAFETY: the memory has as many bytes as the compiler asked for.
@@ -208,11 +208,11 @@ mod tests {
         )
     }
 
-    /// The compiler of this machine, with a cache of its own; `None`, with a line that says so, where there is none.
+    /// Opens the compiler of this machine with its own cache; `None`, with a line on stderr, if there is none.
     fn compiler(name: &str) -> Option<(Compiler, std::path::PathBuf)> {
         let folder = std::env::temp_dir().join(format!("shardgrad-{name}-{}", std::process::id()));
-        let places = SearchPaths { cache: Some(folder.clone()), ..SearchPaths::from_env() };
-        match Compiler::open(&places) {
+        let paths = SearchPaths { cache: Some(folder.clone()), ..SearchPaths::from_env() };
+        match Compiler::open(&paths) {
             Ok(compiler) => Some((compiler, folder)),
             Err(error) => {
                 use std::io::Write as _;
@@ -223,34 +223,34 @@ mod tests {
     }
 
     #[test]
-    fn a_program_is_compiled_once_and_a_damaged_file_anew() {
+    fn program_is_cached_and_a_damaged_entry_is_recompiled() {
         let Some((compiler, folder)) = compiler("cubins") else { return };
         let (two, three) = (twice("2.0f"), twice("3.0f"));
         let program = Program { kernel: "twice", text: &two };
         for architecture in ["sm_80", "sm_90a"] {
             let first = compiler.compile(&program, architecture).unwrap();
-            assert!(!first.kept && first.cubin.starts_with(b"\x7fELF"));
+            assert!(!first.is_cached && first.cubin.starts_with(b"\x7fELF"));
             assert_eq!(
                 (first.usage.len(), &*first.usage[0].entry, first.usage[0].spill_bytes),
                 (1, "twice", 0)
             );
             assert!(first.usage[0].registers > 0);
             let second = compiler.compile(&program, architecture).unwrap();
-            assert!(second.kept && second.cubin == first.cubin && second.usage == first.usage);
+            assert!(second.is_cached && second.cubin == first.cubin && second.usage == first.usage);
         }
-        assert!(!compiler.compile(&Program { text: &three, ..program }, "sm_80").unwrap().kept);
+        assert!(!compiler.compile(&Program { text: &three, ..program }, "sm_80").unwrap().is_cached);
         for file in fs::read_dir(folder.join("cubin")).unwrap().flatten() {
             let mut bytes = fs::read(file.path()).unwrap();
             *bytes.last_mut().unwrap() ^= 1;
             fs::write(file.path(), bytes).unwrap();
         }
-        assert!(!compiler.compile(&program, "sm_80").unwrap().kept, "a damaged file is not used");
-        assert!(compiler.compile(&program, "sm_80").unwrap().kept, "and is replaced");
+        assert!(!compiler.compile(&program, "sm_80").unwrap().is_cached, "a damaged file is not used");
+        assert!(compiler.compile(&program, "sm_80").unwrap().is_cached, "and is replaced");
         fs::remove_dir_all(folder).unwrap();
     }
 
     #[test]
-    fn a_refused_source_is_an_error_with_the_log() {
+    fn compile_error_includes_the_log() {
         let Some((compiler, _)) = compiler("refused") else { return };
         let text = "extern \"C\" __global__ void f() { x = 1; }";
         let program = Program { kernel: "wrong", text };

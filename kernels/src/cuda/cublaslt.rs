@@ -1,9 +1,9 @@
-//! Stacks of products by cuBLASLt: how they are described to it, which algorithm it chooses for them (once), and the call.
-//! Sums are formed in f32 for f32 and narrower, and in f64 for f64; operands of f32 are rounded to TF32 only where a
-//! [`MatmulPrecision`] gives leave.
+//! Batched matrix products by cuBLASLt: descriptors, the choice of an algorithm (once per problem), and the call.
+//! Products accumulate in f32 for f32 and narrower dtypes, and in f64 for f64; operands of f32 are rounded to TF32 only if
+//! [`MatmulPrecision`] allows it.
 
 use super::driver::Stream;
-use super::library::{BLAS, Library, SearchPaths, StatusCode, foreign};
+use super::library::{CUBLASLT, Library, SearchPaths, StatusCode, foreign};
 use super::operand::Operand;
 use crate::buffer::Buffer;
 use crate::dtype::DType;
@@ -21,7 +21,7 @@ use std::mem::MaybeUninit;
 use std::ptr;
 use std::sync::Arc;
 
-foreign!(Table, BLAS, cudarc::cublaslt::sys, cublasStatus_t {
+foreign!(Table, CUBLASLT, cudarc::cublaslt::sys, cublasStatus_t {
     fn cublasLtCreate(handle: *mut cublasLtHandle_t);
     fn cublasLtDestroy(handle: cublasLtHandle_t);
     fn cublasLtMatmulDescCreate(product: *mut cublasLtMatmulDesc_t, compute: cublasComputeType_t, scale: cudaDataType);
@@ -47,60 +47,60 @@ foreign!(Table, BLAS, cudarc::cublaslt::sys, cublasStatus_t {
         algorithm: *const cublasLtMatmulAlgo_t, workspace: *mut c_void, workspace_bytes: usize, stream: cudaStream_t);
 });
 
-/// The library has nothing for what is asked.
+/// `CUBLAS_STATUS_NOT_SUPPORTED`.
 const NOT_SUPPORTED: StatusCode = 15;
 
 impl Table {
-    fn failed(&self, call: &'static str, answer: StatusCode) -> KernelError {
-        if answer == NOT_SUPPORTED {
+    fn failed(&self, call: &'static str, status: StatusCode) -> KernelError {
+        if status == NOT_SUPPORTED {
             return KernelError::Unsupported { kernel: call, device: "cuBLASLt" };
         }
-        KernelError::Device { call, why: format!("cuBLASLt answers {answer}"), is_permanent: false }
+        KernelError::Device { call, why: format!("cuBLASLt returned status {status}"), is_permanent: false }
     }
 }
 
-/// A stack of products that the library knows how to do: c = a b, (g, m, n) = (g, m, k) (g, k, n), to which a matrix like c may be
-/// added.
+/// A batched product that cuBLASLt can express: c = epilogue(a b + residual), with a (g, m, k), b (g, k, n) and c (g, m, n). Plans
+/// are cached by this key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct MatmulDesc {
+pub(super) struct MatmulProblem {
     pub(super) dtype: DType,
     pub(super) extents: [usize; 4],
     pub(super) a: Operand,
     pub(super) b: Operand,
     pub(super) c: Operand,
-    /// What is added to the product; its lines lie as those of c.
-    pub(super) added: Option<Operand>,
-    /// Other than plain only where the rows of c lie behind each other: what is added then goes along those of the library.
+    /// The matrix added to the product, with the memory order of c (the C operand of cuBLASLt; ours is its D).
+    pub(super) residual: Option<Operand>,
+    /// The epilogue. All but the default require a row-major c, whose rows are the columns of cuBLASLt: a bias is added along them.
     pub(super) epilogue: cublasLtEpilogue_t,
 }
 
-/// What lies epilogue_operands a product, as addresses; 0 where there is nothing.
+/// The addresses of the operands of an epilogue; 0 for missing ones.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct EpilogueOperands {
-    /// A number for each column of c: read or written, as the epilogue says.
-    pub(super) columns: u64,
-    /// A matrix like c, whose rows lie behind each other.
-    pub(super) whole: u64,
-    /// Another, which is added to the product.
-    pub(super) added: u64,
+    /// A vector (n): the bias that is read, or the bias gradient that is written.
+    pub(super) bias: u64,
+    /// A row-major matrix like c: the input of gelu, which is written.
+    pub(super) aux: u64,
+    /// The matrix that is added to the product.
+    pub(super) residual: u64,
 }
 
-impl MatmulDesc {
-    /// The same task with a result whose columns lie together: its transpose is b's transpose times a's.
-    fn column_major(self) -> (MatmulDesc, bool) {
+impl MatmulProblem {
+    /// Returns the problem with a column-major c, and whether a and b are exchanged: c^T = b^T a^T.
+    fn column_major(self) -> (MatmulProblem, bool) {
         if !self.c.transposed {
             return (self, false);
         }
         let [g, m, n, k] = self.extents;
         let (a, b, c) = (self.b.transposed(), self.a.transposed(), self.c.transposed());
         (
-            MatmulDesc { extents: [g, n, m, k], a, b, c, added: self.added.map(Operand::transposed), ..self },
+            MatmulProblem { extents: [g, n, m, k], a, b, c, residual: self.residual.map(Operand::transposed), ..self },
             true,
         )
     }
 }
 
-/// The library of products on this machine.
+/// The cuBLASLt library and a handle of it.
 #[derive(Debug)]
 pub(super) struct CublasLt {
     table: Table,
@@ -108,27 +108,27 @@ pub(super) struct CublasLt {
 }
 
 impl CublasLt {
-    /// Finds the library, and asks for its version.
-    fn find(places: &SearchPaths) -> Result<(Library, usize), KernelError> {
-        let library = places.open(&BLAS)?;
+    /// Finds the library and reads its version.
+    fn find(paths: &SearchPaths) -> Result<(Library, usize), KernelError> {
+        let library = paths.open(&CUBLASLT)?;
         // SAFETY: the bindings state this type; it takes nothing.
         let version = unsafe {
-            let ask: unsafe extern "C" fn() -> usize = library.function(&BLAS, "cublasLtGetVersion")?;
+            let ask: unsafe extern "C" fn() -> usize = library.function(&CUBLASLT, "cublasLtGetVersion")?;
             ask()
         };
-        BLAS.check(version, &shown(version), library.file())?;
+        CUBLASLT.check(version, &shown(version), library.file())?;
         Ok((library, version))
     }
 
-    /// The file that would be opened, and its version.
-    pub(super) fn look(places: &SearchPaths) -> Result<String, KernelError> {
-        let (library, version) = CublasLt::find(places)?;
+    /// Returns the file that would be opened, and its version.
+    pub(super) fn describe(paths: &SearchPaths) -> Result<String, KernelError> {
+        let (library, version) = CublasLt::find(paths)?;
         Ok(format!("{} ({})", library.file().display(), shown(version)))
     }
 
     /// Opens the library. A context must be current on this thread.
-    pub(super) fn open(places: &SearchPaths) -> Result<Arc<CublasLt>, KernelError> {
-        let (library, _) = CublasLt::find(places)?;
+    pub(super) fn open(paths: &SearchPaths) -> Result<Arc<CublasLt>, KernelError> {
+        let (library, _) = CublasLt::find(paths)?;
         let table = Table::load(library)?;
         let mut handle = ptr::null_mut();
         // SAFETY: the place outlives the call; destroyed once, when this is dropped.
@@ -152,95 +152,96 @@ fn shown(version: usize) -> String {
     format!("{}.{}", version / 10_000, version % 10_000 / 100)
 }
 
-/// Descriptions and algorithm of a task. Nothing of it changes after it is made.
+/// Descriptors and algorithm of a problem; only the pointers of its epilogue change between calls.
 #[derive(Debug)]
-struct Planned {
-    products: Arc<CublasLt>,
-    product: usize,
+struct MatmulPlan {
+    library: Arc<CublasLt>,
+    desc: usize,
     a: usize,
     b: usize,
     c: usize,
-    /// That of c where nothing is added.
-    added: usize,
+    /// The layout of c if there is no residual.
+    residual: usize,
     algorithm: cublasLtMatmulAlgo_t,
 }
 
-/// The products of one stream: tasks that were planned, by what they are.
+/// The products of one stream: plans, cached by problem.
 #[derive(Debug)]
 pub(super) struct MatmulPlanner {
-    products: Arc<CublasLt>,
+    library: Arc<CublasLt>,
     precision: MatmulPrecision,
-    /// Nothing, where the library has no algorithm.
-    planned: HashMap<MatmulDesc, Option<Planned>>,
+    /// `None` if cuBLASLt has no algorithm for the problem.
+    plans: HashMap<MatmulProblem, Option<MatmulPlan>>,
 }
 
-/// Memory that an algorithm may use.
+/// The workspace of a rank, in bytes, which limits the choice of algorithms.
 pub(super) const WORKSPACE_BYTES: usize = 32 << 20;
 
-/// Sums over parts of k are added up in the type of the sums, in a fixed order, or not cut into parts.
+/// The allowed split-k reductions: none, or in the compute type (`CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE`), whose order is fixed.
 const REDUCTIONS: u32 = 2;
 
 impl MatmulPlanner {
-    /// CublasLt of f32 are formed as exactly as a precision says.
+    /// Creates a planner; `precision` applies to products of f32.
     pub(super) fn new(library: &Arc<CublasLt>, precision: MatmulPrecision) -> MatmulPlanner {
-        MatmulPlanner { products: library.clone(), precision, planned: HashMap::new() }
+        MatmulPlanner { library: library.clone(), precision, plans: HashMap::new() }
     }
 
-    /// Gives a task to a stream: addresses of a, b and c, of what lies epilogue_operands them, and a workspace that only this stream uses.
+    /// Submits a product to a stream. Takes the addresses of a, b, c and of the epilogue operands, and a workspace that only this
+    /// stream uses.
     ///
     /// # Errors
-    /// [`KernelError::Unsupported`] where the library has no algorithm; nothing is done then.
+    /// [`KernelError::Unsupported`] if cuBLASLt has no algorithm; nothing was submitted then.
     pub(super) fn run(
         &mut self,
         stream: &Stream,
-        task: MatmulDesc,
+        problem: MatmulProblem,
         ([a, b, c], epilogue_operands): ([u64; 3], EpilogueOperands),
         workspace: &Buffer,
     ) -> Result<(), KernelError> {
         stream.context().bound()?;
-        let (task, swapped) = task.column_major();
+        let (problem, swapped) = problem.column_major();
         let (a, b) = if swapped { (b, a) } else { (a, b) };
-        if !self.planned.contains_key(&task) {
-            let planned = match Planned::new(&self.products, &task, epilogue_operands, self.precision) {
+        if !self.plans.contains_key(&problem) {
+            let plan = match MatmulPlan::new(&self.library, &problem, epilogue_operands, self.precision) {
                 Err(KernelError::Unsupported { .. }) => None,
-                planned => Some(planned?),
+                plan => Some(plan?),
             };
-            self.planned.insert(task, planned);
+            self.plans.insert(problem, plan);
         }
-        let Some(planned) = &self.planned[&task] else {
+        let Some(plan) = &self.plans[&problem] else {
             return Err(KernelError::Unsupported { kernel: "cublasLtMatmul", device: "cuBLASLt" });
         };
-        planned.point(&task, epilogue_operands)?;
-        // Scales are f64 for f64 and f32 otherwise; both begin with the same bytes where they are 0.
+        plan.point(&problem, epilogue_operands)?;
+        // alpha and beta are f64 for f64, else f32; a zero has the same bytes in both.
         let (one, zero) = (1f64, 0f64);
-        let (narrow_one, is_wide) = (1f32, task.dtype == DType::F64);
+        let (narrow_one, is_wide) = (1f32, problem.dtype == DType::F64);
         let alpha: *const c_void =
             if is_wide { (&raw const one).cast() } else { (&raw const narrow_one).cast() };
-        let (beta, added) = match task.added {
-            Some(_) => (alpha, epilogue_operands.added),
+        let (beta, residual) = match problem.residual {
+            Some(_) => (alpha, epilogue_operands.residual),
             None => ((&raw const zero).cast(), c),
         };
         let at = |address: u64| ptr::with_exposed_provenance_mut::<c_void>(address as usize);
         let layout = |handle: usize| -> cublasLtMatrixLayout_t { ptr::with_exposed_provenance_mut(handle) };
-        // SAFETY: the descriptions are alive and those of the operands; the scales outlive the call, which reads them on
-        // the host. The addresses are those of operands that were compared with their views, in memory that goes back to an
-        // allocator of this very stream.
+        // SAFETY: the descriptors are alive and describe the operands; alpha and beta outlive the call, which reads them on
+        // the host. The views of the operands were checked against their buffers, whose memory returns to an allocator of this
+        // stream.
         unsafe {
-            self.products.table.cublasLtMatmul(
-                self.products.handle(),
-                ptr::with_exposed_provenance_mut(planned.product),
+            self.library.table.cublasLtMatmul(
+                self.library.handle(),
+                ptr::with_exposed_provenance_mut(plan.desc),
                 alpha,
                 at(a),
-                layout(planned.a),
+                layout(plan.a),
                 at(b),
-                layout(planned.b),
+                layout(plan.b),
                 beta,
-                at(added),
-                layout(planned.added),
+                at(residual),
+                layout(plan.residual),
                 at(c),
-                layout(planned.c),
-                &planned.algorithm,
-                at(workspace.device_address().expect("the workspace is of the card")),
+                layout(plan.c),
+                &plan.algorithm,
+                at(workspace.device_address().expect("the workspace is device memory")),
                 workspace.bytes(),
                 stream.handle().cast(),
             )
@@ -270,54 +271,54 @@ fn data_type(
     })
 }
 
-impl Planned {
+impl MatmulPlan {
     fn new(
         library: &Arc<CublasLt>,
-        task: &MatmulDesc,
+        problem: &MatmulProblem,
         epilogue_operands: EpilogueOperands,
         precision: MatmulPrecision,
-    ) -> Result<Planned, KernelError> {
+    ) -> Result<MatmulPlan, KernelError> {
         use cublasLtMatmulDescAttributes_t as D;
         let table = &library.table;
-        let (compute, scale, dtype) = data_type(task.dtype, precision)?;
-        let [g, m, n, k] = task.extents;
-        // What is made is handed over at once, so that it is destroyed whatever fails after it.
-        let mut planned = Planned {
-            products: library.clone(),
-            product: 0,
+        let (compute, scale, dtype) = data_type(problem.dtype, precision)?;
+        let [g, m, n, k] = problem.extents;
+        // Each handle is stored at once, so that it is destroyed even if a later call fails.
+        let mut plan = MatmulPlan {
+            library: library.clone(),
+            desc: 0,
             a: 0,
             b: 0,
             c: 0,
-            added: 0,
+            residual: 0,
             algorithm: cublasLtMatmulAlgo_t { data: [0; 8] },
         };
-        let mut product = ptr::null_mut();
-        // SAFETY: the place outlives the call; destroyed once, with what is planned.
-        unsafe { table.cublasLtMatmulDescCreate(&mut product, compute, scale) }?;
-        planned.product = product.expose_provenance();
-        planned.set(D::CUBLASLT_MATMUL_DESC_TRANSA, &i32::from(task.a.transposed))?;
-        planned.set(D::CUBLASLT_MATMUL_DESC_TRANSB, &i32::from(task.b.transposed))?;
-        planned.set(D::CUBLASLT_MATMUL_DESC_EPILOGUE, &(task.epilogue as u32))?;
-        planned.point(task, epilogue_operands)?;
-        planned.a = layout(table, dtype, [g, m, k], task.a)?;
-        planned.b = layout(table, dtype, [g, k, n], task.b)?;
-        planned.c = layout(table, dtype, [g, m, n], task.c)?;
-        planned.added = match task.added {
-            Some(added) => layout(table, dtype, [g, m, n], added)?,
-            None => planned.c,
+        let mut desc = ptr::null_mut();
+        // SAFETY: the place outlives the call; destroyed once, with the plan.
+        unsafe { table.cublasLtMatmulDescCreate(&mut desc, compute, scale) }?;
+        plan.desc = desc.expose_provenance();
+        plan.set(D::CUBLASLT_MATMUL_DESC_TRANSA, &i32::from(problem.a.transposed))?;
+        plan.set(D::CUBLASLT_MATMUL_DESC_TRANSB, &i32::from(problem.b.transposed))?;
+        plan.set(D::CUBLASLT_MATMUL_DESC_EPILOGUE, &(problem.epilogue as u32))?;
+        plan.point(problem, epilogue_operands)?;
+        plan.a = layout(table, dtype, [g, m, k], problem.a)?;
+        plan.b = layout(table, dtype, [g, k, n], problem.b)?;
+        plan.c = layout(table, dtype, [g, m, n], problem.c)?;
+        plan.residual = match problem.residual {
+            Some(residual) => layout(table, dtype, [g, m, n], residual)?,
+            None => plan.c,
         };
-        planned.algorithm = planned.choose(task)?;
-        Ok(planned)
+        plan.algorithm = plan.choose(problem)?;
+        Ok(plan)
     }
 
-    /// Tells the description one of its attributes.
+    /// Sets an attribute of the descriptor.
     fn set<T>(&self, which: cublasLtMatmulDescAttributes_t, value: &T) -> Result<(), KernelError> {
-        let product = ptr::with_exposed_provenance_mut(self.product);
-        // SAFETY: the value is of the size that is said, which the library compares with the attribute's; the description
-        // is alive.
+        let desc = ptr::with_exposed_provenance_mut(self.desc);
+        // SAFETY: the stated size is that of the value, and the library compares it with the attribute's; the descriptor is
+        // alive.
         unsafe {
-            self.products.table.cublasLtMatmulDescSetAttribute(
-                product,
+            self.library.table.cublasLtMatmulDescSetAttribute(
+                desc,
                 which,
                 ptr::from_ref(value).cast(),
                 size_of::<T>(),
@@ -325,44 +326,44 @@ impl Planned {
         }
     }
 
-    /// Tells the description where lies what its epilogue reads and writes.
-    fn point(&self, task: &MatmulDesc, epilogue_operands: EpilogueOperands) -> Result<(), KernelError> {
+    /// Sets the pointers of the epilogue operands.
+    fn point(&self, problem: &MatmulProblem, epilogue_operands: EpilogueOperands) -> Result<(), KernelError> {
         use cublasLtMatmulDescAttributes_t as D;
-        if epilogue_operands.columns != 0 {
-            self.set(D::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &epilogue_operands.columns)?;
+        if epilogue_operands.bias != 0 {
+            self.set(D::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &epilogue_operands.bias)?;
         }
-        if epilogue_operands.whole != 0 {
-            self.set(D::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &epilogue_operands.whole)?;
-            self.set(D::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &(task.c.lead as i64))?;
-            let step = task.c.step as i64;
+        if epilogue_operands.aux != 0 {
+            self.set(D::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &epilogue_operands.aux)?;
+            self.set(D::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &(problem.c.leading_dim as i64))?;
+            let step = problem.c.batch_stride as i64;
             self.set(D::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_BATCH_STRIDE, &step)?;
         }
         Ok(())
     }
 
-    /// The library's first choice among algorithms that fit the workspace and the alignments and whose sums have one order.
-    fn choose(&self, task: &MatmulDesc) -> Result<cublasLtMatmulAlgo_t, KernelError> {
+    /// Returns the first choice of cuBLASLt's heuristic among algorithms that fit workspace and alignments and sum in a fixed order.
+    fn choose(&self, problem: &MatmulProblem) -> Result<cublasLtMatmulAlgo_t, KernelError> {
         use cublasLtMatmulPreferenceAttributes_t as P;
-        let table = &self.products.table;
+        let table = &self.library.table;
         let preference = Preference::new(table)?;
         preference.set(P::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &(WORKSPACE_BYTES as u64))?;
         preference.set(P::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &REDUCTIONS)?;
-        preference.set(P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &task.a.alignment)?;
-        preference.set(P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &task.b.alignment)?;
-        let added = task.added.unwrap_or(task.c);
-        preference.set(P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &added.alignment)?;
-        preference.set(P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &task.c.alignment)?;
+        preference.set(P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &problem.a.alignment)?;
+        preference.set(P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &problem.b.alignment)?;
+        let residual = problem.residual.unwrap_or(problem.c);
+        preference.set(P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &residual.alignment)?;
+        preference.set(P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &problem.c.alignment)?;
         let mut result = MaybeUninit::<cublasLtMatmulHeuristicResult_t>::zeroed();
         let mut found = 0;
         let layout = |handle: usize| -> cublasLtMatrixLayout_t { ptr::with_exposed_provenance_mut(handle) };
-        // SAFETY: all descriptions are alive; there is room for the one result that is asked for.
+        // SAFETY: all descriptors are alive; there is room for the one requested result.
         unsafe {
             table.cublasLtMatmulAlgoGetHeuristic(
-                self.products.handle(),
-                ptr::with_exposed_provenance_mut(self.product),
+                self.library.handle(),
+                ptr::with_exposed_provenance_mut(self.desc),
                 layout(self.a),
                 layout(self.b),
-                layout(self.added),
+                layout(self.residual),
                 layout(self.c),
                 preference.handle,
                 1,
@@ -370,26 +371,26 @@ impl Planned {
                 &mut found,
             )
         }?;
-        let is_plain = task.epilogue == cublasLtEpilogue_t::CUBLASLT_EPILOGUE_DEFAULT && task.added.is_none();
+        let is_plain = problem.epilogue == cublasLtEpilogue_t::CUBLASLT_EPILOGUE_DEFAULT && problem.residual.is_none();
         if found < 1 && !is_plain {
             let kernel = "cublasLtMatmulAlgoGetHeuristic";
             return Err(KernelError::Unsupported { kernel, device: "cuBLASLt" });
         }
         if found < 1 {
-            let why = format!("cuBLASLt has no algorithm for {task:?}");
+            let why = format!("cuBLASLt has no algorithm for {problem:?}");
             return Err(KernelError::Device {
                 call: "cublasLtMatmulAlgoGetHeuristic",
                 why,
                 is_permanent: false,
             });
         }
-        // SAFETY: one result was written; only its algorithm is read, which is eight numbers. (Its state is an enum that a
-        // newer library may have more values of.)
+        // SAFETY: one result was written; only its algorithm is read, which is eight numbers. (Its state is an enum to which a
+        // newer library may add values.)
         Ok(unsafe { (&raw const (*result.as_ptr()).algo).read() })
     }
 }
 
-/// A stack of matrices as the library describes it.
+/// Creates the layout descriptor of a batch of matrices.
 fn layout(
     table: &Table,
     dtype: cudaDataType,
@@ -399,16 +400,16 @@ fn layout(
     use cublasLtMatrixLayoutAttribute_t as A;
     let (rows, columns) = if operand.transposed { (columns, rows) } else { (rows, columns) };
     let mut made = ptr::null_mut();
-    let (count, step) = (g as i32, operand.step as i64);
-    // SAFETY: the place outlives the call; the attributes are numbers of these sizes. A description whose attributes are
-    // refused is destroyed here, and others by whoever gets them.
+    let (count, step) = (g as i32, operand.batch_stride as i64);
+    // SAFETY: the place outlives the call; the attributes are numbers of these sizes. A descriptor whose attributes are
+    // refused is destroyed here, every other by its plan.
     unsafe {
         table.cublasLtMatrixLayoutCreate(
             &mut made,
             dtype,
             rows as u64,
             columns as u64,
-            operand.lead as i64,
+            operand.leading_dim as i64,
         )?;
         let set = |which: A, value: *const c_void, bytes: usize| {
             table.cublasLtMatrixLayoutSetAttribute(made, which, value, bytes)
@@ -426,23 +427,23 @@ fn layout(
     Ok(made.expose_provenance())
 }
 
-impl Drop for Planned {
+impl Drop for MatmulPlan {
     fn drop(&mut self) {
-        let table = &self.products.table;
-        let own = if self.added == self.c { 0 } else { self.added };
+        let table = &self.library.table;
+        let own = if self.residual == self.c { 0 } else { self.residual };
         for handle in [self.a, self.b, self.c, own].into_iter().filter(|h| *h != 0) {
             // SAFETY: created once, destroyed once.
             let _ = unsafe { table.cublasLtMatrixLayoutDestroy(ptr::with_exposed_provenance_mut(handle)) };
         }
-        if self.product != 0 {
+        if self.desc != 0 {
             // SAFETY: created once, destroyed once.
             let _ =
-                unsafe { table.cublasLtMatmulDescDestroy(ptr::with_exposed_provenance_mut(self.product)) };
+                unsafe { table.cublasLtMatmulDescDestroy(ptr::with_exposed_provenance_mut(self.desc)) };
         }
     }
 }
 
-/// What the library has to keep to when it chooses.
+/// The constraints on the choice of an algorithm.
 struct Preference<'a> {
     table: &'a Table,
     handle: cublasLtMatmulPreference_t,
@@ -457,7 +458,7 @@ impl<'a> Preference<'a> {
     }
 
     fn set<T>(&self, which: cublasLtMatmulPreferenceAttributes_t, value: &T) -> Result<(), KernelError> {
-        // SAFETY: the value is a number of the size that is said; the library compares that with the attribute's.
+        // SAFETY: the stated size is that of the value, and the library compares it with the attribute's.
         unsafe {
             self.table.cublasLtMatmulPreferenceSetAttribute(
                 self.handle,

@@ -1,6 +1,6 @@
-//! The driver behind types: the context of a card that all ranks share, streams, events, memory.
+//! Safe types over the CUDA driver API: the context of a GPU, which all ranks share, streams, events, memory.
 //!
-//! Handles are kept as numbers. Every method makes the context current first, so that any thread may call it.
+//! Handles are stored as integers. Every method makes the context current first, so that any thread may call it.
 
 use super::library::{DRIVER, SearchPaths, StatusCode, foreign};
 use crate::buffer::Buffer;
@@ -56,21 +56,21 @@ foreign!(Table, DRIVER, cudarc::driver::sys, CUresult {
 });
 
 const OUT_OF_MEMORY: StatusCode = 2;
-/// After these the context is lost: every later call of the process answers the same.
-const LASTING: [StatusCode; 11] = [214, 220, 700, 702, 710, 714, 715, 716, 717, 718, 719];
+/// Errors that corrupt the context: every later call of the process fails with the same error.
+const CONTEXT_LOST: [StatusCode; 11] = [214, 220, 700, 702, 710, 714, 715, 716, 717, 718, 719];
 const NON_BLOCKING: c_uint = 1;
-const WITHOUT_TIMES: c_uint = 2;
+const DISABLE_TIMING: c_uint = 2;
 
 impl Table {
-    /// The error of a call. Names come from the driver, which may be newer than our bindings.
+    /// Returns the error of a failed call. Names come from the driver, which may be newer than the bindings.
     fn failed(&self, call: &'static str, answer: StatusCode) -> KernelError {
         if answer == OUT_OF_MEMORY {
-            // Only the driver knows what it lacks memory for; who asks it for chunks adds what was asked for.
+            // The allocator replaces this by an error with the requested bytes and its statistics.
             return KernelError::OutOfMemory { requested_bytes: 0, stats: MemoryStats::default() };
         }
         let mut name = ptr::null();
-        // SAFETY: the bindings state this type, but for the number of an error, which need not be one that they know; the
-        // text that comes back is static.
+        // SAFETY: the bindings state this type, except that the error is an integer here, because it may be newer than their enum;
+        // the returned text is static.
         let name = unsafe {
             let find: Result<unsafe extern "C" fn(StatusCode, *mut *const c_char) -> StatusCode, _> =
                 self.opened.function(&DRIVER, "cuGetErrorName");
@@ -84,12 +84,12 @@ impl Table {
         KernelError::Device {
             call,
             why: format!("{name} ({answer})"),
-            is_permanent: LASTING.contains(&answer),
+            is_permanent: CONTEXT_LOST.contains(&answer),
         }
     }
 }
 
-/// The driver of this machine, started.
+/// The initialised CUDA driver of this machine.
 #[derive(Debug)]
 pub struct Driver {
     table: Table,
@@ -98,14 +98,14 @@ pub struct Driver {
 }
 
 impl Driver {
-    /// Finds the driver and starts it.
+    /// Finds and initialises the driver.
     ///
     /// # Errors
-    /// [`KernelError::Library`] where it is missing, too old, or finds no card.
-    pub fn open(places: &SearchPaths) -> Result<Arc<Driver>, KernelError> {
-        let library = places.open(&DRIVER)?;
+    /// [`KernelError::Library`] if the driver is missing, too old, or finds no GPU.
+    pub fn open(paths: &SearchPaths) -> Result<Arc<Driver>, KernelError> {
+        let library = paths.open(&DRIVER)?;
         let mut version = 0;
-        // SAFETY: the bindings state this type; the place outlives the call, which is allowed before the driver is started.
+        // SAFETY: the bindings state this type; the out-pointer outlives the call, which is allowed before `cuInit`.
         unsafe {
             let ask: unsafe extern "C" fn(*mut c_int) -> c_int =
                 library.function(&DRIVER, "cuDriverGetVersion")?;
@@ -115,48 +115,48 @@ impl Driver {
         DRIVER.check(usize::try_from(version).unwrap_or(0), &shown, library.file())?;
         let table = Table::load(library)?;
         let mut count = 0;
-        // SAFETY: the flags must be 0; the place outlives the call.
+        // SAFETY: the flags must be 0; the out-pointer outlives the call.
         let started = unsafe { table.cuInit(0).and_then(|()| table.cuDeviceGetCount(&mut count)) };
         let file = table.opened.file().display();
         started.map_err(|e| DRIVER.error(format!("{file} does not start: {e}")))?;
         Ok(Arc::new(Driver { table, version, num_devices: usize::try_from(count).unwrap_or(0) }))
     }
 
-    /// The newest CUDA that it runs: 13000 is 13.0.
+    /// Returns the newest CUDA version that the driver supports: 13000 is 13.0.
     #[must_use]
     pub fn version(&self) -> i32 {
         self.version
     }
 
-    /// The file that it came from.
+    /// Returns the file of the library.
     #[must_use]
     pub fn file(&self) -> &Path {
         self.table.opened.file()
     }
 
-    /// How many cards there are.
+    /// Returns the number of GPUs.
     #[must_use]
     pub fn num_devices(&self) -> usize {
         self.num_devices
     }
 
-    /// What a card is.
+    /// Returns the properties of a GPU.
     ///
     /// # Errors
-    /// [`KernelError::Library`] for a number that no card has; what the driver reports.
-    pub fn describe(&self, card: usize) -> Result<DeviceProperties, KernelError> {
-        if card >= self.num_devices {
-            return Err(DRIVER.error(format!("there is no card {card}; there are {}", self.num_devices)));
+    /// [`KernelError::Library`] if there is no GPU of this number; otherwise the errors of the driver.
+    pub fn describe(&self, number: usize) -> Result<DeviceProperties, KernelError> {
+        if number >= self.num_devices {
+            return Err(DRIVER.error(format!("GPU {number} does not exist; the driver reports {} GPUs", self.num_devices)));
         }
         use CUdevice_attribute as A;
-        let device = self.device(card)?;
+        let device = self.device(number)?;
         let attribute = |which: A| {
             let mut value = 0;
-            // SAFETY: the place outlives the call; the device is one of the driver's.
+            // SAFETY: the out-pointer outlives the call; the device is one of the driver's.
             unsafe { self.table.cuDeviceGetAttribute(&mut value, which, device) }.map(|()| value)
         };
         let (mut name, mut bytes) = ([0u8; 128], 0);
-        // SAFETY: both places outlive the calls, and the name has as many bytes as is said.
+        // SAFETY: both out-pointers outlive the calls, and the name has as many bytes as stated.
         unsafe {
             self.table.cuDeviceGetName(name.as_mut_ptr().cast(), name.len() as c_int, device)?;
             self.table.cuDeviceTotalMem_v2(&mut bytes, device)?;
@@ -164,41 +164,41 @@ impl Driver {
         let name = CStr::from_bytes_until_nul(&name).map_or("unnamed".into(), CStr::to_string_lossy);
         let major = attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
         let minor = attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
-        let processors = attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        let multiprocessors = attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
         Ok(DeviceProperties {
             name: name.into_owned(),
             memory_bytes: bytes,
             capability: (major, minor),
-            processors,
+            multiprocessors,
             shared_bytes_max: attribute(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as u32,
         })
     }
 
-    fn device(&self, card: usize) -> Result<CUdevice, KernelError> {
+    fn device(&self, number: usize) -> Result<CUdevice, KernelError> {
         let mut device = 0;
-        // SAFETY: the place outlives the call.
-        unsafe { self.table.cuDeviceGet(&mut device, card as c_int) }?;
+        // SAFETY: the out-pointer outlives the call.
+        unsafe { self.table.cuDeviceGet(&mut device, number as c_int) }?;
         Ok(device)
     }
 }
 
-/// What a card is.
+/// The properties of a GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceProperties {
-    /// Its name.
+    /// The name.
     pub name: String,
-    /// Its memory.
+    /// Bytes of memory.
     pub memory_bytes: usize,
-    /// Its compute capability: major, minor.
+    /// The compute capability: major, minor.
     pub capability: (i32, i32),
-    /// Its multiprocessors.
-    pub processors: i32,
-    /// Bytes of shared memory that a block can have.
+    /// The number of multiprocessors (SMs).
+    pub multiprocessors: i32,
+    /// The most bytes of shared memory per block, with opt-in.
     pub shared_bytes_max: u32,
 }
 
 impl DeviceProperties {
-    /// The target for the compiler: with what only this very architecture has, where there is such.
+    /// Returns the compiler target: `sm_90a` for capability 9.0, with the features of that architecture only; else `sm_XY`.
     #[must_use]
     pub fn architecture(&self) -> String {
         let (major, minor) = self.capability;
@@ -207,7 +207,7 @@ impl DeviceProperties {
     }
 }
 
-/// The primary context of a card. It is released with the last handle.
+/// The primary context of a GPU, released with the last handle.
 #[derive(Debug)]
 pub(super) struct Context {
     driver: Arc<Driver>,
@@ -216,26 +216,26 @@ pub(super) struct Context {
 }
 
 impl Context {
-    pub(super) fn open(driver: &Arc<Driver>, card: usize) -> Result<Arc<Context>, KernelError> {
-        let device = driver.device(card)?;
+    pub(super) fn open(driver: &Arc<Driver>, number: usize) -> Result<Arc<Context>, KernelError> {
+        let device = driver.device(number)?;
         let mut handle = ptr::null_mut();
-        // SAFETY: the place outlives the call; released once, when this is dropped.
+        // SAFETY: the out-pointer outlives the call; released once, when this is dropped.
         unsafe { driver.table.cuDevicePrimaryCtxRetain(&mut handle, device) }?;
         Ok(Arc::new(Context { driver: driver.clone(), device, handle: handle.addr() }))
     }
 
-    /// The functions of the driver, with the context current on this thread.
+    /// Returns the driver functions, after making the context current on this thread.
     pub(super) fn bound(&self) -> Result<&Table, KernelError> {
         // SAFETY: the context is retained while this lives.
         unsafe { self.driver.table.cuCtxSetCurrent(self.handle as CUcontext) }?;
         Ok(&self.driver.table)
     }
 
-    /// Memory of the card, aligned to 256 bytes; `None` if there is not so much.
-    pub(super) fn take(&self, bytes: usize) -> Result<Option<u64>, KernelError> {
+    /// Allocates GPU memory, aligned to 256 bytes; `None` if memory is short.
+    pub(super) fn alloc(&self, bytes: usize) -> Result<Option<u64>, KernelError> {
         let table = self.bound()?;
         let mut address = 0;
-        // SAFETY: the place outlives the call.
+        // SAFETY: the out-pointer outlives the call.
         match unsafe { table.cuMemAlloc_v2(&mut address, bytes) } {
             Ok(()) => Ok(Some(address)),
             Err(KernelError::OutOfMemory { .. }) => Ok(None),
@@ -243,11 +243,10 @@ impl Context {
         }
     }
 
-    /// Gives memory back that [`Context::take`] gave, after all work of the card is done: other ranks may still read it.
-    pub(super) fn give(&self, address: u64) -> Result<(), KernelError> {
+    /// Frees memory of [`Context::alloc`], after all work of the GPU is done, because other ranks may still read it.
+    pub(super) fn free(&self, address: u64) -> Result<(), KernelError> {
         let table = self.bound()?;
-        // SAFETY: nothing uses the memory any more once the context has done its work; the driver refuses an address that
-        // it does not know.
+        // SAFETY: nothing uses the memory after the synchronisation; the driver refuses unknown addresses.
         unsafe {
             table.cuCtxSynchronize()?;
             table.cuMemFree_v2(address)
@@ -257,12 +256,12 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // SAFETY: retained once when this was made. A driver that is gone cannot release anything.
+        // SAFETY: retained once when this was created. An error at shutdown is ignored.
         let _ = unsafe { self.driver.table.cuDevicePrimaryCtxRelease_v2(self.device) };
     }
 }
 
-/// A point in a stream.
+/// An event: a point in a stream.
 #[derive(Debug)]
 pub(super) struct Event {
     context: Arc<Context>,
@@ -270,7 +269,7 @@ pub(super) struct Event {
 }
 
 impl Event {
-    /// Waits until the point is reached.
+    /// Waits on the host until the event has occurred.
     pub(super) fn wait(&self) -> Result<(), KernelError> {
         // SAFETY: the event is alive.
         unsafe { self.context.bound()?.cuEventSynchronize(self.handle as CUevent) }
@@ -280,14 +279,14 @@ impl Event {
 impl Drop for Event {
     fn drop(&mut self) {
         if let Ok(table) = self.context.bound() {
-            // SAFETY: created once, destroyed once; the driver keeps what streams still wait for.
+            // SAFETY: created once, destroyed once; the driver keeps its state for streams that still wait.
             let _ = unsafe { table.cuEventDestroy_v2(self.handle as CUevent) };
         }
     }
 }
 
-/// Host memory that the card reads and writes by itself. Nobody looks at it while a copy is under way: the methods of
-/// [`Stream`] that use it see to that.
+/// Pinned (page-locked) host memory, for copies by the GPU. The methods of [`Stream`] ensure that the host does not access the memory
+/// during a copy.
 #[derive(Debug)]
 pub(super) struct Pinned {
     context: Arc<Context>,
@@ -298,9 +297,9 @@ pub(super) struct Pinned {
 impl Pinned {
     pub(super) fn new(context: &Arc<Context>, bytes: usize) -> Result<Pinned, KernelError> {
         let mut start = ptr::null_mut();
-        // SAFETY: the place outlives the call; freed once, when this is dropped.
+        // SAFETY: the out-pointer outlives the call; freed once, when this is dropped.
         unsafe { context.bound()?.cuMemHostAlloc(&mut start, bytes, 0) }?;
-        // SAFETY: the driver gave this many bytes.
+        // SAFETY: the driver allocated this many bytes.
         unsafe { start.cast::<u8>().write_bytes(0, bytes) };
         Ok(Pinned { context: context.clone(), start: start.expose_provenance(), bytes })
     }
@@ -314,13 +313,13 @@ impl Pinned {
 impl Drop for Pinned {
     fn drop(&mut self) {
         if let Ok(table) = self.context.bound() {
-            // SAFETY: given once, freed once; the driver waits for copies under way.
+            // SAFETY: allocated once, freed once; the driver waits for pending copies.
             let _ = unsafe { table.cuMemFreeHost(ptr::with_exposed_provenance_mut(self.start)) };
         }
     }
 }
 
-/// Work that is done in the order in which it is given.
+/// A CUDA stream: work runs in the order of submission.
 #[derive(Debug)]
 pub(super) struct Stream {
     context: Arc<Context>,
@@ -330,12 +329,12 @@ pub(super) struct Stream {
 impl Stream {
     pub(super) fn new(context: &Arc<Context>) -> Result<Stream, KernelError> {
         let mut handle = ptr::null_mut();
-        // SAFETY: the place outlives the call; destroyed once, when this is dropped.
+        // SAFETY: the out-pointer outlives the call; destroyed once, when this is dropped.
         unsafe { context.bound()?.cuStreamCreate(&mut handle, NON_BLOCKING) }?;
         Ok(Stream { context: context.clone(), handle: handle.expose_provenance() })
     }
 
-    /// The driver's name of the stream, for libraries that are given work for it.
+    /// Returns the driver handle of the stream, for libraries that submit work to it.
     pub(super) fn handle(&self) -> CUstream {
         ptr::with_exposed_provenance_mut(self.handle)
     }
@@ -344,25 +343,25 @@ impl Stream {
         &self.context
     }
 
-    /// Waits until all work is done.
+    /// Waits on the host until all submitted work is done.
     pub(super) fn synchronize(&self) -> Result<(), KernelError> {
         // SAFETY: the stream is alive.
         unsafe { self.context.bound()?.cuStreamSynchronize(self.handle()) }
     }
 
-    /// The point behind all work that was given so far.
-    pub(super) fn mark(&self) -> Result<Event, KernelError> {
+    /// Records an event after all work submitted so far.
+    pub(super) fn record_event(&self) -> Result<Event, KernelError> {
         let table = self.context.bound()?;
         let mut handle = ptr::null_mut();
-        // SAFETY: the place outlives the call; destroyed once, with the event.
-        unsafe { table.cuEventCreate(&mut handle, WITHOUT_TIMES) }?;
+        // SAFETY: the out-pointer outlives the call; destroyed once, with the event.
+        unsafe { table.cuEventCreate(&mut handle, DISABLE_TIMING) }?;
         let event = Event { context: self.context.clone(), handle: handle.addr() };
         // SAFETY: event and stream are alive and of one context.
         unsafe { table.cuEventRecord(handle, self.handle()) }?;
         Ok(event)
     }
 
-    /// Lets work that is given from now on begin after a point, which was recorded already.
+    /// Makes work submitted from now on wait for a recorded event.
     pub(super) fn wait(&self, event: &Event) -> Result<(), KernelError> {
         // SAFETY: event and stream are alive.
         unsafe { self.context.bound()?.cuStreamWaitEvent(self.handle(), event.handle as CUevent, 0) }
@@ -370,13 +369,13 @@ impl Stream {
 
     /// Sets all bytes of a buffer to zero.
     pub(super) fn clear(&self, to: &mut Buffer) -> Result<(), KernelError> {
-        let (address, bytes) = place(to, to.bytes());
-        // SAFETY: the buffer's memory is this long.
+        let (address, bytes) = device_range(to, to.bytes());
+        // SAFETY: the buffer has this many bytes.
         unsafe { self.context.bound()?.cuMemsetD8Async(address, 0, bytes, self.handle()) }
     }
 
-    /// Copies bytes to a place in a buffer by way of pinned memory, of which no copy is under way. The next use of that
-    /// memory has to wait for the event.
+    /// Copies bytes to offset `at` of a buffer through pinned memory without a pending copy. The next use of the pinned memory must
+    /// wait for the returned event.
     pub(super) fn upload(
         &self,
         from: &[u8],
@@ -384,10 +383,10 @@ impl Stream {
         at: usize,
         by: &mut Pinned,
     ) -> Result<Event, KernelError> {
-        let (address, _) = place(to, at + from.len());
+        let (address, _) = device_range(to, at + from.len());
         by.memory()[..from.len()].copy_from_slice(from);
-        // SAFETY: both memories are this long, and both live until the copy is done: the pinned one waits when it is
-        // freed, and buffers come back to an allocator whose chunks outlive the stream's work.
+        // SAFETY: both memories have this many bytes, and live until the copy is done: freeing pinned memory waits, and buffers
+        // return to an allocator whose chunks outlive the stream's work.
         unsafe {
             let staged: *const c_void = ptr::with_exposed_provenance(by.start);
             self.context.bound()?.cuMemcpyHtoDAsync_v2(
@@ -397,10 +396,10 @@ impl Stream {
                 self.handle(),
             )?;
         }
-        self.mark()
+        self.record_event()
     }
 
-    /// Copies bytes from a place in a buffer by way of pinned memory, and waits for them.
+    /// Copies bytes from offset `at` of a buffer through pinned memory, and waits for the copy.
     pub(super) fn download(
         &self,
         from: &Buffer,
@@ -408,9 +407,9 @@ impl Stream {
         to: &mut [u8],
         by: &mut Pinned,
     ) -> Result<(), KernelError> {
-        let (address, _) = place(from, at + to.len());
+        let (address, _) = device_range(from, at + to.len());
         assert!(to.len() <= by.bytes, "bug: a copy is longer than its staging memory");
-        // SAFETY: both memories are this long, and the copy is done before anything else happens to either.
+        // SAFETY: both memories have this many bytes, and the copy is done before either is used again.
         unsafe {
             let into: *mut c_void = ptr::with_exposed_provenance_mut(by.start);
             let table = self.context.bound()?;
@@ -425,14 +424,14 @@ impl Stream {
 impl Drop for Stream {
     fn drop(&mut self) {
         if let Ok(table) = self.context.bound() {
-            // SAFETY: created once, destroyed once; work that was given is still done.
+            // SAFETY: created once, destroyed once; submitted work still completes.
             let _ = unsafe { table.cuStreamDestroy_v2(self.handle()) };
         }
     }
 }
 
-/// Where a buffer's memory lies and how long it is.
-fn place(buffer: &Buffer, least: usize) -> (u64, usize) {
+/// Returns the address and the bytes of a buffer, which has at least `least` bytes.
+fn device_range(buffer: &Buffer, least: usize) -> (u64, usize) {
     let address = buffer.device_address().expect("bug: memory of another device");
     assert!(least <= buffer.bytes(), "bug: {least} bytes of a buffer of {}", buffer.bytes());
     (address, buffer.bytes())

@@ -1,4 +1,4 @@
-//! CapturedGraph work on a fake card, epilogue_operands the same work given each time.
+//! Graph capture on a fake GPU, compared with separate launches.
 
 use super::fake;
 use super::tests::{backend, twice};
@@ -10,8 +10,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 const N: usize = 300;
 
-/// x = x - 12.5 by way of memory that is taken and given back; gives `kept` - 2.5 in memory of its own.
-fn step(on: &dyn Backend, x: &mut Buffer, kept: &Buffer) -> Result<Buffer, KernelError> {
+/// Computes x = x - 12.5 through temporary memory; returns `other_input` - 2.5 in new memory.
+fn step(on: &dyn Backend, x: &mut Buffer, other_input: &Buffer) -> Result<Buffer, KernelError> {
     let mut out = on.alloc(4 * N)?;
     for _ in 0..2 {
         let mut middle = on.alloc(4 * N)?;
@@ -20,7 +20,7 @@ fn step(on: &dyn Backend, x: &mut Buffer, kept: &Buffer) -> Result<Buffer, Kerne
         twice(on, &middle, &mut other, N, 0.5)?;
         twice(on, &other, x, N, 1.0)?;
     }
-    twice(on, kept, &mut out, N, 1.0)?;
+    twice(on, other_input, &mut out, N, 1.0)?;
     Ok(out)
 }
 
@@ -29,199 +29,199 @@ fn floats(on: &dyn Backend, buffer: &Buffer) -> Vec<f32> {
 }
 
 #[test]
-fn captured_work_gives_what_the_same_work_gives_each_time() {
-    let Some(folder) = fake::card("") else { return };
-    let card = backend(&folder);
-    let before = card.memory().in_use_bytes;
+fn replay_gives_the_results_of_separate_launches() {
+    let Some(folder) = fake::gpu("") else { return };
+    let gpu = backend(&folder);
+    let before = gpu.memory().in_use_bytes;
     let data: Vec<f32> = (0..N).map(|i| 100.0 + i as f32).collect();
-    let (mut x, mut y) = (upload(&*card, &data).unwrap(), upload(&*card, &data).unwrap());
-    let kept = upload(&*card, &[7f32; N]).unwrap();
+    let (mut x, mut y) = (upload(&*gpu, &data).unwrap(), upload(&*gpu, &data).unwrap());
+    let other_input = upload(&*gpu, &[7f32; N]).unwrap();
     let mut out = None;
-    let graph = card
+    let graph = gpu
         .capture(&mut || {
-            out = Some(step(&*card, &mut x, &kept)?);
+            out = Some(step(&*gpu, &mut x, &other_input)?);
             Ok(())
         })
         .unwrap();
     let out = out.unwrap();
-    assert_eq!(floats(&*card, &x), data, "nothing of it is done while it is captured");
-    let own = kept.device_address();
-    let spare = kept.clone();
-    drop(kept);
+    assert_eq!(floats(&*gpu, &x), data, "capture executes nothing");
+    let own = other_input.device_address();
+    let spare = other_input.clone();
+    drop(other_input);
     for round in 0..6 {
-        // Work of other kinds in between, on memory that must not be the graph's.
-        let junk = upload(&*card, &[900f32; N]).unwrap();
+        // Other work in between, on memory that must not belong to the graph.
+        let junk = upload(&*gpu, &[900f32; N]).unwrap();
         assert_ne!(junk.device_address(), own);
-        card.replay(&graph).unwrap();
-        let same = step(&*card, &mut y, &spare).unwrap();
-        assert_eq!(floats(&*card, &x), floats(&*card, &y), "{round}");
-        assert_eq!(floats(&*card, &out), floats(&*card, &same), "{round}");
+        gpu.replay(&graph).unwrap();
+        let same = step(&*gpu, &mut y, &spare).unwrap();
+        assert_eq!(floats(&*gpu, &x), floats(&*gpu, &y), "{round}");
+        assert_eq!(floats(&*gpu, &out), floats(&*gpu, &same), "{round}");
     }
     drop(spare);
-    let blocks: Vec<Buffer> = (0..40).map(|_| upload(&*card, &[900f32; N]).unwrap()).collect();
+    let blocks: Vec<Buffer> = (0..40).map(|_| upload(&*gpu, &[900f32; N]).unwrap()).collect();
     assert!(blocks.iter().all(|block| block.device_address() != own), "the graph still reads it");
-    card.replay(&graph).unwrap();
-    assert_eq!(floats(&*card, &out), [4.5; N]);
-    assert!(card.memory().in_use_bytes > before);
+    gpu.replay(&graph).unwrap();
+    assert_eq!(floats(&*gpu, &out), [4.5; N]);
+    assert!(gpu.memory().in_use_bytes > before);
     drop((graph, blocks, x, y, out));
-    assert_eq!(card.memory().in_use_bytes, before, "all of it comes back");
+    assert_eq!(gpu.memory().in_use_bytes, before, "all memory is returned");
 }
 
 #[test]
-fn what_cannot_be_part_of_a_graph_is_refused() {
-    let Some(folder) = fake::card("") else { return };
-    let card = backend(&folder);
-    let x = upload(&*card, &[1f32; N]).unwrap();
+fn synchronizing_calls_are_refused_during_capture() {
+    let Some(folder) = fake::gpu("") else { return };
+    let gpu = backend(&folder);
+    let x = upload(&*gpu, &[1f32; N]).unwrap();
     let refused = |work: &mut dyn FnMut() -> Result<(), KernelError>, what: &str| {
-        let error = card.capture(work).unwrap_err();
+        let error = gpu.capture(work).unwrap_err();
         assert_eq!(error.to_string(), format!("work that is being captured {what}"));
     };
-    refused(&mut || download::<f32>(&*card, &x, N).map(drop), "copies to the host");
-    refused(&mut || upload(&*card, &[1f32]).map(drop), "copies from the host");
-    refused(&mut || card.record_event().map(drop), "records an event for other back ends");
-    refused(&mut || card.synchronize(), "waits until all work is done");
-    refused(&mut || card.capture(&mut || Ok(())).map(drop), "captures other work");
-    // Whatever ended a capture, the next begins anew.
-    let unwound = catch_unwind(AssertUnwindSafe(|| card.capture(&mut || panic!("in between"))));
+    refused(&mut || download::<f32>(&*gpu, &x, N).map(drop), "copies to the host");
+    refused(&mut || upload(&*gpu, &[1f32]).map(drop), "copies from the host");
+    refused(&mut || gpu.record_event().map(drop), "records an event for other back ends");
+    refused(&mut || gpu.synchronize(), "waits until all work is done");
+    refused(&mut || gpu.capture(&mut || Ok(())).map(drop), "captures other work");
+    // A capture works after failed and panicked ones.
+    let unwound = catch_unwind(AssertUnwindSafe(|| gpu.capture(&mut || panic!("in between"))));
     assert!(unwound.is_err());
-    let graph = card.capture(&mut || Ok(())).unwrap();
-    card.replay(&graph).unwrap();
-    assert_eq!(floats(&*card, &x), [1.0; N]);
+    let graph = gpu.capture(&mut || Ok(())).unwrap();
+    gpu.replay(&graph).unwrap();
+    assert_eq!(floats(&*gpu, &x), [1.0; N]);
     let error = Cpu::backend(1).capture(&mut || Ok(())).unwrap_err();
     assert!(matches!(error, KernelError::Unsupported { kernel: "capture", .. }));
 }
 
 #[test]
-fn a_graph_keeps_what_it_reads_of_another() {
-    let Some(folder) = fake::card("") else { return };
-    let card = backend(&folder);
-    let x = upload(&*card, &[8f32; N]).unwrap();
+fn graph_retains_memory_of_another_graph() {
+    let Some(folder) = fake::gpu("") else { return };
+    let gpu = backend(&folder);
+    let x = upload(&*gpu, &[8f32; N]).unwrap();
     let doubled = |from: &Buffer| {
         let mut out = None;
-        let graph = card.capture(&mut || {
-            let to = out.insert(card.alloc(4 * N)?);
-            twice(&*card, from, to, N, 2.0)
+        let graph = gpu.capture(&mut || {
+            let to = out.insert(gpu.alloc(4 * N)?);
+            twice(&*gpu, from, to, N, 2.0)
         });
         (graph.unwrap(), out.unwrap())
     };
     let (first, middle) = doubled(&x);
-    card.replay(&first).unwrap();
+    gpu.replay(&first).unwrap();
     let (second, out) = doubled(&middle);
-    // Memory that goes back to the driver is overwritten there.
+    // The fake driver overwrites freed memory.
     drop((first, middle, x));
-    card.replay(&second).unwrap();
-    assert_eq!(floats(&*card, &out), [2.0 * 13.5 - 2.5; N]);
+    gpu.replay(&second).unwrap();
+    assert_eq!(floats(&*gpu, &out), [2.0 * 13.5 - 2.5; N]);
 }
 
 #[test]
-fn work_costs_when_it_is_done() {
-    let Some(folder) = fake::card("") else { return };
-    let card = backend(&folder);
-    let (mut x, kept) = (upload(&*card, &[100f32; N]).unwrap(), upload(&*card, &[7f32; N]).unwrap());
-    let before = card.cost();
-    step(&*card, &mut x, &kept).unwrap();
-    let once = card.cost().flops - before.flops;
-    let graph = card.capture(&mut || step(&*card, &mut x, &kept).map(drop)).unwrap();
-    assert_eq!(card.cost().flops - before.flops, once);
-    card.replay(&graph).unwrap();
-    card.replay(&graph).unwrap();
-    assert_eq!(card.cost().flops - before.flops, 3 * once);
+fn cost_counts_at_replay() {
+    let Some(folder) = fake::gpu("") else { return };
+    let gpu = backend(&folder);
+    let (mut x, other_input) = (upload(&*gpu, &[100f32; N]).unwrap(), upload(&*gpu, &[7f32; N]).unwrap());
+    let before = gpu.cost();
+    step(&*gpu, &mut x, &other_input).unwrap();
+    let once = gpu.cost().flops - before.flops;
+    let graph = gpu.capture(&mut || step(&*gpu, &mut x, &other_input).map(drop)).unwrap();
+    assert_eq!(gpu.cost().flops - before.flops, once);
+    gpu.replay(&graph).unwrap();
+    gpu.replay(&graph).unwrap();
+    assert_eq!(gpu.cost().flops - before.flops, 3 * once);
     assert!(once > 0);
 }
 
 #[test]
-fn what_ended_early_leaves_no_memory_and_no_contents_behind() {
-    let Some(folder) = fake::card("small-card") else { return };
-    let card = backend(&folder);
-    let before = card.memory();
+fn failed_capture_releases_its_memory() {
+    let Some(folder) = fake::gpu("small-gpu") else { return };
+    let gpu = backend(&folder);
+    let before = gpu.memory();
     let over = || KernelError::NotCapturable { what: "is over" };
-    // Of 160 MiB; what were not given back would be missed soon.
+    // Of 160 MiB: a leak would fail soon.
     for _ in 0..4 {
-        let error = card.capture(&mut || card.alloc(60 << 20).and(Err(over()))).unwrap_err();
+        let error = gpu.capture(&mut || gpu.alloc(60 << 20).and(Err(over()))).unwrap_err();
         assert_eq!(error, over());
         let unwound = catch_unwind(AssertUnwindSafe(|| {
-            card.capture(&mut || {
-                let _held = card.alloc(60 << 20)?;
+            gpu.capture(&mut || {
+                let _held = gpu.alloc(60 << 20)?;
                 panic!("in between")
             })
         }));
         assert!(unwound.is_err());
     }
-    assert_eq!(card.memory().reserved_bytes, before.reserved_bytes);
+    assert_eq!(gpu.memory().reserved_bytes, before.reserved_bytes);
     let mut held = None;
-    let error = card.capture(&mut || {
-        held = Some(card.alloc(4 * N)?);
+    let error = gpu.capture(&mut || {
+        held = Some(gpu.alloc(4 * N)?);
         Err(over())
     });
     assert_eq!(error.unwrap_err(), KernelError::CaptureOutputHeld { bytes: 1536 });
     drop(held);
-    assert_eq!(card.memory().in_use_bytes, before.in_use_bytes);
+    assert_eq!(gpu.memory().in_use_bytes, before.in_use_bytes);
 }
 
 #[test]
-fn a_graph_that_a_card_does_not_make_leaves_nothing_without_contents() {
-    let Some(folder) = fake::card("no-graph") else { return };
-    let card = backend(&folder);
-    let before = card.memory().in_use_bytes;
-    let told = card.capture(&mut || card.alloc(4 * N).map(drop)).unwrap_err();
-    assert!(matches!(told, KernelError::Device { .. }), "what the card says: {told}");
+fn failed_instantiation_reports_outputs_that_are_still_held() {
+    let Some(folder) = fake::gpu("no-graph") else { return };
+    let gpu = backend(&folder);
+    let before = gpu.memory().in_use_bytes;
+    let error = gpu.capture(&mut || gpu.alloc(4 * N).map(drop)).unwrap_err();
+    assert!(matches!(error, KernelError::Device { .. }), "the error of the driver: {error}");
     let mut held = None;
-    let error = card.capture(&mut || {
-        held = Some(card.alloc(4 * N)?);
+    let error = gpu.capture(&mut || {
+        held = Some(gpu.alloc(4 * N)?);
         Ok(())
     });
     assert_eq!(error.unwrap_err(), KernelError::CaptureOutputHeld { bytes: 1536 });
     drop(held);
-    assert_eq!(card.memory().in_use_bytes, before);
-    // Work that is given each time goes on.
-    let mut x = upload(&*card, &[100f32; N]).unwrap();
-    let kept = upload(&*card, &[7f32; N]).unwrap();
-    assert_eq!(floats(&*card, &step(&*card, &mut x, &kept).unwrap()), [4.5; N]);
+    assert_eq!(gpu.memory().in_use_bytes, before);
+    // Separate launches still work.
+    let mut x = upload(&*gpu, &[100f32; N]).unwrap();
+    let other_input = upload(&*gpu, &[7f32; N]).unwrap();
+    assert_eq!(floats(&*gpu, &step(&*gpu, &mut x, &other_input).unwrap()), [4.5; N]);
 }
 
 #[test]
-fn what_was_done_before_has_its_cost_however_a_capture_ends() {
-    let Some(folder) = fake::card("") else { return };
-    let card = backend(&folder);
-    let (mut x, kept) = (upload(&*card, &[100f32; N]).unwrap(), upload(&*card, &[7f32; N]).unwrap());
-    step(&*card, &mut x, &kept).unwrap();
-    let before = card.cost();
+fn failed_capture_leaves_the_cost_unchanged() {
+    let Some(folder) = fake::gpu("") else { return };
+    let gpu = backend(&folder);
+    let (mut x, other_input) = (upload(&*gpu, &[100f32; N]).unwrap(), upload(&*gpu, &[7f32; N]).unwrap());
+    step(&*gpu, &mut x, &other_input).unwrap();
+    let before = gpu.cost();
     assert!(before.flops > 0);
-    let refused = card.capture(&mut || {
-        step(&*card, &mut x, &kept)?;
-        card.synchronize()
+    let refused = gpu.capture(&mut || {
+        step(&*gpu, &mut x, &other_input)?;
+        gpu.synchronize()
     });
     assert!(refused.is_err());
-    assert_eq!(card.cost(), before);
+    assert_eq!(gpu.cost(), before);
     let unwound = catch_unwind(AssertUnwindSafe(|| {
-        card.capture(&mut || {
-            step(&*card, &mut x, &kept)?;
+        gpu.capture(&mut || {
+            step(&*gpu, &mut x, &other_input)?;
             panic!("in between")
         })
     }));
     assert!(unwound.is_err());
-    assert_eq!(card.cost(), before);
+    assert_eq!(gpu.cost(), before);
 }
 
 #[test]
-fn memory_that_is_given_up_while_work_is_noted_is_given_back_later() {
-    let Some(folder) = fake::card("small-card") else { return };
-    let card = backend(&folder);
+fn chunks_freed_during_capture_are_returned_later() {
+    let Some(folder) = fake::gpu("small-gpu") else { return };
+    let gpu = backend(&folder);
     // Of 160 MiB.
     for _ in 0..4 {
         let mut held = None;
-        let first = card.capture(&mut || {
-            held = Some(card.alloc(60 << 20)?);
+        let first = gpu.capture(&mut || {
+            held = Some(gpu.alloc(60 << 20)?);
             Ok(())
         });
         drop(first.unwrap());
-        let second = card.capture(&mut || {
-            // The last handle of the memory of the first graph.
+        let second = gpu.capture(&mut || {
+            // Drops the last handle of the memory of the first graph.
             held = None;
             Ok(())
         });
         drop(second.unwrap());
     }
-    let most = card.alloc(80 << 20).map(|_| ());
+    let most = gpu.alloc(80 << 20).map(|_| ());
     assert_eq!(most, Ok(()));
 }

@@ -1,4 +1,4 @@
-//! Compiled programs in the context of a card, and launches of their entries with arguments packed as a plan says.
+//! Compiled programs of a GPU, and launches of their entries with the arguments of a plan.
 
 use super::compile::{Compiler, Program};
 use super::driver::{Context, Stream};
@@ -16,10 +16,10 @@ use std::ffi::{CString, c_int, c_void};
 use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Shared memory that every entry may have without asking for it.
-const SHARED_FREE: u32 = 48 << 10;
+/// The dynamic shared memory that an entry may use without raising its attribute.
+const SHARED_BYTES_DEFAULT: u32 = 48 << 10;
 
-/// A compiled program in the context.
+/// A program loaded into the context.
 #[derive(Debug)]
 struct Module {
     context: Arc<Context>,
@@ -29,16 +29,16 @@ struct Module {
 impl Module {
     fn new(context: &Arc<Context>, cubin: &[u8]) -> Result<Module, KernelError> {
         let mut handle = ptr::null_mut();
-        // SAFETY: the compiler made the file, which states its own length, and it outlives the call, which copies it.
+        // SAFETY: the image comes from the compiler, states its own length, and outlives the call, which copies it.
         unsafe { context.bound()?.cuModuleLoadData(&mut handle, cubin.as_ptr().cast()) }?;
         Ok(Module { context: context.clone(), handle: handle.expose_provenance() })
     }
 
-    /// An entry, by its name.
+    /// Returns the handle of an entry.
     fn function(&self, name: &str) -> Result<usize, KernelError> {
         let name = CString::new(name).expect("the name of an entry has no zero byte");
         let (mut handle, module) = (ptr::null_mut(), ptr::with_exposed_provenance_mut(self.handle));
-        // SAFETY: the module is alive, the name ends in a zero byte, the place outlives the call.
+        // SAFETY: the module is alive, the name ends in a zero byte, the out-pointer outlives the call.
         unsafe { self.context.bound()?.cuModuleGetFunction(&mut handle, module, name.as_ptr()) }?;
         Ok(handle.expose_provenance())
     }
@@ -59,25 +59,25 @@ impl Drop for Module {
 struct Entry {
     name: &'static str,
     function: usize,
-    /// The shared memory that it may take of a block.
+    /// The dynamic shared memory per block that its attribute allows.
     shared_bytes: u32,
 }
 
-/// One program of a source: macros, module, and the entries that were launched.
+/// A program of a source: macros, module, and the entries that were launched.
 #[derive(Debug)]
-struct Loaded {
+struct LoadedProgram {
     defines: Vec<(&'static str, Cow<'static, str>)>,
     module: Module,
     entries: Vec<Entry>,
 }
 
-/// The programs of a card, compiled and loaded at first use. All ranks on the card share them.
+/// The programs of a GPU, compiled and loaded at first use. All ranks on the GPU share them.
 #[derive(Debug)]
 pub(super) struct Programs {
     compiler: Compiler,
     architecture: String,
     /// By the address of the source, which is static.
-    loaded: Mutex<HashMap<usize, Vec<Loaded>>>,
+    loaded: Mutex<HashMap<usize, Vec<LoadedProgram>>>,
 }
 
 impl Programs {
@@ -85,7 +85,7 @@ impl Programs {
         Programs { compiler, architecture, loaded: Mutex::default() }
     }
 
-    /// The entry of a grid. Whoever asks for one that is not there compiles it, and the others wait for that.
+    /// Returns the entry of a grid. The first thread that needs a program compiles it, under the lock; other threads wait.
     fn entry(
         &self,
         context: &Arc<Context>,
@@ -101,7 +101,7 @@ impl Programs {
                 let text = grid.program(source);
                 let compiled = self.compiler.compile(&Program { kernel, text: &text }, &self.architecture)?;
                 let module = Module::new(context, &compiled.cubin)?;
-                programs.push(Loaded { defines: grid.defines.clone(), module, entries: Vec::new() });
+                programs.push(LoadedProgram { defines: grid.defines.clone(), module, entries: Vec::new() });
                 programs.len() - 1
             }
         };
@@ -110,7 +110,7 @@ impl Programs {
             Some(at) => at,
             None => {
                 let function = program.module.function(grid.entry)?;
-                program.entries.push(Entry { name: grid.entry, function, shared_bytes: SHARED_FREE });
+                program.entries.push(Entry { name: grid.entry, function, shared_bytes: SHARED_BYTES_DEFAULT });
                 program.entries.len() - 1
             }
         };
@@ -125,7 +125,7 @@ impl Programs {
         Ok(*entry)
     }
 
-    /// Gives a grid to a stream: one that the kernel's own plan describes for these operands.
+    /// Submits a grid to a stream. The plan of the kernel made it for these operands.
     pub(super) fn launch(
         &self,
         stream: &Stream,
@@ -140,9 +140,9 @@ impl Programs {
         let mut pointers = args.pointers();
         let function: CUfunction = ptr::with_exposed_provenance_mut(entry.function);
         let [x, y, z] = grid.blocks;
-        // SAFETY: the entry's module is alive, since programs are never taken out; the values outlive the call, which
-        // copies them. The addresses lead to memory of the operands, which goes back to an allocator of this very stream,
-        // or is kept until that is behind this work, so that nothing else gets it before this is done. What an entry does with it is as its plan was tested.
+        // SAFETY: the entry's module is alive, since programs are never removed; the arguments outlive the call, which copies
+        // them. The addresses are those of operands, whose memory is reused on this stream only, or is retained until that stream
+        // waits for this work. Tests run the plans of all entries between guards.
         unsafe {
             stream.context().bound()?.cuLaunchKernel(
                 function,
@@ -161,14 +161,14 @@ impl Programs {
     }
 }
 
-/// What addresses of a launch lead to.
+/// The operands of a launch, to which its arguments refer.
 #[derive(Debug)]
 pub(super) struct Operands<'a, 'b> {
     pub(super) launch: &'a Launch<'b>,
     pub(super) scratch: &'a [Buffer],
-    /// Where faults of this kernel are noted.
+    /// The address of the fault record of the kernel.
     pub(super) fault: u64,
-    /// Where those of all kernels are.
+    /// The address of the fault records of all kernels.
     pub(super) faults: u64,
 }
 
@@ -177,13 +177,13 @@ impl Operands<'_, '_> {
         match *arg {
             GridArg::Input(i) => {
                 let x = &self.launch.inputs[i];
-                place(x.buffer, x.view, x.dtype)
+                element_address(x.buffer, x.view, x.dtype)
             }
             GridArg::Output(i) => {
                 let y = &self.launch.outputs[i];
-                place(y.buffer, y.view, y.dtype)
+                element_address(y.buffer, y.view, y.dtype)
             }
-            GridArg::Scratch(i) => self.scratch[i].device_address().expect("scratch memory is of the card"),
+            GridArg::Scratch(i) => self.scratch[i].device_address().expect("scratch memory is device memory"),
             GridArg::Fault => self.fault,
             GridArg::Faults => self.faults,
             _ => unreachable!("only operands have addresses"),
@@ -191,14 +191,14 @@ impl Operands<'_, '_> {
     }
 }
 
-/// Where the first element of a view lies.
-pub(super) fn place(buffer: &Buffer, view: &Strides, dtype: DType) -> u64 {
+/// Returns the address of the first element of a view.
+pub(super) fn element_address(buffer: &Buffer, view: &Strides, dtype: DType) -> u64 {
     let address = buffer.device_address().expect("bug: an operand on another device");
-    assert!(view.reach() * dtype.size() <= buffer.bytes(), "bug: a view reaches outside of its buffer");
+    assert!(view.reach() * dtype.size() <= buffer.bytes(), "bug: a view extends beyond its buffer");
     address + (view.offset * dtype.size()) as u64
 }
 
-/// The values of a launch, each beginning at a word; nothing is taken from the heap for what launches usually have.
+/// The packed arguments of a launch, each at a 64-bit word; typical launches need no heap memory.
 #[derive(Debug, Default)]
 struct Args {
     words: SmallVec<[u64; 96]>,
@@ -214,7 +214,7 @@ impl Args {
             | GridArg::Scratch(_)
             | GridArg::Fault
             | GridArg::Faults => self.words.push(address(arg)),
-            // The low half of a word comes first in memory.
+            // Little endian: the low half of the word comes first.
             GridArg::I32(x) => self.words.push(u64::from(x.cast_unsigned())),
             GridArg::F32(x) => self.words.push(u64::from(x.to_bits())),
             GridArg::I64(x) => self.words.push(x.cast_unsigned()),
@@ -238,7 +238,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn arguments_lie_as_an_entry_reads_them() {
+    fn arguments_are_packed_as_the_entry_reads_them() {
         let mut args = Args::default();
         let all = [
             GridArg::Input(1),

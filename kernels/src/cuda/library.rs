@@ -1,4 +1,4 @@
-//! Where the libraries are: found when the program runs, by files and never by running anything.
+//! The search for NVIDIA libraries at run time, by files only: no program is run.
 
 use crate::error::KernelError;
 use std::ffi::c_int;
@@ -7,93 +7,93 @@ use std::mem::ManuallyDrop;
 use std::path::{Path, PathBuf};
 use std::{env, fs};
 
-/// A library of NVIDIA that the back end calls.
+/// The description of an NVIDIA library that the back end loads.
 #[derive(Debug)]
 pub struct LibrarySpec {
-    /// What it is called in messages.
+    /// The name in messages.
     pub name: &'static str,
-    /// The variable that names its file, or the folder of its file.
+    /// The environment variable that names its file, or the folder of the file.
     pub variable: &'static str,
-    /// How its file begins, up to the version.
+    /// The file name without the version.
     pub stem: &'static str,
-    /// The name under which the loader knows it.
+    /// The name for the dynamic loader.
     pub soname: &'static str,
-    /// The oldest version that will do, as the library counts, and as people do.
-    pub least: (usize, &'static str),
-    /// Whether Python packages bring it.
+    /// The oldest supported version, as the library reports it, and for messages.
+    pub min_version: (usize, &'static str),
+    /// Whether Python wheels contain the library.
     pub in_wheels: bool,
-    /// What to do where it is missing or too old.
+    /// What to do if the library is missing or too old.
     pub help: &'static str,
 }
 
-/// The driver: memory, streams, launches.
+/// The CUDA driver: memory, streams, launches.
 pub static DRIVER: LibrarySpec = LibrarySpec {
     name: "NVIDIA driver",
     variable: "SHARDGRAD_CUDA_PATH",
     stem: "libcuda.so",
     soname: "libcuda.so.1",
-    least: (13000, "13.0"),
+    min_version: (13000, "13.0"),
     in_wheels: false,
     help: "install the NVIDIA driver, version 580 or newer, or name its libcuda.so.1 in SHARDGRAD_CUDA_PATH",
 };
 
-/// The compiler of kernels.
+/// NVRTC: the compiler of kernels.
 pub static NVRTC: LibrarySpec = LibrarySpec {
     name: "run-time compiler",
     variable: "SHARDGRAD_NVRTC_PATH",
     stem: "libnvrtc.so",
     soname: "libnvrtc.so.13",
-    least: (13000, "13.0"),
+    min_version: (13000, "13.0"),
     in_wheels: true,
     help: "pip install 'nvidia-cuda-nvrtc==13.0.*', or name its libnvrtc.so.13 in SHARDGRAD_NVRTC_PATH",
 };
 
-/// CublasLt of matrices.
-pub static BLAS: LibrarySpec = LibrarySpec {
+/// cuBLASLt: products of matrices.
+pub static CUBLASLT: LibrarySpec = LibrarySpec {
     name: "cuBLASLt",
     variable: "SHARDGRAD_CUBLASLT_PATH",
     stem: "libcublasLt.so",
     soname: "libcublasLt.so.13",
-    least: (130_000, "13.0"),
+    min_version: (130_000, "13.0"),
     in_wheels: true,
     help: "pip install 'nvidia-cublas==13.*', or name its libcublasLt.so.13 in SHARDGRAD_CUBLASLT_PATH",
 };
 
 impl LibrarySpec {
-    /// The error of this library.
+    /// Returns an error about this library.
     pub(super) fn error(&self, why: impl Into<String>) -> KernelError {
         KernelError::Library { library: self.name, why: why.into(), help: self.help.into() }
     }
 
-    /// Refuses a version that is too old.
+    /// Returns an error if a version is too old.
     pub(super) fn check(&self, version: usize, shown: &str, file: &Path) -> Result<(), KernelError> {
-        if version >= self.least.0 {
+        if version >= self.min_version.0 {
             return Ok(());
         }
-        let why = format!("{} is for CUDA {shown}, and {} or newer is needed", file.display(), self.least.1);
+        let why = format!("{} is for CUDA {shown}, and {} or newer is needed", file.display(), self.min_version.1);
         Err(self.error(why))
     }
 }
 
-/// Where to look for libraries, and where compiled kernels are kept.
+/// Where to search for libraries, and where to cache compiled kernels.
 #[derive(Clone, Debug, Default)]
 pub struct SearchPaths {
-    /// By the name of its variable, the file of a library or the folder of that file.
+    /// Libraries with a fixed path: the name of the environment variable, and the file or its folder.
     pub named: Vec<(&'static str, PathBuf)>,
-    /// Folders of Python environments (those that hold `bin` and `lib`).
+    /// Folders of Python environments (with `bin` and `lib`).
     pub environments: Vec<PathBuf>,
-    /// Where compiled kernels are kept between runs, if anywhere.
+    /// The folder of the cache of compiled kernels, if there is one.
     pub cache: Option<PathBuf>,
 }
 
 impl SearchPaths {
-    /// As the environment says: a variable for each library; packages of the active virtual environment and of the
-    /// `python3` on the path; kernels in `SHARDGRAD_CACHE_DIR`, else in the cache folder of the user.
+    /// Returns the search paths of the environment: a variable for each library; packages of the active virtual environment and of
+    /// the `python3` on the path; a cache in `SHARDGRAD_CACHE_DIR`, else in the cache folder of the user.
     #[must_use]
     pub fn from_env() -> SearchPaths {
         let path = |name: &str| env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
         let named =
-            [&DRIVER, &NVRTC, &BLAS].into_iter().filter_map(|w| Some((w.variable, path(w.variable)?)));
+            [&DRIVER, &NVRTC, &CUBLASLT].into_iter().filter_map(|w| Some((w.variable, path(w.variable)?)));
         let own = |home: PathBuf| home.join("shardgrad");
         let cache = path("SHARDGRAD_CACHE_DIR")
             .or_else(|| path("XDG_CACHE_HOME").map(own))
@@ -109,7 +109,7 @@ impl SearchPaths {
         SearchPaths { named: named.collect(), environments, cache }
     }
 
-    /// The folders of NVIDIA's packages in these environments.
+    /// Returns the library folders of NVIDIA's Python packages.
     fn wheels(&self) -> Vec<PathBuf> {
         let inside = |folder: PathBuf| {
             let entries = fs::read_dir(folder).into_iter().flatten().flatten();
@@ -130,13 +130,13 @@ impl SearchPaths {
             .collect()
     }
 
-    /// Opens a library: the file that its variable names, and no other; else what Python packages bring; else what the
-    /// loader finds.
+    /// Opens a library: the file that its variable names, and no other; else the file of a Python package; else the file that the
+    /// dynamic loader finds.
     pub(super) fn open(&self, spec: &LibrarySpec) -> Result<Library, KernelError> {
         if let Some((_, path)) = self.named.iter().find(|(name, _)| *name == spec.variable) {
             let file = if path.is_dir() { file_in(path, spec.stem) } else { Some(path.clone()) };
             let file = file.ok_or_else(|| {
-                let why = format!("{} is {}, where no {} is", spec.variable, path.display(), spec.stem);
+                let why = format!("{} is {}, which contains no {}", spec.variable, path.display(), spec.stem);
                 spec.error(why)
             })?;
             return Library::open(&file).map_err(|why| spec.error(format!("{}: {why}", spec.variable)));
@@ -152,7 +152,7 @@ impl SearchPaths {
     }
 }
 
-/// The file of a library in a folder: the one with the longest version.
+/// Returns the file of a library in a folder; of several, the one with the longest version.
 fn file_in(folder: &Path, stem: &str) -> Option<PathBuf> {
     let entries = fs::read_dir(folder).ok()?.flatten();
     let is_it = |name: &str| {
@@ -163,38 +163,37 @@ fn file_in(folder: &Path, stem: &str) -> Option<PathBuf> {
     fits.map(|e| e.path()).max_by_key(|p| p.as_os_str().len())
 }
 
-/// An open library. It is never closed: such libraries have threads of their own, which would be left without code.
+/// An open library. It is never closed, because its threads may still run.
 pub(super) struct Library {
     open: ManuallyDrop<libloading::Library>,
     file: PathBuf,
 }
 
 impl Library {
-    /// Opens a file, or what the loader finds under a name.
+    /// Opens a file, or a library by its name.
     fn open(file: &Path) -> Result<Library, String> {
         // SAFETY: opening runs the library's initialisers; these are libraries of NVIDIA, or files that the user named.
         let open = unsafe { libloading::Library::new(file) }.map_err(|e| e.to_string())?;
         Ok(Library {
             open: ManuallyDrop::new(open),
-            file: mapped(file).unwrap_or_else(|| file.to_path_buf()),
+            file: loaded_path(file).unwrap_or_else(|| file.to_path_buf()),
         })
     }
 
-    /// Opens the file epilogue_operands this one whose name begins so, if there is one: libraries that this one will ask the loader
-    /// for are found there once they are open.
-    pub(super) fn open_beside(&self, stem: &str) -> Option<Library> {
+    /// Opens a library in the folder of this one, if there is one. This library then finds it by name, since it is loaded already.
+    pub(super) fn open_sibling(&self, stem: &str) -> Option<Library> {
         Library::open(&file_in(self.file.parent()?, stem)?).ok()
     }
 
-    /// The file that was opened.
+    /// Returns the file that was opened.
     pub(super) fn file(&self) -> &Path {
         &self.file
     }
 
-    /// A function of the library.
+    /// Returns a function of the library.
     ///
     /// # Safety
-    /// `F` is the type of a function pointer, and that of the function.
+    /// `F` must be a function-pointer type, and the type of this function.
     pub(super) unsafe fn function<F: Copy>(&self, spec: &LibrarySpec, name: &str) -> Result<F, KernelError> {
         // SAFETY: the caller promises that this is the function's type.
         let found = unsafe { self.open.get::<F>(name.as_bytes()) };
@@ -209,8 +208,8 @@ impl fmt::Debug for Library {
     }
 }
 
-/// The file that the loader has taken for a bare name.
-fn mapped(name: &Path) -> Option<PathBuf> {
+/// Returns the file that the loader opened for a bare name.
+fn loaded_path(name: &Path) -> Option<PathBuf> {
     if name.components().count() > 1 {
         return None;
     }
@@ -222,13 +221,12 @@ fn mapped(name: &Path) -> Option<PathBuf> {
     ours.next().map(Path::to_path_buf)
 }
 
-/// What a foreign function answers; 0 is good.
+/// The status of a foreign function; 0 is success.
 pub(super) type StatusCode = c_int;
 
-/// Declares the functions of a library that are called: a table of pointers, and for each a method that turns an answer
-/// other than 0 into an error by `Self::failed`. The types are held against the generated bindings when this is
-/// compiled; the bindings' own loader is not used, because it panics where a library or function is missing and
-/// chooses the file itself.
+/// Declares the functions of a library: a table of pointers, and for each a method that converts a status other than 0 to an error by
+/// `Self::failed`. The compiler checks the types against the generated bindings. The loader of the bindings is not used, because it
+/// panics if a library or function is missing and chooses the file itself.
 macro_rules! foreign {
     ($table:ident, $spec:path, $bindings:path, $status:ident {
         $(fn $name:ident($($arg:ident: $type:ty),*);)*
@@ -254,14 +252,14 @@ macro_rules! foreign {
             }
 
             $(
-                /// The function of this name.
+                /// Calls the library function of this name.
                 ///
                 /// # Safety
-                /// What the library's documentation asks of its arguments.
+                /// The requirements of the library's documentation on the arguments.
                 pub(super) unsafe fn $name(&self, $($arg: $type),*) -> Result<(), $crate::error::KernelError> {
-                    // SAFETY: the caller keeps the function's rules.
-                    let answer = unsafe { (self.$name)($($arg),*) };
-                    if answer == 0 { Ok(()) } else { Err(self.failed(stringify!($name), answer)) }
+                    // SAFETY: the caller meets the function's requirements.
+                    let status = unsafe { (self.$name)($($arg),*) };
+                    if status == 0 { Ok(()) } else { Err(self.failed(stringify!($name), status)) }
                 }
             )*
         }

@@ -1,6 +1,6 @@
-//! Memory of a card for one rank: large chunks from the driver, cut up here. What is freed is used again at once: work of the
-//! rank is given to one stream, so whoever uses it next comes after whoever used it last. Only blocks that captured work uses
-//! wait until that is gone, and those of flights, which have another stream, until the rank comes behind them.
+//! The caching allocator of GPU memory of one rank: large chunks from the driver, from which blocks are cut. A freed block is reused
+//! at once: the rank computes in one stream, so that the next use runs after the last. Exceptions are blocks that a graph uses,
+//! until the graph is dropped, and blocks of pending collectives, until the compute stream waits for those.
 
 use super::driver::Context;
 use crate::buffer::{Buffer, DeviceAllocator, FreeList};
@@ -9,46 +9,47 @@ use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
-/// Every block is a multiple of this, which is the alignment that a driver gives.
+/// Block sizes are multiples of this; the alignment of driver allocations.
 const GRAIN: usize = 512;
-/// Blocks up to this size come from chunks of [`SMALL_CHUNK`], so that they do not cut up large ones.
+/// Blocks up to this size come from chunks of [`SMALL_CHUNK`], so that they do not fragment large chunks.
 const SMALL_MAX: usize = 1 << 20;
 const SMALL_CHUNK: usize = 8 << 20;
 const LARGE_CHUNK: usize = 64 << 20;
-/// Larger chunks are multiples of this.
+/// Sizes of larger chunks are multiples of this.
 const CHUNK_GRAIN: usize = 2 << 20;
 
-/// Where chunks come from.
+/// The source of chunks: the driver, or a fake in tests.
 pub(super) trait ChunkSource: fmt::Debug + Send + Sync {
-    /// A chunk; `None` if there is not so much.
-    fn take(&self, bytes: usize) -> Result<Option<u64>, KernelError>;
-    /// Takes a chunk back in which no block is in use.
-    fn give(&self, address: u64);
+    /// Allocates a chunk; `None` if memory is short.
+    fn alloc(&self, bytes: usize) -> Result<Option<u64>, KernelError>;
+    /// Frees a chunk in which no block is in use.
+    fn free(&self, address: u64);
 
-    /// Gives back what could not be given back before.
-    fn give_late(&self) {}
+    /// Frees the chunks that could not be freed before.
+    fn free_deferred(&self) {}
 }
 
-/// What can have blocks be let go that it keeps.
+/// A holder of retained blocks that can release them when memory is short.
 pub(super) trait Reclaim: fmt::Debug + Send + Sync {
-    /// Whether it has let any go.
+    /// Releases blocks; returns whether there were any.
     fn reclaim(&self) -> bool;
 }
 
-/// Chunks and blocks, as addresses.
+/// Chunks and blocks of an allocator, by address, and its statistics.
 #[derive(Debug, Default)]
 struct AllocatorState {
-    /// Small chunks and large ones apart.
+    /// Free lists of small and of large chunks.
     free_list: [FreeList; 2],
     /// Bytes of each block in use.
     used: HashMap<u64, usize>,
-    /// How many graphs and flights keep a block in use, and which of those would be free without them.
-    kept: HashMap<u64, usize>,
-    waiting: HashSet<u64>,
+    /// How many graphs and collectives retain a block.
+    retained: HashMap<u64, usize>,
+    /// Retained blocks without other handles.
+    freed_while_retained: HashSet<u64>,
     stats: MemoryStats,
 }
 
-/// Of which kind the chunk is that a block of so many bytes comes from.
+/// Returns the index of the free list for blocks of `bytes` bytes: 0 for small, 1 for large.
 fn kind(bytes: usize) -> usize {
     usize::from(bytes > SMALL_MAX)
 }
@@ -72,8 +73,8 @@ impl AllocatorState {
     }
 
     fn give_back(&mut self, address: u64) {
-        if self.kept.contains_key(&address) {
-            self.waiting.insert(address);
+        if self.retained.contains_key(&address) {
+            self.freed_while_retained.insert(address);
             return;
         }
         let Some(bytes) = self.used.remove(&address) else { return };
@@ -86,7 +87,7 @@ impl AllocatorState {
         self.free_list[kind].add_chunk(address, bytes);
     }
 
-    /// Strikes out the chunks in which nothing is in use.
+    /// Removes the chunks in which nothing is in use, and returns their addresses.
     fn empty_chunks(&mut self) -> Vec<u64> {
         let empty = self.free_list.iter_mut().flat_map(FreeList::take_empty);
         let empty = empty.inspect(|(_, bytes)| self.stats.reserved_bytes -= bytes);
@@ -94,64 +95,64 @@ impl AllocatorState {
     }
 }
 
-/// The allocator of one rank, or of a graph of its work. Handles share it.
+/// The caching allocator of one rank, or of a captured graph of the rank. Shared by handles.
 #[derive(Debug)]
-pub(super) struct Memory {
+pub(super) struct CachingAllocator {
     source: Arc<dyn ChunkSource>,
     limit: usize,
     state: Mutex<AllocatorState>,
-    /// The rank's own, where this is a graph's. It counts what a graph holds, and is never waited for the other way round.
-    home: Option<Arc<Memory>>,
+    /// The allocator of the rank, for the allocator of a graph: it counts the graph's memory. Locks are taken in the order graph, rank.
+    parent: Option<Arc<CachingAllocator>>,
     reclaimer: OnceLock<Weak<dyn Reclaim>>,
 }
 
-impl Memory {
-    /// Memory of at most `limit` bytes from the driver (0: no limit).
-    pub(super) fn new(source: Arc<dyn ChunkSource>, limit: usize) -> Arc<Memory> {
-        Arc::new(Memory { source, limit, state: Mutex::default(), home: None, reclaimer: OnceLock::new() })
+impl CachingAllocator {
+    /// Creates an allocator that takes at most `limit` bytes from the driver (0: no limit).
+    pub(super) fn new(source: Arc<dyn ChunkSource>, limit: usize) -> Arc<CachingAllocator> {
+        Arc::new(CachingAllocator { source, limit, state: Mutex::default(), parent: None, reclaimer: OnceLock::new() })
     }
 
-    /// Memory of a graph, from the same driver and under the same limit, whose blocks are never those of this one. All that it
-    /// ever had in use counts as in use here as long as it lives: whenever the graph is replayed, it is used so again.
-    pub(super) fn for_graph(self: &Arc<Memory>) -> Arc<Memory> {
-        let (source, limit, home) = (self.source.clone(), self.limit, Some(self.clone()));
-        Arc::new(Memory { source, limit, state: Mutex::default(), home, reclaimer: OnceLock::new() })
+    /// Creates the allocator of a graph, with separate chunks and a shared limit. Its peak counts as in use here as long as the graph
+    /// lives, because every replay uses that memory again.
+    pub(super) fn for_graph(self: &Arc<CachingAllocator>) -> Arc<CachingAllocator> {
+        let (source, limit, parent) = (self.source.clone(), self.limit, Some(self.clone()));
+        Arc::new(CachingAllocator { source, limit, state: Mutex::default(), parent, reclaimer: OnceLock::new() })
     }
 
     fn state(&self) -> MutexGuard<'_, AllocatorState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What this memory holds; a rank's own counts its graphs too.
+    /// Returns the statistics; those of a rank include its graphs.
     pub(super) fn stats(&self) -> MemoryStats {
         self.state().stats
     }
 
-    /// Gives chunks back to the driver in which nothing is in use.
+    /// Frees the chunks in which nothing is in use.
     pub(super) fn release_empty_chunks(&self) {
-        self.source.give_late();
-        self.state().empty_chunks().into_iter().for_each(|address| self.source.give(address));
+        self.source.free_deferred();
+        self.state().empty_chunks().into_iter().for_each(|address| self.source.free(address));
     }
 
-    /// Asks this before a block is refused; the first that was named is asked.
+    /// Sets the holder to call before an allocation fails. Only the first call has an effect.
     pub(super) fn set_reclaimer(&self, reclaimer: Weak<dyn Reclaim>) {
         self.reclaimer.get_or_init(|| reclaimer);
     }
 
-    /// A block of at least `bytes` bytes with arbitrary contents.
-    pub(super) fn alloc(self: &Arc<Memory>, bytes: usize) -> Result<Buffer, KernelError> {
-        let relieved =
+    /// Allocates at least `bytes` bytes, with arbitrary contents.
+    pub(super) fn alloc(self: &Arc<CachingAllocator>, bytes: usize) -> Result<Buffer, KernelError> {
+        let reclaimed =
             || self.reclaimer.get().and_then(Weak::upgrade).is_some_and(|reclaimer| reclaimer.reclaim());
         match self.block(bytes) {
-            Err(KernelError::OutOfMemory { .. }) if relieved() => self.block(bytes),
+            Err(KernelError::OutOfMemory { .. }) if reclaimed() => self.block(bytes),
             found => found,
         }
     }
 
-    fn block(self: &Arc<Memory>, bytes: usize) -> Result<Buffer, KernelError> {
+    fn block(self: &Arc<CachingAllocator>, bytes: usize) -> Result<Buffer, KernelError> {
         let mut state = self.state();
         let refuse = |state: &AllocatorState| {
-            let stats = self.home.as_ref().map_or(state.stats, |home| home.stats());
+            let stats = self.parent.as_ref().map_or(state.stats, |parent| parent.stats());
             KernelError::OutOfMemory { requested_bytes: bytes, stats }
         };
         let Some(block) = bytes.max(1).checked_next_multiple_of(GRAIN) else { return Err(refuse(&state)) };
@@ -164,15 +165,15 @@ impl Memory {
                 state.cut(block).ok_or_else(|| refuse(&state))?
             }
         };
-        if let Some(home) = &self.home {
-            home.state().count(state.stats.peak_bytes - peak);
+        if let Some(parent) = &self.parent {
+            parent.state().count(state.stats.peak_bytes - peak);
         }
         drop(state);
         Ok(Buffer::on_device(address, bytes, self.clone()))
     }
 
-    /// Takes a chunk that has room for a block, if it can be had: after empty chunks were given back, if need be. Those of a
-    /// graph are not empty: what it has noted uses them, and nothing may be given back while work is noted.
+    /// Adds a chunk with room for a block, if possible; frees empty chunks first if memory is short. A graph keeps its chunks: the
+    /// captured launches use them, and nothing can be freed during capture.
     fn grow(&self, state: &mut AllocatorState, block: usize) -> Result<(), KernelError> {
         let own = block.checked_next_multiple_of(CHUNK_GRAIN).unwrap_or(block);
         let (usual, tight) = match kind(block) {
@@ -180,105 +181,105 @@ impl Memory {
             _ => (own.max(LARGE_CHUNK), own),
         };
         for bytes in [usual, tight] {
-            if self.take(state, kind(block), bytes)? {
+            if self.reserve_chunk(state, kind(block), bytes)? {
                 return Ok(());
             }
         }
-        if self.home.is_some() {
+        if self.parent.is_some() {
             return Ok(());
         }
         for address in state.empty_chunks() {
-            self.source.give(address);
+            self.source.free(address);
         }
-        self.take(state, kind(block), tight).map(|_| ())
+        self.reserve_chunk(state, kind(block), tight).map(|_| ())
     }
 
-    fn take(&self, state: &mut AllocatorState, kind: usize, bytes: usize) -> Result<bool, KernelError> {
-        let mut home = self.home.as_ref().map(|home| home.state());
-        let reserved = home.as_ref().map_or(state.stats.reserved_bytes, |home| home.stats.reserved_bytes);
+    fn reserve_chunk(&self, state: &mut AllocatorState, kind: usize, bytes: usize) -> Result<bool, KernelError> {
+        let mut parent = self.parent.as_ref().map(|parent| parent.state());
+        let reserved = parent.as_ref().map_or(state.stats.reserved_bytes, |parent| parent.stats.reserved_bytes);
         if self.limit != 0 && reserved.saturating_add(bytes) > self.limit {
             return Ok(false);
         }
-        let Some(address) = self.source.take(bytes)? else { return Ok(false) };
+        let Some(address) = self.source.alloc(bytes)? else { return Ok(false) };
         state.add_chunk(kind, address, bytes);
-        if let Some(home) = &mut home {
-            home.count_chunk(bytes);
+        if let Some(parent) = &mut parent {
+            parent.count_chunk(bytes);
         }
         Ok(true)
     }
 }
 
-impl DeviceAllocator for Memory {
+impl DeviceAllocator for CachingAllocator {
     fn give_back(&self, address: u64) {
         self.state().give_back(address);
     }
 
-    fn keep(&self, address: u64) {
+    fn retain(&self, address: u64) {
         let mut state = self.state();
-        debug_assert!(state.used.contains_key(&address), "bug: a block that nobody has is to be kept");
-        *state.kept.entry(address).or_default() += 1;
+        debug_assert!(state.used.contains_key(&address), "bug: a free block is retained");
+        *state.retained.entry(address).or_default() += 1;
     }
 
     fn release(&self, address: u64) {
         let mut state = self.state();
-        let left = state.kept.get_mut(&address).map_or(0, |count| {
+        let left = state.retained.get_mut(&address).map_or(0, |count| {
             *count -= 1;
             *count
         });
         if left == 0 {
-            state.kept.remove(&address);
-            if state.waiting.remove(&address) {
+            state.retained.remove(&address);
+            if state.freed_while_retained.remove(&address) {
                 state.give_back(address);
             }
         }
     }
 }
 
-impl Drop for Memory {
+impl Drop for CachingAllocator {
     fn drop(&mut self) {
         let state = std::mem::take(&mut *self.state());
-        state.free_list.iter().flat_map(FreeList::chunks).for_each(|address| self.source.give(address));
-        if let Some(home) = &self.home {
-            let mut home = home.state();
-            home.stats.reserved_bytes -= state.stats.reserved_bytes;
-            home.stats.in_use_bytes -= state.stats.peak_bytes;
+        state.free_list.iter().flat_map(FreeList::chunks).for_each(|address| self.source.free(address));
+        if let Some(parent) = &self.parent {
+            let mut parent = parent.state();
+            parent.stats.reserved_bytes -= state.stats.reserved_bytes;
+            parent.stats.in_use_bytes -= state.stats.peak_bytes;
         }
     }
 }
 
-/// Chunks of a card.
+/// Chunks from the driver of a GPU.
 #[derive(Debug)]
-pub(super) struct Chunks {
+pub(super) struct DriverChunks {
     context: Arc<Context>,
-    /// What could not be given back yet, as nothing can while a stream of the card notes work.
-    late: Mutex<Vec<u64>>,
+    /// Chunks that could not be freed yet: cuMemFree fails while a stream of the GPU is in capture.
+    deferred: Mutex<Vec<u64>>,
 }
 
-impl Chunks {
-    pub(super) fn of(context: &Arc<Context>) -> Chunks {
-        Chunks { context: context.clone(), late: Mutex::default() }
+impl DriverChunks {
+    pub(super) fn of(context: &Arc<Context>) -> DriverChunks {
+        DriverChunks { context: context.clone(), deferred: Mutex::default() }
     }
 
-    fn late(&self) -> MutexGuard<'_, Vec<u64>> {
-        self.late.lock().unwrap_or_else(PoisonError::into_inner)
+    fn deferred(&self) -> MutexGuard<'_, Vec<u64>> {
+        self.deferred.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl ChunkSource for Chunks {
-    fn take(&self, bytes: usize) -> Result<Option<u64>, KernelError> {
-        self.give_late();
-        self.context.take(bytes)
+impl ChunkSource for DriverChunks {
+    fn alloc(&self, bytes: usize) -> Result<Option<u64>, KernelError> {
+        self.free_deferred();
+        self.context.alloc(bytes)
     }
 
-    fn give(&self, address: u64) {
-        if self.context.give(address).is_err() {
-            self.late().push(address);
+    fn free(&self, address: u64) {
+        if self.context.free(address).is_err() {
+            self.deferred().push(address);
         }
     }
 
-    fn give_late(&self) {
-        let late = std::mem::take(&mut *self.late());
-        late.into_iter().for_each(|address| self.give(address));
+    fn free_deferred(&self) {
+        let deferred = std::mem::take(&mut *self.deferred());
+        deferred.into_iter().for_each(|address| self.free(address));
     }
 }
 
@@ -287,41 +288,41 @@ mod tests {
     use super::*;
     use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-    /// Addresses, and how many bytes there are.
+    /// A source of fake addresses with a limited number of bytes.
     #[derive(Debug, Default)]
-    struct Numbers {
+    struct FakeChunks {
         next: AtomicU64,
         left: Arc<AtomicUsize>,
         given: Arc<Mutex<Vec<u64>>>,
         sizes: Mutex<HashMap<u64, usize>>,
     }
 
-    impl ChunkSource for Numbers {
-        fn take(&self, bytes: usize) -> Result<Option<u64>, KernelError> {
+    impl ChunkSource for FakeChunks {
+        fn alloc(&self, bytes: usize) -> Result<Option<u64>, KernelError> {
             if self.left.load(Ordering::Relaxed) < bytes {
                 return Ok(None);
             }
             self.left.fetch_sub(bytes, Ordering::Relaxed);
-            // Chunks lie side by side: blocks of two chunks must not be joined.
+            // Chunks are adjacent: blocks of two chunks must not be merged.
             let address = 4096 + self.next.fetch_add(bytes as u64, Ordering::Relaxed);
             self.sizes.lock().unwrap().insert(address, bytes);
             Ok(Some(address))
         }
 
-        fn give(&self, address: u64) {
+        fn free(&self, address: u64) {
             let bytes = self.sizes.lock().unwrap().remove(&address).expect("given back once");
             self.left.fetch_add(bytes, Ordering::Relaxed);
             self.given.lock().unwrap().push(address);
         }
     }
 
-    fn memory(bytes: usize, limit: usize) -> (Arc<Memory>, Arc<AtomicUsize>) {
+    fn memory(bytes: usize, limit: usize) -> (Arc<CachingAllocator>, Arc<AtomicUsize>) {
         let left = Arc::new(AtomicUsize::new(bytes));
-        (Memory::new(Arc::new(Numbers { left: left.clone(), ..Numbers::default() }), limit), left)
+        (CachingAllocator::new(Arc::new(FakeChunks { left: left.clone(), ..FakeChunks::default() }), limit), left)
     }
 
     #[test]
-    fn blocks_do_not_overlap_and_all_comes_back() {
+    fn blocks_do_not_overlap_and_all_memory_is_returned() {
         let (memory, left) = memory(4 << 30, 0);
         let mut held: Vec<Buffer> = Vec::new();
         let mut state = 7u64;
@@ -347,14 +348,14 @@ mod tests {
         drop(held);
         assert_eq!(memory.stats().in_use_bytes, 0);
         let state = memory.state();
-        assert!(state.free_list.iter().all(FreeList::is_all_free), "everything is joined again");
+        assert!(state.free_list.iter().all(FreeList::is_all_free), "all free blocks are merged");
         drop(state);
         drop(memory);
         assert_eq!(left.load(Ordering::Relaxed), 4 << 30);
     }
 
     #[test]
-    fn what_is_freed_is_used_next() {
+    fn freed_block_is_reused_next() {
         let (memory, _) = memory(1 << 30, 0);
         let a = memory.alloc(3 << 20).unwrap();
         let address = a.device_address();
@@ -364,12 +365,12 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_is_not_used_again_before_it_is_let_go() {
+    fn retained_block_is_not_reused_before_release() {
         let (memory, left) = memory(1 << 30, 200 << 20);
         let a = memory.alloc(3 << 20).unwrap();
         let address = a.device_address().unwrap();
-        memory.keep(address);
-        memory.keep(address);
+        memory.retain(address);
+        memory.retain(address);
         drop(a);
         assert_ne!(memory.alloc(3 << 20).unwrap().device_address(), Some(address));
         memory.release(address);
@@ -388,21 +389,21 @@ mod tests {
     }
 
     #[test]
-    fn what_a_graph_has_used_counts_as_long_as_it_lives() {
+    fn peak_of_a_graph_counts_while_the_graph_lives() {
         let (memory, left) = memory(300 << 20, 0);
         let own = memory.alloc(10 << 20).unwrap();
         let for_graph = memory.for_graph();
         drop(for_graph.alloc(70 << 20).unwrap());
-        let kept = for_graph.alloc(20 << 20).unwrap();
+        let retained = for_graph.alloc(20 << 20).unwrap();
         assert_eq!(
             memory.stats().in_use_bytes,
             80 << 20,
-            "the most that the graph had in use, though little is held"
+            "the peak of the graph counts, not what it holds now"
         );
         let more = memory.alloc(5 << 20).unwrap();
         assert_eq!((memory.stats().in_use_bytes, memory.stats().peak_bytes), (85 << 20, 85 << 20));
-        // A chunk of which the graph holds nothing any more is not given back for another, nor to somebody else.
-        drop(kept);
+        // An empty chunk of a graph is not freed for another allocation.
+        drop(retained);
         assert!(for_graph.alloc(200 << 20).is_err() && memory.alloc(200 << 20).is_err());
         drop((own, more));
         memory.release_empty_chunks();
@@ -415,7 +416,7 @@ mod tests {
     }
 
     #[test]
-    fn a_graph_is_refused_what_a_limit_does_not_leave() {
+    fn limit_includes_the_memory_of_graphs() {
         let (memory, left) = memory(1 << 30, 100 << 20);
         let for_graph = memory.for_graph();
         let (held, own) = (for_graph.alloc(60 << 20).unwrap(), memory.alloc(30 << 20).unwrap());
@@ -427,7 +428,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_card_gives_back_what_is_empty_and_then_refuses_with_figures() {
+    fn full_gpu_frees_empty_chunks_before_it_refuses() {
         let (memory, _) = memory(100 << 20, 0);
         let small = memory.alloc(10).unwrap();
         drop(memory.alloc(60 << 20).unwrap());
@@ -444,7 +445,7 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_holds_for_what_is_taken_from_the_driver() {
+    fn limit_applies_to_chunks_from_the_driver() {
         let (memory, _) = memory(1 << 30, 20 << 20);
         let held = memory.alloc(12 << 20).unwrap();
         assert!(memory.stats().reserved_bytes <= 20 << 20);

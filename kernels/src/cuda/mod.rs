@@ -1,5 +1,5 @@
-//! The back end for NVIDIA cards (feature `cuda`): libraries found at run time, kernels compiled at first use, and the
-//! driver behind types that keep its rules. What of it has run on a card stands in `docs/gpu.md`.
+//! The CUDA back end (feature `cuda`): libraries loaded at run time, kernels compiled at first use by NVRTC, and safe types over
+//! the driver API. `docs/gpu.md` lists which parts have run on a GPU.
 
 pub mod library;
 pub mod usage;
@@ -25,7 +25,7 @@ mod graph_tests;
 mod comm_stream_tests;
 
 pub use backend::CudaDevice;
-pub use compile::{Compiled, Compiler, Program};
+pub use compile::{CompiledProgram, Compiler, Program};
 pub use driver::{DeviceProperties, Driver};
 pub use library::SearchPaths;
 pub use report::Report;

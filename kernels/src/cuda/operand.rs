@@ -1,51 +1,52 @@
-//! How operands of any strides are described to the library of products.
+//! Strided operands as cuBLASLt describes them: column-major matrices, perhaps transposed.
 
 use crate::strides::Strides;
 
-/// One matrix operand as the library sees it: columns behind each other, perhaps transposed.
+/// A batch of matrices in the terms of cuBLASLt: column-major, perhaps transposed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Operand {
-    /// Whether its rows are what lies together.
+    /// Whether the matrix is row-major, which cuBLASLt reads as a transposed matrix.
     pub(super) transposed: bool,
-    /// Elements from one column (or row, if transposed) to the next.
-    pub(super) lead: usize,
-    /// Elements from one matrix of the stack to the next.
-    pub(super) step: usize,
-    /// To how many bytes its address is aligned, 256 at most.
+    /// Elements from one column (or row, if transposed) to the next (lda).
+    pub(super) leading_dim: usize,
+    /// Elements from one matrix of the batch to the next.
+    pub(super) batch_stride: usize,
+    /// The alignment of the address in bytes, at most 256.
     pub(super) alignment: u32,
 }
 
 impl Operand {
-    /// Describes a view (g, rows, columns) at an address; `None` if the library has no words for its strides.
-    pub(super) fn of(view: &Strides, address: u64) -> Option<Operand> {
+    /// Describes a view (g, rows, columns) at an address; `None` if cuBLASLt cannot express its strides.
+    pub(super) fn from_view(view: &Strides, address: u64) -> Option<Operand> {
         let ([_, rows, columns], [_, down, along]) = (dims(&view.shape), dims(&view.strides));
-        let plain = lead((rows, down), (columns, along));
-        let plain = plain.map(|lead| Operand { transposed: false, ..Operand::with(view, address, lead) });
+        let plain = leading_dim((rows, down), (columns, along));
+        let plain = plain.map(|leading_dim| Operand { transposed: false, ..Operand::with(view, address, leading_dim) });
         plain.or_else(|| Operand::row_major(view, address))
     }
 
-    /// The same with rows behind each other, even where both are true.
+    /// Describes a view as row-major, even if it is column-major too; `None` if it is not row-major.
     pub(super) fn row_major(view: &Strides, address: u64) -> Option<Operand> {
         let ([_, rows, columns], [_, down, along]) = (dims(&view.shape), dims(&view.strides));
-        lead((columns, along), (rows, down)).map(|lead| Operand::with(view, address, lead))
+        leading_dim((columns, along), (rows, down)).map(|leading_dim| Operand::with(view, address, leading_dim))
     }
 
-    fn with(view: &Strides, address: u64, lead: usize) -> Operand {
-        let [step, _, _] = dims(&view.strides);
-        Operand { transposed: true, lead, step, alignment: 1 << address.trailing_zeros().min(8) }
+    fn with(view: &Strides, address: u64, leading_dim: usize) -> Operand {
+        let [batch_stride, _, _] = dims(&view.strides);
+        Operand { transposed: true, leading_dim, batch_stride, alignment: 1 << address.trailing_zeros().min(8) }
     }
 
-    /// The same memory as the transpose.
+    /// Returns the transpose, in the same memory.
     pub(super) fn transposed(self) -> Operand {
         Operand { transposed: !self.transposed, ..self }
     }
 }
 
-/// Elements from one line to the next, where a line holds so many at this distance and there are so many lines at that one.
-fn lead((inner, near): (usize, usize), (outer, far): (usize, usize)) -> Option<usize> {
+/// Returns the leading dimension of lines of `inner` elements at stride `near`, of which `outer` follow at stride `far`; `None` if
+/// the lines are not contiguous or overlap.
+fn leading_dim((inner, near): (usize, usize), (outer, far): (usize, usize)) -> Option<usize> {
     let least = inner.max(1);
-    let lies = (inner <= 1 || near == 1) && (outer <= 1 || far >= least);
-    lies.then_some(if outer <= 1 { least } else { far })
+    let is_expressible = (inner <= 1 || near == 1) && (outer <= 1 || far >= least);
+    is_expressible.then_some(if outer <= 1 { least } else { far })
 }
 
 fn dims(list: &[usize]) -> [usize; 3] {

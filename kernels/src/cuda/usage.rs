@@ -1,23 +1,23 @@
-//! What the assembler says of each kernel: registers, spills, stack, shared memory.
+//! Resource usage of compiled kernels, from the log of ptxas: registers, spills, stack, shared memory.
 
-/// What one entry of a program takes of a multiprocessor.
+/// The resources of one entry (`__global__` function) of a program.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
-    /// The entry.
+    /// The name of the entry.
     pub entry: String,
-    /// Registers of a thread.
+    /// Registers per thread.
     pub registers: u32,
-    /// Bytes of a thread's stack.
+    /// Bytes of stack per thread.
     pub stack_bytes: u32,
-    /// Bytes that a thread writes to memory, and reads again, for want of registers.
+    /// Bytes of register spills per thread: stores and loads.
     pub spill_bytes: u32,
-    /// Bytes of shared memory that the source declares.
+    /// Bytes of static shared memory per block.
     pub shared_bytes: u32,
 }
 
-/// Reads the log of a compilation with `--ptxas-options=-v`.
+/// Parses the log of a compilation with `--ptxas-options=-v`.
 #[must_use]
-pub fn read(log: &str) -> Vec<Usage> {
+pub fn parse_ptxas_log(log: &str) -> Vec<Usage> {
     let mut found: Vec<Usage> = Vec::new();
     for line in log.lines() {
         if let Some(entry) =
@@ -49,7 +49,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_log_by_hand() {
+    fn ptxas_log_is_parsed() {
         let log = "ptxas info    : 0 bytes gmem\n\
             ptxas info    : Compiling entry function 'copy' for 'sm_90a'\n\
             ptxas info    : Function properties for copy\n\
@@ -66,6 +66,6 @@ mod tests {
             shared_bytes: 1024,
         };
         let other = Usage { entry: "other".into(), registers: 8, ..Usage::default() };
-        assert_eq!(read(log), [copy, other]);
+        assert_eq!(parse_ptxas_log(log), [copy, other]);
     }
 }

@@ -1,5 +1,5 @@
-//! What a kernel asks of a GPU, as a value. A launch is described before anything runs: a driver runs the description
-//! on a card, and the tests run the same description on the host.
+//! Launch plans: the GPU launches of a kernel, as values. The CUDA back end runs a plan on a GPU; the tests run the same plan on the
+//! host.
 
 #[cfg(all(test, feature = "cuda"))]
 pub(crate) mod shim;
@@ -9,13 +9,13 @@ use half::{bf16, f16};
 use std::borrow::Cow;
 use std::fmt::Write as _;
 
-/// Declarations that stand before the source of every kernel: types, conversions, reductions in a block.
+/// Declarations that precede the source of every kernel: types, conversions, block reductions.
 pub const PRELUDE: &str = include_str!("prelude.cuh");
 
-/// How many kernels can note an index that points outside: more than look at indices.
+/// The number of fault records of a rank: one for each kernel that checks indices.
 pub const FAULTS_MAX: usize = 64;
 
-/// What elements of a dtype are in CUDA C++; truth values are bytes.
+/// Returns the CUDA C++ type of a dtype; bool is a byte.
 #[must_use]
 pub fn type_name(dtype: DType) -> &'static str {
     match dtype {
@@ -28,7 +28,7 @@ pub fn type_name(dtype: DType) -> &'static str {
     }
 }
 
-/// What elements of a dtype are where bits are moved: an unsigned integer of the same size.
+/// Returns the unsigned integer type of the size of a dtype, for kernels that only move bits.
 #[must_use]
 pub fn bits_name(dtype: DType) -> &'static str {
     match dtype.size() {
@@ -39,7 +39,7 @@ pub fn bits_name(dtype: DType) -> &'static str {
     }
 }
 
-/// The bits of an element with the given value, rounded as elements are, as a [`GridArg::I64`] carries them.
+/// Returns the bits of a value rounded to a dtype, as a [`GridArg::I64`].
 #[must_use]
 pub fn bits_of(dtype: DType, value: f64) -> i64 {
     match dtype {
@@ -52,18 +52,17 @@ pub fn bits_of(dtype: DType, value: f64) -> i64 {
     }
 }
 
-/// Dims of a walk over N operands in front of which dims of extent 1 stand, so that programs know few numbers of dims:
-/// 1, 4, 8, 16, ..
+/// The dims of N strided operands, padded in front with dims of extent 1 to 1, 4, 8, 16, .. dims, so that few programs are compiled.
 #[derive(Clone, Debug)]
 pub(crate) struct PaddedDims<const N: usize> {
     /// Outermost first.
     pub(crate) extents: Vec<i64>,
-    /// Distances in elements, by operand.
+    /// Strides in elements, by operand.
     pub(crate) steps: [Vec<i64>; N],
 }
 
 impl<const N: usize> PaddedDims<N> {
-    /// The same with the innermost extent counted in vectors, the last of which may be part of one.
+    /// Converts the innermost extent to a number of vectors, rounded up.
     pub(crate) fn in_vectors(mut self, vector: usize) -> PaddedDims<N> {
         if let Some(inner) = self.extents.last_mut() {
             *inner = (*inner as usize).div_ceil(vector) as i64;
@@ -71,13 +70,13 @@ impl<const N: usize> PaddedDims<N> {
         self
     }
 
-    /// Extents, then the distances of one operand after the other, as a [`GridArg::I64s`] carries them.
+    /// Returns the extents, then the strides of each operand, for a [`GridArg::I64s`].
     pub(crate) fn numbers(&self) -> Vec<i64> {
         self.extents.iter().chain(self.steps.iter().flatten()).copied().collect()
     }
 }
 
-/// Pads dims: extent and distance per operand.
+/// Pads dims, given as the extent and the stride of each operand.
 pub(crate) fn padded_dims<const N: usize>(dims: &[(usize, [usize; N])]) -> PaddedDims<N> {
     let count = if dims.len() <= 1 { 1 } else { dims.len().next_power_of_two().max(4) };
     let padding = count - dims.len();
@@ -88,56 +87,55 @@ pub(crate) fn padded_dims<const N: usize>(dims: &[(usize, [usize; N])]) -> Padde
     }
 }
 
-/// What a launch is made of: steps that run one after another, and memory that lives while they do.
+/// The plan of a launch: steps that run in order, and the scratch memory that they share.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LaunchPlan {
     steps: Vec<Step>,
     scratch: Vec<usize>,
-    allowance: f64,
+    extra_ulps: f64,
     shared_bytes_max: u32,
 }
 
 /// One step of a launch.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Step {
-    /// Blocks of threads that run an entry of the kernel's source.
+    /// A grid of thread blocks that runs an entry of the kernel's source.
     Grid(Grid),
-    /// c = a b for stacks of matrices, by the library of the device.
+    /// A batched matrix product by the library of the device.
     Matmul(Matmul),
 }
 
-/// Blocks of threads that run one entry.
+/// A grid launch of one entry.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Grid {
-    /// The function to run.
+    /// The `__global__` function to run.
     pub entry: &'static str,
-    /// Macros under which the source is compiled: each set of them is a program of its own.
+    /// Macros for the compilation of the source; each set of values is a separate program.
     pub defines: Vec<(&'static str, Cow<'static, str>)>,
     /// Blocks along x, y and z. None is launched if one of them is 0.
     pub blocks: [u32; 3],
-    /// Threads of a block, along x; a multiple of 32 and at most 1024.
+    /// Threads per block, along x: a multiple of 32, at most 1024.
     pub threads: u32,
-    /// Bytes of shared memory of a block that the launch sizes, beside what the source declares. More than 48 KiB needs the
-    /// entry's attribute for the most dynamic shared memory, which the driver sets from this field.
+    /// Bytes of dynamic shared memory per block, in addition to the static ones. Above 48 KiB, the back end raises the attribute
+    /// `MAX_DYNAMIC_SHARED_SIZE_BYTES` of the entry to this value.
     pub shared_bytes: u32,
     /// The arguments of the entry.
     pub args: Vec<GridArg>,
 }
 
 impl Grid {
-    /// What is compiled: [`PRELUDE`], then what [`Grid::body`] gives. The macros stand behind the prelude, so that they
-    /// cannot change it.
+    /// Returns the program to compile: [`PRELUDE`], then [`Grid::body`]. The macros follow the prelude, so that they cannot change it.
     #[must_use]
     pub fn program(&self, source: &str) -> String {
         format!("{PRELUDE}{}", self.body(source))
     }
 
-    /// The macros, then the kernel's source.
+    /// Returns the macros, then the kernel's source.
     #[must_use]
     pub fn body(&self, source: &str) -> String {
         let mut text = String::new();
         for (name, value) in &self.defines {
-            // The text of a long formula comes in several lines.
+            // The text of a long formula has several lines.
             let value = value.replace('\n', " ");
             writeln!(text, "#define {name} {value}").expect("a string takes everything");
         }
@@ -148,16 +146,16 @@ impl Grid {
 /// One argument of an entry.
 #[derive(Clone, Debug, PartialEq)]
 pub enum GridArg {
-    /// Where the first element of the view of an input lies.
+    /// The address of the first element of an input's view.
     Input(usize),
-    /// Where the first element of the view of an output lies.
+    /// The address of the first element of an output's view.
     Output(usize),
-    /// Where memory begins that [`LaunchPlan::scratch`] gave.
+    /// The address of memory from [`LaunchPlan::scratch`].
     Scratch(usize),
-    /// Where a kernel notes an index that points outside (`Fault *` of the prelude).
+    /// The address of the fault record of this kernel (`Fault *` of the prelude), for indices out of range.
     Fault,
-    /// Where all kernels of a rank note such: [`FAULTS_MAX`] records side by side, all zero where nothing was noted since the host
-    /// was told.
+    /// The address of the fault records of all kernels of a rank: [`FAULTS_MAX`] records, which are zero unless a kernel met an index out
+    /// of range since the host last read them.
     Faults,
     /// `int`.
     I32(i32),
@@ -169,12 +167,12 @@ pub enum GridArg {
     F64(f64),
     /// A struct of `long long`, by value: extents and strides.
     I64s(Vec<i64>),
-    /// A struct of pointers, by value: where operands begin. They are inputs, outputs and scratch memory.
+    /// A struct of pointers, by value: addresses of inputs, outputs and scratch memory.
     Addresses(Vec<GridArg>),
 }
 
-/// A stack of products of operands of the launch: a (g, m, k), b (g, k, n), c (g, m, n), of any strides that the kernel's
-/// contract allows.
+/// A batched matrix product of operands of the launch: c = a b with a (g, m, k), b (g, k, n), c (g, m, n), of any strides that the
+/// kernel allows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Matmul {
     /// The input that is a.
@@ -183,11 +181,12 @@ pub struct Matmul {
     pub b: usize,
     /// The output that is c.
     pub c: usize,
-    /// What is done to c before it is rounded, and what is formed beside it.
+    /// The operation on c before rounding, and its further operands.
     pub epilogue: Epilogue,
 }
 
-/// How a product ends. With one of these, c and what lies beside it are contiguous; sums over i are over all rows of the stack.
+/// The epilogue of a product. All except `Plain` require a contiguous c and contiguous further operands; sums over i include all rows
+/// of the batch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Epilogue {
     /// c = a b.
@@ -198,41 +197,41 @@ pub enum Epilogue {
         /// The input (n) that is added.
         bias: usize,
     },
-    /// c_ij = (a b)_ij + residual_ij, and + bias_j.
+    /// c_ij = (a b)_ij + residual_ij, + bias_j if there is a bias.
     Add {
-        /// The input (n) that is added, if there is one.
+        /// The input (n) that is added, if any.
         bias: Option<usize>,
         /// The input, like c, that is added.
         residual: usize,
     },
-    /// before_ij = (a b)_ij + bias_j, and c = gelu(before) in its tanh form.
+    /// pre_gelu_ij = (a b)_ij + bias_j, and c = gelu(pre_gelu), in the tanh form.
     BiasGelu {
         /// The input (n) that is added.
         bias: usize,
-        /// The output, like c, that keeps what goes into gelu.
-        before: usize,
+        /// The output, like c, that saves the input of gelu.
+        pre_gelu: usize,
     },
-    /// c = a b of one matrix each, and sums_j = the sum of b_ij over i.
-    SumsOfB {
+    /// c = a b without a batch, and sums_j = the sum of b_ij over i: the gradient of a bias.
+    BiasGrad {
         /// The output (n).
         sums: usize,
     },
 }
 
 impl LaunchPlan {
-    /// An empty plan for a card that gives a block so many bytes of shared memory at most.
+    /// Creates an empty plan for a GPU with at most `shared_bytes_max` bytes of shared memory per block.
     #[must_use]
     pub fn new(shared_bytes_max: u32) -> LaunchPlan {
-        LaunchPlan { steps: Vec::new(), scratch: Vec::new(), allowance: 0.0, shared_bytes_max }
+        LaunchPlan { steps: Vec::new(), scratch: Vec::new(), extra_ulps: 0.0, shared_bytes_max }
     }
 
-    /// The bytes of shared memory that a block has at most: 227 KiB on 9.0, 163 on 8.0, 99 on 8.6, 8.9 and 12.0.
+    /// Returns the most bytes of shared memory per block: 227 KiB on capability 9.0, 163 on 8.0, 99 on 8.6, 8.9 and 12.0.
     #[must_use]
     pub fn shared_bytes_max(&self) -> u32 {
         self.shared_bytes_max
     }
 
-    /// Adds a grid; none without blocks.
+    /// Adds a grid; does nothing if it has no blocks.
     pub fn grid(&mut self, grid: Grid) {
         debug_assert!(grid.threads.is_multiple_of(32) && (1..=1024).contains(&grid.threads), "{grid:?}");
         if !grid.blocks.contains(&0) {
@@ -240,36 +239,36 @@ impl LaunchPlan {
         }
     }
 
-    /// Adds a stack of products.
-    pub fn product(&mut self, product: Matmul) {
-        self.steps.push(Step::Matmul(product));
+    /// Adds a batched matrix product.
+    pub fn matmul(&mut self, matmul: Matmul) {
+        self.steps.push(Step::Matmul(matmul));
     }
 
-    /// Memory with arbitrary contents that all steps of the launch share, aligned to 256 bytes.
+    /// Adds scratch memory that all steps share: arbitrary contents, aligned to 256 bytes. Returns the argument for its address.
     pub fn scratch(&mut self, bytes: usize) -> GridArg {
         self.scratch.push(bytes);
         GridArg::Scratch(self.scratch.len() - 1)
     }
 
-    /// Lets results be off, beyond the bound of the kernel, by so many units in the last place of their own dtype at the
-    /// largest magnitude of the output: what is rounded to 16 bits on the way to tensor cores.
-    pub fn allow(&mut self, units: f64) {
-        self.allowance = units;
+    /// Allows an error beyond the bound of the kernel, in ulps of the output dtype at the largest magnitude of the output, for operands
+    /// that are rounded to 16 bits for tensor cores.
+    pub fn allow_extra_ulps(&mut self, ulps: f64) {
+        self.extra_ulps = ulps;
     }
 
-    /// What [`LaunchPlan::allow`] was told, or 0.
+    /// Returns the ulps of [`LaunchPlan::allow_extra_ulps`], else 0.
     #[must_use]
-    pub fn allowance(&self) -> f64 {
-        self.allowance
+    pub fn extra_ulps(&self) -> f64 {
+        self.extra_ulps
     }
 
-    /// The steps, in order.
+    /// Returns the steps, in order.
     #[must_use]
     pub fn steps(&self) -> &[Step] {
         &self.steps
     }
 
-    /// Bytes of each piece of scratch memory.
+    /// Returns the bytes of each scratch allocation.
     #[must_use]
     pub fn scratch_bytes(&self) -> &[usize] {
         &self.scratch

@@ -1,5 +1,5 @@
-// Stands before the source of every kernel; the macros of a program follow it, so no macro changes what is declared here.
-// The same text is compiled for the host under SHARDGRAD_SHIM, after shim.h, which declares what CUDA C++ has built in.
+// Precedes the source of every kernel. The macros of a program follow it, so that they cannot change these declarations.
+// With SHARDGRAD_SHIM the same text is compiled for the host, after shim.h, which declares the built-ins of CUDA C++.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -10,7 +10,7 @@ typedef long long i64;
 constexpr u32 WARP = 32;
 constexpr u32 ALL_LANES = 0xffffffffu;
 
-// ---- 16-bit floats: storage only; arithmetic happens in float ----
+// ---- 16-bit floats: storage only, arithmetic in float ----
 
 struct bf16 {
     u16 bits;
@@ -27,7 +27,7 @@ __device__ __forceinline__ int widen(u8 x) { return x; }
 #ifdef SHARDGRAD_SHIM
 inline float widen(f16 x) {
     const u32 magnitude = (u32(x.bits) & 0x7fffu) << 13;
-    // The exponents' biases differ by 112; the product is exact for subnormals too.
+    // The exponent biases differ by 112; the product is exact for subnormals too.
     const float finite = __uint_as_float(magnitude) * __uint_as_float((127u + 112u) << 23);
     const u32 bare = magnitude >= 0x7c00u << 13 ? magnitude | 0x7f800000u : __float_as_uint(finite);
     return __uint_as_float(bare | (u32(x.bits) & 0x8000u) << 16);
@@ -40,7 +40,7 @@ __device__ __forceinline__ float widen(f16 x) {
 }
 #endif
 
-// The type in which a storage type is computed.
+// The accumulator type of a storage type.
 template <class S> struct Accumulator {
     typedef float type;
 };
@@ -55,7 +55,7 @@ template <> struct Accumulator<u8> {
 };
 template <class S> using acc_t = typename Accumulator<S>::type;
 
-// Rounds to nearest, ties to even.
+// Converts an accumulator to a storage type: round to nearest, ties to even.
 template <class S> __device__ __forceinline__ S narrow(acc_t<S> x) { return S(x); }
 #ifdef SHARDGRAD_SHIM
 template <> inline bf16 narrow<bf16>(float x) {
@@ -65,7 +65,7 @@ template <> inline bf16 narrow<bf16>(float x) {
 }
 template <> inline f16 narrow<f16>(float x) {
     const u32 sign = __float_as_uint(x) >> 16 & 0x8000u, bare = __float_as_uint(x) & 0x7fffffffu;
-    // Adding one half leaves a subnormal result, rounded, in the low bits.
+    // Adding 0.5 leaves the rounded subnormal result in the low bits.
     const u32 subnormal = __float_as_uint(__uint_as_float(bare) + 0.5f) - 0x3f000000u;
     const u32 normal = (bare - (112u << 23) + (0xfffu + (bare >> 13 & 1u))) >> 13;
     const u32 special = bare > 0x7f800000u ? 0x7e00u : 0x7c00u;
@@ -85,7 +85,7 @@ template <> __device__ __forceinline__ f16 narrow<f16>(float x) {
 }
 #endif
 
-// The float next to x, or the odd one of its two neighbours: rounding that to 16 bits rounds x once.
+// Rounds x to odd: the equal float, or the neighbour with an odd last bit. Rounding the result to 16 bits then rounds x only once.
 __device__ __forceinline__ float to_odd(double x) {
     const float near = float(x);
     if (x != x || double(near) == x) return near;
@@ -93,7 +93,7 @@ __device__ __forceinline__ float to_odd(double x) {
     return __uint_as_float((__float_as_uint(near) - away) | 1u);
 }
 
-// From f64 with one rounding.
+// Converts f64 to a storage type with one rounding.
 template <class S> __device__ __forceinline__ S from_f64(double x) { return S(x); }
 template <> __device__ __forceinline__ bf16 from_f64<bf16>(double x) { return narrow<bf16>(to_odd(x)); }
 template <> __device__ __forceinline__ f16 from_f64<f16>(double x) { return narrow<f16>(to_odd(x)); }
@@ -102,7 +102,7 @@ template <class A> __device__ __forceinline__ A infinity();
 template <> __device__ __forceinline__ float infinity<float>() { return __uint_as_float(0x7f800000u); }
 template <> __device__ __forceinline__ double infinity<double>() { return __longlong_as_double(0x7ff0000000000000ll); }
 
-// ---- vectors: N elements that are loaded and stored at once; the address is a multiple of their size ----
+// ---- vectors: N elements loaded and stored at once; addresses are multiples of their size ----
 
 template <class S, int N> struct alignas(sizeof(S) * N) Vec {
     S at[N];
@@ -120,10 +120,10 @@ template <int N, class S> __device__ __forceinline__ void store(S *to, const Vec
     *reinterpret_cast<Vec<S, N> *>(to) = x;
 }
 
-// ---- walks over operands with strides ----
+// ---- strided operands ----
 
-// The indices of element `number`, the last one fastest; what is left over goes to the first.
-template <class I, int N> __device__ __forceinline__ void split(I number, const i64 (&extent)[N], I (&at)[N]) {
+// Converts the flat index `number` to indices, the last one fastest (row-major); the first index takes the remainder.
+template <class I, int N> __device__ __forceinline__ void unravel(I number, const i64 (&extent)[N], I (&at)[N]) {
 #pragma unroll
     for (int d = N - 1; d > 0; --d) {
         at[d] = number % I(extent[d]);
@@ -131,15 +131,15 @@ template <class I, int N> __device__ __forceinline__ void split(I number, const 
     }
     at[0] = number;
 }
-// Where the element with these indices lies.
-template <class I, int N> __device__ __forceinline__ i64 place_of(const I (&at)[N], const i64 (&step)[N]) {
+// Returns the offset of the element with these indices.
+template <class I, int N> __device__ __forceinline__ i64 offset_of(const I (&at)[N], const i64 (&step)[N]) {
     i64 place = 0;
 #pragma unroll
     for (int d = 0; d < N; ++d) place += i64(at[d]) * step[d];
     return place;
 }
 
-// ---- shared memory that the launch sizes (`Grid::shared_bytes`), aligned to 128 bytes ----
+// ---- dynamic shared memory (`Grid::shared_bytes`), aligned to 128 bytes ----
 
 #ifdef SHARDGRAD_SHIM
 #define DYNAMIC_SHARED(type, name) type *const name = reinterpret_cast<type *>(shim::dynamic_shared())
@@ -149,10 +149,10 @@ template <class I, int N> __device__ __forceinline__ i64 place_of(const I (&at)[
     type *const name = reinterpret_cast<type *>(dynamic_shared_bytes)
 #endif
 
-// ---- indices that point outside ----
+// ---- indices out of range ----
 
-// All zero before a launch. Of several faults the one at the first position is kept, so that reports are the same in
-// every run.
+// The record of an index out of range; zero if there is none. Of several faults, the one at the lowest position is recorded, so that
+// every run reports the same.
 struct Fault {
     int lock;
     int found;
@@ -161,7 +161,7 @@ struct Fault {
     i64 rows;
 };
 
-// Whether the index, number `position` of its operand, lies in 0..rows; a fault is noted.
+// Returns whether an index is in 0..rows; else records the fault. `position` is the position of the index in its operand.
 __device__ inline bool index_fits(Fault *fault, i64 index, i64 position, i64 rows) {
     if (u64(index) < u64(rows)) return true;
     while (atomicCAS(&fault->lock, 0, 1) != 0) {
@@ -179,32 +179,32 @@ __device__ inline bool index_fits(Fault *fault, i64 index, i64 position, i64 row
     return false;
 }
 
-// ---- joins, and reductions in a fixed order ----
+// ---- binary operations, and reductions in a fixed order ----
 
 struct Sum {
     template <class A> __device__ __forceinline__ A operator()(A a, A b) const { return a + b; }
 };
-// The larger; not-a-number wins.
+// The maximum; NaN propagates.
 struct Larger {
     template <class A> __device__ __forceinline__ A operator()(A a, A b) const { return a > b || a != a ? a : b; }
 };
-// The smaller; not-a-number wins.
+// The minimum; NaN propagates.
 struct Smaller {
     template <class A> __device__ __forceinline__ A operator()(A a, A b) const { return a < b || a != a ? a : b; }
 };
 
-// Lane i joins lane i ^ 16, then i ^ 8, and so on; every lane gets the result. All lanes of the warp take part.
+// Butterfly reduction of a warp: lane i combines with lane i ^ 16, then i ^ 8, and so on. Every lane gets the result. All lanes call it.
 template <class A, class J> __device__ __forceinline__ A warp_reduce(A x, J join) {
 #pragma unroll
     for (int lanes = WARP / 2; lanes > 0; lanes /= 2) {
         const A other = __shfl_xor_sync(ALL_LANES, x, lanes);
-        // The lower lane stands on the left on both sides, so that all lanes have the same bits.
+        // The value of the lower lane is the left operand in both lanes, so that all lanes have the same bits.
         x = threadIdx.x & lanes ? join(other, x) : join(x, other);
     }
     return x;
 }
 
-// The warps' results are joined as the lanes' are; every thread gets the result. All threads of the block take part.
+// Reduction of a block: warps first, then the results of the warps. Every thread gets the result. All threads call it.
 template <class A, class J> __device__ inline A block_reduce(A x, J join, A empty) {
     __shared__ A parts[WARP];
     x = warp_reduce(x, join);
@@ -213,7 +213,7 @@ template <class A, class J> __device__ inline A block_reduce(A x, J join, A empt
     __syncthreads();
     const u32 lane = threadIdx.x % WARP;
     x = warp_reduce(lane < blockDim.x / WARP ? parts[lane] : empty, join);
-    // The parts may be overwritten by the next reduction.
+    // The next reduction may overwrite the parts.
     __syncthreads();
     return x;
 }

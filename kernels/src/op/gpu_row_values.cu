@@ -1,5 +1,5 @@
-// One value per row of x (rows, n): the number of elements that equal y, or the sum of exp(x - m). Macros: S, storage; A, results;
-// WIDTH threads of a row; VEC elements of a vector; EXP, whether exponentials are summed.
+// One value per row of x (rows, n): the number of elements equal to y, or the sum of exp(x - m). Macros: S, storage type; A, result
+// type; WIDTH, threads per row; VEC, elements per vector; EXP, whether exponentials are summed.
 
 constexpr int THREADS = 256;
 constexpr int ROWS = THREADS / WIDTH;
@@ -12,13 +12,13 @@ typedef A Part;
 typedef A Given;
 __device__ __forceinline__ Part term(S x, A m) { return exponential(widen(x) - m); }
 #else
-// Counted in integers: a float counts up to 2^24 only.
+// Integer counts: a float counts only up to 2^24.
 typedef u64 Part;
 typedef S Given;
 __device__ __forceinline__ Part term(S x, A y) { return widen(x) == y; }
 #endif
 
-// The order of a sum depends on n alone.
+// The order of a sum depends only on n.
 extern "C" __global__ void __launch_bounds__(THREADS) row_value(const S *__restrict__ x, const Given *__restrict__ given, A *__restrict__ y,
                                                                 i64 rows, i64 n) {
     const i64 row = i64(blockIdx.x) * ROWS + threadIdx.x / WIDTH;

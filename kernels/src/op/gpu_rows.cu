@@ -1,35 +1,35 @@
-// Rows of neighbours in chunks of 16 bytes. THREADS threads share a row: 32, then a block of four warps has four rows, or a
-// block. Chunk x of a row belongs to thread x mod THREADS, whether it can be loaded at once (ALIGNED) or not, so orders of
-// sums depend on the dtype and the length alone. HELD chunks a thread stay in registers, as they lie in memory; 0: rows
-// are read anew in each pass. Registers: 4 for each chunk of each operand that is held.
+// Contiguous rows in chunks of 16 bytes. THREADS threads share a row: a warp (32; a block then has four rows), or a whole block.
+// Chunk x of a row belongs to thread x mod THREADS, whether it is loaded as a vector (ALIGNED) or not, so that the order of sums
+// depends only on dtype and length. HELD chunks per thread stay in registers, in the storage type; with 0, each pass reads the
+// rows again. A held chunk of an operand takes 4 registers.
 
 typedef acc_t<T> ACC;
 constexpr int WIDTH = 16 / sizeof(T);
 
 #if HELD
 #define SLOTS HELD
-#define EACH_CHUNK(i, at) _Pragma("unroll") for (int i = 0, at = place_in_row(); i < HELD; i++, at += THREADS * WIDTH)
+#define EACH_CHUNK(i, at) _Pragma("unroll") for (int i = 0, at = first_column(); i < HELD; i++, at += THREADS * WIDTH)
 #else
 #define SLOTS 1
-#define EACH_CHUNK(i, at) _Pragma("unroll 2") for (int i = 0, at = place_in_row(); at < n; at += THREADS * WIDTH)
+#define EACH_CHUNK(i, at) _Pragma("unroll 2") for (int i = 0, at = first_column(); at < n; at += THREADS * WIDTH)
 #endif
 #define EACH(e) _Pragma("unroll") for (int e = 0; e < WIDTH; e++)
 
-__device__ __forceinline__ int place_in_row() {
+__device__ __forceinline__ int first_column() {
     return (THREADS == 32 ? threadIdx.x % 32 : threadIdx.x) * WIDTH;
 }
 __device__ __forceinline__ i64 own_row() {
     return THREADS == 32 ? (i64)blockIdx.x * 4 + threadIdx.x / 32 : blockIdx.x;
 }
 __device__ __forceinline__ bool is_first() {
-    return place_in_row() == 0;
+    return first_column() == 0;
 }
 
-// Whether element e of the chunk at a place is one of n.
+// Returns whether element e of the chunk at column `at` is within n.
 __device__ __forceinline__ bool is_inside(int at, int e, int n) { return ALIGNED ? at < n : at + e < n; }
 
-// A chunk from place `at` of n elements; what is not there is 0.
-template <class S, class I> __device__ __forceinline__ Vec<S, WIDTH> take(const S *from, I at, I n) {
+// Loads the chunk at column `at` of a row of n elements; elements beyond n are 0.
+template <class S, class I> __device__ __forceinline__ Vec<S, WIDTH> load_chunk(const S *from, I at, I n) {
     Vec<S, WIDTH> x;
 #if ALIGNED
     if (at < n) return load<WIDTH>(from + at);
@@ -39,7 +39,7 @@ template <class S, class I> __device__ __forceinline__ Vec<S, WIDTH> take(const 
 #endif
     return x;
 }
-template <class S, class I> __device__ __forceinline__ void put(S *to, I at, I n, const ACC (&x)[WIDTH]) {
+template <class S, class I> __device__ __forceinline__ void store_chunk(S *to, I at, I n, const ACC (&x)[WIDTH]) {
 #if ALIGNED
     Vec<S, WIDTH> rounded;
     EACH(e) rounded.at[e] = narrow<S>(x[e]);
@@ -49,7 +49,7 @@ template <class S, class I> __device__ __forceinline__ void put(S *to, I at, I n
 #endif
 }
 
-// One row, as the thread sees it.
+// A thread's part of one row.
 struct Row {
     const T *from;
     int n;
@@ -57,24 +57,24 @@ struct Row {
 
     __device__ __forceinline__ Row(const T *from, int n) : from(from), n(n) {
 #if HELD
-        EACH_CHUNK(i, at) held[i] = take(from, at, n);
+        EACH_CHUNK(i, at) held[i] = load_chunk(from, at, n);
 #endif
     }
     __device__ __forceinline__ Vec<T, WIDTH> chunk(int i, int at) const {
 #if HELD
         return held[i];
 #else
-        return take(from, at, n);
+        return load_chunk(from, at, n);
 #endif
     }
 };
 
-// Joins what the threads of a row have.
+// Reduces the values of the threads of a row.
 template <class J> __device__ __forceinline__ ACC row_reduce(ACC x, J join, ACC empty) {
     return THREADS == 32 ? warp_reduce(x, join) : block_reduce(x, join, empty);
 }
 
-// The larger; what is not a number is passed over, in one instruction.
+// The maximum without NaN, in one instruction.
 struct LargerNumber {
     __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
     __device__ __forceinline__ double operator()(double a, double b) const { return fmax(a, b); }

@@ -1,5 +1,5 @@
 //! Sorting of rows on GPUs: grids for the sources that include `gpu_sort.cu`. Such a source has an entry point `tiles` that makes items of
-//! elements, and if results are not items, `tiles_last` and `join_last` that write the results.
+//! elements, and if results are not items, `tiles_last` and `merge_last` that write the results.
 
 use crate::gpu::{Grid, GridArg, LaunchPlan};
 use std::borrow::Cow;
@@ -16,7 +16,7 @@ pub(crate) struct Sorting {
     /// Elements of a row, fewer than 2^32.
     pub(crate) n: usize,
     /// Items wanted of each row.
-    pub(crate) kept: usize,
+    pub(crate) k: usize,
     /// Whether keys have 64 bits, as the macro `WIDE` says.
     pub(crate) is_wide: bool,
 }
@@ -36,7 +36,7 @@ impl Sorting {
         keys: &[GridArg],
         results: Option<&[GridArg]>,
     ) -> Option<GridArg> {
-        if self.rows * self.n * self.kept == 0 {
+        if self.rows * self.n * self.k == 0 {
             return None;
         }
         let grid = |plan: &mut LaunchPlan, entry, blocks: usize, args: Vec<GridArg>| {
@@ -59,17 +59,17 @@ impl Sorting {
             let (to, entries) = match results {
                 Some(results) if Some(i) == last => {
                     let behind = if i == 0 { &[][..] } else { keys };
-                    ([behind, results].concat(), ["tiles_last", "join_last"])
+                    ([behind, results].concat(), ["tiles_last", "merge_last"])
                 }
                 _ => (
                     vec![scratch[i % 2].get_or_insert_with(|| plan.scratch(most)).clone()],
-                    ["tiles", "join"],
+                    ["tiles", "merge"],
                 ),
             };
             let (entry, blocks, span) = if i == 0 {
                 (entries[0], self.tile_blocks(), TILE)
             } else {
-                let of_run = self.kept.min(*span).div_ceil(TILE);
+                let of_run = self.k.min(*span).div_ceil(TILE);
                 (entries[1], self.rows * self.n.div_ceil(*span) * of_run, span / 2)
             };
             grid(plan, entry, blocks, [from, to, vec![self.numbers(span)]].concat());
@@ -88,12 +88,12 @@ impl Sorting {
 
     /// Returns the launch parameters for runs of this length.
     fn bytes(&self, span: usize) -> usize {
-        self.rows * self.n.div_ceil(span) * self.kept.min(span) * if self.is_wide { 16 } else { 8 }
+        self.rows * self.n.div_ceil(span) * self.k.min(span) * if self.is_wide { 16 } else { 8 }
     }
 
     /// Returns the source's `Runs`.
     fn numbers(&self, span: usize) -> GridArg {
-        let numbers = [self.rows, self.n, self.kept, span, self.segment()];
+        let numbers = [self.rows, self.n, self.k, span, self.segment()];
         GridArg::I64s(numbers.map(|n| n as i64).to_vec())
     }
 }

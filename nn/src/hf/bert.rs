@@ -1,71 +1,70 @@
 //! `config.json` of BERT, as `transformers` reads and writes it.
 
-use super::disk::refuse;
-use super::fields::{Faults, below, dtype_name, fields};
-use super::fit::Claims;
+use super::disk::file_error;
+use super::config_fields::{ConfigErrors, merge_fields, dtype_name, parse_fields};
+use super::config_check::{BlockCount, ExpectedShapes};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use shardgrad_tensor::{DType, Result};
 use std::path::Path;
 
-/// What stands behind the blocks of an encoder.
+/// The head of a BERT encoder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BertHead {
-    /// `BertModel`: a product of the first token's vector, or nothing.
+    /// `BertModel`: a pooler of the first token.
     Pooler,
-    /// `BertForMaskedLM`: scores of the token at each place.
-    Tokens,
+    /// `BertForMaskedLM`: logits of the token at each position.
+    MaskedLm,
 }
 
-/// The shape of a BERT encoder and what else its config file tells.
+/// Config of a BERT encoder.
 ///
-/// Positions are learned, every token sees all others, GELU is the exact one; files that say otherwise are refused.
+/// Supported are learned positions, bidirectional attention and exact GELU; files with other settings are rejected.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BertConfig {
-    /// What stands behind the blocks.
+    /// The head.
     pub head: BertHead,
-    /// The number of tokens.
+    /// The number of tokens in the vocabulary.
     pub vocab_size: usize,
-    /// The longest sequence.
+    /// The largest number of tokens of a sequence.
     pub max_position_embeddings: usize,
-    /// The number of types that a token may have: of the first sentence, of the second.
+    /// The number of token types (first sentence, second sentence).
     pub type_vocab_size: usize,
     /// The width of the residual stream.
     pub hidden_size: usize,
-    /// The width of the hidden layer of the MLP.
+    /// The number of hidden units of the MLP.
     pub intermediate_size: usize,
     /// The number of blocks.
     pub num_hidden_layers: usize,
-    /// The number of heads.
+    /// The number of attention heads.
     pub num_attention_heads: usize,
-    /// What is added to the variance in norms.
+    /// The eps of layer norms, added to the variance.
     pub layer_norm_eps: f64,
-    /// The dropout probability behind embeddings and in both halves of a block.
+    /// The dropout probability after the embeddings, attention and the MLP.
     pub hidden_dropout_prob: f64,
     /// The dropout probability on attention weights.
     pub attention_probs_dropout_prob: f64,
-    /// The standard deviation of fresh weights.
+    /// The standard deviation of initial weights.
     pub initializer_range: f64,
-    /// Whether the scores of tokens are products with the token embedding.
+    /// Whether the output layer is tied to the token embedding.
     pub tie_word_embeddings: bool,
-    /// The dtype of the stored weights.
+    /// The dtype of the weights in files.
     pub dtype: DType,
-    /// Fields that change nothing here: written back as they were read.
-    pub others: Map<String, Value>,
+    /// Fields without effect here, written back as they were read.
+    pub extra_fields: Map<String, Value>,
 }
 
 impl BertHead {
     fn architecture(self) -> &'static str {
         match self {
             BertHead::Pooler => "BertModel",
-            BertHead::Tokens => "BertForMaskedLM",
+            BertHead::MaskedLm => "BertForMaskedLM",
         }
     }
 }
 
 impl BertConfig {
-    /// A config of so many tokens, positions and blocks, `[width, hidden units]`, and heads; with two types, eps 1e-12, the
-    /// tied head of tokens, without dropout, in f32.
+    /// A config with two token types, eps 1e-12 and a tied masked language modeling head, without dropout, in f32.
     #[must_use]
     pub fn new(
         vocab_size: usize,
@@ -75,7 +74,7 @@ impl BertConfig {
         num_attention_heads: usize,
     ) -> BertConfig {
         BertConfig {
-            head: BertHead::Tokens,
+            head: BertHead::MaskedLm,
             vocab_size,
             max_position_embeddings,
             type_vocab_size: 2,
@@ -89,43 +88,43 @@ impl BertConfig {
             initializer_range: 0.02,
             tie_word_embeddings: true,
             dtype: DType::F32,
-            others: Map::new(),
+            extra_fields: Map::new(),
         }
     }
 
-    /// The names that [`BertConfig::preset`] knows.
+    /// The names of all presets.
     pub fn preset_names() -> impl Iterator<Item = &'static str> {
         PRESETS.iter().map(|preset| preset.0)
     }
 
-    /// The config of a preset name.
+    /// Returns the config of a preset; `None` for an unknown name.
     #[must_use]
     pub fn preset(name: &str) -> Option<BertConfig> {
         let (_, [vocab, positions, width, hidden, blocks, heads]) = *PRESETS.iter().find(|p| p.0 == name)?;
         Some(BertConfig::new(vocab, positions, [width, hidden], blocks, heads))
     }
 
-    /// The same model with one dropout probability everywhere.
+    /// Returns the same config with one dropout probability everywhere.
     #[must_use]
     pub fn with_dropout(self, p: f64) -> BertConfig {
         BertConfig { hidden_dropout_prob: p, attention_probs_dropout_prob: p, ..self }
     }
 
-    /// Reads the text of the config file at `path` (named in errors).
+    /// Parses the text of the config file at `path` (named in errors).
     ///
     /// # Errors
-    /// `Kind::Checkpoint` if it is no JSON or describes a model that is not this one; all missing and unsupported fields
-    /// are listed at once.
+    /// `Kind::Checkpoint` if the text is not JSON or describes an unsupported model; all missing and unsupported fields are listed at
+    /// once.
     pub(super) fn parse(path: &Path, text: &str) -> Result<BertConfig> {
-        let raw: Raw = fields(path, text)?;
-        raw.check().map_err(|faults| {
-            let error = refuse(path, "describes a model that this version does not run");
-            faults.into_iter().fold(error, |error, fault| error.detail("field", fault))
+        let raw: Raw = parse_fields(path, text)?;
+        raw.check().map_err(|errors| {
+            let error = file_error(path, "describes a model that this version does not support");
+            errors.into_iter().fold(error, |error, error_text| error.detail("field", error_text))
         })
     }
 
-    /// What the config tells of tensors in files.
-    pub(super) fn claims(&self) -> Claims {
+    /// The tensor shapes that the config implies.
+    pub(super) fn expected_shapes(&self) -> ExpectedShapes {
         let (vocab, width) = (("vocab_size", self.vocab_size), ("hidden_size", self.hidden_size));
         let positions = ("max_position_embeddings", self.max_position_embeddings);
         let hidden = ("intermediate_size", self.intermediate_size);
@@ -135,13 +134,14 @@ impl BertConfig {
             ("embeddings.token_type_embeddings.weight", [("type_vocab_size", self.type_vocab_size), width]),
             ("encoder.layer.0.intermediate.dense.weight", [hidden, width]),
         ];
-        Claims { prefix: "bert.", blocks: ("num_hidden_layers", self.num_hidden_layers, "layer"), matrices }
+        let blocks = BlockCount { field: "num_hidden_layers", count: self.num_hidden_layers, name_part: "layer" };
+        ExpectedShapes { prefix: "bert.", blocks, matrices }
     }
 
-    /// The text of the config file.
+    /// Returns the text of the config file.
     #[must_use]
     pub fn to_json(&self) -> String {
-        let told = json!({
+        let own = json!({
             "add_cross_attention": false,
             "architectures": [self.head.architecture()],
             "attention_probs_dropout_prob": self.attention_probs_dropout_prob,
@@ -161,18 +161,18 @@ impl BertConfig {
             "type_vocab_size": self.type_vocab_size,
             "vocab_size": self.vocab_size,
         });
-        format!("{:#}\n", below(&self.others, told))
+        format!("{:#}\n", merge_fields(&self.extra_fields, own))
     }
 }
 
 /// A preset: name, and vocabulary, positions, width, hidden units, blocks, heads.
 type Preset = (&'static str, [usize; 6]);
 
-/// The published models.
+/// The published sizes.
 const PRESETS: [Preset; 2] =
     [("bert-base", [30_522, 512, 768, 3072, 12, 12]), ("bert-large", [30_522, 512, 1024, 4096, 24, 16])];
 
-/// What is read. A field that changes what the model computes is named here; all others are kept.
+/// The raw fields of the file. Fields that affect computation are named; all others are kept as extra fields.
 #[derive(Deserialize)]
 struct Raw {
     architectures: Option<Vec<String>>,
@@ -196,73 +196,73 @@ struct Raw {
     add_cross_attention: Option<bool>,
     quantization_config: Option<Value>,
     #[serde(flatten)]
-    others: Map<String, Value>,
+    extra_fields: Map<String, Value>,
 }
 
 impl Raw {
     fn check(mut self) -> Result<BertConfig, Vec<String>> {
-        let mut faults = Faults(self.unsupported());
+        let mut errors = ConfigErrors(self.unsupported());
         let mut config = BertConfig::new(
-            faults.extent("vocab_size", self.vocab_size, None),
-            faults.extent("max_position_embeddings", self.max_position_embeddings, None),
+            errors.extent("vocab_size", self.vocab_size, None),
+            errors.extent("max_position_embeddings", self.max_position_embeddings, None),
             [
-                faults.extent("hidden_size", self.hidden_size, None),
-                faults.extent("intermediate_size", self.intermediate_size, None),
+                errors.extent("hidden_size", self.hidden_size, None),
+                errors.extent("intermediate_size", self.intermediate_size, None),
             ],
-            faults.blocks("num_hidden_layers", self.num_hidden_layers),
-            faults.extent("num_attention_heads", self.num_attention_heads, None),
+            errors.blocks("num_hidden_layers", self.num_hidden_layers),
+            errors.extent("num_attention_heads", self.num_attention_heads, None),
         );
         let (width, heads) = (config.hidden_size, config.num_attention_heads);
         if self.num_attention_heads.is_some() && width % heads != 0 {
-            faults.add(format!(
-                "`hidden_size` is {width}, which {heads} heads (`num_attention_heads`) do not divide"
+            errors.add(format!(
+                "`hidden_size` is {width}, not a multiple of {heads} heads (`num_attention_heads`)"
             ));
         }
-        config.type_vocab_size = faults.extent("type_vocab_size", self.type_vocab_size, Some(2));
-        config.layer_norm_eps = faults.number("layer_norm_eps", self.layer_norm_eps, 1e-12, 1.0);
-        config.hidden_dropout_prob = faults.number("hidden_dropout_prob", self.hidden_dropout_prob, 0.1, 1.0);
+        config.type_vocab_size = errors.extent("type_vocab_size", self.type_vocab_size, Some(2));
+        config.layer_norm_eps = errors.number("layer_norm_eps", self.layer_norm_eps, 1e-12, 1.0);
+        config.hidden_dropout_prob = errors.number("hidden_dropout_prob", self.hidden_dropout_prob, 0.1, 1.0);
         config.attention_probs_dropout_prob =
-            faults.number("attention_probs_dropout_prob", self.attention_probs_dropout_prob, 0.1, 1.0);
-        config.initializer_range = faults.number("initializer_range", self.initializer_range, 0.02, 1e3);
+            errors.number("attention_probs_dropout_prob", self.attention_probs_dropout_prob, 0.1, 1.0);
+        config.initializer_range = errors.number("initializer_range", self.initializer_range, 0.02, 1e3);
         config.tie_word_embeddings = self.tie_word_embeddings.unwrap_or(true);
-        config.dtype = faults.dtype(self.torch_dtype.as_deref(), self.dtype.as_deref());
+        config.dtype = errors.dtype(self.torch_dtype.as_deref(), self.dtype.as_deref());
         config.head = match self.architectures.as_deref().and_then(|names| names.first()).map(String::as_str)
         {
             None | Some("BertModel") => BertHead::Pooler,
-            // The second head of a pre-training judges pairs of sentences; it is passed over.
-            Some("BertForMaskedLM" | "BertForPreTraining") => BertHead::Tokens,
+            // The next sentence prediction head of pretraining is ignored.
+            Some("BertForMaskedLM" | "BertForPreTraining") => BertHead::MaskedLm,
             Some(other) => {
-                faults.add(format!("`architectures` names {other:?}; run are BertModel, BertForMaskedLM"));
+                errors.add(format!("`architectures` names {other:?}; supported: BertModel, BertForMaskedLM"));
                 BertHead::Pooler
             }
         };
-        self.others.remove("model_type");
-        config.others = self.others;
-        faults.none_or(config)
+        self.extra_fields.remove("model_type");
+        config.extra_fields = self.extra_fields;
+        errors.into_result(config)
     }
 
-    /// Fields whose value asks for something that the model text does not do.
+    /// Reports fields with unsupported values.
     fn unsupported(&self) -> Vec<String> {
-        let mut faults = Vec::new();
+        let mut errors = Vec::new();
         let activation = self.hidden_act.as_deref().unwrap_or("gelu");
         if activation != "gelu" {
-            faults.push(format!("`hidden_act` is {activation:?}; run is \"gelu\""));
+            errors.push(format!("`hidden_act` is {activation:?}; supported: \"gelu\""));
         }
         let positions = self.position_embedding_type.as_deref().unwrap_or("absolute");
         if positions != "absolute" {
-            faults.push(format!("`position_embedding_type` is {positions:?}; run is \"absolute\""));
+            errors.push(format!("`position_embedding_type` is {positions:?}; supported: \"absolute\""));
         }
         for (name, value) in
             [("is_decoder", self.is_decoder), ("add_cross_attention", self.add_cross_attention)]
         {
             if value == Some(true) {
-                faults.push(format!("`{name}` is true; run are encoders"));
+                errors.push(format!("`{name}` is true; only encoders are supported"));
             }
         }
         if self.quantization_config.as_ref().is_some_and(|q| !q.is_null()) {
-            faults.push("`quantization_config`: weights are quantized; run are floats".to_string());
+            errors.push("`quantization_config` is set; quantized weights are not supported".to_string());
         }
-        faults
+        errors
     }
 }
 
@@ -270,7 +270,7 @@ impl Raw {
 mod tests {
     use super::*;
 
-    /// A published encoder of sentences.
+    /// The config of a published sentence encoder.
     const PUBLISHED: &str = r#"{
         "_name_or_path": "x", "architectures": ["BertModel"], "attention_probs_dropout_prob": 0.1,
         "gradient_checkpointing": false, "hidden_act": "gelu", "hidden_dropout_prob": 0.1, "hidden_size": 384,
@@ -296,30 +296,30 @@ mod tests {
     }
 
     #[test]
-    fn each_unsupported_field_is_named() {
-        let fault = |from: &str, to: &str| {
+    fn unsupported_fields_are_named() {
+        let error_text = |from: &str, to: &str| {
             assert!(PUBLISHED.contains(from), "{from}");
             parse(&PUBLISHED.replacen(from, to, 1)).unwrap_err().details()[0].1.clone()
         };
-        assert_eq!(fault("\"gelu\"", "\"relu\""), "`hidden_act` is \"relu\"; run is \"gelu\"");
+        assert_eq!(error_text("\"gelu\"", "\"relu\""), "`hidden_act` is \"relu\"; supported: \"gelu\"");
         assert_eq!(
-            fault("\"absolute\"", "\"relative_key\""),
-            "`position_embedding_type` is \"relative_key\"; run is \"absolute\""
+            error_text("\"absolute\"", "\"relative_key\""),
+            "`position_embedding_type` is \"relative_key\"; supported: \"absolute\""
         );
         assert_eq!(
-            fault("\"use_cache\": true", "\"is_decoder\": true"),
-            "`is_decoder` is true; run are encoders"
+            error_text("\"use_cache\": true", "\"is_decoder\": true"),
+            "`is_decoder` is true; only encoders are supported"
         );
         assert_eq!(
-            fault("\"BertModel\"", "\"BertForTokenClassification\""),
-            "`architectures` names \"BertForTokenClassification\"; run are BertModel, BertForMaskedLM"
+            error_text("\"BertModel\"", "\"BertForTokenClassification\""),
+            "`architectures` names \"BertForTokenClassification\"; supported: BertModel, BertForMaskedLM"
         );
         assert_eq!(
-            fault("\"hidden_size\": 384", "\"hidden_size\": 385"),
-            "`hidden_size` is 385, which 12 heads (`num_attention_heads`) do not divide"
+            error_text("\"hidden_size\": 384", "\"hidden_size\": 385"),
+            "`hidden_size` is 385, not a multiple of 12 heads (`num_attention_heads`)"
         );
-        assert!(fault("\"use_cache\": true", "\"quantization_config\": {}").contains("quantized"));
-        assert_eq!(fault("\"vocab_size\": 30522", "\"x\": 1"), "`vocab_size` is missing");
+        assert!(error_text("\"use_cache\": true", "\"quantization_config\": {}").contains("quantized"));
+        assert_eq!(error_text("\"vocab_size\": 30522", "\"x\": 1"), "`vocab_size` is missing");
         assert_eq!(parse("{}").unwrap_err().details().len(), 6);
     }
 }

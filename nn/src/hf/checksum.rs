@@ -1,20 +1,20 @@
-//! Checksums of tensors: XXH3-64 over the bytes of a tensor as they stand in its file (the global tensor, little endian, row
+//! Checksums of tensors: XXH3-64 of the bytes of a tensor as in its file (the global tensor, little endian, row
 //! major), as 16 lower-case hexadecimal digits under the metadata key `xxh3.NAME`.
 
-use super::disk::refuse;
-use super::header::Header;
+use super::disk::file_error;
+use super::safetensors_header::Header;
 use shardgrad_tensor::Result;
 use std::collections::HashSet;
 use std::fmt;
 use std::path::Path;
 use xxhash_rust::xxh3::Xxh3;
 
-/// The prefix of the metadata keys that hold checksums; the name of the tensor follows.
+/// Prefix of the metadata keys of checksums; the name of the tensor follows.
 const PREFIX: &str = "xxh3.";
-/// The number of digits of a checksum.
+/// Number of digits of a checksum.
 const DIGITS: usize = 16;
 
-/// A checksum that is being computed.
+/// Incremental checksum.
 #[derive(Clone, Default)]
 pub(super) struct Checksum(Xxh3);
 
@@ -43,13 +43,13 @@ impl fmt::Debug for Checksum {
     }
 }
 
-/// The metadata key of the checksum of a tensor.
+/// Returns the metadata key of the checksum of a tensor.
 pub(super) fn key(tensor: &str) -> String {
     format!("{PREFIX}{tensor}")
 }
 
-/// Checks that a header with checksums has one well-formed checksum for each of its tensors, and none for another tensor. A
-/// header without any checksum passes.
+/// Checks that a header has one well-formed checksum for each of its tensors and none for other tensors, or no
+/// checksum at all.
 ///
 /// # Errors
 /// `Kind::Checkpoint` naming the file and the tensor.
@@ -57,7 +57,7 @@ pub(super) fn check_header(path: &Path, header: &Header) -> Result<()> {
     let damaged = |why: String| {
         let help = "bytes of the header have changed: copy the file again, or use another save; a program that changes \
                     tensors has to drop the `xxh3.` entries of `__metadata__`";
-        Err(refuse(path, why).detail("help", help))
+        Err(file_error(path, why).detail("help", help))
     };
     let checksums: Vec<(&str, &String)> = header
         .metadata
@@ -71,7 +71,7 @@ pub(super) fn check_header(path: &Path, header: &Header) -> Result<()> {
     for (name, digits) in &checksums {
         let is_digit = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
         if !tensors.contains(name) {
-            return damaged(format!("the header has a checksum of `{name}`, but no such tensor"));
+            return damaged(format!("the header has a checksum for `{name}`, but no such tensor"));
         }
         if digits.len() != DIGITS || !digits.bytes().all(is_digit) {
             return damaged(format!(
@@ -80,12 +80,12 @@ pub(super) fn check_header(path: &Path, header: &Header) -> Result<()> {
         }
     }
     match header.tensors.iter().find(|t| !header.metadata.contains_key(&key(&t.name))) {
-        Some(t) => damaged(format!("the header has checksums, but none of tensor `{}`", t.name)),
+        Some(t) => damaged(format!("the header has checksums, but none for tensor `{}`", t.name)),
         None => Ok(()),
     }
 }
 
-/// Compares the checksum of the bytes of a tensor with the one of the header.
+/// Compares the checksum of the bytes of a tensor with that in the header.
 ///
 /// # Errors
 /// `Kind::Checkpoint` naming the file, the tensor and both checksums.
@@ -93,19 +93,19 @@ pub(super) fn compare(path: &Path, tensor: &str, expected: &str, found: &str) ->
     if expected == found {
         return Ok(());
     }
-    let why = format!("tensor `{tensor}` is damaged: its checksum is {found}, the header says {expected}");
+    let why = format!("tensor `{tensor}` is damaged: its checksum is {found}, the header has {expected}");
     let help = "bytes of the file have changed since it was saved: copy it again, or use another save";
-    Err(refuse(path, why).detail("help", help))
+    Err(file_error(path, why).detail("help", help))
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::header::parse;
+    use super::super::safetensors_header::parse;
     use super::*;
     use shardgrad_tensor::Kind;
 
     #[test]
-    fn checksums_are_those_of_the_reference_implementation() {
+    fn checksum_matches_reference_implementation() {
         // XXH3_64bits of xxHash 0.8 with seed 0.
         assert_eq!(Checksum::of(b""), "2d06800538d394c2");
         assert_eq!(Checksum::of(b"abc"), "78af5f94892f3950");
@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn a_header_has_all_checksums_or_none() {
+    fn header_with_partial_or_malformed_checksums_is_refused() {
         let header = |metadata: &str| {
             let tensors = ["a", "b"]
                 .map(|name| format!(r#""{name}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}"#));
@@ -131,10 +131,10 @@ mod tests {
         header(r#""format":"pt""#).unwrap();
         header(&format!(r#""format":"pt",{a},{b},"z":"1""#)).unwrap();
         for (metadata, why) in [
-            (a.clone(), "m: the header has checksums, but none of tensor `b`"),
+            (a.clone(), "m: the header has checksums, but none for tensor `b`"),
             (
                 format!("{a},{}", b.replace("xxh3.b", "xxh3.c")),
-                "m: the header has a checksum of `c`, but no such tensor",
+                "m: the header has a checksum for `c`, but no such tensor",
             ),
             (
                 format!("{a},{}", b.replace("c2", "C2")),

@@ -1,23 +1,24 @@
-//! The files of a save, put in the place of those of an earlier one.
+//! Committing a save: replaces the files of the earlier model by those of the new one.
 //!
-//! While files are written they have other names, and the old model stays whole. Then they get their names, the one by which
-//! a reader finds the others last: the index, or the only file of weights. Where that one rename is all that changes what is
-//! read, the new model is there at once. Where it is not (another config, files of the same names), what makes the old
-//! model readable goes first, so that a stop in between leaves a folder that is refused, and never half of each.
+//! While files are written they have temporary names, and the old model is complete. Then the files are renamed; the
+//! file by which a reader finds the others comes last: the index, or the only file of weights. If that one rename is
+//! all that changes what is read, the new model appears atomically. Otherwise (another config, files of the same
+//! names) the file that makes the old model readable is removed first, so that a save that is killed in between
+//! leaves a folder that is refused, and never a mix of two models.
 
-use super::companion::Beside;
-use super::disk::{Pending, failed, is_taken, sync_folder, unfinished};
-use super::fields::{CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE};
+use super::sidecar::SidecarChanges;
+use super::disk::{AtomicFile, io_error, is_existing_file, sync_folder, parse_temporary_name};
+use super::config_fields::{CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE};
 use shardgrad_tensor::Result;
 use std::fs;
 use std::path::Path;
 
-/// The name of one of several files of weights, counted from 1.
+/// Returns the name of one of several files of weights, counted from 1.
 pub(super) fn shard_name(i: usize, count: usize) -> String {
     format!("model-{i:05}-of-{count:05}.safetensors")
 }
 
-/// Whether [`shard_name`] gives this name.
+/// Whether this is a name that [`shard_name`] returns.
 fn is_shard(name: &str) -> bool {
     let numbers = name.strip_prefix("model-").and_then(|rest| rest.strip_suffix(".safetensors"));
     numbers.and_then(|numbers| numbers.split_once("-of-")).is_some_and(|(i, count)| {
@@ -25,13 +26,13 @@ fn is_shard(name: &str) -> bool {
     })
 }
 
-/// The names in a folder that text can hold; ours are among them.
-fn names(dir: &Path) -> Result<Vec<String>> {
-    let entries = fs::read_dir(dir).map_err(|e| failed(dir, "read", &e))?;
+/// Returns the names in a folder that are valid UTF-8, sorted; all names that saves use are.
+fn file_names(dir: &Path) -> Result<Vec<String>> {
+    let entries = fs::read_dir(dir).map_err(|e| io_error(dir, "read", &e))?;
     let name = |entry: std::io::Result<fs::DirEntry>| {
         entry
             .map(|entry| entry.file_name().into_string().ok())
-            .map_err(|e| failed(dir, "read", &e))
+            .map_err(|e| io_error(dir, "read", &e))
             .transpose()
     };
     let mut names = entries.filter_map(name).collect::<Result<Vec<_>>>()?;
@@ -39,37 +40,37 @@ fn names(dir: &Path) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// Whether a save may give a file this name, or remove what has it.
-fn is_ours(name: &str) -> bool {
+/// Whether a save may write or remove a file of this name.
+fn is_managed_name(name: &str) -> bool {
     [CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE].contains(&name) || is_shard(name)
 }
 
-/// Looks at a model folder that a save is to replace, before there is something to save.
+/// Checks a model folder that a save will replace, before there is anything to save.
 ///
 /// # Errors
-/// `Kind::Io` if something that is no file (a link, a folder, a pipe, a device) has a name that saves give, or if the folder
-/// cannot be read: what [`WeightsWriter`](super::WeightsWriter) would refuse.
+/// `Kind::Io` if something that is not a regular file (a symlink, a folder, a pipe, a device) has a name that saves
+/// use, or if the folder cannot be read: what [`WeightsWriter`](super::WeightsWriter) would refuse.
 pub fn check_replaceable(dir: &Path) -> Result<()> {
-    let names = names(dir)?;
-    names.iter().filter(|name| is_ours(name)).try_for_each(|name| is_taken(&dir.join(name)).map(drop))
+    let names = file_names(dir)?;
+    names.iter().filter(|name| is_managed_name(name)).try_for_each(|name| is_existing_file(&dir.join(name)).map(drop))
 }
 
-/// The files of a folder that saves were still writing, or giving their names, by name and number of the process.
-pub(super) fn unfinished_in(dir: &Path) -> Result<Vec<(String, u32)>> {
-    unfinished_of(dir, is_ours)
+/// Returns the temporary files of saves in a folder, by name and process id.
+pub(super) fn temporary_files_in(dir: &Path) -> Result<Vec<(String, u32)>> {
+    temporary_files_where(dir, is_managed_name)
 }
 
-/// [`unfinished_in`], of the files whose names are to be like this.
-fn unfinished_of(dir: &Path, is_meant: impl Fn(&str) -> bool) -> Result<Vec<(String, u32)>> {
+/// [`temporary_files_in`], for files whose final names satisfy a predicate.
+fn temporary_files_where(dir: &Path, matches: impl Fn(&str) -> bool) -> Result<Vec<(String, u32)>> {
     let found = |name: String| {
-        let (_, id) = unfinished(&name).filter(|(of, _)| is_meant(of))?;
+        let (_, id) = parse_temporary_name(&name).filter(|(of, _)| matches(of))?;
         Some((name, id))
     };
-    Ok(names(dir)?.into_iter().filter_map(found).collect())
+    Ok(file_names(dir)?.into_iter().filter_map(found).collect())
 }
 
-/// Whether no process of a number runs, or it is this one. Where there is no list of processes, nobody is taken for dead.
-pub(super) fn is_gone(id: u32) -> bool {
+/// Whether no process has this id, or this process has it. Without `/proc` every process counts as running.
+pub(super) fn is_process_gone(id: u32) -> bool {
     let processes = Path::new("/proc");
     let is_listed = |name: &str| processes.join(name).exists();
     id == std::process::id() || is_listed("self") && !is_listed(&id.to_string())
@@ -77,82 +78,83 @@ pub(super) fn is_gone(id: u32) -> bool {
 
 /// Removes a file, if there is one.
 fn remove(path: &Path) -> Result<bool> {
-    let is_there = is_taken(path)?;
+    let is_there = is_existing_file(path)?;
     if is_there {
-        fs::remove_file(path).map_err(|e| failed(path, "remove", &e))?;
+        fs::remove_file(path).map_err(|e| io_error(path, "remove", &e))?;
     }
     Ok(is_there)
 }
 
-/// Removes what saves that have ended left unfinished, of weights and config and of the files of these names beside them.
-pub(super) fn clear_unfinished(dir: &Path, beside: &[String]) -> Result<()> {
-    let left = unfinished_of(dir, |name| is_ours(name) || beside.iter().any(|own| own == name))?;
-    let left = left.into_iter().filter(|(name, id)| is_gone(*id) && dir.join(name).is_file());
-    left.into_iter().try_for_each(|(name, _)| remove(&dir.join(name)).map(drop))
+/// Removes the temporary files of saves that have ended: of weights, of the config, and of sidecar files of these
+/// names.
+pub(super) fn remove_stale_temporaries(dir: &Path, sidecars: &[String]) -> Result<()> {
+    let stale = temporary_files_where(dir, |name| is_managed_name(name) || sidecars.iter().any(|sidecar| sidecar == name))?;
+    let stale = stale.into_iter().filter(|(name, id)| is_process_gone(*id) && dir.join(name).is_file());
+    stale.into_iter().try_for_each(|(name, _)| remove(&dir.join(name)).map(drop))
 }
 
-/// Gives sealed files of a folder their names: those of `parts`, which a reader finds by `last`, and `config`, where it is
-/// another one than the folder has, and those beside it; what is to go from there goes between the old model and the new one.
-/// Then removes what earlier saves left there: files of weights that are not of this save, the index or the only file, and
-/// what was never finished.
+/// Renames the synced files of a save into place: `parts`, which a reader finds by `last`, `config` if it differs
+/// from that of the folder, and sidecar files. Sidecars to remove go after the old model is unreadable and before the
+/// new one is readable. Then removes what earlier saves left: files of weights that are not of this save, the index
+/// or the only file, and temporary files.
 ///
 /// # Errors
-/// As [`is_taken`], of any file that is replaced or removed, before anything is; `Kind::Io` if the system refuses. Files
-/// stay under their other names where the old model can no longer be read.
+/// As [`is_existing_file`], for every file that is replaced or removed, before anything changes; `Kind::Io` if the
+/// system refuses. Once the old model can no longer be read, the files stay under their temporary names.
 pub(super) fn commit(
     dir: &Path,
-    config: Option<Pending>,
-    beside: Beside,
-    parts: Vec<Pending>,
-    last: Pending,
+    config: Option<AtomicFile>,
+    sidecars: SidecarChanges,
+    parts: Vec<AtomicFile>,
+    last: AtomicFile,
 ) -> Result<()> {
-    let mut mixes = config.is_some() || beside.changes();
+    let mut needs_removal = config.is_some() || sidecars.changes();
     for part in &parts {
-        mixes |= is_taken(&part.path)?;
+        needs_removal |= is_existing_file(&part.path)?;
     }
-    let Beside { names: companions, new, gone } = beside;
-    let mut files: Vec<Pending> = config.into_iter().chain(new).chain(parts).collect();
-    let name_of = |file: &Pending| file.path.file_name().map(|name| name.to_string_lossy().into_owned());
-    let kept: Vec<String> = files.iter().chain([&last]).filter_map(name_of).collect();
-    let places = kept.iter().map(String::as_str).chain([INDEX_FILE, WEIGHTS_FILE]);
-    let mut places = places.map(|name| dir.join(name)).chain(gone.iter().cloned());
-    places.try_for_each(|path| is_taken(&path).map(drop))?;
+    let SidecarChanges { names: sidecar_names, new, removed: removed_sidecars } = sidecars;
+    let mut files: Vec<AtomicFile> = config.into_iter().chain(new).chain(parts).collect();
+    let name_of = |file: &AtomicFile| file.path.file_name().map(|name| name.to_string_lossy().into_owned());
+    let new_names: Vec<String> = files.iter().chain([&last]).filter_map(name_of).collect();
+    let paths = new_names.iter().map(String::as_str).chain([INDEX_FILE, WEIGHTS_FILE]);
+    let mut paths = paths.map(|name| dir.join(name)).chain(removed_sidecars.iter().cloned());
+    paths.try_for_each(|path| is_existing_file(&path).map(drop))?;
     files.push(last);
-    if mixes {
-        // A folder that has both is read by the only file: it goes last.
+    if needs_removal {
+        // A reader of a folder with both uses the only file: remove that last.
         for name in [INDEX_FILE, WEIGHTS_FILE] {
             if remove(&dir.join(name))? {
-                files.iter_mut().for_each(Pending::keep);
+                files.iter_mut().for_each(AtomicFile::keep_temporary);
             }
         }
-        // From here on the new files are all that there is of a model, whether there was one or not.
-        files.iter_mut().for_each(Pending::keep);
+        // From here on the new files are the only copy of a model: keep them whatever happens.
+        files.iter_mut().for_each(AtomicFile::keep_temporary);
         sync_folder(dir)?;
     }
-    let removed = gone.iter().try_for_each(|path| remove(path).map(drop));
-    removed.and_then(|()| place(dir, files)).map_err(|e| {
-        let help = match mixes {
-            true => format!("save again; until then the new files lie in {}, some as *.tmp-*", dir.display()),
-            false => "what was there is as it was; save again".to_string(),
+    let removed = removed_sidecars.iter().try_for_each(|path| remove(path).map(drop));
+    removed.and_then(|()| rename_all(dir, files)).map_err(|e| {
+        let help = match needs_removal {
+            true => format!("save again; until then the new files are in {}, some as *.tmp-*", dir.display()),
+            false => "the old model is unchanged; save again".to_string(),
         };
         e.detail("help", help)
     })?;
-    for name in names(dir)? {
+    for name in file_names(dir)? {
         let is_of_weights = is_shard(&name) || [INDEX_FILE, WEIGHTS_FILE].contains(&name.as_str());
-        if is_of_weights && !kept.contains(&name) && dir.join(&name).is_file() {
+        if is_of_weights && !new_names.contains(&name) && dir.join(&name).is_file() {
             remove(&dir.join(&name))?;
         }
     }
-    clear_unfinished(dir, &companions)?;
+    remove_stale_temporaries(dir, &sidecar_names)?;
     sync_folder(dir)
 }
 
-/// Gives files their names; that of the last is given when those of the others are on the disk.
-fn place(dir: &Path, mut files: Vec<Pending>) -> Result<()> {
+/// Renames files into place; the last one when the names of the others are on the disk.
+fn rename_all(dir: &Path, mut files: Vec<AtomicFile>) -> Result<()> {
     let last = files.pop();
-    files.into_iter().try_for_each(Pending::place)?;
+    files.into_iter().try_for_each(AtomicFile::rename_into_place)?;
     sync_folder(dir)?;
-    last.map_or(Ok(()), Pending::place)?;
+    last.map_or(Ok(()), AtomicFile::rename_into_place)?;
     sync_folder(dir)
 }
 
@@ -162,7 +164,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_of_parts() {
+    fn shard_names_are_recognized() {
         assert!(is_shard(&shard_name(1, 4)) && is_shard(&shard_name(123_456, 234_567)));
         for other in [
             "model.safetensors",
@@ -177,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_dead_saves_left_is_cleared() {
+    fn only_temporaries_of_dead_processes_are_removed() {
         let dir = Scratch::new();
         let (dead, alive) = (u32::MAX, std::os::unix::process::parent_id());
         for name in
@@ -189,15 +191,15 @@ mod tests {
         dir.file(&format!("config.json.tmp-{alive}"), b"");
         std::fs::create_dir(dir.path("model.safetensors.index.json.tmp-4294967294")).unwrap();
         dir.file("config.json.tmp-backup", b"");
-        clear_unfinished(&dir.path(""), &["merges.txt".to_string()]).unwrap();
-        let mut left = vec![
+        remove_stale_temporaries(&dir.path(""), &["merges.txt".to_string()]).unwrap();
+        let mut stale = vec![
             format!("config.json.tmp-{alive}"),
             "config.json.tmp-backup".to_string(),
             "model.safetensors.index.json.tmp-4294967294".to_string(),
             format!("other.tmp-{}", std::process::id()),
             format!("other.tmp-{dead}"),
         ];
-        left.sort();
-        assert_eq!(dir.names(), left);
+        stale.sort();
+        assert_eq!(dir.names(), stale);
     }
 }

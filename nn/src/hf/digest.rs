@@ -1,11 +1,11 @@
-//! A number made of the bytes of a file, by which files of different saves are told apart.
+//! Digest: a 64-bit hash of the bytes of a file, which tells files of different saves apart.
 
-/// 64 bits of a stream of bytes. Every word is mixed in by steps that can be undone, so that a change of one word always
-/// changes them. No secret: whoever wants two streams of one number can make them.
+/// 64-bit hash of a byte stream. Each word is mixed in by invertible steps, so a change of one word always changes
+/// the digest. Not cryptographic: collisions can be constructed.
 #[derive(Debug, Default)]
 pub struct Digest {
     state: u64,
-    /// Bytes that do not fill a word yet, and how many there are.
+    /// Bytes that do not yet fill a word, and their number.
     word: [u8; 8],
     filled: usize,
     len: u64,
@@ -16,7 +16,7 @@ impl Digest {
         self.state = (self.state ^ word).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(29);
     }
 
-    /// Goes on with these bytes; how they are cut into pieces makes no difference.
+    /// Adds the next bytes; the digest does not depend on how the bytes are cut into pieces.
     pub fn add(&mut self, mut bytes: &[u8]) {
         self.len += bytes.len() as u64;
         if self.filled > 0 {
@@ -35,18 +35,18 @@ impl Digest {
         self.filled = tail.len();
     }
 
-    /// The number, as 16 hexadecimal digits.
+    /// Returns the digest as 16 hexadecimal digits.
     #[must_use]
     pub fn hex(mut self) -> String {
         self.word[self.filled..].fill(0);
         self.mix(u64::from_le_bytes(self.word));
         self.mix(self.len);
-        // The last bits mixed in would otherwise touch few of the result.
+        // Spread the last bits mixed in over the result.
         self.mix(self.state >> 32);
         format!("{:016x}", self.state)
     }
 
-    /// The digest of files that belong together, from theirs, in their order; that of a file alone is its own.
+    /// Combines the digests of files that belong together, in their order; the digest of a single file is its own.
     pub(super) fn of_files(digests: &[String]) -> Option<String> {
         match digests {
             [] => None,
@@ -71,7 +71,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_make_no_difference_and_every_bit_does() {
+    fn digest_is_independent_of_pieces_and_sensitive_to_every_bit() {
         let mut bytes: Vec<u8> = (0..37).collect();
         let whole = of(&[&bytes]);
         for cut in 0..bytes.len() {

@@ -1,28 +1,29 @@
-//! `config.json` of the Llama family: `llama`, `mistral`, `qwen2`, `qwen3`, `mixtral` and `qwen3_moe`, as `transformers` reads and writes it.
+//! `config.json` of the Llama family (`llama`, `mistral`, `qwen2`, `qwen3`, `mixtral`, `qwen3_moe`), as `transformers` reads and writes
+//! it.
 
 mod experts;
-mod windows;
+mod sliding_window;
 
-use super::disk::refuse;
-use super::fields::{Faults, below, dtype_name, fields, present};
-use super::fit::Claims;
-use super::rotary::{Raw as RawRotary, Rotary, RotaryScaling};
+use super::disk::file_error;
+use super::config_fields::{ConfigErrors, merge_fields, dtype_name, parse_fields, deserialize_present};
+use super::config_check::{BlockCount, ExpectedShapes};
+use super::rope::{Raw as RawRope, RopeConfig, RopeScaling};
 pub use experts::ExpertsConfig;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use shardgrad_tensor::{DType, Result};
 use std::path::Path;
 
-/// Which member of the family: they differ in biases, norms and defaults.
+/// The members of the Llama family; they differ in biases, norms, experts and defaults.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LlamaKind {
-    /// `llama`: biases, if any, in all four products of attention.
+    /// `llama`: optional biases in all four projections of attention.
     Llama,
     /// `mistral`: no biases.
     Mistral,
     /// `qwen2`: biases of queries, keys and values.
     Qwen2,
-    /// `qwen3`: as `llama`, with a norm of each query and key.
+    /// `qwen3`: as `llama`, with QK-norm.
     Qwen3,
     /// `mixtral`: as `mistral`, with experts.
     Mixtral,
@@ -30,51 +31,51 @@ pub enum LlamaKind {
     Qwen3Moe,
 }
 
-/// The shape of a model of the Llama family and what else its config file tells.
+/// Config of a model of the Llama family.
 ///
-/// The activation is SiLU, and all channels of queries and keys are turned; files that say otherwise are refused.
+/// Supported are the activation SiLU and rotation of all channels of queries and keys; files with other settings are rejected.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LlamaConfig {
-    /// Which member of the family.
+    /// The member of the family.
     pub kind: LlamaKind,
-    /// The number of tokens.
+    /// The number of tokens in the vocabulary.
     pub vocab_size: usize,
-    /// The longest sequence.
+    /// The largest number of tokens of a sequence.
     pub max_position_embeddings: usize,
     /// The width of the residual stream.
     pub hidden_size: usize,
-    /// The width of the hidden layer of the MLP.
+    /// The number of hidden units of the MLP.
     pub intermediate_size: usize,
     /// The number of blocks.
     pub num_hidden_layers: usize,
     /// The number of query heads.
     pub num_attention_heads: usize,
-    /// The number of key and value heads, each of which serves as many query heads.
+    /// The number of key and value heads (GQA); each serves the same number of query heads.
     pub num_key_value_heads: usize,
-    /// Channels of a head.
+    /// The number of channels per head.
     pub head_dim: usize,
-    /// What is added to the mean square in norms.
+    /// The eps of RMS norms, added to the mean square.
     pub rms_norm_eps: f64,
-    /// The angles of rotary positions.
-    pub rotary: Rotary,
-    /// Whether products of attention have biases.
+    /// The rotary position embedding.
+    pub rope: RopeConfig,
+    /// Whether the projections of attention have biases.
     pub attention_bias: bool,
-    /// Whether products of the MLP have biases.
+    /// Whether the projections of the MLP have biases.
     pub mlp_bias: bool,
     /// The dropout probability on attention weights.
     pub attention_dropout: f64,
-    /// The standard deviation of fresh weights.
+    /// The standard deviation of initial weights.
     pub initializer_range: f64,
-    /// Whether the output layer is the token embedding, transposed.
+    /// Whether the output layer is tied to the token embedding.
     pub tie_word_embeddings: bool,
-    /// The dtype of the stored weights.
+    /// The dtype of the weights in files.
     pub dtype: DType,
-    /// How many keys a query sees at most in each block, where there is a limit; empty if there is none in any.
+    /// The sliding window of each block: the number of keys that a query attends to; empty if no block has a window.
     pub windows: Vec<Option<usize>>,
-    /// Fields that are not told above (token numbers, and how windows were asked for): written back as they were read, where
-    /// nothing above says otherwise.
-    pub others: Map<String, Value>,
-    /// The experts, of members that have some.
+    /// Other fields of the file, such as token ids and the fields of windows: written back as they were read, unless a field above
+    /// contradicts them.
+    pub extra_fields: Map<String, Value>,
+    /// The experts, for members with mixtures of experts.
     pub experts: Option<ExpertsConfig>,
 }
 
@@ -82,7 +83,7 @@ pub struct LlamaConfig {
 /// theta, tied.
 type Preset = (&'static str, LlamaKind, [usize; 8], f64, bool);
 
-/// `llama-tiny` and `mixtral-tiny` are made for bytes of text on a laptop; the others are the published models.
+/// `llama-tiny` and `mixtral-tiny` are for bytes of text on a laptop; the others are published models.
 const PRESETS: [Preset; 11] = [
     ("llama-tiny", LlamaKind::Llama, [256, 64, 128, 352, 4, 4, 2, 32], 1e4, true),
     ("llama-1b", LlamaKind::Llama, [128_256, 131_072, 2048, 8192, 16, 32, 8, 64], 5e5, true),
@@ -98,8 +99,8 @@ const PRESETS: [Preset; 11] = [
 ];
 
 impl LlamaKind {
-    /// All members.
-    pub const EVERY: [LlamaKind; 6] = [
+    /// All members of the family.
+    pub const ALL: [LlamaKind; 6] = [
         LlamaKind::Llama,
         LlamaKind::Mistral,
         LlamaKind::Qwen2,
@@ -132,7 +133,7 @@ impl LlamaKind {
         }
     }
 
-    /// Whether queries and keys have norms.
+    /// Whether queries and keys have norms (QK-norm).
     #[must_use]
     pub fn has_head_norms(self) -> bool {
         matches!(self, LlamaKind::Qwen3 | LlamaKind::Qwen3Moe)
@@ -140,9 +141,8 @@ impl LlamaKind {
 }
 
 impl LlamaConfig {
-    /// A config of so many tokens, positions, blocks, and `[query heads, key heads]` of width `hidden_size / query heads`,
-    /// whose MLP has `intermediate_size` hidden units; with theta 10000, untied, without biases and dropout, in f32.
-    /// Members that have experts have 8 in each block, of which a token passes 2.
+    /// A config with `[query heads, key heads]` of `hidden_size / query heads` channels, theta 10000, an untied output layer, without
+    /// biases and dropout, in f32. Members with experts get 8 experts per block, of which a token uses 2.
     #[must_use]
     pub fn new(
         kind: LlamaKind,
@@ -163,7 +163,7 @@ impl LlamaConfig {
             num_key_value_heads,
             head_dim: hidden_size / num_attention_heads.max(1),
             rms_norm_eps: 1e-6,
-            rotary: Rotary::new(1e4),
+            rope: RopeConfig::new(1e4),
             attention_bias: kind == LlamaKind::Qwen2,
             mlp_bias: false,
             attention_dropout: 0.0,
@@ -171,7 +171,7 @@ impl LlamaConfig {
             tie_word_embeddings: false,
             dtype: DType::F32,
             windows: Vec::new(),
-            others: Map::new(),
+            extra_fields: Map::new(),
             experts: kind.has_experts().then(|| ExpertsConfig {
                 norm_topk_prob: kind == LlamaKind::Mixtral,
                 ..ExpertsConfig::new(8, 2, intermediate_size)
@@ -179,12 +179,12 @@ impl LlamaConfig {
         }
     }
 
-    /// The names that [`LlamaConfig::preset`] knows.
+    /// The names of all presets.
     pub fn preset_names() -> impl Iterator<Item = &'static str> {
         PRESETS.iter().map(|p| p.0)
     }
 
-    /// The config of a preset name.
+    /// Returns the config of a preset; `None` for an unknown name.
     #[must_use]
     pub fn preset(name: &str) -> Option<LlamaConfig> {
         let &(name, kind, sizes, theta, tied) = PRESETS.iter().find(|p| p.0 == name)?;
@@ -195,7 +195,7 @@ impl LlamaConfig {
             "llama-8b" | "llama-70b" => Some(8.0),
             _ => None,
         };
-        let scaling = factor.map_or(RotaryScaling::None, |factor| RotaryScaling::Llama3 {
+        let scaling = factor.map_or(RopeScaling::None, |factor| RopeScaling::Llama3 {
             factor,
             low: 1.0,
             high: 4.0,
@@ -211,53 +211,53 @@ impl LlamaConfig {
                 LlamaKind::Qwen3Moe => Some(ExpertsConfig::new(128, 8, 768)),
                 _ => new.experts.clone(),
             },
-            rotary: Rotary { theta, scaling },
-            // Narrow models start faster from wider weights.
+            rope: RopeConfig { theta, scaling },
+            // Narrow models train faster from larger initial weights.
             initializer_range: if name.ends_with("-tiny") { 0.05 } else { 0.02 },
             tie_word_embeddings: tied,
             ..new
         })
     }
 
-    /// Whether the product that joins the heads has a bias.
+    /// Whether the output projection of attention has a bias.
     #[must_use]
     pub fn output_bias(&self) -> bool {
         self.attention_bias && self.kind != LlamaKind::Qwen2
     }
 
-    /// How many keys a query of a block sees at most.
+    /// The sliding window of a block; `None` for full attention.
     #[must_use]
     pub fn window(&self, layer: usize) -> Option<usize> {
         self.windows.get(layer).copied().flatten()
     }
 
-    /// The experts of a block, if it has some.
+    /// The experts of a block, if it has any.
     #[must_use]
-    pub fn experts_of(&self, layer: usize) -> Option<&ExpertsConfig> {
-        self.experts.as_ref().filter(|experts| experts.has(layer))
+    pub fn layer_experts(&self, layer: usize) -> Option<&ExpertsConfig> {
+        self.experts.as_ref().filter(|experts| experts.is_moe_layer(layer))
     }
 
-    /// Query heads of each key head, of which a model has at least one.
+    /// The number of query heads per key head.
     #[must_use]
-    pub fn heads_per_key(&self) -> usize {
+    pub fn heads_per_kv_head(&self) -> usize {
         self.num_attention_heads / self.num_key_value_heads.max(1)
     }
 
-    /// Reads the text of the config file at `path` (named in errors).
+    /// Parses the text of the config file at `path` (named in errors).
     ///
     /// # Errors
-    /// `Kind::Checkpoint` if it is no JSON or describes a model that is not this one; all missing and unsupported fields
-    /// are listed at once.
+    /// `Kind::Checkpoint` if the text is not JSON or describes an unsupported model; all missing and unsupported fields are listed at
+    /// once.
     pub(super) fn parse(kind: LlamaKind, path: &Path, text: &str) -> Result<LlamaConfig> {
-        let raw: Raw = fields(path, text)?;
-        raw.check(kind).map_err(|faults| {
-            let error = refuse(path, "describes a model that this version does not run");
-            faults.into_iter().fold(error, |error, fault| error.detail("field", fault))
+        let raw: Raw = parse_fields(path, text)?;
+        raw.check(kind).map_err(|errors| {
+            let error = file_error(path, "describes a model that this version does not support");
+            errors.into_iter().fold(error, |error, error_text| error.detail("field", error_text))
         })
     }
 
-    /// What the config tells of tensors in files.
-    pub(super) fn claims(&self) -> Claims {
+    /// The tensor shapes that the config implies.
+    pub(super) fn expected_shapes(&self) -> ExpectedShapes {
         let (vocab, width) = (("vocab_size", self.vocab_size), ("hidden_size", self.hidden_size));
         let queries = ("num_attention_heads` x `head_dim", self.num_attention_heads * self.head_dim);
         let keys = ("num_key_value_heads` x `head_dim", self.num_key_value_heads * self.head_dim);
@@ -266,18 +266,19 @@ impl LlamaConfig {
             ("model.layers.0.self_attn.q_proj.weight", [queries, width]),
             ("model.layers.0.self_attn.k_proj.weight", [keys, width]),
         ];
-        matrices.extend(self.hidden_claims(width));
+        matrices.extend(self.mlp_shapes(width));
         if !self.tie_word_embeddings {
             matrices.push(("lm_head.weight", [vocab, width]));
         }
-        Claims { prefix: "", blocks: ("num_hidden_layers", self.num_hidden_layers, "layers"), matrices }
+        let blocks = BlockCount { field: "num_hidden_layers", count: self.num_hidden_layers, name_part: "layers" };
+        ExpectedShapes { prefix: "", blocks, matrices }
     }
 
-    /// The text of the config file. Files of some members lack fields for what a config can say; a model with such a config is
-    /// not saved.
+    /// Returns the text of the config file. Files of some members lack fields for settings that a config can have; a model with such
+    /// settings cannot be saved with a config.
     #[must_use]
     pub fn to_json(&self) -> String {
-        let told = json!({
+        let own = json!({
             "architectures": [self.kind.architecture()],
             "attention_dropout": self.attention_dropout,
             "head_dim": self.head_dim,
@@ -291,13 +292,13 @@ impl LlamaConfig {
             "num_hidden_layers": self.num_hidden_layers,
             "num_key_value_heads": self.num_key_value_heads,
             "rms_norm_eps": self.rms_norm_eps,
-            "rope_scaling": self.rotary.to_json(),
-            "rope_theta": self.rotary.theta,
+            "rope_scaling": self.rope.to_json(),
+            "rope_theta": self.rope.theta,
             "tie_word_embeddings": self.tie_word_embeddings,
             "torch_dtype": dtype_name(self.dtype),
             "vocab_size": self.vocab_size,
         });
-        let mut value = below(&self.others, told);
+        let mut value = merge_fields(&self.extra_fields, own);
         match self.kind {
             LlamaKind::Llama => {
                 value["attention_bias"] = json!(self.attention_bias);
@@ -306,40 +307,40 @@ impl LlamaConfig {
             LlamaKind::Qwen3 | LlamaKind::Qwen3Moe => value["attention_bias"] = json!(self.attention_bias),
             LlamaKind::Mistral | LlamaKind::Qwen2 | LlamaKind::Mixtral => {}
         }
-        windows::write(self, &mut value);
+        sliding_window::write(self, &mut value);
         experts::write(self, &mut value);
         format!("{value:#}\n")
     }
 
-    /// What a config that was read of this one's text does not say as this one does: files of some members lack fields.
-    pub(super) fn unsaid(&self, read: &LlamaConfig) -> Vec<String> {
+    /// Lists the settings of this config that differ in `read`, the config read back from its text.
+    pub(super) fn unrepresentable(&self, read: &LlamaConfig) -> Vec<String> {
         let kind = self.kind.name();
-        let mut unsaid = Vec::new();
-        if !windows::same(self, read) {
+        let mut unrepresentable = Vec::new();
+        if !sliding_window::same_windows(self, read) {
             let held = match self.kind {
-                LlamaKind::Llama => "none",
-                LlamaKind::Mistral | LlamaKind::Mixtral | LlamaKind::Qwen3Moe => "one, of all blocks",
-                LlamaKind::Qwen2 | LlamaKind::Qwen3 => "one, of some blocks",
+                LlamaKind::Llama => "no window",
+                LlamaKind::Mistral | LlamaKind::Mixtral | LlamaKind::Qwen3Moe => "one window, of all blocks",
+                LlamaKind::Qwen2 | LlamaKind::Qwen3 => "one window, of some blocks",
             };
-            unsaid.push(format!("`windows` is {:?}; a {kind} file holds {held}", self.windows));
+            unrepresentable.push(format!("`windows` is {:?}; a {kind} config can hold {held}", self.windows));
         }
         for (name, here, there) in [
             ("attention_bias", self.attention_bias, read.attention_bias),
             ("mlp_bias", self.mlp_bias, read.mlp_bias),
         ] {
             if here != there {
-                unsaid.push(format!("`{name}` is {here}; a {kind} is read with {there}"));
+                unrepresentable.push(format!("`{name}` is {here}, but a {kind} config is read as {there}"));
             }
         }
         if self.experts != read.experts {
             let [here, there] = [self, read].map(|config| format!("{:?}", config.experts));
-            unsaid.push(format!("`experts` is {here}; a {kind} is read with {there}"));
+            unrepresentable.push(format!("`experts` is {here}, but a {kind} config is read as {there}"));
         }
-        unsaid
+        unrepresentable
     }
 }
 
-/// What is read. A field that changes what the model computes is named here; all others are kept.
+/// The raw fields of the file. Fields that affect computation are named; all others are kept as extra fields.
 #[derive(Deserialize)]
 struct Raw {
     vocab_size: Option<u64>,
@@ -348,16 +349,16 @@ struct Raw {
     intermediate_size: Option<u64>,
     num_hidden_layers: Option<u64>,
     num_attention_heads: Option<u64>,
-    // A null says something else than silence.
-    #[serde(default, deserialize_with = "present")]
+    // Null and a missing field have different meanings.
+    #[serde(default, deserialize_with = "deserialize_present")]
     num_key_value_heads: Option<Option<u64>>,
     head_dim: Option<u64>,
     hidden_act: Option<String>,
     rms_norm_eps: Option<f64>,
     rope_theta: Option<f64>,
-    rope_scaling: Option<RawRotary>,
-    // What releases from 5 on write for both.
-    rope_parameters: Option<RawRotary>,
+    rope_scaling: Option<RawRope>,
+    // Releases from 5 on write this instead of `rope_theta` and `rope_scaling`.
+    rope_parameters: Option<RawRope>,
     partial_rotary_factor: Option<f64>,
     attention_bias: Option<bool>,
     mlp_bias: Option<bool>,
@@ -368,94 +369,94 @@ struct Raw {
     dtype: Option<String>,
     quantization_config: Option<Value>,
     #[serde(flatten)]
-    others: Map<String, Value>,
+    extra_fields: Map<String, Value>,
 }
 
 impl Raw {
     fn check(mut self, kind: LlamaKind) -> Result<LlamaConfig, Vec<String>> {
-        let mut faults = Faults(self.unsupported(kind));
-        // Without a number of key heads each query head has its own. A llama's file may be silent, that of another member says
-        // so by a null: without the field, it has a number that is not told.
+        let mut errors = ConfigErrors(self.unsupported(kind));
+        // Without `num_key_value_heads` each query head has its own key head. For llama the field may be missing; for other members
+        // only null means this, and a missing field is an error.
         let is_null = self.num_key_value_heads == Some(None);
         let key_heads = self.num_attention_heads.filter(|_| kind == LlamaKind::Llama || is_null);
         let mut config = LlamaConfig::new(
             kind,
-            faults.extent("vocab_size", self.vocab_size, None),
-            faults.extent("max_position_embeddings", self.max_position_embeddings, None),
+            errors.extent("vocab_size", self.vocab_size, None),
+            errors.extent("max_position_embeddings", self.max_position_embeddings, None),
             [
-                faults.extent("hidden_size", self.hidden_size, None),
-                faults.extent("intermediate_size", self.intermediate_size, None),
+                errors.extent("hidden_size", self.hidden_size, None),
+                errors.extent("intermediate_size", self.intermediate_size, None),
             ],
-            faults.blocks("num_hidden_layers", self.num_hidden_layers),
+            errors.blocks("num_hidden_layers", self.num_hidden_layers),
             [
-                faults.extent("num_attention_heads", self.num_attention_heads, None),
-                faults.extent("num_key_value_heads", self.num_key_value_heads.flatten(), key_heads),
+                errors.extent("num_attention_heads", self.num_attention_heads, None),
+                errors.extent("num_key_value_heads", self.num_key_value_heads.flatten(), key_heads),
             ],
         );
-        config.head_dim = self.head_dim(&config, &mut faults);
+        config.head_dim = self.head_dim(&config, &mut errors);
         let (heads, key_heads) = (config.num_attention_heads, config.num_key_value_heads);
         if heads % key_heads != 0 {
-            faults.add(format!(
-                "`num_attention_heads` is {heads}, which {key_heads} key heads (`num_key_value_heads`) do not divide"
+            errors.add(format!(
+                "`num_attention_heads` is {heads}, not a multiple of {key_heads} key heads (`num_key_value_heads`)"
             ));
         }
-        config.windows = windows::read(&self.others, &config, &mut faults);
-        config.experts = kind.has_experts().then(|| experts::read(&self.others, &config, &mut faults));
-        config.rms_norm_eps = faults.number("rms_norm_eps", self.rms_norm_eps, 1e-6, 1.0);
-        config.attention_dropout = faults.number("attention_dropout", self.attention_dropout, 0.0, 1.0);
-        config.initializer_range = faults.number("initializer_range", self.initializer_range, 0.02, 1e3);
+        config.windows = sliding_window::read(&self.extra_fields, &config, &mut errors);
+        config.experts = kind.has_experts().then(|| experts::read(&self.extra_fields, &config, &mut errors));
+        config.rms_norm_eps = errors.number("rms_norm_eps", self.rms_norm_eps, 1e-6, 1.0);
+        config.attention_dropout = errors.number("attention_dropout", self.attention_dropout, 0.0, 1.0);
+        config.initializer_range = errors.number("initializer_range", self.initializer_range, 0.02, 1e3);
         let objects = [self.rope_parameters.take(), self.rope_scaling.take()];
-        config.rotary = RawRotary::check(objects, self.rope_theta, &mut faults);
+        config.rope = RawRope::check(objects, self.rope_theta, &mut errors);
         if kind == LlamaKind::Llama || kind.has_head_norms() {
             config.attention_bias = self.attention_bias.unwrap_or(false);
         }
         config.mlp_bias = kind == LlamaKind::Llama && self.mlp_bias.unwrap_or(false);
         config.tie_word_embeddings = self.tie_word_embeddings.unwrap_or(false);
-        config.dtype = faults.dtype(self.torch_dtype.as_deref(), self.dtype.as_deref());
+        config.dtype = errors.dtype(self.torch_dtype.as_deref(), self.dtype.as_deref());
         for name in ["model_type", "architectures"] {
-            self.others.remove(name);
+            self.extra_fields.remove(name);
         }
-        config.others = self.others;
-        faults.none_or(config)
+        config.extra_fields = self.extra_fields;
+        errors.into_result(config)
     }
 
-    fn head_dim(&self, config: &LlamaConfig, faults: &mut Faults) -> usize {
+    fn head_dim(&self, config: &LlamaConfig, errors: &mut ConfigErrors) -> usize {
         let (width, heads) = (config.hidden_size, config.num_attention_heads);
         let default = match config.kind {
             LlamaKind::Qwen3 | LlamaKind::Qwen3Moe => 128,
             _ if self.head_dim.is_none() && width % heads != 0 => {
-                faults.add(format!(
-                    "`hidden_size` is {width}, which {heads} heads (`num_attention_heads`) do not divide"
+                errors.add(format!(
+                    "`hidden_size` is {width}, not a multiple of {heads} heads (`num_attention_heads`)"
                 ));
                 2
             }
             _ => (width / heads) as u64,
         };
-        let channels = faults.extent("head_dim", self.head_dim, Some(default));
+        let channels = errors.extent("head_dim", self.head_dim, Some(default));
         if !channels.is_multiple_of(2) {
-            faults.add(format!("heads of {channels} channels; channels are turned in pairs"));
+            errors.add(format!("heads have {channels} channels, but rotary positions need an even number"));
         }
         channels
     }
 
-    /// Fields whose value asks for something that the model text does not do.
+    /// Reports fields with unsupported values.
     fn unsupported(&self, kind: LlamaKind) -> Vec<String> {
-        let mut faults = Vec::new();
+        let mut errors = Vec::new();
         let activation = self.hidden_act.as_deref().unwrap_or("silu");
-        // Two words for the same function.
+        // Two names of the same function.
         if !["silu", "swish"].contains(&activation) {
-            faults.push(format!("`hidden_act` is {activation:?}; run is \"silu\""));
+            errors.push(format!("`hidden_act` is {activation:?}; supported: \"silu\""));
         }
         if self.partial_rotary_factor.is_some_and(|part| part != 1.0) {
-            faults.push("`partial_rotary_factor` is not 1; all channels are turned".to_string());
+            errors.push("`partial_rotary_factor` is not 1; partial rotation is not supported, all channels are rotated".to_string());
         }
         if matches!(kind, LlamaKind::Mistral | LlamaKind::Mixtral) && self.attention_bias == Some(true) {
-            faults.push(format!("`attention_bias` is true; a {} has none", kind.name()));
+            errors.push(format!("`attention_bias` is true; {} has no attention biases", kind.name()));
         }
         if self.quantization_config.as_ref().is_some_and(|v| !v.is_null()) {
-            faults.push("`quantization_config` is set; quantized weights are not read".to_string());
+            errors.push("`quantization_config` is set; quantized weights are not supported".to_string());
         }
-        faults
+        errors
     }
 }
 

@@ -1,48 +1,48 @@
-//! The Hugging Face folder layout, read and written as it is: `config.json` and `model.safetensors`.
+//! Hugging Face model folders: `config.json`, `model.safetensors` and the index of sharded weights; and checkpoint folders.
 //!
-//! Pure file formats: bytes, names and shapes, but no tensor on a mesh. Files are read by position and never
-//! mapped, so that a file that shrinks under a run is an error and not a signal.
+//! File formats only: bytes, names and shapes, without tensors on a mesh. Files are read by position and never memory-mapped, so
+//! that a file truncated during a run causes an error, not a signal.
 
 mod disk;
 mod digest;
-mod distinct;
-pub mod header;
+pub mod safetensors_header;
 mod checksum;
-pub mod files;
-mod part;
-mod fields;
-mod companion;
+pub mod safetensors_file;
+mod partial_read;
+mod config_fields;
+mod sidecar;
 mod commit;
-mod turn;
+mod folder_lock;
 mod run_state;
-mod whole;
-mod stacks;
-pub mod folder;
-pub mod shards;
-mod fit;
-mod rotary;
+mod atomic_folder;
+mod checkpoints;
+mod stacked_experts;
+pub mod weights;
+pub mod weights_writer;
+mod config_check;
+mod rope;
 pub mod gpt2;
 pub mod llama;
 pub mod bert;
-pub mod family;
+pub mod model_config;
 
 pub use bert::{BertConfig, BertHead};
 pub use commit::check_replaceable;
-pub use companion::Companion;
+pub use sidecar::SidecarFile;
 pub use digest::Digest;
 pub(crate) use disk::check_space;
 pub use disk::{open_within, read_text};
-pub use family::ModelConfig;
-pub use fields::{CONFIG_FILE, WEIGHTS_FILE};
-pub(crate) use files::Save;
-pub use files::{TensorFile, TensorWriter};
-pub use folder::Weights;
+pub use model_config::ModelConfig;
+pub use config_fields::{CONFIG_FILE, WEIGHTS_FILE};
+pub(crate) use safetensors_file::SaveId;
+pub use safetensors_file::{TensorFile, TensorWriter};
+pub use weights::Weights;
 pub use gpt2::Gpt2Config;
-pub use header::TensorInfo;
+pub use safetensors_header::TensorInfo;
 pub use llama::{ExpertsConfig, LlamaConfig, LlamaKind};
-pub use rotary::{Rotary, RotaryScaling};
-pub(crate) use run_state::Told;
+pub use rope::{RopeConfig, RopeScaling};
+pub(crate) use run_state::OptimizerRecord;
 pub use run_state::{OPTIMIZER_FILE, RunState, STATE_FILE};
-pub use shards::WeightsWriter;
-pub use whole::Checkpoints;
-pub(crate) use whole::WholeFolder;
+pub use weights_writer::WeightsWriter;
+pub use checkpoints::Checkpoints;
+pub(crate) use atomic_folder::AtomicFolder;

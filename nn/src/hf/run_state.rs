@@ -1,114 +1,117 @@
-//! What a checkpoint tells of a run beside tensors: `trainer_state.json`.
+//! Run state of a checkpoint, besides its tensors: `trainer_state.json`.
 
-use super::disk::{read_text, refuse, write_text};
+use super::disk::{read_text, file_error, write_text};
 use crate::optim::LossScale;
 use serde::{Deserialize, Serialize};
 use shardgrad_tensor::Result;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// The file that tells where a run stands, in a checkpoint; named as the Hugging Face Trainer names it.
+/// File of the run state in a checkpoint, with the name that the Hugging Face Trainer uses.
 pub const STATE_FILE: &str = "trainer_state.json";
-/// The file of what the optimizer keeps, in a checkpoint.
+/// File of the optimizer state in a checkpoint.
 pub const OPTIMIZER_FILE: &str = "optimizer.safetensors";
 
-/// The version of the format.
+/// Version of the format.
 const VERSION: u64 = 1;
-/// No state is longer than this.
+/// Longest state file that is read, in bytes.
 const STATE_BYTES_MAX: u64 = 1 << 24;
 
-/// Where a run stands beside its weights and what its optimizer keeps.
+/// State of a run besides weights and optimizer state.
+#[doc(alias = "TrainState")]
+#[doc(alias = "TrainerState")]
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct RunState {
-    /// How many steps were taken, those that a loss scale left out too: the number of the next one, from 0.
+    /// Number of steps taken, including those that loss scaling skipped; equals the number of the next step, from 0.
     pub step: u64,
-    /// By what the next loss is multiplied, where losses are scaled.
+    /// Loss scale of the next step; `None` without loss scaling.
     pub loss_scale: Option<LossScale>,
-    /// What the program that trains wants to find again, by name.
+    /// Notes of the training program, by name.
     pub notes: BTreeMap<String, String>,
 }
 
-/// An optimizer, as a checkpoint tells of it.
+/// The optimizer, as `trainer_state.json` records it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Told {
-    /// Its settings, for people.
+pub(crate) struct OptimizerRecord {
+    /// Hyperparameters, for readers.
     pub(crate) settings: String,
-    /// What it keeps of a parameter.
-    pub(crate) keeps: Vec<String>,
+    /// Names of the state tensors of a parameter.
+    #[serde(rename = "keeps")]
+    pub(crate) state_names: Vec<String>,
     pub(crate) num_steps: u64,
-    /// The digest of its file.
+    /// Digest of the optimizer file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) digest: Option<String>,
 }
 
-/// The text of the file.
+/// Contents of the file.
 #[derive(Serialize, Deserialize)]
-struct Text {
+struct StateJson {
     version: u64,
     global_step: u64,
-    optimizer: Told,
-    /// The digest of the files of weights.
+    optimizer: OptimizerRecord,
+    /// Digest of the files of weights.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     weights_digest: Option<String>,
-    loss_scale: Option<Scale>,
+    loss_scale: Option<LossScaleJson>,
     notes: BTreeMap<String, String>,
 }
 
 #[derive(Serialize, Deserialize)]
-struct Scale {
+struct LossScaleJson {
     factor: f64,
     good_steps: u32,
 }
 
-/// Only the version, which says how to read the rest.
+/// The version alone, which decides how the rest is read.
 #[derive(Deserialize)]
 struct Version {
     version: u64,
 }
 
 impl RunState {
-    /// Reads what a checkpoint tells.
+    /// Reads the run state of a checkpoint.
     ///
     /// # Errors
-    /// `Kind::Checkpoint` naming the file if it is missing, cannot be read, or is of another version; `Kind::Io` if the system
-    /// refuses.
+    /// `Kind::Checkpoint` naming the file if it is missing, cannot be read, or has another version; `Kind::Io` if the
+    /// system refuses.
     pub fn read(dir: &Path) -> Result<RunState> {
         RunState::read_all(dir).map(|(state, ..)| state)
     }
 
-    /// [`RunState::read`], the optimizer, and the digest of the weights, if it is told.
-    pub(crate) fn read_all(dir: &Path) -> Result<(RunState, Told, Option<String>)> {
+    /// Reads the run state, the optimizer, and the digest of the weights, if there is one.
+    pub(crate) fn read_all(dir: &Path) -> Result<(RunState, OptimizerRecord, Option<String>)> {
         let path = dir.join(STATE_FILE);
         let text = read_text(dir, STATE_FILE, STATE_BYTES_MAX)?;
-        let bad =
-            |e: serde_json::Error| refuse(&path, format_args!("cannot be read as the state of a run: {e}"));
-        let Version { version } = serde_json::from_str(&text).map_err(bad)?;
+        let parse_error =
+            |e: serde_json::Error| file_error(&path, format_args!("cannot be parsed as a run state: {e}"));
+        let Version { version } = serde_json::from_str(&text).map_err(parse_error)?;
         if version != VERSION {
-            let why = format_args!("is of version {version} of the format, of which {VERSION} is read");
-            return Err(refuse(&path, why).detail("help", "go on with the release that wrote it"));
+            let why = format_args!("has format version {version}, this release reads version {VERSION}");
+            return Err(file_error(&path, why).detail("help", "resume with the release that wrote it"));
         }
-        let Text { global_step: step, optimizer, weights_digest, loss_scale, notes, .. } =
-            serde_json::from_str(&text).map_err(bad)?;
-        if let Some(Scale { factor, .. }) =
+        let StateJson { global_step: step, optimizer, weights_digest, loss_scale, notes, .. } =
+            serde_json::from_str(&text).map_err(parse_error)?;
+        if let Some(LossScaleJson { factor, .. }) =
             loss_scale.as_ref().filter(|s| !(s.factor > 0.0 && s.factor.is_finite()))
         {
-            return Err(refuse(&path, format_args!("has a loss scale of {factor}, which scales nothing")));
+            return Err(file_error(&path, format_args!("has the loss scale {factor}, which is not a finite number above 0")));
         }
-        let loss_scale = loss_scale.map(|Scale { factor, good_steps }| LossScale::new(factor, good_steps));
+        let loss_scale = loss_scale.map(|LossScaleJson { factor, good_steps }| LossScale::new(factor, good_steps));
         Ok((RunState { step, loss_scale, notes }, optimizer, weights_digest))
     }
 
-    /// Writes the file, whole or not at all.
+    /// Writes the file atomically.
     ///
     /// # Errors
-    /// `Kind::Io` if the system refuses; `Kind::Checkpoint` for a loss scale that no file can hold.
-    pub(crate) fn write(&self, dir: &Path, optimizer: Told, weights_digest: Option<String>) -> Result<()> {
+    /// `Kind::Io` if the system refuses; `Kind::Checkpoint` for a loss scale that JSON cannot represent.
+    pub(crate) fn write(&self, dir: &Path, optimizer: OptimizerRecord, weights_digest: Option<String>) -> Result<()> {
         let path = dir.join(STATE_FILE);
-        let scale = |s: LossScale| Scale { factor: s.factor(), good_steps: s.good_steps() };
+        let scale = |s: LossScale| LossScaleJson { factor: s.factor(), good_steps: s.good_steps() };
         let (loss_scale, notes) = (self.loss_scale.map(scale), self.notes.clone());
         let (version, global_step) = (VERSION, self.step);
-        let text = Text { version, global_step, optimizer, weights_digest, loss_scale, notes };
-        let text = serde_json::to_string_pretty(&text).map_err(|e| refuse(&path, e))?;
+        let text = StateJson { version, global_step, optimizer, weights_digest, loss_scale, notes };
+        let text = serde_json::to_string_pretty(&text).map_err(|e| file_error(&path, e))?;
         write_text(&path, &(text + "\n"))
     }
 }
@@ -120,9 +123,9 @@ mod tests {
     use shardgrad_tensor::Kind;
 
     #[test]
-    fn a_loss_scale_comes_back_bit_for_bit() {
+    fn loss_scale_round_trips_bit_for_bit() {
         let dir = Scratch::new();
-        let optimizer = Told { settings: String::new(), keeps: Vec::new(), num_steps: 0, digest: None };
+        let optimizer = OptimizerRecord { settings: String::new(), state_names: Vec::new(), num_steps: 0, digest: None };
         let mut bits = 0x1234_5678_9abc_def1u64;
         for _ in 0..64 {
             bits = bits.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
@@ -136,11 +139,11 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read_back_and_the_rest_is_refused() {
+    fn run_state_round_trips_and_malformed_files_are_refused() {
         let dir = Scratch::new();
         let notes = BTreeMap::from([("seed".to_string(), "7".to_string())]);
-        let (settings, keeps) = ("SGD".to_string(), vec!["m".to_string()]);
-        let optimizer = Told { settings, keeps, num_steps: 6, digest: Some("0123".to_string()) };
+        let (settings, state_names) = ("SGD".to_string(), vec!["m".to_string()]);
+        let optimizer = OptimizerRecord { settings, state_names, num_steps: 6, digest: Some("0123".to_string()) };
         for loss_scale in [None, Some(LossScale::new(0.1, 1999))] {
             let state = RunState { step: 8, loss_scale, notes: notes.clone() };
             let weights = Some("4567".to_string());
@@ -149,14 +152,14 @@ mod tests {
         }
         let whole = std::fs::read_to_string(dir.path(STATE_FILE)).unwrap();
         for (text, why) in [
-            (whole[..whole.len() / 2].to_string(), "cannot be read as the state of a run: EOF"),
+            (whole[..whole.len() / 2].to_string(), "cannot be parsed as a run state: EOF"),
             ("{}".to_string(), "missing field `version`"),
             (
                 whole.replace("\"version\": 1", "\"version\": 2"),
-                "is of version 2 of the format, of which 1 is read",
+                "has format version 2, this release reads version 1",
             ),
             (whole.replace("global_step", "step"), "missing field `global_step`"),
-            (whole.replace("0.1", "-1.0"), "has a loss scale of -1"),
+            (whole.replace("0.1", "-1.0"), "has the loss scale -1"),
         ] {
             dir.file(STATE_FILE, text.as_bytes());
             let error = RunState::read(&dir.path("")).unwrap_err();

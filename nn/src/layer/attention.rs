@@ -1,63 +1,69 @@
-//! Attention with several heads, in the form of GPT-2.
+//! Multi-head attention with one projection for queries, keys and values, as in GPT-2.
 
 use super::dropout::Dropout;
 use super::linear::Linear;
-use crate::cache::Past;
+use crate::kv_cache::LayerKvCache;
 use crate::module;
 use crate::param::Init;
-use crate::point::Point;
+use crate::activation_point::ActivationPoint;
 use shardgrad_autograd::Var;
 use shardgrad_tensor::{Error, Kind, Tensor, Value, ops, unwind};
 
 module! {
-    /// softmax(q k^T / sqrt(c)) v in every head, between one product that makes q, k, v and one that joins the heads.
-    /// Vaswani et al., arXiv 1706.03762.
+    /// Multi-head attention: softmax(q k^T / sqrt(c)) v in every head, with one joint projection for q, k and v, and one for the
+    /// output. Vaswani et al., arXiv 1706.03762.
     ///
-    /// Two points of its own: `keys` and `values`, as they arrive where queries read them.
+    /// Activation points: `keys` and `values`, before attention.
+    #[doc(alias = "MultiheadAttention")]
+    #[doc(alias = "CausalSelfAttention")]
+    #[doc(alias = "scaled_dot_product_attention")]
     #[derive(Debug)]
     pub struct Attention {
-        /// `[d]` to `[3, h, c]`: q, k and v of all heads.
+        /// Joint projection to q, k and v of all heads, `[d]` to `[3, h, c]`.
         pub c_attn: Linear,
-        /// `[h, c]` to `[d]`.
+        /// Output projection, `[h, c]` to `[d]`.
         pub c_proj: Linear,
-        keys: Point,
-        values: Point,
+        keys: ActivationPoint,
+        values: ActivationPoint,
         drop: Dropout;
         causal: bool,
     }
 }
 
 impl Attention {
-    /// `heads` heads for rows of width `d`; a token attends to itself and those before it.
+    /// Causal attention with `heads` heads for rows of width `d`: a token attends to itself and the tokens before it.
     ///
     /// # Panics
-    /// Unwinds with `Kind::Config` if the heads do not divide the width.
+    /// Unwinds with `Kind::Config` if the width is not a multiple of the heads.
     #[track_caller]
     #[must_use]
     pub fn new(d: usize, heads: usize) -> Attention {
         if heads == 0 || !d.is_multiple_of(heads) {
-            let text = format!("{heads} heads do not divide a width of {d}");
-            Error::new(Kind::Config, text).at(std::panic::Location::caller()).raise();
+            let text = format!("a width of {d} is not a multiple of {heads} heads");
+            Error::new(Kind::Config, text)
+                .detail("help", "choose a number of heads that divides the width")
+                .at(std::panic::Location::caller())
+                .raise();
         }
         let (h, c) = (heads, d / heads);
         Attention {
-            c_attn: Linear::shaped(&[d], &[3, h, c]).never_empty(2, "heads"),
-            c_proj: Linear::shaped(&[h, c], &[d]).never_empty(0, "heads"),
-            keys: Point::default(),
-            values: Point::default(),
+            c_attn: Linear::general(&[d], &[3, h, c]).no_empty_shards(2, "heads"),
+            c_proj: Linear::general(&[h, c], &[d]).no_empty_shards(0, "heads"),
+            keys: ActivationPoint::default(),
+            values: ActivationPoint::default(),
             drop: Dropout::default(),
             causal: true,
         }
     }
 
-    /// The same layer; without `causal` a token attends to all others.
+    /// Returns the same layer with causal attention, or (`false`) with attention to all tokens.
     #[must_use]
     pub fn causal(self, causal: bool) -> Attention {
         Attention { causal, ..self }
     }
 
-    /// The same layer with dropout on its attention weights. On tapes with noise it then keeps all weights, `t` times `t` a
-    /// head; without, none.
+    /// Returns the same layer with dropout on the attention weights. On tapes with noise the attention weights are then
+    /// materialized, `t * t` per head; without noise, attention is fused and stores none.
     ///
     /// # Panics
     /// Unwinds with `Kind::Config` if `p` is not in `0..1`.
@@ -67,78 +73,79 @@ impl Attention {
         Attention { drop: Dropout::new(p), ..self }
     }
 
-    /// The same layer with other initial weights: of the first product, and of the one that ends in the residual stream.
+    /// Returns the same layer with other initializers: `first` of the joint projection, `last` of the output projection.
     #[must_use]
     pub fn init(self, first: Init, last: Init) -> Attention {
         Attention { c_attn: self.c_attn.init(first), c_proj: self.c_proj.init(last), ..self }
     }
 
-    /// `[b, t, d]` to `[b, t, d]`.
+    /// Applies attention: `[b, t, d]` to `[b, t, d]`.
     ///
     /// # Panics
     /// Unwinds with an error if x has another shape.
     #[track_caller]
     #[must_use]
     pub fn forward(&self, x: &Var) -> Var {
-        self.attend(x, None)
+        self.forward_with_cache(x, None)
     }
 
-    /// The same, after what was read before: `past` then holds the rows of x too.
+    /// [`Attention::forward`] of tokens that follow the cached ones. Appends the keys and values of x to `cache`.
     ///
     /// # Panics
-    /// As [`Attention::forward`], and if `past` is of another layer.
+    /// As [`Attention::forward`], and if `cache` belongs to another layer.
     #[track_caller]
     #[must_use]
-    pub fn attend(&self, x: &Var, past: Option<&mut Past>) -> Var {
-        self.c_proj.forward(&self.mixed(x, past))
+    pub fn forward_with_cache(&self, x: &Var, cache: Option<&mut LayerKvCache>) -> Var {
+        self.c_proj.forward(&self.attention_output(x, cache))
     }
 
-    /// residual + what [`Attention::attend`] yields, in one pass at the end of the last product where nothing happens in between.
+    /// Returns residual + [`Attention::forward_with_cache`], with the addition fused into the epilogue of the output projection where
+    /// possible.
     ///
     /// # Panics
-    /// As [`Attention::attend`], and if the residual cannot be added to what comes out.
+    /// As [`Attention::forward_with_cache`], and if the residual cannot be added to the output.
     #[track_caller]
     #[must_use]
-    pub fn attend_onto(&self, x: &Var, past: Option<&mut Past>, residual: &Var) -> Var {
-        self.c_proj.forward_onto(&self.mixed(x, past), residual)
+    pub fn forward_with_cache_and_residual(&self, x: &Var, cache: Option<&mut LayerKvCache>, residual: &Var) -> Var {
+        self.c_proj.forward_with_residual(&self.attention_output(x, cache), residual)
     }
 
-    /// What the heads yield, before they are joined.
+    /// The outputs of the heads, before the output projection.
     #[track_caller]
-    fn mixed(&self, x: &Var, past: Option<&mut Past>) -> Var {
-        let (qkv, is_off) = (self.c_attn.forward(x), !self.drop.is_on(x.tape()));
-        let stay = self.keys.is_silent() && self.values.is_silent() && qkv.layout().dims()[1].is_whole();
-        if is_off && past.is_none() && stay {
-            let op = unwind(ops::attention::JoinedAttention::of(&qkv.shape(), self.causal));
+    fn attention_output(&self, x: &Var, cache: Option<&mut LayerKvCache>) -> Var {
+        let (qkv, no_dropout) = (self.c_attn.forward(x), !self.drop.is_active(x.tape()));
+        let is_fusible = self.keys.is_unconstrained() && self.values.is_unconstrained() && qkv.layout().dims()[1].is_unsharded();
+        if no_dropout && cache.is_none() && is_fusible {
+            let op = unwind(ops::attention::QkvPackedAttention::of(&qkv.shape(), self.causal));
             return Var::apply_one(op, &[&qkv]);
         }
         let qkv = qkv.unbind(2);
-        let (q, k, v) = (&qkv[0], self.keys.at(&qkv[1]), self.values.at(&qkv[2]));
-        let (k, v) = match past {
-            Some(past) => past.extend(&k, &v),
+        let (q, k, v) = (&qkv[0], self.keys.constrain(&qkv[1]), self.values.constrain(&qkv[2]));
+        let (k, v) = match cache {
+            Some(cache) => cache.extend(&k, &v),
             None => (k, v),
         };
-        if is_off { q.attention(&k, &v, self.causal) } else { self.spelled_out(q, &k, &v) }
+        if no_dropout { q.attention(&k, &v, self.causal) } else { self.unfused_attention(q, &k, &v) }
     }
 
-    /// The same by single ops, with dropout between them.
+    /// Attention op by op, with dropout on the weights.
     #[track_caller]
-    fn spelled_out(&self, q: &Var, k: &Var, v: &Var) -> Var {
+    fn unfused_attention(&self, q: &Var, k: &Var, v: &Var) -> Var {
         let c = q.shape()[3];
         let mut scores = q.einsum("b t h c, b s h c -> b h t s", k).scale(1.0 / (c as f64).sqrt());
         if self.causal {
-            scores = scores.add(&hidden_keys(q, k.shape()[1], None));
+            scores = scores.add(&attention_mask(q, k.shape()[1], None));
         }
         self.drop.forward(&scores.softmax()).einsum("b h t s, b s h c -> b t h c", v)
     }
 }
 
-/// What is added to scores `[.., t, s]` of the queries `[b, t, ..]` so that the last sees all keys, and each one before it
-/// one less; with a window, the last so many of these.
+/// Returns the additive causal mask `[t, s]` of queries `[b, t, ..]` over `s` keys: the last query sees all keys, each query before
+/// it one key less; with a window, only the last `window` of these keys.
 #[track_caller]
-pub(super) fn hidden_keys(q: &Var, s: usize, window: Option<usize>) -> Var {
+pub(super) fn attention_mask(q: &Var, s: usize, window: Option<usize>) -> Var {
     let t = q.shape()[1];
-    // Key j is hidden from query i behind it, and as many as there are in a window before it.
+    // Key j is hidden from query i if it comes after the query, or before the window of the query.
     let is_hidden = |(i, j)| j + t > i + s || window.is_some_and(|keys| j + t + keys <= i + s);
     let hidden = |at: usize| if is_hidden((at / s, at % s)) { f32::NEG_INFINITY } else { 0.0 };
     let mask: Vec<f32> = (0..t * s).map(hidden).collect();

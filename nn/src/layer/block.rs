@@ -1,16 +1,18 @@
-//! A transformer block with norms before its halves.
+//! A pre-norm transformer block.
 
 use super::attention::Attention;
 use super::dropout::Dropout;
 use super::layer_norm::LayerNorm;
 use super::mlp::Mlp;
-use crate::cache::Past;
+use crate::kv_cache::LayerKvCache;
 use crate::module;
 use shardgrad_autograd::Var;
 use shardgrad_tensor::Value;
 
 module! {
-    /// x + attn(ln_1(x)), then x + mlp(ln_2(x)), with dropout before each addition.
+    /// Pre-norm transformer block: x + attn(ln_1(x)), then x + mlp(ln_2(x)), with dropout before each addition.
+    #[doc(alias = "TransformerBlock")]
+    #[doc(alias = "GPT2Block")]
     #[derive(Debug)]
     pub struct Block {
         /// The norm before attention.
@@ -18,16 +20,16 @@ module! {
         /// Attention.
         pub attn: Attention,
         attn_drop: Dropout,
-        /// The norm before the feed-forward half.
+        /// The norm before the MLP.
         pub ln_2: LayerNorm,
-        /// The feed-forward half.
+        /// The MLP.
         pub mlp: Mlp,
         mlp_drop: Dropout,
     }
 }
 
 impl Block {
-    /// A block of these two halves for rows of width `d`.
+    /// A block of this attention and this MLP for rows of width `d`.
     ///
     /// # Panics
     /// Unwinds with `Kind::Config` if `dropout` is not in `0..1`.
@@ -44,32 +46,32 @@ impl Block {
         }
     }
 
-    /// `[b, t, d]` to `[b, t, d]`.
+    /// Applies the block: `[b, t, d]` to `[b, t, d]`.
     ///
     /// # Panics
     /// Unwinds with an error if x has another shape.
     #[track_caller]
     #[must_use]
     pub fn forward(&self, x: &Var) -> Var {
-        self.attend(x, None)
+        self.forward_with_cache(x, None)
     }
 
-    /// The same, after what was read before: `past` then holds the rows of x too.
+    /// [`Block::forward`] of tokens that follow the cached ones. Appends the keys and values of x to `cache`.
     ///
     /// # Panics
-    /// As [`Block::forward`], and if `past` is of another block.
+    /// As [`Block::forward`], and if `cache` belongs to another block.
     #[track_caller]
     #[must_use]
-    pub fn attend(&self, x: &Var, past: Option<&mut Past>) -> Var {
-        let (x, y) = self.ln_1.forward_beside(x);
-        let x = if self.attn_drop.is_off(x.tape()) {
-            self.attn.attend_onto(&y, past, &x)
+    pub fn forward_with_cache(&self, x: &Var, cache: Option<&mut LayerKvCache>) -> Var {
+        let (x, y) = self.ln_1.forward_and_residual(x);
+        let x = if self.attn_drop.is_identity(x.tape()) {
+            self.attn.forward_with_cache_and_residual(&y, cache, &x)
         } else {
-            x.add(&self.attn_drop.forward(&self.attn.attend(&y, past)))
+            x.add(&self.attn_drop.forward(&self.attn.forward_with_cache(&y, cache)))
         };
-        let (x, y) = self.ln_2.forward_beside(&x);
-        if self.mlp_drop.is_off(x.tape()) {
-            self.mlp.forward_onto(&y, &x)
+        let (x, y) = self.ln_2.forward_and_residual(&x);
+        if self.mlp_drop.is_identity(x.tape()) {
+            self.mlp.forward_with_residual(&y, &x)
         } else {
             x.add(&self.mlp_drop.forward(&self.mlp.forward(&y)))
         }

@@ -1,24 +1,26 @@
-//! Dropout whose mask does not depend on the mesh.
+//! Dropout whose mask is independent of the mesh.
 
-use crate::module::{Leaf, Module};
-use crate::name::key;
-use crate::point::Point;
+use crate::module::{ModuleLeaf, Module};
+use crate::name::random_key;
+use crate::activation_point::ActivationPoint;
 use shardgrad_autograd::{Tape, Var};
 use shardgrad_tensor::{Error, Kind, Value};
 
-/// y = x / (1 - p) where a random number of the element is at least p, else 0; the identity on tapes without noise, which is
-/// how they begin ([`Tape::set_noise`]; trainers do it).
+/// Dropout: y = x / (1 - p) where the random number of an element is at least p, else 0. On tapes without noise, the default,
+/// dropout is the identity; [`Tape::set_noise`] turns it on, as the trainer does.
 ///
-/// The random number is a function of the run's seed, the name of this layer, which of its uses in a round it is, the step, and
-/// the element's index in the global batch (rows are the first dim): neither mesh nor microbatches change it. To plans it is a point.
+/// The random number is a function of the seed of the run, the name of the layer, the count of its uses in the forward pass, the
+/// step, and the element's index in the global batch (rows are the first dim), so neither mesh nor microbatches change the mask. A
+/// dropout layer is also an activation point.
+#[doc(alias = "nn.Dropout")]
 #[derive(Debug, Default)]
 pub struct Dropout {
-    point: Point,
+    point: ActivationPoint,
     p: f64,
 }
 
 impl Dropout {
-    /// Drops elements with probability `p`.
+    /// A layer that drops elements with probability `p`.
     ///
     /// # Panics
     /// Unwinds with `Kind::Config` if `p` is not in `0..1`.
@@ -26,50 +28,50 @@ impl Dropout {
     #[must_use]
     pub fn new(p: f64) -> Dropout {
         if !(0.0..1.0).contains(&p) {
-            let text = format!("a dropout probability of {p} is not in 0..1");
+            let text = format!("a dropout probability must be at least 0 and below 1, but is {p}");
             Error::new(Kind::Config, text).at(std::panic::Location::caller()).raise();
         }
-        Dropout { point: Point::default(), p }
+        Dropout { point: ActivationPoint::default(), p }
     }
 
-    /// Whether anything is dropped on a tape.
-    pub(super) fn is_on(&self, tape: &Tape) -> bool {
+    /// Whether the layer drops elements on this tape.
+    pub(super) fn is_active(&self, tape: &Tape) -> bool {
         self.p > 0.0 && tape.noise().is_some()
     }
 
-    /// Whether on a tape nothing happens here at all.
-    pub(crate) fn is_off(&self, tape: &Tape) -> bool {
-        !self.is_on(tape) && self.point.is_silent()
+    /// Whether the layer is the identity on this tape: no dropout, and no rule of the plan for its activation point.
+    pub(crate) fn is_identity(&self, tape: &Tape) -> bool {
+        !self.is_active(tape) && self.point.is_unconstrained()
     }
 
-    /// Any shape with the rows of the batch first, to the same shape.
+    /// Applies dropout to x, of any shape whose first dim is the rows of the batch.
     ///
     /// # Panics
-    /// Unwinds with `Kind::Config` if noise is on and no model has named this layer.
+    /// Unwinds with `Kind::Config` on a tape with noise before [`Model::new`](crate::Model::new) has named the layer.
     #[track_caller]
     #[must_use]
     pub fn forward(&self, x: &Var) -> Var {
-        let x = self.point.at(x);
-        // A tape is asked for the noise only where it matters: who asks is of that step.
+        let x = self.point.constrain(x);
+        // The noise is read only if p > 0: a program that reads the noise depends on the step.
         let Some(noise) = (self.p > 0.0).then(|| x.tape().noise()).flatten() else { return x };
         let name = self.point.name().unwrap_or_else(|| {
-            let text = "a dropout layer draws by its name, but no model has placed it";
+            let text = "a dropout layer is used before Model::new has named it; its mask depends on the name";
             Error::new(Kind::Config, text).at(std::panic::Location::caller()).raise()
         });
-        let first = key(noise.seed, &name);
-        // A layer that a text uses several times draws other numbers each time.
-        let drawn = match x.tape().count_draw(first) {
+        let first = random_key(noise.seed, &name);
+        // A layer that is used several times draws another mask each time.
+        let mask_key = match x.tape().count_draw(first) {
             0 => first,
-            before => key(first, &before.to_string()),
+            before => random_key(first, &before.to_string()),
         };
-        x.dropout_of_step(self.p, drawn, noise.step, noise.first_row)
+        x.dropout_of_step(self.p, mask_key, noise.step, noise.first_row)
     }
 }
 
 impl Module for Dropout {
     fn children(&self, _: &mut dyn FnMut(&str, &dyn Module)) {}
 
-    fn leaf(&self) -> Option<Leaf<'_>> {
-        Some(Leaf::Point(&self.point))
+    fn leaf(&self) -> Option<ModuleLeaf<'_>> {
+        Some(ModuleLeaf::Point(&self.point))
     }
 }

@@ -1,31 +1,31 @@
-//! The feed-forward half of a block, of one kind or the other.
+//! Feed-forward part of a block: a dense MLP or a mixture of experts.
 
-use super::experts::{Experts, Routes};
+use super::mixture_of_experts::{MixtureOfExperts, Routing};
 use super::gated_mlp::GatedMlp;
 use crate::module::Module;
 use shardgrad_autograd::Var;
 use shardgrad_tensor::Value;
 
-/// One gated layer for all tokens, or experts of which each token passes some.
+/// The feed-forward part of a transformer block: a dense gated MLP, or a mixture of experts.
 #[derive(Debug)]
 pub enum FeedForward {
-    /// One for all.
+    /// One gated MLP for all tokens.
     Dense(Box<GatedMlp>),
-    /// Some of many.
-    Experts(Box<Experts>),
+    /// A mixture of experts.
+    MixtureOfExperts(Box<MixtureOfExperts>),
 }
 
 impl FeedForward {
-    /// residual + y, and how tokens were spread over experts, if there are any: `[.., d]` to `[.., d]`.
+    /// Returns residual + y, and the routing if there are experts: `[.., d]` to `[.., d]`.
     ///
     /// # Panics
-    /// As the `forward` of either.
+    /// As [`GatedMlp::forward_with_residual`] and [`MixtureOfExperts::forward`].
     #[track_caller]
     #[must_use]
-    pub fn forward_onto(&self, x: &Var, residual: &Var) -> (Var, Option<Routes>) {
+    pub fn forward_with_residual(&self, x: &Var, residual: &Var) -> (Var, Option<Routing>) {
         match self {
-            FeedForward::Dense(mlp) => (mlp.forward_onto(x, residual), None),
-            FeedForward::Experts(experts) => {
+            FeedForward::Dense(mlp) => (mlp.forward_with_residual(x, residual), None),
+            FeedForward::MixtureOfExperts(experts) => {
                 let (y, routes) = experts.forward(x);
                 (residual.add(&y), Some(routes))
             }
@@ -37,7 +37,7 @@ impl Module for FeedForward {
     fn children(&self, visit: &mut dyn FnMut(&str, &dyn Module)) {
         match self {
             FeedForward::Dense(mlp) => mlp.children(visit),
-            FeedForward::Experts(experts) => experts.children(visit),
+            FeedForward::MixtureOfExperts(experts) => experts.children(visit),
         }
     }
 }

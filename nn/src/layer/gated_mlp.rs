@@ -1,4 +1,4 @@
-//! The feed-forward half of a block, with a gate.
+//! Gated MLP (SwiGLU), as in Llama.
 
 use super::linear::Linear;
 use crate::module;
@@ -7,27 +7,29 @@ use shardgrad_autograd::Var;
 use shardgrad_tensor::Value;
 
 module! {
-    /// y = (silu(x wg) * (x wu)) wd. Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202.
+    /// Gated MLP (SwiGLU): y = (silu(x wg) * (x wu)) wd. Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202.
+    #[doc(alias = "SwiGLU")]
+    #[doc(alias = "LlamaMLP")]
     #[derive(Debug)]
     pub struct GatedMlp {
-        /// `[d]` to `[hidden]`: the gate.
+        /// Gate projection, `[d]` to `[hidden]`.
         pub gate_proj: Linear,
-        /// `[d]` to `[hidden]`: what passes it.
+        /// Up projection, `[d]` to `[hidden]`.
         pub up_proj: Linear,
-        /// `[hidden]` to `[d]`.
+        /// Down projection, `[hidden]` to `[d]`.
         pub down_proj: Linear,
     }
 }
 
 impl GatedMlp {
-    /// For rows of width `d`. Weights are transposed in files.
+    /// A gated MLP with `hidden` units for rows of width `d`. Weights are transposed in files.
     #[must_use]
     pub fn new(d: usize, hidden: usize, bias: bool) -> GatedMlp {
-        let linear = |from, to| Linear::new(from, to).transposed_in_files().with_bias(bias);
+        let linear = |from, to| Linear::new(from, to).with_transposed_file_shape().with_bias(bias);
         GatedMlp { gate_proj: linear(d, hidden), up_proj: linear(d, hidden), down_proj: linear(hidden, d) }
     }
 
-    /// The same layer with other initial weights.
+    /// Returns the same layer with another initializer of the weights.
     #[must_use]
     pub fn init(self, init: Init) -> GatedMlp {
         let GatedMlp { gate_proj, up_proj, down_proj } = self;
@@ -38,7 +40,7 @@ impl GatedMlp {
         }
     }
 
-    /// `[.., d]` to `[.., d]`.
+    /// Applies the MLP: `[.., d]` to `[.., d]`.
     ///
     /// # Panics
     /// Unwinds with an error if the last dim of x is not d.
@@ -48,13 +50,13 @@ impl GatedMlp {
         self.down_proj.forward(&self.gate_proj.forward(x).swiglu(&self.up_proj.forward(x)))
     }
 
-    /// residual + y, in one pass at the end of the last product where nothing happens in between: `[.., d]` to `[.., d]`.
+    /// Returns residual + y, with the addition fused into the epilogue of the last product where possible: `[.., d]` to `[.., d]`.
     ///
     /// # Panics
-    /// As [`GatedMlp::forward`], and if the residual cannot be added to what comes out.
+    /// As [`GatedMlp::forward`], and if the residual cannot be added to the output.
     #[track_caller]
     #[must_use]
-    pub fn forward_onto(&self, x: &Var, residual: &Var) -> Var {
-        self.down_proj.forward_onto(&self.gate_proj.forward(x).swiglu(&self.up_proj.forward(x)), residual)
+    pub fn forward_with_residual(&self, x: &Var, residual: &Var) -> Var {
+        self.down_proj.forward_with_residual(&self.gate_proj.forward(x).swiglu(&self.up_proj.forward(x)), residual)
     }
 }

@@ -1,4 +1,5 @@
-//! Layers: architecture only. They name no mesh axis and no rank; where a plan may want a say, they have a point.
+//! Layers, written for one device: they name no mesh axis and no rank. Where a plan may constrain the layout of an activation, a
+//! layer has an [`ActivationPoint`](crate::ActivationPoint).
 
 mod dropout;
 mod linear;
@@ -9,21 +10,21 @@ mod mlp;
 mod attention;
 mod block;
 mod gated_mlp;
-mod experts;
+mod mixture_of_experts;
 mod feed_forward;
-mod grouped_attention;
-mod self_attention;
+mod grouped_query_attention;
+mod encoder_attention;
 
 pub use attention::Attention;
 pub use block::Block;
 pub use dropout::Dropout;
 pub use embedding::Embedding;
-pub use experts::{Experts, Routes, Stacks};
+pub use mixture_of_experts::{MixtureOfExperts, Routing, GroupedExperts};
 pub use feed_forward::FeedForward;
 pub use gated_mlp::GatedMlp;
-pub use grouped_attention::GroupedAttention;
+pub use grouped_query_attention::GroupedQueryAttention;
 pub use layer_norm::LayerNorm;
 pub use linear::Linear;
 pub use mlp::Mlp;
 pub use rms_norm::RmsNorm;
-pub use self_attention::SelfAttention;
+pub use encoder_attention::EncoderAttention;

@@ -1,53 +1,58 @@
-//! Normalisation over the last dim by its root mean square.
+//! RMS normalization over the last dim.
 
 use crate::module;
 use crate::param::{Init, Param};
-use crate::point::Point;
+use crate::activation_point::ActivationPoint;
 use shardgrad_autograd::Var;
 use shardgrad_tensor::{Residual, Value};
 
 module! {
-    /// y = x / sqrt(mean(x^2) + eps) * weight over the last dim. Zhang and Sennrich, arXiv 1910.07467.
+    /// RMS normalization: y = x / sqrt(mean(x^2) + eps) * weight, with the mean over the last dim. Zhang and Sennrich, arXiv
+    /// 1910.07467.
+    ///
+    /// Activation point: `out`.
+    #[doc(alias = "RMSNorm")]
     #[derive(Debug)]
     pub struct RmsNorm {
-        /// `[d]`, initially 1.
+        /// Scale, `[d]`, initialized with ones.
         pub weight: Param,
-        out: Point;
+        out: ActivationPoint;
         eps: f64,
     }
 }
 
 impl RmsNorm {
-    /// For rows of width `d`, with eps 1e-5.
+    /// A norm for rows of width `d`, with eps 1e-5.
     #[must_use]
     pub fn new(d: usize) -> RmsNorm {
-        RmsNorm { weight: Param::new(&[d]).init(Init::Ones), out: Point::default(), eps: 1e-5 }
+        RmsNorm { weight: Param::new(&[d]).init(Init::Ones), out: ActivationPoint::default(), eps: 1e-5 }
     }
 
-    /// The same layer with another eps.
+    /// Returns the same layer with another eps.
     #[must_use]
     pub fn eps(self, eps: f64) -> RmsNorm {
         RmsNorm { eps, ..self }
     }
 
-    /// `[.., d]` to `[.., d]`.
+    /// Normalizes x: `[.., d]` to `[.., d]`.
     ///
     /// # Panics
-    /// Unwinds with an error if the last dim of x is not d, or is split.
+    /// Unwinds with an error if the last dim of x is not d, or is sharded.
     #[track_caller]
     #[must_use]
     pub fn forward(&self, x: &Var) -> Var {
-        self.out.at(&x.rms_norm(&self.weight.on(x), self.eps))
+        self.out.constrain(&x.rms_norm(&self.weight.on(x), self.eps))
     }
 
-    /// x, to which what is made of y is to be added, and y: `[.., d]` both. The norm then adds the gradient of the sum to its own.
+    /// Returns x as the residual, and the normalized y: `[.., d]` both. The backward pass of the norm then also adds the gradient of
+    /// the residual, in the same kernel.
     ///
     /// # Panics
     /// As [`RmsNorm::forward`].
     #[track_caller]
     #[must_use]
-    pub fn forward_beside(&self, x: &Var) -> (Var, Var) {
-        let (x, y) = x.rms_norm_beside(&self.weight.on(x), self.eps);
-        (x, self.out.at(&y))
+    pub fn forward_and_residual(&self, x: &Var) -> (Var, Var) {
+        let (x, y) = x.rms_norm_with_residual(&self.weight.on(x), self.eps);
+        (x, self.out.constrain(&y))
     }
 }

@@ -1,29 +1,31 @@
-//! A model of any family.
+//! `LanguageModel`: a model of any family, chosen by its config.
 
 use super::bert::Bert;
-use super::family::Family;
+use super::hf_model::HfModel;
 use super::gpt2::Gpt2;
 use super::llama::Llama;
-use crate::cache::Cache;
+use crate::kv_cache::KvCache;
 use crate::hf::ModelConfig;
 use crate::module::Module;
 use crate::plan::Plan;
 use shardgrad_autograd::Var;
 use shardgrad_tensor::{Error, Kind, Value};
 
-/// A model of the family that a config names. Its parameters have the names that they have in the family's own struct.
+/// A model of any family, chosen by its config. Parameter names are those of the family's struct.
+#[doc(alias = "AutoModel")]
+#[doc(alias = "AutoModelForCausalLM")]
 #[derive(Debug)]
 pub enum LanguageModel {
     /// `gpt2`.
     Gpt2(Box<Gpt2>),
     /// `llama`, `mistral`, `qwen2`, `qwen3`, `mixtral` and `qwen3_moe`.
     Llama(Box<Llama>),
-    /// `bert`, which predicts tokens that are hidden from it instead of the next one.
+    /// `bert`, which predicts masked tokens instead of the next token.
     Bert(Box<Bert>),
 }
 
 impl LanguageModel {
-    /// A model of this shape, with fresh weights.
+    /// A model of this config, with freshly initialized weights.
     ///
     /// # Panics
     /// As the `new` of the family.
@@ -37,7 +39,7 @@ impl LanguageModel {
         }
     }
 
-    /// The table of splits of the family.
+    /// The parallelism plan of the family.
     #[must_use]
     pub fn plan(config: &ModelConfig) -> Plan {
         match config {
@@ -47,7 +49,12 @@ impl LanguageModel {
         }
     }
 
-    /// The same model, which keeps only the inputs of its blocks for the backward pass and computes the rest again there.
+    /// Returns the same model with activation checkpointing: only the inputs of blocks are saved for the backward pass, which computes
+    /// the rest again.
+    #[doc(alias = "checkpoint")]
+    #[doc(alias = "remat")]
+    #[doc(alias = "activation checkpointing")]
+    #[doc(alias = "gradient_checkpointing_enable")]
     #[must_use]
     pub fn recompute(self, recompute: bool) -> LanguageModel {
         match self {
@@ -57,11 +64,11 @@ impl LanguageModel {
         }
     }
 
-    /// Logits of the next token, or, of an encoder, of the token at each place: `[b, t]` (i64) to `[b, t, vocab_size]`.
+    /// Returns the logits of the next token, or for an encoder of the token at each position: `[b, t]` (i64) to `[b, t, vocab_size]`.
     ///
     /// # Panics
-    /// Unwinds with `Kind::Shape` if the ids have other dims, or are longer than the model has positions; with
-    /// `Kind::Unsupported` if an encoder has no head of tokens.
+    /// Unwinds with `Kind::Shape` if the ids have other dims, or more tokens than the model has positions; with
+    /// `Kind::Unsupported` if an encoder has no masked language modeling head.
     #[track_caller]
     #[must_use]
     pub fn forward(&self, ids: &Var) -> Var {
@@ -72,28 +79,29 @@ impl LanguageModel {
         }
     }
 
-    /// Logits of the token after the last of `ids`: `[b, t]` to `[b, 1, vocab_size]`. The ids continue what is in the cache,
-    /// which then holds them too.
+    /// Returns the logits of the token after the last of `ids`, `[b, t]` to `[b, 1, vocab_size]`. The ids follow the cached tokens and
+    /// are appended to the cache.
     ///
     /// # Panics
-    /// As [`LanguageModel::forward`], for all positions read so far; and if the cache is of another model. Unwinds with
+    /// As [`LanguageModel::forward`], counting cached positions; and if the cache belongs to another model. Unwinds with
     /// `Kind::Unsupported` for an encoder.
     #[track_caller]
     #[must_use]
-    pub fn next(&self, ids: &Var, cache: &mut Cache) -> Var {
+    pub fn next_token_logits(&self, ids: &Var, cache: &mut KvCache) -> Var {
         match self {
-            LanguageModel::Gpt2(model) => model.next(ids, cache),
-            LanguageModel::Llama(model) => model.next(ids, cache),
-            LanguageModel::Bert(_) => Error::new(Kind::Unsupported, "an encoder does not continue a text")
+            LanguageModel::Gpt2(model) => model.next_token_logits(ids, cache),
+            LanguageModel::Llama(model) => model.next_token_logits(ids, cache),
+            LanguageModel::Bert(_) => Error::new(Kind::Unsupported, "BERT is an encoder and cannot predict the next token")
+                .detail("help", "use a causal model, of the GPT-2 or Llama family")
                 .at(std::panic::Location::caller())
                 .raise(),
         }
     }
 
-    /// An empty cache for this model.
+    /// Returns an empty KV cache for this model.
     #[must_use]
-    pub fn cache(&self) -> Cache {
-        Cache::new(match self {
+    pub fn new_kv_cache(&self) -> KvCache {
+        KvCache::new(match self {
             LanguageModel::Gpt2(model) => model.h.len(),
             LanguageModel::Llama(model) => model.model.layers.len(),
             LanguageModel::Bert(_) => 0,
@@ -101,25 +109,25 @@ impl LanguageModel {
     }
 
     /// Mean cross-entropy over all tokens: ids and targets `[b, t]` (i64), a scalar in the accumulator type. The targets of an
-    /// encoder are those of hidden tokens, [`Bert::IGNORED`] elsewhere.
+    /// encoder are the masked tokens, and [`Bert::IGNORE_INDEX`] at all other positions.
     ///
     /// # Panics
-    /// As [`LanguageModel::forward`], and if a target is outside of the vocabulary.
+    /// As [`LanguageModel::forward`], and if a target is outside the vocabulary.
     #[track_caller]
     #[must_use]
     pub fn loss(&self, ids: &Var, targets: &Var) -> Var {
-        self.loss_of(&[ids.clone(), targets.clone()])
+        self.loss_from_batch(&[ids.clone(), targets.clone()])
     }
 
-    /// [`LanguageModel::loss`] of ids, targets, and, for an encoder whose rows are filled up, mask and types as
-    /// [`Bert::hidden`] takes them. A scalar behind them is what an encoder's sum of losses is divided by, instead of the number
-    /// of its labels: for microbatches, the labels of the step over the number of microbatches.
+    /// [`LanguageModel::loss`] of the tensors of a batch: ids, targets and, for an encoder with padding, mask and types as in
+    /// [`Bert::hidden_states`]. If the last tensor is a scalar, the sum of an encoder's losses is divided by it instead of by the
+    /// number of labels: for microbatches, pass the labels of the step over the number of microbatches.
     ///
     /// # Panics
-    /// As [`LanguageModel::loss`], and if there are less than two arguments.
+    /// As [`LanguageModel::loss`], and if there are fewer than two tensors.
     #[track_caller]
     #[must_use]
-    pub fn loss_of(&self, x: &[Var]) -> Var {
+    pub fn loss_from_batch(&self, x: &[Var]) -> Var {
         if let (LanguageModel::Bert(model), Some((share, x))) = (self, x.split_last())
             && share.shape().is_empty()
         {
@@ -133,20 +141,20 @@ impl LanguageModel {
         }
     }
 
-    /// [`LanguageModel::forward`] of the same arguments; the targets are not looked at.
+    /// [`LanguageModel::forward`] of the tensors of a batch, as for [`LanguageModel::loss_from_batch`]; ignores the targets.
     ///
     /// # Panics
-    /// As [`LanguageModel::forward`], and if there is no argument.
+    /// As [`LanguageModel::forward`], and if there is no tensor.
     #[track_caller]
     #[must_use]
-    pub fn forward_of(&self, x: &[Var]) -> Var {
+    pub fn forward_from_batch(&self, x: &[Var]) -> Var {
         match self {
             LanguageModel::Bert(model) => model.forward(&x[0], x.get(2), x.get(3)),
             LanguageModel::Gpt2(_) | LanguageModel::Llama(_) => self.forward(&x[0]),
         }
     }
 
-    fn family(&self) -> &dyn Family {
+    fn as_hf_model(&self) -> &dyn HfModel {
         match self {
             LanguageModel::Gpt2(model) => &**model,
             LanguageModel::Llama(model) => &**model,
@@ -157,24 +165,24 @@ impl LanguageModel {
 
 impl Module for LanguageModel {
     fn children(&self, visit: &mut dyn FnMut(&str, &dyn Module)) {
-        self.family().children(visit);
+        self.as_hf_model().children(visit);
     }
 }
 
-impl Family for LanguageModel {
-    fn describe(&self) -> ModelConfig {
-        self.family().describe()
+impl HfModel for LanguageModel {
+    fn model_config(&self) -> ModelConfig {
+        self.as_hf_model().model_config()
     }
 
-    fn name_in_files(&self, name: &str) -> String {
-        self.family().name_in_files(name)
+    fn hf_name(&self, name: &str) -> String {
+        self.as_hf_model().hf_name(name)
     }
 
-    fn older_name_in_files(&self, name: &str) -> Option<String> {
-        self.family().older_name_in_files(name)
+    fn legacy_hf_name(&self, name: &str) -> Option<String> {
+        self.as_hf_model().legacy_hf_name(name)
     }
 
-    fn passed_over(&self) -> &'static [&'static str] {
-        self.family().passed_over()
+    fn ignored_on_load(&self) -> &'static [&'static str] {
+        self.as_hf_model().ignored_on_load()
     }
 }

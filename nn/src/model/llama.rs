@@ -1,11 +1,11 @@
-//! The Llama family: decoders with rotary positions, grouped queries, gated MLPs and RMS norms. Touvron et al., arXiv
-//! 2302.13971; its members differ in biases and norms.
+//! The Llama family: decoders with rotary position embeddings, grouped-query attention, gated MLPs or mixtures of experts, and RMS
+//! norms. Touvron et al., arXiv 2302.13971. Its members (Mistral, Qwen, Mixtral) differ in biases and norms.
 
-use super::family::{Family, check_ids};
-use crate::cache::{Cache, Past};
+use super::hf_model::{HfModel, check_ids};
+use crate::kv_cache::{KvCache, LayerKvCache};
 use crate::hf::{LlamaConfig, LlamaKind, ModelConfig};
-use crate::layer::{Embedding, Experts, FeedForward, GatedMlp, GroupedAttention, RmsNorm, Routes};
-use crate::loss::{balance, cross_entropy};
+use crate::layer::{Embedding, MixtureOfExperts, FeedForward, GatedMlp, GroupedQueryAttention, RmsNorm, Routing};
+use crate::loss::{cross_entropy, load_balancing_loss};
 use crate::module;
 use crate::param::Init;
 use crate::plan::Plan;
@@ -14,25 +14,27 @@ use shardgrad_tensor::{Error, Kind, Value, unwind};
 use std::panic::Location;
 
 module! {
-    /// x + self_attn(input_layernorm(x)), then x + mlp(post_attention_layernorm(x)).
+    /// Llama block: x + self_attn(input_layernorm(x)), then x + mlp(post_attention_layernorm(x)).
+    #[doc(alias = "LlamaDecoderLayer")]
     #[derive(Debug)]
     pub struct LlamaBlock {
         /// The norm before attention.
         pub input_layernorm: RmsNorm,
         /// Attention.
-        pub self_attn: GroupedAttention,
-        /// The norm before the feed-forward half.
+        pub self_attn: GroupedQueryAttention,
+        /// The norm before the MLP.
         pub post_attention_layernorm: RmsNorm,
-        /// The feed-forward half.
+        /// The MLP, dense or a mixture of experts.
         pub mlp: FeedForward,
     }
 }
 
 module! {
-    /// Token embedding, blocks and a norm.
+    /// The model without its output layer: token embedding, blocks and a norm.
+    #[doc(alias = "LlamaModel")]
     #[derive(Debug)]
-    pub struct LlamaTrunk {
-        /// Tokens: `[vocab_size, hidden_size]`.
+    pub struct LlamaBackbone {
+        /// Token embedding, `[vocab_size, hidden_size]`.
         pub embed_tokens: Embedding,
         /// The blocks.
         pub layers: Vec<LlamaBlock>,
@@ -42,13 +44,18 @@ module! {
 }
 
 module! {
-    /// A trunk and an output layer: the token table transposed, or one of its own. Parameters are named as in
+    /// Model of the Llama family: a backbone and an output layer, tied to the token embedding or untied. Parameters have the names of
     /// `transformers`.
+    #[doc(alias = "LlamaForCausalLM")]
+    #[doc(alias = "MistralForCausalLM")]
+    #[doc(alias = "MixtralForCausalLM")]
+    #[doc(alias = "Qwen2ForCausalLM")]
+    #[doc(alias = "Qwen3ForCausalLM")]
     #[derive(Debug)]
     pub struct Llama {
-        /// All but the output layer.
-        pub model: LlamaTrunk,
-        /// The output layer where it is not tied: `[vocab_size, hidden_size]`.
+        /// The backbone: all but the output layer.
+        pub model: LlamaBackbone,
+        /// The output layer if it is not tied to the token embedding: `[vocab_size, hidden_size]`.
         pub lm_head: Option<Embedding>;
         config: LlamaConfig,
         recompute: bool,
@@ -56,7 +63,7 @@ module! {
 }
 
 impl LlamaBlock {
-    /// A block of this shape.
+    /// The block of a config with index `layer`.
     ///
     /// # Panics
     /// As [`Llama::new`].
@@ -65,16 +72,16 @@ impl LlamaBlock {
     fn new(config: &LlamaConfig, layer: usize, frequencies: &[f64]) -> LlamaBlock {
         let (d, std) = (config.hidden_size, Init::Normal(config.initializer_range));
         let norm = || RmsNorm::new(d).eps(config.rms_norm_eps);
-        let heads = [config.num_key_value_heads, config.heads_per_key(), config.head_dim];
-        let attention = GroupedAttention::new(d, heads, frequencies)
+        let heads = [config.num_key_value_heads, config.heads_per_kv_head(), config.head_dim];
+        let attention = GroupedQueryAttention::new(d, heads, frequencies)
             .init(std)
-            .bias(config.attention_bias, config.output_bias())
-            .window(config.window(layer))
+            .with_bias(config.attention_bias, config.output_bias())
+            .sliding_window(config.window(layer))
             .dropout(config.attention_dropout);
         LlamaBlock {
             input_layernorm: norm(),
             self_attn: match config.kind.has_head_norms() {
-                true => attention.normed(config.rms_norm_eps),
+                true => attention.with_qk_norm(config.rms_norm_eps),
                 false => attention,
             },
             post_attention_layernorm: norm(),
@@ -82,54 +89,54 @@ impl LlamaBlock {
         }
     }
 
-    /// `[b, t, d]` to `[b, t, d]`.
+    /// Applies the block: `[b, t, d]` to `[b, t, d]`.
     ///
     /// # Panics
     /// Unwinds with an error if x has another shape.
     #[track_caller]
     #[must_use]
     pub fn forward(&self, x: &Var) -> Var {
-        self.attend(x, None)
+        self.forward_with_cache(x, None)
     }
 
-    /// The same, after what was read before: `past` then holds the rows of x too.
+    /// [`LlamaBlock::forward`] of tokens that follow the cached ones. Appends the keys and values of x to `layer_cache`.
     ///
     /// # Panics
-    /// As [`LlamaBlock::forward`], and if `past` is of another block.
+    /// As [`LlamaBlock::forward`], and if `layer_cache` belongs to another block.
     #[track_caller]
     #[must_use]
-    pub fn attend(&self, x: &Var, past: Option<&mut Past>) -> Var {
-        self.routed(x, past).0
+    pub fn forward_with_cache(&self, x: &Var, layer_cache: Option<&mut LayerKvCache>) -> Var {
+        self.forward_with_routing(x, layer_cache).0
     }
 
-    /// The same, and how tokens were spread over experts, if there are any.
+    /// [`LlamaBlock::forward_with_cache`], and the routing if there are experts.
     #[track_caller]
-    fn routed(&self, x: &Var, past: Option<&mut Past>) -> (Var, Option<Routes>) {
-        let (x, y) = self.input_layernorm.forward_beside(x);
-        let x = self.self_attn.attend_onto(&y, past, &x);
-        let (x, y) = self.post_attention_layernorm.forward_beside(&x);
-        self.mlp.forward_onto(&y, &x)
+    fn forward_with_routing(&self, x: &Var, layer_cache: Option<&mut LayerKvCache>) -> (Var, Option<Routing>) {
+        let (x, y) = self.input_layernorm.forward_and_residual(x);
+        let x = self.self_attn.forward_with_cache_and_residual(&y, layer_cache, &x);
+        let (x, y) = self.post_attention_layernorm.forward_and_residual(&x);
+        self.mlp.forward_with_residual(&y, &x)
     }
 }
 
-/// The feed-forward half of a block.
+/// Returns the dense MLP or the mixture of experts of a block.
 fn feed_forward(config: &LlamaConfig, layer: usize, std: Init) -> FeedForward {
     let d = config.hidden_size;
-    let Some(experts) = config.experts_of(layer) else {
+    let Some(experts) = config.layer_experts(layer) else {
         let mlp = GatedMlp::new(d, config.intermediate_size, config.mlp_bias).init(std);
         return FeedForward::Dense(Box::new(mlp));
     };
-    let (count, taken) = (experts.num_experts, experts.num_experts_per_tok);
-    let layer = Experts::new(d, experts.moe_intermediate_size, count, taken, experts.norm_topk_prob);
-    FeedForward::Experts(Box::new(layer.init(std)))
+    let (count, top_k) = (experts.num_experts, experts.num_experts_per_tok);
+    let layer = MixtureOfExperts::new(d, experts.moe_intermediate_size, count, top_k, experts.norm_topk_prob);
+    FeedForward::MixtureOfExperts(Box::new(layer.init(std)))
 }
 
-/// Refuses query heads of which each key head would not have as many: the model would have others than its config tells.
+/// Rejects a number of query heads that is not a multiple of the key heads: the model would have other heads than its config.
 #[track_caller]
 fn check_heads(config: &LlamaConfig) {
     let (heads, key_heads) = (config.num_attention_heads, config.num_key_value_heads);
     if key_heads == 0 || !heads.is_multiple_of(key_heads) {
-        let text = format!("{key_heads} key heads do not divide {heads} heads");
+        let text = format!("{heads} query heads are not a multiple of {key_heads} key heads");
         Error::new(Kind::Config, text)
             .detail("help", "give a `num_key_value_heads` that divides `num_attention_heads`")
             .at(Location::caller())
@@ -138,20 +145,20 @@ fn check_heads(config: &LlamaConfig) {
 }
 
 impl Llama {
-    /// A model of this shape. Fresh weights are normal with standard deviation `initializer_range`; biases are zero, norms
-    /// one.
+    /// A model of this config. Weights are initialized from a normal distribution with standard deviation `initializer_range`, biases
+    /// with zeros, norms with ones.
     ///
     /// # Panics
-    /// Unwinds with `Kind::Config` if the key heads do not divide the query heads, if heads have an odd number of channels, or if
-    /// the dropout probability is not in `0..1`.
+    /// Unwinds with `Kind::Config` if the query heads are not a multiple of the key heads, if heads have an odd number of channels, or
+    /// if the dropout probability is not in `0..1`.
     #[track_caller]
     #[must_use]
     pub fn new(config: &LlamaConfig) -> Llama {
         check_heads(config);
-        let (d, frequencies) = (config.hidden_size, config.rotary.frequencies(config.head_dim));
+        let (d, frequencies) = (config.hidden_size, config.rope.frequencies(config.head_dim));
         let table = || Embedding::new(config.vocab_size, d).init(Init::Normal(config.initializer_range));
         Llama {
-            model: LlamaTrunk {
+            model: LlamaBackbone {
                 embed_tokens: table(),
                 layers: (0..config.num_hidden_layers)
                     .map(|layer| LlamaBlock::new(config, layer, &frequencies))
@@ -164,25 +171,30 @@ impl Llama {
         }
     }
 
-    /// The same model, which keeps only the inputs of its blocks for the backward pass and computes the rest again there.
+    /// Returns the same model with activation checkpointing: only the inputs of blocks are saved for the backward pass, which computes
+    /// the rest again.
+    #[doc(alias = "checkpoint")]
+    #[doc(alias = "remat")]
+    #[doc(alias = "activation checkpointing")]
+    #[doc(alias = "gradient_checkpointing_enable")]
     #[must_use]
     pub fn recompute(self, recompute: bool) -> Llama {
         Llama { recompute, ..self }
     }
 
-    /// The table of splits for this family: rows of the batch and their tokens; heads, hidden units and vocabulary.
+    /// The parallelism plan of this family: rows and tokens of the batch; heads, hidden units and vocabulary.
     #[must_use]
     pub fn plan(config: &LlamaConfig) -> Plan {
-        if config.experts.is_some() { Plan::llama_of_experts() } else { Plan::llama() }
+        if config.experts.is_some() { Plan::llama_moe() } else { Plan::llama() }
     }
 
-    /// The shape of the model.
+    /// The config of the model.
     #[must_use]
     pub fn config(&self) -> &LlamaConfig {
         &self.config
     }
 
-    /// Logits of the next token: `[b, t]` (i64) to `[b, t, vocab_size]`.
+    /// Returns the logits of the next token: `[b, t]` (i64) to `[b, t, vocab_size]`.
     ///
     /// # Panics
     /// Unwinds with `Kind::Shape` if the ids have other dims, or `t` exceeds `max_position_embeddings`.
@@ -190,81 +202,81 @@ impl Llama {
     #[must_use]
     pub fn forward(&self, ids: &Var) -> Var {
         check_ids(ids, 0, self.config.max_position_embeddings);
-        self.logits(ids, false).0
+        self.forward_checked(ids, false).0
     }
 
-    /// [`Llama::forward`] of ids that fit, and, if asked for, how the experts of each block that has some are used. What is asked for
-    /// here is asked for by this text, not by its caller.
-    fn logits(&self, ids: &Var, tells: bool) -> (Var, Vec<[Var; 2]>) {
+    /// [`Llama::forward`] of ids whose shape was checked; with `wants_usage` also the expert usage of each block with experts. Not
+    /// `track_caller`: errors point to the model's code, not to its caller.
+    fn forward_checked(&self, ids: &Var, wants_usage: bool) -> (Var, Vec<[Var; 2]>) {
         let mut usage = Vec::new();
         let mut x = self.model.embed_tokens.forward(ids);
         for block in &self.model.layers {
             let forward = |x: &Var| {
-                let (x, routes) = block.routed(x, None);
-                let told = routes.filter(|_| tells).map(|routes| routes.usage());
-                [vec![x], told.map_or_else(Vec::new, Vec::from)].concat()
+                let (x, routes) = block.forward_with_routing(x, None);
+                let usage = routes.filter(|_| wants_usage).map(|routes| routes.expert_usage());
+                [vec![x], usage.map_or_else(Vec::new, Vec::from)].concat()
             };
             let mut made = match self.recompute {
                 true => unwind(x.tape().clone().checkpoint(&[x], |x| Ok(forward(&x[0])))),
                 false => forward(&x),
             };
-            if let Ok(told) = <[Var; 2]>::try_from(made.split_off(1)) {
-                usage.push(told);
+            if let Ok(of_block) = <[Var; 2]>::try_from(made.split_off(1)) {
+                usage.push(of_block);
             }
             x = made.swap_remove(0);
         }
-        (self.scores(&x), usage)
+        (self.lm_logits(&x), usage)
     }
 
-    /// Logits of the token after the last of `ids`: `[b, t]` to `[b, 1, vocab_size]`. The ids continue what is in the cache,
-    /// which then holds them too.
+    /// Returns the logits of the token after the last of `ids`, `[b, t]` to `[b, 1, vocab_size]`. The ids follow the cached tokens and
+    /// are appended to the cache.
     ///
     /// # Panics
-    /// As [`Llama::forward`], for all positions read so far; and if the cache is of another model.
+    /// As [`Llama::forward`], counting cached positions; and if the cache belongs to another model.
     #[track_caller]
     #[must_use]
-    pub fn next(&self, ids: &Var, cache: &mut Cache) -> Var {
+    pub fn next_token_logits(&self, ids: &Var, cache: &mut KvCache) -> Var {
         check_ids(ids, cache.len(), self.config.max_position_embeddings);
         let mut x = self.model.embed_tokens.forward(ids);
-        for (block, past) in self.model.layers.iter().zip(cache.layers()) {
-            x = block.attend(&x, Some(past));
+        for (block, layer_cache) in self.model.layers.iter().zip(cache.layers()) {
+            x = block.forward_with_cache(&x, Some(layer_cache));
         }
         let t = x.shape()[1];
-        self.scores(&x.slice(1, t - 1..t))
+        self.lm_logits(&x.slice(1, t - 1..t))
     }
 
-    fn scores(&self, x: &Var) -> Var {
-        self.lm_head.as_ref().unwrap_or(&self.model.embed_tokens).scores(&self.model.norm.forward(x))
+    fn lm_logits(&self, x: &Var) -> Var {
+        self.lm_head.as_ref().unwrap_or(&self.model.embed_tokens).logits(&self.model.norm.forward(x))
     }
 
-    /// Mean next-token cross-entropy over all tokens: ids and targets `[b, t]` (i64), a scalar in the accumulator type. Where the
-    /// config says `output_router_logits`, [`balance`] times `router_aux_loss_coef` is added.
+    /// Mean next-token cross-entropy over all tokens: ids and targets `[b, t]` (i64), a scalar in the accumulator type. If
+    /// `output_router_logits` of the config is set, adds [`load_balancing_loss`] times `router_aux_loss_coef`.
     ///
     /// # Panics
-    /// As [`Llama::forward`], and if a target is outside of the vocabulary.
+    /// As [`Llama::forward`], and if a target is outside the vocabulary.
     #[track_caller]
     #[must_use]
     pub fn loss(&self, ids: &Var, targets: &Var) -> Var {
         check_ids(ids, 0, self.config.max_position_embeddings);
-        let told = self.config.experts.as_ref().filter(|experts| experts.output_router_logits);
-        let (logits, usage) = self.logits(ids, told.is_some());
+        let balanced = self.config.experts.as_ref().filter(|experts| experts.output_router_logits);
+        let (logits, usage) = self.forward_checked(ids, balanced.is_some());
         let loss = cross_entropy(&logits, targets).mean();
-        match told {
+        match balanced {
             Some(experts) if !usage.is_empty() => {
                 let rows = ids.layout().numel() * usage.len();
-                loss.add(&balance(&usage, rows).scale(experts.router_aux_loss_coef))
+                loss.add(&load_balancing_loss(&usage, rows).scale(experts.router_aux_loss_coef))
             }
             _ => loss,
         }
     }
 }
 
-impl Family for Llama {
-    fn describe(&self) -> ModelConfig {
+impl HfModel for Llama {
+    fn model_config(&self) -> ModelConfig {
         ModelConfig::Llama(self.config.clone())
     }
 
-    fn name_in_files(&self, name: &str) -> String {
+    fn hf_name(&self, name: &str) -> String {
         let Some((block, part)) = name.split_once(".mlp.") else { return name.to_string() };
         let is_mixtral = self.config.kind == LlamaKind::Mixtral;
         match (part, part.strip_prefix("experts.")) {
@@ -282,8 +294,8 @@ impl Family for Llama {
         }
     }
 
-    /// Buffers that old files hold beside the weights, and the head that a tied model has no use for.
-    fn passed_over(&self) -> &'static [&'static str] {
+    /// Ignores the buffers in old files, and the output layer, which a tied model does not need.
+    fn ignored_on_load(&self) -> &'static [&'static str] {
         &["*.rotary_emb.inv_freq", "lm_head.weight"]
     }
 }

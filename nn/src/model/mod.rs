@@ -1,14 +1,14 @@
-//! Models: one file a family. They name no mesh axis and no rank.
+//! Model families: GPT-2, Llama and its relatives, BERT. Their code names no mesh axis and no rank.
 
-mod family;
+mod hf_model;
 mod gpt2;
 mod llama;
 mod bert;
 mod language;
 
 pub use crate::hf::{BertConfig, BertHead, Gpt2Config, LlamaConfig, LlamaKind, ModelConfig};
-pub use bert::{Bert, BertBlock, BertEmbeddings, TokenHead};
-pub use family::Family;
+pub use bert::{Bert, BertBlock, BertEmbeddings, MlmHead};
+pub use hf_model::HfModel;
 pub use gpt2::Gpt2;
 pub use language::LanguageModel;
-pub use llama::{Llama, LlamaBlock, LlamaTrunk};
+pub use llama::{Llama, LlamaBlock, LlamaBackbone};

@@ -1,53 +1,61 @@
-//! AdamW: Adam with weight decay apart from the gradient. Loshchilov and Hutter, arXiv 1711.05101.
+//! AdamW: Adam with decoupled weight decay. Loshchilov and Hutter, arXiv 1711.05101.
 
-use super::step::{
-    BELOW_ONE, Group, Groups, Kept, NOT_NEGATIVE, Optimizer, POSITIVE, check_asked, check_setting, unlike,
-};
+use super::hyperparameter::{BELOW_ONE, NOT_NEGATIVE, POSITIVE, check_setting};
+use super::optimizer::{Optimizer, OptimizerState, check_rates_requested, wrong_num_tensors};
+use super::param_group::{ParamGroup, ParamGroups};
 use crate::param::Param;
 use shardgrad_autograd::Key;
-use shardgrad_tensor::update::{AdamWRates, AdamWStep, Moments, adamw};
-use shardgrad_tensor::{DType, Error, GatedStep, Kind, Result, Tensor};
+use shardgrad_tensor::optimizer_step::{AdamWRates, AdamWStep, Moments, adamw};
+use shardgrad_tensor::{DType, Error, OverflowCheck, Kind, Result, Tensor};
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 
-/// m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2,
-/// w = w - lr decay w - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps).
+/// AdamW optimizer.
 ///
-/// t counts the steps of this parameter: one that was frozen begins with 1. Decay applies to parameters of two or more dims
-/// (in files). The moments lie as the parameter is stored and are kept in its accumulator type (f32 for the 16-bit floats).
-/// Every rank keeps an optimizer of its own and steps it together with the others.
+/// ```text
+/// m = b1 m + (1 - b1) g
+/// v = b2 v + (1 - b2) g^2
+/// w = w - lr decay w - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+/// ```
+///
+/// t counts the updates of this parameter: a parameter that was frozen begins with 1. Decay applies to parameters of
+/// two or more dims (in files). The moments have the layout of the stored parameter and its accumulator dtype (f32
+/// for the 16-bit floats). Every rank has an optimizer of its own and steps it together with the other ranks.
+#[doc(alias = "optax.adamw")]
+#[doc(alias = "torch.optim.AdamW")]
+#[doc(alias = "Adam")]
 #[derive(Clone, Debug)]
 pub struct AdamW {
     lr: f64,
     betas: [f64; 2],
     eps: f64,
     weight_decay: f64,
-    groups: Groups,
+    groups: ParamGroups,
     num_steps: u64,
-    kept: BTreeMap<Key, Means>,
+    states: BTreeMap<Key, MomentState>,
 }
 
-/// What is kept of a parameter.
+/// State of one parameter.
 #[derive(Clone, Debug)]
-struct Means {
+struct MomentState {
     num_steps: u64,
     moments: Moments,
 }
 
-/// What [`AdamW`] knows of a parameter for which a step was tried.
+/// State of [`AdamW`] for one parameter.
 #[derive(Clone, Debug)]
 pub struct AdamWState {
-    /// How often it was stepped.
+    /// Number of updates of the parameter.
     pub num_steps: u64,
-    /// The means of gradients and of their squares, as the parameter is stored.
+    /// First and second moment (running means of gradients and of their squares), laid out as the stored parameter.
     pub moments: [Tensor; 2],
 }
 
 impl AdamW {
-    /// The usual setting: betas 0.9 and 0.999, eps 1e-8, no weight decay.
+    /// Returns AdamW with betas 0.9 and 0.999, eps 1e-8 and no weight decay.
     ///
     /// # Panics
-    /// Unwinds with `Kind::Config` for a rate that is negative or not finite.
+    /// Unwinds with `Kind::Config` for a learning rate that is negative or not finite.
     #[track_caller]
     #[must_use]
     pub fn new(lr: f64) -> AdamW {
@@ -57,13 +65,13 @@ impl AdamW {
             betas: [0.9, 0.999],
             eps: 1e-8,
             weight_decay: 0.0,
-            groups: Groups::default(),
+            groups: ParamGroups::default(),
             num_steps: 0,
-            kept: BTreeMap::new(),
+            states: BTreeMap::new(),
         }
     }
 
-    /// How slowly the two averages forget.
+    /// Sets the decay rates of the two moments.
     ///
     /// # Panics
     /// Unwinds with `Kind::Config` if one is not in `0..1`.
@@ -75,10 +83,11 @@ impl AdamW {
         AdamW { betas: [beta1, beta2], ..self }
     }
 
-    /// What is added to the root in the divisor. A model in whose means it is 0 or infinite is refused by [`Optimizer::check`].
+    /// Sets the term added to the square root in the denominator. [`Optimizer::check_params`] refuses models in whose
+    /// moment dtype eps is 0 or infinite.
     ///
     /// # Panics
-    /// Unwinds with `Kind::Config` if it is not above 0, or not finite.
+    /// Unwinds with `Kind::Config` if eps is not above 0, or not finite.
     #[track_caller]
     #[must_use]
     pub fn eps(self, eps: f64) -> AdamW {
@@ -86,10 +95,11 @@ impl AdamW {
         AdamW { eps, ..self }
     }
 
-    /// The decay of parameters of two or more dims: each step takes lr times this off.
+    /// Sets the weight decay of parameters of two or more dims: each step subtracts lr times decay times the
+    /// parameter.
     ///
     /// # Panics
-    /// Unwinds with `Kind::Config` if it is negative or not finite.
+    /// Unwinds with `Kind::Config` if the decay is negative or not finite.
     #[track_caller]
     #[must_use]
     pub fn weight_decay(self, weight_decay: f64) -> AdamW {
@@ -97,19 +107,20 @@ impl AdamW {
         AdamW { weight_decay, ..self }
     }
 
-    /// Other settings for parameters whose names match a pattern; later groups win, setting by setting. One that matches
-    /// none is refused by [`Optimizer::check`].
+    /// Adds a parameter group: other settings for parameters whose names match a pattern. Later groups take
+    /// precedence, setting by setting. [`Optimizer::check_params`] refuses a pattern that matches no parameter.
     ///
     /// # Panics
     /// Unwinds with `Kind::Config` for a setting that is negative or not finite.
+    #[doc(alias = "param_groups")]
     #[track_caller]
     #[must_use]
-    pub fn group(mut self, pattern: &str, group: Group) -> AdamW {
+    pub fn group(mut self, pattern: &str, group: ParamGroup) -> AdamW {
         self.groups.push(pattern, group);
         self
     }
 
-    /// The numbers of a parameter's step number `t`, from 1.
+    /// Returns the hyperparameters of update number `t` (from 1) of a parameter.
     fn rates_at(&self, param: &Param, t: u64, lr: f64) -> AdamWRates {
         let [lr, weight_decay] = self.groups.of(param, lr, self.weight_decay);
         let [beta1, beta2] = self.betas;
@@ -125,28 +136,30 @@ impl AdamW {
         }
     }
 
-    /// What is kept of a parameter, once a step of it was tried: what a run needs to go on, beside its parameters.
+    /// Returns the state of a parameter, once an update of the parameter was tried.
+    #[doc(alias = "state_dict")]
     #[must_use]
     pub fn state(&self, param: &Param) -> Option<AdamWState> {
-        let Means { num_steps, moments } = self.kept.get(&param.key())?;
+        let MomentState { num_steps, moments } = self.states.get(&param.key())?;
         Some(AdamWState { num_steps: *num_steps, moments: moments.tensors(param.tensor().rank()) })
     }
 
-    /// Goes on from step `num_steps` with what was kept of each parameter that had been stepped.
+    /// Restores the state after `num_steps` steps: the state of each parameter that has been updated.
     ///
     /// # Errors
-    /// `Kind::Layout` if moments do not lie as their parameter is stored; `Kind::DType`.
+    /// `Kind::Layout` if moments have another layout than their stored parameter; `Kind::DType`.
+    #[doc(alias = "load_state_dict")]
     pub fn restore<'a>(
         &mut self,
         num_steps: u64,
         states: impl IntoIterator<Item = (&'a Param, AdamWState)>,
     ) -> Result<()> {
-        let kept = states.into_iter().map(|(param, AdamWState { num_steps, moments })| {
+        let restored = states.into_iter().map(|(param, AdamWState { num_steps, moments })| {
             let moments = Moments::from_tensors(&param.layout(), moments);
             let moments = moments.map_err(|e| e.detail("parameter", param.name()))?;
-            Ok((param.key(), Means { num_steps, moments }))
+            Ok((param.key(), MomentState { num_steps, moments }))
         });
-        self.kept = kept.collect::<Result<_>>()?;
+        self.states = restored.collect::<Result<_>>()?;
         self.num_steps = num_steps;
         Ok(())
     }
@@ -158,7 +171,7 @@ impl Optimizer for AdamW {
     }
 
     fn describe(&self) -> String {
-        let AdamW { lr, betas, eps, weight_decay, groups: Groups(groups), num_steps, .. } = self;
+        let AdamW { lr, betas, eps, weight_decay, groups: ParamGroups(groups), num_steps, .. } = self;
         format!(
             "AdamW lr {lr}, betas {betas:?}, eps {eps}, weight decay {weight_decay}, groups {groups:?}, after {num_steps} steps"
         )
@@ -168,36 +181,36 @@ impl Optimizer for AdamW {
         self.num_steps
     }
 
-    fn check(&self, params: &[Param]) -> Result<()> {
-        let is_narrow = |p: &Param| p.layout().dtype().accumulator() == DType::F32;
-        let kept = self.eps as f32;
-        if !(kept > 0.0 && kept.is_finite()) && params.iter().any(is_narrow) {
+    fn check_params(&self, params: &[Param]) -> Result<()> {
+        let has_f32_moments = |p: &Param| p.layout().dtype().accumulator() == DType::F32;
+        let eps = self.eps as f32;
+        if !(eps > 0.0 && eps.is_finite()) && params.iter().any(has_f32_moments) {
             let text =
-                format!("eps {:e} is {kept} in f32, in which the means of gradients are kept", self.eps);
-            let help = format!("use one from {:e} to {:e}", f32::MIN_POSITIVE, f32::MAX);
+                format!("eps {:e} is {eps} in f32, the dtype of the moments", self.eps);
+            let help = format!("use an eps from {:e} to {:e}", f32::MIN_POSITIVE, f32::MAX);
             return Err(Error::new(Kind::Config, text).detail("help", help));
         }
         self.groups.check(params)
     }
 
-    fn kept(&self, param: &Param) -> Option<Kept> {
+    fn param_state(&self, param: &Param) -> Option<OptimizerState> {
         let AdamWState { num_steps, moments } = self.state(param)?;
-        Some(Kept { num_steps, tensors: moments.into() })
+        Some(OptimizerState { num_steps, tensors: moments.into() })
     }
 
-    fn kept_names(&self) -> Option<&'static [&'static str]> {
+    fn state_names(&self) -> Option<&'static [&'static str]> {
         Some(&["exp_avg", "exp_avg_sq"])
     }
 
-    fn go_on(&mut self, num_steps: u64, kept: Vec<(Param, Kept)>) -> Result<()> {
-        let state = |(param, kept): &(Param, Kept)| match &kept.tensors[..] {
+    fn load_state(&mut self, num_steps: u64, states: Vec<(Param, OptimizerState)>) -> Result<()> {
+        let to_moments = |(param, state): &(Param, OptimizerState)| match &state.tensors[..] {
             [first, second] => {
                 let moments = [first.clone(), second.clone()];
-                Ok((param.clone(), AdamWState { num_steps: kept.num_steps, moments }))
+                Ok((param.clone(), AdamWState { num_steps: state.num_steps, moments }))
             }
-            other => Err(unlike(param, other.len(), 2)),
+            other => Err(wrong_num_tensors(param, other.len(), 2)),
         };
-        let states: Vec<(Param, AdamWState)> = kept.iter().map(state).collect::<Result<_>>()?;
+        let states: Vec<(Param, AdamWState)> = states.iter().map(to_moments).collect::<Result<_>>()?;
         self.restore(num_steps, states.iter().map(|(param, state)| (param, state.clone())))
     }
 
@@ -205,23 +218,23 @@ impl Optimizer for AdamW {
         let mut rates = Vec::new();
         for param in params {
             let rank = param.tensor().rank().clone();
-            let kept = match self.kept.entry(param.key()) {
-                Entry::Occupied(kept) => kept.into_mut(),
+            let state = match self.states.entry(param.key()) {
+                Entry::Occupied(state) => state.into_mut(),
                 Entry::Vacant(new) => {
-                    new.insert(Means { num_steps: 0, moments: Moments::zeros(&rank, &param.layout())? })
+                    new.insert(MomentState { num_steps: 0, moments: Moments::zeros(&rank, &param.layout())? })
                 }
             };
-            kept.moments.own(&rank)?;
-            let t = kept.num_steps + 1;
+            state.moments.make_unique(&rank)?;
+            let t = state.num_steps + 1;
             rates.extend(self.rates_at(param, t, lr).row());
         }
         Ok(rates)
     }
 
-    fn change(&mut self, params: &[(&Param, Tensor)], step: &GatedStep) -> Result<()> {
-        check_asked(params, |param| self.kept.contains_key(&param.key()))?;
+    fn apply_update(&mut self, params: &[(&Param, Tensor)], step: &OverflowCheck) -> Result<()> {
+        check_rates_requested(params, |param| self.states.contains_key(&param.key()))?;
         let mut moments: BTreeMap<Key, &mut Moments> =
-            self.kept.iter_mut().map(|(key, kept)| (*key, &mut kept.moments)).collect();
+            self.states.iter_mut().map(|(key, state)| (*key, &mut state.moments)).collect();
         Param::update_all(params.iter().map(|(param, _)| *param), |tensors| {
             let mut steps = Vec::with_capacity(params.len());
             for (param, (of, grad)) in tensors.into_iter().zip(params) {
@@ -232,10 +245,10 @@ impl Optimizer for AdamW {
         })
     }
 
-    fn count(&mut self, params: &[&Param]) {
+    fn count_step(&mut self, params: &[&Param]) {
         self.num_steps += 1;
         for param in params {
-            self.kept.entry(param.key()).and_modify(|kept| kept.num_steps += 1);
+            self.states.entry(param.key()).and_modify(|state| state.num_steps += 1);
         }
     }
 }

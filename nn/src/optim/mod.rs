@@ -1,18 +1,23 @@
-//! Optimizers: a step in place on what each rank stores, the global gradient norm, learning-rate schedules.
+//! Optimizers: AdamW and SGD updates in place on the shards of each rank, the global gradient norm, clipping, loss
+//! scaling and learning-rate schedules.
 
-mod norm;
-mod schedule;
+mod grad_norm;
+mod lr_scheduler;
 mod loss_scale;
-mod step;
+mod hyperparameter;
+mod param_group;
+mod optimizer;
 mod adamw;
 mod sgd;
 
 pub use adamw::AdamW;
 pub use loss_scale::LossScale;
-pub(crate) use norm::LossParts;
-pub use norm::{Norm, grad_norm};
-pub use schedule::Schedule;
+pub(crate) use grad_norm::PartialLoss;
+pub use grad_norm::{GradNorm, grad_norm};
+pub use lr_scheduler::LrScheduler;
 pub use sgd::Sgd;
-pub use shardgrad_tensor::{GatedStep, Taken};
-pub use step::{Group, Kept, Optimizer, Report, StepArgs};
-pub(crate) use step::{Update, check_clip, step};
+pub use shardgrad_tensor::{OverflowCheck, HostStep};
+pub(crate) use hyperparameter::check_clip;
+pub use optimizer::{Optimizer, OptimizerState, StepArgs, UpdateReport};
+pub(crate) use optimizer::{Update, step};
+pub use param_group::ParamGroup;

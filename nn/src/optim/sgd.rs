@@ -1,37 +1,48 @@
-//! Stochastic gradient descent with momentum.
+//! SGD: stochastic gradient descent with momentum, optionally Nesterov.
 
-use super::step::{Group, Groups, Kept, NOT_NEGATIVE, Optimizer, Range, check_asked, check_setting, unlike};
+use super::hyperparameter::{NOT_NEGATIVE, ValidRange, check_setting};
+use super::optimizer::{Optimizer, OptimizerState, check_rates_requested, wrong_num_tensors};
+use super::param_group::{ParamGroup, ParamGroups};
 use crate::param::Param;
 use shardgrad_autograd::Key;
-use shardgrad_tensor::update::{SgdRates, SgdStep, Velocity, descent};
-use shardgrad_tensor::{GatedStep, Result, Tensor};
+use shardgrad_tensor::optimizer_step::{SgdRates, SgdStep, Velocity, sgd};
+use shardgrad_tensor::{OverflowCheck, Result, Tensor};
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 
-/// g = gradient + decay w, v = momentum v + g, w = w - lr v; or, after Nesterov, w = w - lr (g + momentum v) (Sutskever and
-/// others 2013).
+/// SGD optimizer, with Nesterov momentum after Sutskever et al. 2013.
 ///
-/// Decay applies to parameters of two or more dims (in files). The velocity lies as the parameter is stored and is kept in
-/// its accumulator type (f32 for the 16-bit floats). Every rank keeps an optimizer of its own and steps it together with the
-/// others.
+/// ```text
+/// g = gradient + decay w
+/// v = momentum v + g
+/// w = w - lr v                 (Nesterov: w = w - lr (g + momentum v))
+/// ```
+///
+/// Decay applies to parameters of two or more dims (in files). The velocity has the layout of the stored parameter
+/// and its accumulator dtype (f32 for the 16-bit floats). Every rank has an optimizer of its own and steps it
+/// together with the other ranks.
+#[doc(alias = "optax.sgd")]
+#[doc(alias = "torch.optim.SGD")]
+#[doc(alias = "momentum")]
+#[doc(alias = "SGD")]
 #[derive(Clone, Debug)]
 pub struct Sgd {
     lr: f64,
     momentum: f64,
     nesterov: bool,
     weight_decay: f64,
-    groups: Groups,
+    groups: ParamGroups,
     num_steps: u64,
     velocities: BTreeMap<Key, Velocity>,
 }
 
-const MOMENTA: Range = (|x| (0.0..=1.0).contains(&x), "a number from 0 to 1");
+const MOMENTUM_RANGE: ValidRange = (|x| (0.0..=1.0).contains(&x), "a number from 0 to 1");
 
 impl Sgd {
-    /// Plain descent: no momentum, no weight decay.
+    /// Returns plain SGD: no momentum, no weight decay.
     ///
     /// # Panics
-    /// Unwinds with `Kind::Config` for a rate that is negative or not finite.
+    /// Unwinds with `Kind::Config` for a learning rate that is negative or not finite.
     #[track_caller]
     #[must_use]
     pub fn new(lr: f64) -> Sgd {
@@ -41,33 +52,33 @@ impl Sgd {
             momentum: 0.0,
             nesterov: false,
             weight_decay: 0.0,
-            groups: Groups::default(),
+            groups: ParamGroups::default(),
             num_steps: 0,
             velocities: BTreeMap::new(),
         }
     }
 
-    /// How slowly the velocity forgets, 0 to 1.
+    /// Sets the momentum, 0 to 1.
     ///
     /// # Panics
-    /// Unwinds with `Kind::Config` if it is not in `0..=1`.
+    /// Unwinds with `Kind::Config` if the momentum is not in `0..=1`.
     #[track_caller]
     #[must_use]
     pub fn momentum(self, momentum: f64) -> Sgd {
-        check_setting("the momentum", momentum, MOMENTA);
+        check_setting("the momentum", momentum, MOMENTUM_RANGE);
         Sgd { momentum, ..self }
     }
 
-    /// Steps that look ahead by the momentum.
+    /// Uses Nesterov momentum.
     #[must_use]
     pub fn nesterov(self) -> Sgd {
         Sgd { nesterov: true, ..self }
     }
 
-    /// The decay of parameters of two or more dims: this times a parameter is added to its gradient.
+    /// Sets the weight decay of parameters of two or more dims: decay times the parameter is added to the gradient.
     ///
     /// # Panics
-    /// Unwinds with `Kind::Config` if it is negative or not finite.
+    /// Unwinds with `Kind::Config` if the decay is negative or not finite.
     #[track_caller]
     #[must_use]
     pub fn weight_decay(self, weight_decay: f64) -> Sgd {
@@ -75,38 +86,41 @@ impl Sgd {
         Sgd { weight_decay, ..self }
     }
 
-    /// Other settings for parameters whose names match a pattern; later groups win, setting by setting. One that matches
-    /// none is refused by [`Optimizer::check`].
+    /// Adds a parameter group: other settings for parameters whose names match a pattern. Later groups take
+    /// precedence, setting by setting. [`Optimizer::check_params`] refuses a pattern that matches no parameter.
     ///
     /// # Panics
     /// Unwinds with `Kind::Config` for a setting that is negative or not finite.
+    #[doc(alias = "param_groups")]
     #[track_caller]
     #[must_use]
-    pub fn group(mut self, pattern: &str, group: Group) -> Sgd {
+    pub fn group(mut self, pattern: &str, group: ParamGroup) -> Sgd {
         self.groups.push(pattern, group);
         self
     }
 
-    /// The velocity of a parameter, once a step of it was tried: what a run needs to go on, beside its parameters.
+    /// Returns the velocity (momentum buffer) of a parameter, once an update of the parameter was tried.
+    #[doc(alias = "momentum_buffer")]
     #[must_use]
     pub fn velocity(&self, param: &Param) -> Option<Tensor> {
         Some(self.velocities.get(&param.key())?.tensor(param.tensor().rank()))
     }
 
-    /// Goes on from step `num_steps` with these velocities, given for each parameter that has one.
+    /// Restores the state after `num_steps` steps: the velocity of each parameter that has one.
     ///
     /// # Errors
-    /// `Kind::Layout` if a velocity does not lie as its parameter is stored.
+    /// `Kind::Layout` if a velocity has another layout than its stored parameter.
+    #[doc(alias = "load_state_dict")]
     pub fn restore<'a>(
         &mut self,
         num_steps: u64,
         velocities: impl IntoIterator<Item = (&'a Param, Tensor)>,
     ) -> Result<()> {
-        let fresh = velocities.into_iter().map(|(param, v)| {
+        let restored = velocities.into_iter().map(|(param, v)| {
             let velocity = Velocity::from_tensor(&param.layout(), &v);
             velocity.map(|v| (param.key(), v)).map_err(|e| e.detail("parameter", param.name()))
         });
-        self.velocities = fresh.collect::<Result<_>>()?;
+        self.velocities = restored.collect::<Result<_>>()?;
         self.num_steps = num_steps;
         Ok(())
     }
@@ -118,10 +132,10 @@ impl Optimizer for Sgd {
     }
 
     fn describe(&self) -> String {
-        let Sgd { lr, momentum, nesterov, weight_decay, groups: Groups(groups), num_steps, .. } = self;
-        let ahead = if *nesterov { " after Nesterov" } else { "" };
+        let Sgd { lr, momentum, nesterov, weight_decay, groups: ParamGroups(groups), num_steps, .. } = self;
+        let nesterov_note = if *nesterov { " after Nesterov" } else { "" };
         format!(
-            "SGD lr {lr}, momentum {momentum}{ahead}, weight decay {weight_decay}, groups {groups:?}, after {num_steps} steps"
+            "SGD lr {lr}, momentum {momentum}{nesterov_note}, weight decay {weight_decay}, groups {groups:?}, after {num_steps} steps"
         )
     }
 
@@ -129,24 +143,24 @@ impl Optimizer for Sgd {
         self.num_steps
     }
 
-    fn check(&self, params: &[Param]) -> Result<()> {
+    fn check_params(&self, params: &[Param]) -> Result<()> {
         self.groups.check(params)
     }
 
-    fn kept(&self, param: &Param) -> Option<Kept> {
-        Some(Kept { num_steps: self.num_steps, tensors: vec![self.velocity(param)?] })
+    fn param_state(&self, param: &Param) -> Option<OptimizerState> {
+        Some(OptimizerState { num_steps: self.num_steps, tensors: vec![self.velocity(param)?] })
     }
 
-    fn kept_names(&self) -> Option<&'static [&'static str]> {
+    fn state_names(&self) -> Option<&'static [&'static str]> {
         Some(&["momentum_buffer"])
     }
 
-    fn go_on(&mut self, num_steps: u64, kept: Vec<(Param, Kept)>) -> Result<()> {
-        let velocity = |(param, kept): &(Param, Kept)| match &kept.tensors[..] {
+    fn load_state(&mut self, num_steps: u64, states: Vec<(Param, OptimizerState)>) -> Result<()> {
+        let velocity = |(param, state): &(Param, OptimizerState)| match &state.tensors[..] {
             [velocity] => Ok((param.clone(), velocity.clone())),
-            other => Err(unlike(param, other.len(), 1)),
+            other => Err(wrong_num_tensors(param, other.len(), 1)),
         };
-        let velocities: Vec<(Param, Tensor)> = kept.iter().map(velocity).collect::<Result<_>>()?;
+        let velocities: Vec<(Param, Tensor)> = states.iter().map(velocity).collect::<Result<_>>()?;
         self.restore(num_steps, velocities.iter().map(|(param, velocity)| (param, velocity.clone())))
     }
 
@@ -155,18 +169,18 @@ impl Optimizer for Sgd {
         for param in params {
             let rank = param.tensor().rank().clone();
             let velocity = match self.velocities.entry(param.key()) {
-                Entry::Occupied(known) => known.into_mut(),
+                Entry::Occupied(velocity) => velocity.into_mut(),
                 Entry::Vacant(new) => new.insert(Velocity::zeros(&rank, &param.layout())?),
             };
-            velocity.own(&rank)?;
+            velocity.make_unique(&rank)?;
             let [lr, weight_decay] = self.groups.of(param, lr, self.weight_decay);
             rates.extend(SgdRates { lr, momentum: self.momentum, weight_decay }.row());
         }
         Ok(rates)
     }
 
-    fn change(&mut self, params: &[(&Param, Tensor)], step: &GatedStep) -> Result<()> {
-        check_asked(params, |param| self.velocities.contains_key(&param.key()))?;
+    fn apply_update(&mut self, params: &[(&Param, Tensor)], step: &OverflowCheck) -> Result<()> {
+        check_rates_requested(params, |param| self.velocities.contains_key(&param.key()))?;
         let mut velocities: BTreeMap<Key, &mut Velocity> =
             self.velocities.iter_mut().map(|(key, velocity)| (*key, velocity)).collect();
         Param::update_all(params.iter().map(|(param, _)| *param), |tensors| {
@@ -175,11 +189,11 @@ impl Optimizer for Sgd {
                 let velocity = velocities.remove(&of.key()).expect("each parameter comes once");
                 steps.push(SgdStep { param, grad, velocity });
             }
-            descent(steps, self.nesterov, step)
+            sgd(steps, self.nesterov, step)
         })
     }
 
-    fn count(&mut self, _: &[&Param]) {
+    fn count_step(&mut self, _: &[&Param]) {
         self.num_steps += 1;
     }
 }

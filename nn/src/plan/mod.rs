@@ -1,146 +1,166 @@
-//! A plan: which mesh axes split which parameters and activations. Plain data, written by name.
+//! Parallelism plans: which mesh axes shard which parameters and activations, as rules over their names.
 
 mod rule;
-mod data;
-mod context;
-mod experts;
-mod bert;
-mod gpt2;
-mod llama;
+mod parallel;
 mod pipeline;
-mod tensor;
+mod models;
 
-pub use pipeline::{PassOrder, Pipeline};
-pub(crate) use rule::Subject;
+pub use pipeline::{PipelineSchedule, PipelinePlan};
+pub(crate) use rule::RuleTarget;
 
 use crate::name::{matches, nearest};
 use rule::Rule;
-use shardgrad_tensor::{Axis, DType, Error, Kind, Layout, Mesh, Result, State};
+use shardgrad_tensor::{Axis, DType, Error, Kind, Layout, Mesh, Result, Placement};
 use std::fmt;
 
-/// An ordered list of rules, of which a later one wins over an earlier one for the same name and axis.
+/// A parallelism plan: how mesh axes shard parameters and activations (DP, TP, SP, CP, EP, PP, FSDP).
 ///
-/// A rule is a pattern over names (see [`matches()`]) and states, one word per axis: `tp@1` splits
-/// dim 1 over axis `tp`, `dp~` makes copies with gradients of their own, `tp=` one copy for all, `tp+` a pending sum.
-/// `tp@1|@2` chooses: the first that leaves no rank without a part, or else the one that leaves the fewest.
-/// Several axes on one dim split it in the order of their rules, the first outermost. Axes that a mesh does not have
-/// are passed over, so one plan serves many meshes. What no rule names is one copy for all (`=`), or, at a point,
-/// as it comes.
+/// A plan is an ordered list of rules; for the same name and axis a later rule overrides an earlier one. A rule is a glob
+/// pattern over names (see [`matches()`]) and one word per axis:
+///
+/// | word | state on axis `tp` |
+/// |---|---|
+/// | `tp@1` | dim 1 is sharded |
+/// | `tp~` | every rank has a copy, with a gradient of its own (replicate) |
+/// | `tp=` | every rank has the same copy and the same gradient (invariant) |
+/// | `tp+` | every rank has a partial sum |
+/// | `tp@1\|@2` | the first state that leaves no rank with an empty shard; if none does, the one with the fewest empty shards |
+///
+/// Several axes on one dim shard it in the order of their rules, the first axis outermost. Rules of axes that a mesh does not
+/// have are ignored, so one plan serves many meshes. Parameters without a rule are invariant (`=`); activations without a
+/// rule keep their layout.
 ///
 /// ```
 /// use shardgrad_nn::Plan;
-/// let plan = Plan::data("dp").and(Plan::tensor("tp").column("up").row("down")).point("down.out", "tp@0");
+/// let tensor = Plan::tensor_parallel("tp").column_parallel("up").row_parallel("down");
+/// let plan = Plan::data_parallel("dp").and(tensor).point("down.out", "tp@0");
 /// # let _ = plan;
 /// ```
+#[doc(alias = "DeviceMesh")]
+#[doc(alias = "parallelize_plan")]
+#[doc(alias = "sharding rules")]
+#[doc(alias = "PartitionSpec")]
+#[doc(alias = "3D parallelism")]
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Plan {
     rules: Vec<Rule>,
-    /// Axes that split batches, and the dims that they split: rows are dim 0, tokens dim 1. Outermost first.
+    /// The axes that shard batches, and the dims that they shard: rows are dim 0, tokens dim 1. Outermost first.
     batch: Vec<(String, usize)>,
-    /// The axis of which `column` and `row` speak.
-    split: Option<String>,
-    /// The axis over which layers are spread.
-    pipeline: Option<Pipeline>,
-    /// What was wrong with the texts; told when the plan is used.
-    faults: Vec<String>,
+    /// The axis of `column_parallel` and `row_parallel`.
+    tensor_axis: Option<String>,
+    /// Pipeline parallelism, if any.
+    pipeline: Option<PipelinePlan>,
+    /// Errors in the texts of rules, reported when the plan is used.
+    errors: Vec<String>,
 }
 
 impl Plan {
-    /// A plan without rules: every rank holds everything and computes the same.
+    /// A plan without rules: every rank holds the whole model and computes the same.
     #[must_use]
     pub fn new() -> Plan {
         Plan::default()
     }
 
-    /// How parameters are stored: shards and single copies only (`tp@1`, `tp=`).
+    /// Adds a rule for the stored layout of parameters, and so of their optimizer state: sharded or invariant (`tp@1`, `tp=`).
+    #[doc(alias = "FSDP")]
+    #[doc(alias = "fully_shard")]
+    #[doc(alias = "ZeRO")]
+    #[doc(alias = "FullyShardedDataParallel")]
     #[must_use]
     pub fn store(self, pattern: &str, states: &str) -> Plan {
-        self.rule(Subject::Store, pattern, states, false)
+        self.rule(RuleTarget::Store, pattern, states, false)
     }
 
-    /// How parameters are computed with, where that is not how they are stored: the route there is taken once a step,
-    /// and its adjoint brings the gradient back.
+    /// Adds a rule for the layout in which layers use parameters, where it differs from the stored one. A parameter moves there once
+    /// a step (an all-gather for FSDP), and its gradient moves back (a reduce-scatter).
+    #[doc(alias = "FSDP")]
     #[must_use]
     pub fn compute(self, pattern: &str, states: &str) -> Plan {
-        self.rule(Subject::Compute, pattern, states, false)
+        self.rule(RuleTarget::Compute, pattern, states, false)
     }
 
-    /// How activations lie at points.
+    /// Adds a rule for the layout of activations at [`ActivationPoint`](crate::ActivationPoint)s, for example sequence parallelism.
+    #[doc(alias = "SP")]
+    #[doc(alias = "sequence parallel")]
+    #[doc(alias = "SequenceParallel")]
+    #[doc(alias = "with_sharding_constraint")]
+    #[doc(alias = "PrepareModuleInput")]
     #[must_use]
     pub fn point(self, pattern: &str, states: &str) -> Plan {
-        self.rule(Subject::Point, pattern, states, false)
+        self.rule(RuleTarget::Point, pattern, states, false)
     }
 
-    /// The rules of this plan, then those of another.
+    /// Combines two plans: the rules of this plan, then those of the other.
     #[must_use]
     pub fn and(mut self, other: Plan) -> Plan {
         self.rules.extend(other.rules);
         for (axis, dim) in other.batch {
             match self.batch.iter().find(|(known, _)| *known == axis) {
                 Some((_, known)) if *known != dim => {
-                    self.faults
-                        .push(format!("batch {axis}@{dim}: the axis splits dim {known} of batches already"));
+                    self.errors
+                        .push(format!("batch {axis}@{dim}: the axis already shards dim {known} of batches"));
                 }
                 Some(_) => {}
                 None => self.batch.push((axis, dim)),
             }
         }
-        self.split = other.split.or(self.split);
+        self.tensor_axis = other.tensor_axis.or(self.tensor_axis);
         self.pipeline = other.pipeline.or(self.pipeline);
-        self.faults.extend(other.faults);
+        self.errors.extend(other.errors);
         self
     }
 
-    fn rule(mut self, subject: Subject, pattern: &str, states: &str, optional: bool) -> Plan {
+    fn rule(mut self, target: RuleTarget, pattern: &str, states: &str, optional: bool) -> Plan {
         if states.split_whitespace().next().is_none() {
-            self.faults.push(format!("{subject} {pattern}: no state is given"));
+            self.errors.push(format!("{target} {pattern}: the rule has no state; write axis@dim, axis~, axis= or axis+"));
         }
         for word in states.split_whitespace() {
-            match Rule::read(subject, pattern, word, optional) {
+            match Rule::read(target, pattern, word, optional) {
                 Ok(rule) => self.rules.push(rule),
-                Err(why) => self.faults.push(format!("{subject} {pattern} {word}: {why}")),
+                Err(why) => self.errors.push(format!("{target} {pattern} {word}: {why}")),
             }
         }
         self
     }
 
-    /// The layout of a batch whose rows are its first dim, and whose tokens, if it has a second one, are that: split over the
-    /// batch axes that the mesh has.
+    /// Returns the layout of a batch of a global shape: dim 0 (rows) and dim 1 (tokens, if there is one) sharded over the batch axes
+    /// that the mesh has.
     ///
     /// # Errors
-    /// `Kind::Config` for a plan with a text that is no rule; `Kind::Shape` for a scalar.
+    /// `Kind::Config` for a plan with a rule that cannot be parsed; `Kind::Shape` for a scalar.
     pub fn batch_layout(&self, mesh: &Mesh, dtype: DType, shape: &[usize]) -> Result<Layout> {
         self.check()?;
         if shape.is_empty() {
-            return Err(Error::new(Kind::Shape, "a batch has rows, so at least one dim"));
+            return Err(Error::new(Kind::Shape, "a batch needs at least one dim, its rows, but the shape is []"));
         }
         let axes = self.batch.iter().filter(|(_, dim)| *dim < shape.len());
-        let axes = axes.filter_map(|(name, dim)| Some((mesh.axis(name)?, State::Shard(*dim))));
-        Ok(axes.fold(Layout::invariant(mesh, dtype, shape), |l, (axis, state)| l.with_state(axis, state)))
+        let axes = axes.filter_map(|(name, dim)| Some((mesh.axis(name)?, Placement::Shard(*dim))));
+        Ok(axes.fold(Layout::invariant(mesh, dtype, shape), |l, (axis, state)| l.with_placement(axis, state)))
     }
 
-    /// Refuses a plan with a text that is no rule.
+    /// Rejects a plan with rules that cannot be parsed.
     pub(crate) fn check(&self) -> Result<()> {
-        if self.faults.is_empty() {
+        if self.errors.is_empty() {
             return Ok(());
         }
         let error =
-            Error::new(Kind::Config, format!("{} rule(s) of the plan cannot be read", self.faults.len()));
-        Err(self.faults.iter().fold(error, |e, fault| e.detail("rule", fault)))
+            Error::new(Kind::Config, format!("{} rule(s) of the plan cannot be parsed", self.errors.len()));
+        Err(self.errors.iter().fold(error, |e, error_text| e.detail("rule", error_text)))
     }
 
-    /// The states that the rules give to a name (of something of this shape, if it is known), in the order of the rules that win. Every rule that matches is marked
-    /// in `used`, whether or not the mesh has its axis.
+    /// Returns the states that the rules give to a name, in the order of the winning rules. `shape` is the shape of a parameter,
+    /// `None` for an activation. Marks every rule that matches in `used`, whether or not the mesh has its axis.
     pub(crate) fn states(
         &self,
-        subject: Subject,
-        (name, shape): (&str, Option<&[usize]>),
+        target: RuleTarget,
+        name: &str,
+        shape: Option<&[usize]>,
         mesh: &Mesh,
         used: &mut [bool],
-    ) -> Vec<(Axis, State)> {
-        let mut states: Vec<(Axis, State)> = Vec::new();
+    ) -> Vec<(Axis, Placement)> {
+        let mut states: Vec<(Axis, Placement)> = Vec::new();
         for (rule, used) in self.rules.iter().zip(used) {
-            if rule.subject != subject || !matches(&rule.pattern, name) {
+            if rule.target != target || !matches(&rule.pattern, name) {
                 continue;
             }
             *used = true;
@@ -157,25 +177,25 @@ impl Plan {
         self.rules.len()
     }
 
-    /// Refuses rules that matched nothing; `params` and `points` are the names that there are.
-    pub(crate) fn check_used(&self, used: &[bool], params: &[&str], points: &[&str]) -> Result<()> {
-        let lost: Vec<&Rule> =
+    /// Rejects rules that match nothing. `params` and `points` are the existing names.
+    pub(crate) fn check_all_rules_matched(&self, used: &[bool], params: &[&str], points: &[&str]) -> Result<()> {
+        let unmatched: Vec<&Rule> =
             self.rules.iter().zip(used).filter(|(r, used)| !**used && !r.optional).map(|(r, _)| r).collect();
-        if lost.is_empty() {
+        if unmatched.is_empty() {
             return Ok(());
         }
         let error = Error::new(
             Kind::Config,
-            format!("{} rule(s) of the plan match nothing in the model", lost.len()),
+            format!("{} rule(s) of the plan match nothing in the model", unmatched.len()),
         );
-        Err(lost.into_iter().fold(error, |error, rule| {
-            let (what, names) = match rule.subject {
-                Subject::Point => ("points", points),
-                Subject::Store | Subject::Compute => ("parameters", params),
+        Err(unmatched.into_iter().fold(error, |error, rule| {
+            let (what, names) = match rule.target {
+                RuleTarget::Point => ("points", points),
+                RuleTarget::Store | RuleTarget::Compute => ("parameters", params),
             };
             let near = nearest(&rule.pattern, names.iter().copied());
             let near = if near.is_empty() {
-                "there are none".to_string()
+                "the model has none".to_string()
             } else {
                 format!("nearest: {}", near.join(", "))
             };
@@ -184,7 +204,7 @@ impl Plan {
     }
 }
 
-/// One rule a line, in order: the batch axes first.
+/// One rule per line, in order, after the pipeline and the batch axes.
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.pipeline.iter().try_for_each(|pipeline| writeln!(f, "{pipeline}"))?;
@@ -200,12 +220,12 @@ mod tests {
     fn stored(plan: &Plan, mesh: &str, name: &str) -> String {
         let mesh = Mesh::parse(mesh).unwrap();
         let mut used = vec![false; plan.num_rules()];
-        let states = plan.states(Subject::Store, (name, None), &mesh, &mut used);
+        let states = plan.states(RuleTarget::Store, name, None, &mesh, &mut used);
         states.iter().map(|(a, s)| format!("{}{s}", mesh.name(*a))).collect::<Vec<_>>().join(" ")
     }
 
     #[test]
-    fn later_rules_win_axis_by_axis() {
+    fn later_rules_override_earlier_ones_per_axis() {
         let plan =
             Plan::new().store("*.weight", "tp@1 dp@0").store("b.weight", "tp@0").store("c.weight", "tp=");
         assert_eq!(stored(&plan, "dp=2,tp=2", "a.weight"), "tp@1 dp@0");
@@ -217,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn texts_that_are_no_rules_are_told_all_at_once() {
+    fn all_unparsable_rules_are_reported_at_once() {
         for good in ["tp@0", "a_1@12", "tp~", "tp=", "tp+", "a~ b@1"] {
             assert!(Plan::new().point("*", good).check().is_ok(), "{good}");
         }
@@ -227,14 +247,14 @@ mod tests {
         let error = Plan::new().store("w", "tp~").and(Plan::new().point("p", "tp")).check().unwrap_err();
         assert_eq!(error.details().len(), 2);
         assert!(
-            error.to_string().contains("store w tp~: parameters are stored as shards or as `=`"),
+            error.to_string().contains("store w tp~: stored parameters are sharded (axis@dim) or invariant (axis=)"),
             "{error}"
         );
     }
 
     #[test]
-    fn a_batch_is_split_over_the_batch_axes_that_there_are() {
-        let plan = Plan::data("dp").and(Plan::data("fsdp")).and(Plan::data("dp"));
+    fn batch_layout_shards_over_the_batch_axes_of_the_mesh() {
+        let plan = Plan::data_parallel("dp").and(Plan::data_parallel("fsdp")).and(Plan::data_parallel("dp"));
         let layout = |mesh| {
             let mesh = Mesh::parse(mesh).unwrap();
             plan.batch_layout(&mesh, DType::I64, &[8, 5]).unwrap().to_string()
@@ -246,15 +266,15 @@ mod tests {
     }
 
     #[test]
-    fn rules_that_match_nothing_name_the_nearest() {
+    fn rules_without_a_match_suggest_the_nearest_names() {
         let plan = Plan::new().store("up.wieght", "tp@1").point("dwn.out", "tp=").compute("up.weight", "dp~");
         let mut used = vec![false; 3];
-        let _ = plan.states(Subject::Compute, ("up.weight", None), &Mesh::single(), &mut used);
+        let _ = plan.states(RuleTarget::Compute, "up.weight", None, &Mesh::single(), &mut used);
         assert_eq!(used, [false, false, true]);
-        let text = plan.check_used(&used, &["up.weight", "up.bias"], &["down.out"]).unwrap_err().to_string();
+        let text = plan.check_all_rules_matched(&used, &["up.weight", "up.bias"], &["down.out"]).unwrap_err().to_string();
         assert!(text.contains("2 rule(s)"), "{text}");
         assert!(text.contains("store up.wieght tp@1: no such parameters; nearest: up.weight"), "{text}");
         assert!(text.contains("point dwn.out tp=: no such points; nearest: down.out"), "{text}");
-        assert!(plan.check_used(&[true; 3], &[], &[]).is_ok());
+        assert!(plan.check_all_rules_matched(&[true; 3], &[], &[]).is_ok());
     }
 }

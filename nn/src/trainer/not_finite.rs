@@ -1,22 +1,24 @@
-//! Why a step was not taken: the op, or the weight, that its first number that is not finite comes from.
+//! Explanation of a step whose loss or gradients are not finite: names the first op, or the weights, with such a
+//! number.
 
 use super::Trainer;
 use crate::module::Module;
-use shardgrad_tensor::control::first_not_finite;
+use shardgrad_tensor::anomaly_report::find_first_non_finite;
 use shardgrad_tensor::{Error, Kind};
 
-/// At most so many weights are named.
+/// Largest number of weights that an error names.
 const NAMED_MAX: usize = 3;
 
 impl<M: Module> Trainer<'_, M> {
-    /// Runs the step again with every op watched, to name the one that made the first number that is not finite, or the weights
-    /// that hold NaN already.
+    /// Repeats forward and backward with anomaly detection, and returns an error that names the op that made the
+    /// first number that is not finite, or the weights that already contain NaN.
+    #[doc(alias = "detect_anomaly")]
     pub(super) fn explain_not_finite(&self, loss: f64, grad_norm: f64) -> Error {
-        self.capture.forget();
-        let found = first_not_finite(self.model.rank(), || self.gradients().map(drop));
+        self.capture.clear();
+        let found = find_first_non_finite(self.model.rank(), || self.gradients().map(drop));
         let step = self.step + 1;
         let text = format!(
-            "step {step}: the loss is {loss} and the gradient norm {grad_norm}; the step was not taken"
+            "step {step}: the loss is {loss} and the gradient norm {grad_norm}; the update was not applied"
         );
         let error = match self.loss_scale {
             Some(scale) => Error::new(Kind::NotFinite, text).detail("loss scale", scale.factor().to_string()),
@@ -24,7 +26,7 @@ impl<M: Module> Trainer<'_, M> {
         };
         match found {
             Ok(Some(mut found)) => {
-                let weights = if found.is_given_nan { self.model.nan_params() } else { Ok(Vec::new()) };
+                let weights = if found.is_input_nan { self.model.nan_params() } else { Ok(Vec::new()) };
                 let named = weights.ok().and_then(|names| self.nan_weights(&names));
                 for (_, line) in found.lines.iter_mut().filter(|(label, _)| *label == "first") {
                     *line = named.clone().unwrap_or_else(|| std::mem::take(line));
@@ -32,13 +34,13 @@ impl<M: Module> Trainer<'_, M> {
                 found.lines.into_iter().fold(error, |e, (label, text)| e.detail(label, text))
             }
             Ok(None) => error
-                .detail("first", "no op made it: the gradients are finite, but their squares add up to more than f64 holds")
-                .detail("help", "a smaller learning rate is the usual cure"),
+                .detail("first", "no op: all gradients are finite, but the sum of their squares overflows f64")
+                .detail("help", "try a smaller learning rate"),
             Err(cause) => error.detail("replay", cause.message()),
         }
     }
 
-    /// Says which weights hold NaN before the step, if any do.
+    /// Returns the sentence that names weights that contained NaN before the step, if there are any.
     fn nan_weights(&self, names: &[String]) -> Option<String> {
         let loaded = if self.step == self.first_step { "loaded " } else { "" };
         let more = names.len().saturating_sub(NAMED_MAX);

@@ -1,12 +1,12 @@
-//! Checksums of tensors: a changed byte of the weights, of the optimizer's file or of a checksum is refused on every mesh, by the
-//! name of the tensor; files without checksums are loaded.
+//! Checksums of tensors: a changed byte of the weights, of the optimizer file or of a checksum is refused on every
+//! mesh, naming the tensor; files without checksums are loaded.
 
 use crate::bad_files::file;
-use crate::folders::Folder;
-use crate::resumed::{Case, adamw, ends, refused};
+use crate::save_and_load::Folder;
+use crate::checkpoints::{Case, adamw, ends, refused};
 use crate::support::{Setup, run};
 use shardgrad_nn::hf::{CONFIG_FILE, TensorFile, WEIGHTS_FILE, Weights};
-use shardgrad_nn::resume::OPTIMIZER_FILE;
+use shardgrad_nn::checkpoint::OPTIMIZER_FILE;
 use shardgrad_tensor::{Kind, Mesh, World};
 use std::collections::BTreeMap;
 use std::fs;
@@ -19,12 +19,12 @@ fn save(dir: &Path) {
     ends(Case::new(""), &adamw(), (None, 1, Some(dir)));
 }
 
-/// Loads a sound checkpoint.
+/// Loads an undamaged checkpoint.
 fn load(dir: &Path, mesh: &'static str) {
     ends(Case::new(mesh), &adamw(), (Some(dir), 0, None));
 }
 
-/// The place of each tensor's bytes in a file.
+/// Returns the byte range of each tensor in a file.
 fn payload(path: &Path) -> Vec<(String, [usize; 2])> {
     let header = u64::from_le_bytes(fs::read(path).unwrap()[..8].try_into().unwrap()) as usize;
     let file = TensorFile::open(path).unwrap();
@@ -33,7 +33,7 @@ fn payload(path: &Path) -> Vec<(String, [usize; 2])> {
 }
 
 #[test]
-fn a_changed_byte_of_any_tensor_is_refused_by_its_name() {
+fn changed_byte_is_refused_naming_the_tensor() {
     let folder = Folder::new("flipped");
     save(&folder.0);
     for mesh in MESHES {
@@ -62,7 +62,7 @@ fn a_changed_byte_of_any_tensor_is_refused_by_its_name() {
 }
 
 #[test]
-fn a_changed_checksum_is_refused_by_the_name_of_its_tensor() {
+fn changed_checksum_is_refused_naming_the_tensor() {
     let folder = Folder::new("flipped-header");
     save(&folder.0);
     for name in [WEIGHTS_FILE, OPTIMIZER_FILE] {
@@ -72,7 +72,7 @@ fn a_changed_checksum_is_refused_by_the_name_of_its_tensor() {
         for (i, tensor) in file.tensors().iter().enumerate() {
             let entry = format!("\"xxh3.{}\":\"{}\"", tensor.name, file.checksum(&tensor.name).unwrap());
             let start = bytes.windows(entry.len()).position(|part| part == entry.as_bytes()).unwrap();
-            // A digit of the checksum, and a letter of the key's prefix and name.
+            // A digit of the checksum, and a letter of the prefix and of the name in its key.
             for at in [start + entry.len() - 2 - i % 16, start + 1 + i % 5, start + 6] {
                 let mut flipped = bytes.clone();
                 flipped[at] = if flipped[at] == b'1' { b'2' } else { b'1' };
@@ -88,7 +88,7 @@ fn a_changed_checksum_is_refused_by_the_name_of_its_tensor() {
     }
 }
 
-/// Takes the checksums out of a file.
+/// Removes the checksums from a file.
 fn without_checksums(path: &Path) {
     let bytes = fs::read(path).unwrap();
     let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
@@ -124,7 +124,7 @@ fn files_without_checksums_are_loaded_and_counted() {
 }
 
 #[test]
-fn several_files_have_the_checksums_of_their_tensors() {
+fn sharded_files_contain_checksums_of_their_tensors() {
     let folder = Folder::new("checksums-several");
     let setup = Setup::new();
     run("tp=3", |rank| setup.model(rank)?.save_in_files(&folder.0, 3000));

@@ -1,16 +1,16 @@
-//! Random damage to the files of a model folder: whatever stands in them, the reader ends soon, with a model or with an error
-//! of the right kind, and takes no more memory than the files have bytes.
+//! Fuzzing of model folders: whatever the files contain, the reader ends soon, with a model or with an error of the
+//! right kind, and allocates no more memory than the files have bytes.
 
 use crate::bad_files::file;
-use crate::folders::Folder;
+use crate::save_and_load::Folder;
 use shardgrad_nn::ModelConfig;
-use shardgrad_nn::hf::header::parse;
-use shardgrad_nn::hf::{CONFIG_FILE, Weights, folder::INDEX_FILE};
+use shardgrad_nn::hf::safetensors_header::parse;
+use shardgrad_nn::hf::{CONFIG_FILE, Weights, weights::INDEX_FILE};
 use shardgrad_tensor::{Kind, Result};
 use std::fs;
 use std::path::Path;
 
-/// A generator of numbers that are the same in every run: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
+/// Deterministic random numbers (SplitMix64): Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
 /// Generators", 2014.
 struct Numbers(u64);
 
@@ -28,7 +28,7 @@ impl Numbers {
     }
 }
 
-/// What damage likes to put in: the words of the formats, and numbers at the edges.
+/// Text inserted as damage: words of the formats, and numbers at the limits.
 const WORDS: [&str; 36] = [
     "{",
     "}",
@@ -68,7 +68,7 @@ const WORDS: [&str; 36] = [
     "\u{0}",
 ];
 
-/// Some changes of a text, at random places.
+/// Changes a text at some random places.
 fn damaged(text: &[u8], numbers: &mut Numbers) -> Vec<u8> {
     let mut bytes = text.to_vec();
     for _ in 0..1 + numbers.below(4) {
@@ -85,7 +85,7 @@ fn damaged(text: &[u8], numbers: &mut Numbers) -> Vec<u8> {
                 bytes.splice(to..to, part);
             }
             5 => {
-                // A number becomes another one.
+                // Change a number.
                 let digits = |b: &u8| b.is_ascii_digit();
                 if let Some(first) = bytes[at..].iter().position(digits).map(|i| at + i) {
                     let last =
@@ -103,13 +103,13 @@ fn damaged(text: &[u8], numbers: &mut Numbers) -> Vec<u8> {
     bytes
 }
 
-/// As many cases as the environment asks for, or else a number that fits the inner ring.
+/// Number of cases: from the environment, or else `usual`.
 fn cases(usual: u64) -> u64 {
     std::env::var("PROPTEST_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(usual)
 }
 
-/// Refuses a kind of error that a bad file is not; tells whether it was accepted.
-fn judged<T>(result: Result<T>, bytes: &[u8]) -> bool {
+/// Panics on a kind of error that a bad file must not cause; returns whether the file was accepted.
+fn check_result<T>(result: Result<T>, bytes: &[u8]) -> bool {
     if let Err(error) = &result {
         let shown = String::from_utf8_lossy(bytes);
         assert_eq!(error.kind(), Kind::Checkpoint, "{error} of {shown}");
@@ -121,7 +121,7 @@ fn judged<T>(result: Result<T>, bytes: &[u8]) -> bool {
 const HEADER: &str = r#"{"__metadata__":{"format":"pt"},"b":{"dtype":"BF16","shape":[3],"data_offsets":[24,30]},
     "a":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},"e":{"dtype":"I64","shape":[0,5],"data_offsets":[24,24]}}  "#;
 
-/// The most memory that this process ever had, in KiB.
+/// Peak memory of this process, in KiB.
 fn peak_kib() -> u64 {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
@@ -129,7 +129,7 @@ fn peak_kib() -> u64 {
 }
 
 #[test]
-fn damaged_headers_are_refused_or_read() {
+fn damaged_headers_are_refused_or_parsed() {
     let (mut accepted, count) = (0, cases(40_000));
     for seed in 0..count {
         let text = damaged(HEADER.as_bytes(), &mut Numbers(seed));
@@ -142,13 +142,13 @@ fn damaged_headers_are_refused_or_read() {
             }
             assert_eq!(end, 30);
         }
-        accepted += u64::from(judged(read, &text));
+        accepted += u64::from(check_result(read, &text));
     }
     assert!(accepted > 0 && accepted < count, "{accepted} of {count}: damage of both kinds");
 }
 
 #[test]
-fn damaged_configs_are_refused_or_read() {
+fn damaged_configs_are_refused_or_parsed() {
     let presets: Vec<String> =
         ModelConfig::preset_names().map(|name| ModelConfig::preset(name).unwrap().to_json()).collect();
     let (mut accepted, count) = (0, cases(20_000));
@@ -158,15 +158,15 @@ fn damaged_configs_are_refused_or_read() {
         let read = ModelConfig::parse(Path::new("c"), &text);
         if let Ok(config) = &read {
             let again = ModelConfig::parse(Path::new("c"), &config.to_json()).unwrap();
-            assert_eq!(again.positions(), config.positions(), "what is accepted can be written");
+            assert_eq!(again.max_positions(), config.max_positions(), "what is accepted can be written");
         }
-        accepted += u64::from(judged(read, text.as_bytes()));
+        accepted += u64::from(check_result(read, text.as_bytes()));
     }
     assert!(accepted > 0 && accepted < count, "{accepted} of {count}: damage of both kinds");
 }
 
 #[test]
-fn damaged_folders_are_refused_or_read() {
+fn damaged_folders_are_refused_or_loaded() {
     let dir = Folder::new("fuzz");
     fs::create_dir_all(&dir.0).unwrap();
     let part = |name: &str, n: u8| {
@@ -177,14 +177,14 @@ fn damaged_folders_are_refused_or_read() {
     };
     let index =
         br#"{"metadata":{"total_size":8},"weight_map":{"a":"1.safetensors","b":"2.safetensors"}}"#.to_vec();
-    let whole = [("1.safetensors", part("a", 5)), ("2.safetensors", part("b", 3)), (INDEX_FILE, index)];
+    let undamaged = [("1.safetensors", part("a", 5)), ("2.safetensors", part("b", 3)), (INDEX_FILE, index)];
     let before = peak_kib();
     let (mut accepted, count) = (0, cases(1_500));
     for seed in 0..count {
         let mut numbers = Numbers(seed);
-        let hurt = numbers.below(3);
-        for (i, (name, bytes)) in whole.iter().enumerate() {
-            let bytes = if i == hurt { damaged(bytes, &mut numbers) } else { bytes.clone() };
+        let damaged_file = numbers.below(3);
+        for (i, (name, bytes)) in undamaged.iter().enumerate() {
+            let bytes = if i == damaged_file { damaged(bytes, &mut numbers) } else { bytes.clone() };
             fs::write(dir.0.join(name), bytes).unwrap();
         }
         let opened = Weights::open(&dir.0);
@@ -196,22 +196,22 @@ fn damaged_folders_are_refused_or_read() {
                 );
             }
         }
-        accepted += u64::from(judged(opened, whole[hurt].0.as_bytes()));
+        accepted += u64::from(check_result(opened, undamaged[damaged_file].0.as_bytes()));
     }
     assert!(accepted > 0 && accepted < count, "{accepted} of {count}: damage of both kinds");
-    // Other tests run beside this one; a claim of a length that is believed takes far more.
+    // Other tests run concurrently; believing a claimed length would take far more.
     let grown = peak_kib() - before;
     assert!(grown < 1 << 20, "{grown} KiB for files of a hundred bytes");
 }
 
 #[test]
-fn a_damaged_config_file_is_told_by_its_name() {
+fn error_names_the_damaged_config_file() {
     let dir = Folder::new("fuzz-config");
     fs::create_dir_all(&dir.0).unwrap();
     let (count, mut accepted) = (cases(300), 0);
-    let whole = ModelConfig::preset("tiny").unwrap().to_json();
+    let undamaged = ModelConfig::preset("tiny").unwrap().to_json();
     for seed in 0..count {
-        let text = damaged(whole.as_bytes(), &mut Numbers(seed));
+        let text = damaged(undamaged.as_bytes(), &mut Numbers(seed));
         fs::write(dir.0.join(CONFIG_FILE), &text).unwrap();
         match ModelConfig::read(&dir.0) {
             Ok(_) => accepted += 1,

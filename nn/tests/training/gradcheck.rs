@@ -1,45 +1,45 @@
-//! Every layer and every model against finite differences, in f64: gradients of all parameters and of all real inputs.
-//! A list names the file of each; a file without an entry fails a test.
+//! Gradient checks: every layer and model against finite differences in f64, for all parameters and all real inputs. `FILES` lists
+//! the file of each; a file without an entry fails a test.
 
 use crate::support::run;
 use shardgrad_autograd::{Key, Noise, Tape, Var};
 use shardgrad_nn::hf::ExpertsConfig;
 use shardgrad_nn::{
-    Attention, Bert, BertConfig, Block, Dropout, Embedding, Experts, GatedMlp, Gpt2, Gpt2Config,
-    GroupedAttention, LanguageModel, LayerNorm, Linear, Llama, LlamaConfig, LlamaKind, Mlp, Model, Module,
-    Plan, RmsNorm, SelfAttention, cross_entropy,
+    Attention, Bert, BertConfig, Block, Dropout, Embedding, MixtureOfExperts, GatedMlp, Gpt2, Gpt2Config,
+    GroupedQueryAttention, LanguageModel, LayerNorm, Linear, Llama, LlamaConfig, LlamaKind, Mlp, Model, Module,
+    Plan, RmsNorm, EncoderAttention, cross_entropy,
 };
-use shardgrad_tensor::check::Global;
+use shardgrad_tensor::check::GlobalTensor;
 use shardgrad_tensor::ops::Input;
-use shardgrad_tensor::quotient::disagreement;
+use shardgrad_tensor::check::find_disagreement;
 use shardgrad_tensor::{DType, Rank, Result, Tensor, Value};
 use std::collections::BTreeSet;
 use std::path::Path;
 
-/// Inputs are leaves like parameters; their keys lie far from those of the model.
+/// The first key of inputs, which are leaves like parameters, beyond the keys of the model.
 const INPUT_KEY: Key = 1 << 32;
 
 /// How a module is called on its inputs.
 type Forward<M> = fn(&M, &[Var]) -> Var;
 
-/// A module, a way to call it, and what it is called on.
+/// A module, how to call it, and its inputs.
 struct Subject<M> {
     module: M,
     forward: Forward<M>,
     inputs: Vec<Input>,
-    /// Whether dropout drops.
+    /// Whether dropout is on.
     noise: bool,
 }
 
-/// A placed subject whose values can be shifted.
+/// A subject with values that can be perturbed.
 struct Probe<M> {
     forward: Forward<M>,
-    inputs: Vec<Global>,
+    inputs: Vec<GlobalTensor>,
     noise: bool,
 }
 
 impl<M: Module> Probe<M> {
-    /// The results weighted with numbers that look random, and the sum of that.
+    /// The sum of the results weighted with pseudorandom numbers.
     fn loss(&self, model: &Model<M>, tape: &Tape) -> Result<Var> {
         tape.set_noise(self.noise.then_some(Noise { seed: 3, step: 5, first_row: 2 }));
         let inputs: Vec<Var> = self
@@ -52,24 +52,24 @@ impl<M: Module> Probe<M> {
             })
             .collect::<Result<_>>()?;
         let y = (self.forward)(model, &inputs);
-        let weights = host(tape.rank(), &Global::draw(&Input::real(&y.shape()), 99))?;
+        let weights = host(tape.rank(), &GlobalTensor::draw(&Input::real(&y.shape()), 99))?;
         Ok(y.mul(&tape.constant(weights)).sum())
     }
 }
 
-fn host(rank: &Rank, x: &Global) -> Result<Tensor> {
+fn host(rank: &Rank, x: &GlobalTensor) -> Result<Tensor> {
     let tensor = Tensor::from_host(rank, &x.shape, &x.data)?;
     Ok(tensor.cast(x.dtype))
 }
 
-/// Values that look random, of a size at which neither softmax nor GELU is flat.
-fn moderate(shape: &[usize], seed: u64) -> Global {
-    let mut drawn = Global::draw(&Input::real(shape), seed);
+/// Pseudorandom values, small enough that neither softmax nor GELU saturates.
+fn moderate(shape: &[usize], seed: u64) -> GlobalTensor {
+    let mut drawn = GlobalTensor::draw(&Input::real(shape), seed);
     drawn.data.iter_mut().for_each(|x| *x *= 0.375);
     drawn
 }
 
-/// Fails unless every gradient of the subject is there, is not zero throughout, and is what differences say.
+/// Fails unless every gradient of the subject exists, is not all zeros, and matches finite differences.
 fn check<M: Module>(what: &str, make: impl Fn() -> Subject<M> + Sync) {
     run("", |rank| {
         let Subject { module, forward, inputs, noise } = make();
@@ -79,18 +79,18 @@ fn check<M: Module>(what: &str, make: impl Fn() -> Subject<M> + Sync) {
         }
         let drawn = |(input, seed): (&Input, u64)| match input {
             Input::Real(shape) => moderate(shape, seed),
-            other => Global::draw(other, seed),
+            other => GlobalTensor::draw(other, seed),
         };
         let inputs = inputs.iter().zip(1..).map(drawn).collect();
         let mut probe = Probe { forward, inputs, noise };
         let tape = model.tape();
         probe.loss(&model, &tape)?.backward()?;
         let gradients = tape.gradients();
-        let value = |probe: &Probe<M>| probe.loss(&model, &model.inference())?.item();
+        let value = |probe: &Probe<M>| probe.loss(&model, &model.inference_tape())?.item();
         let claimed = |key: Key, name: &str| -> Result<Vec<f64>> {
             let gradient = gradients.get(&key).unwrap_or_else(|| panic!("{what}: none reaches {name}"));
             let claimed = gradient.to_f64()?;
-            assert!(claimed.iter().any(|g| *g != 0.0), "{what}: the gradient of {name} is zero throughout");
+            assert!(claimed.iter().any(|g| *g != 0.0), "{what}: the gradient of {name} is all zeros");
             Ok(claimed)
         };
         let wrong = |name: &str, found: Option<(usize, f64, f64)>| {
@@ -98,8 +98,8 @@ fn check<M: Module>(what: &str, make: impl Fn() -> Subject<M> + Sync) {
         };
         for param in model.params() {
             let mut shifted =
-                Global { dtype: DType::F64, shape: param.shape().to_vec(), data: param.tensor().to_f64()? };
-            let found = disagreement(&claimed(param.key(), &param.name())?, |at, by| {
+                GlobalTensor { dtype: DType::F64, shape: param.shape().to_vec(), data: param.tensor().to_f64()? };
+            let found = find_disagreement(&claimed(param.key(), &param.name())?, |at, by| {
                 let x = shifted.data[at];
                 shifted.data[at] = x + by;
                 param.set_tensor(host(rank, &shifted)?)?;
@@ -114,7 +114,7 @@ fn check<M: Module>(what: &str, make: impl Fn() -> Subject<M> + Sync) {
                 continue;
             }
             let name = format!("input {i}");
-            let found = disagreement(&claimed(INPUT_KEY + i as Key, &name)?, |at, by| {
+            let found = find_disagreement(&claimed(INPUT_KEY + i as Key, &name)?, |at, by| {
                 let x = probe.inputs[i].data[at];
                 probe.inputs[i].data[at] = x + by;
                 let loss = value(&probe);
@@ -165,17 +165,17 @@ fn dropout() {
 fn embedding() {
     let ids = [Input::index(&[2, 3], 4)];
     check("lookup", || on(Embedding::new(4, 3), &[], |m, x| m.forward(&x[0])).inputs(&ids));
-    check("scores", || on(Embedding::new(4, 3), &[&[2, 3]], |m, x| m.scores(&x[0])));
+    check("logits", || on(Embedding::new(4, 3), &[&[2, 3]], |m, x| m.logits(&x[0])));
     check("rows", || on(Embedding::new(4, 3), &[], |m, x| m.rows(&x[0], 1..3)).inputs(&ids));
-    check("first", || on(Embedding::new(4, 3), &[], |m, x| m.first(&x[0], 2)).inputs(&ids));
+    check("first rows", || on(Embedding::new(4, 3), &[], |m, x| m.first_rows(&x[0], 2)).inputs(&ids));
 }
 
 fn layer_norm() {
     let layer = || LayerNorm::new(5).eps(1e-3);
     check("layer norm", || on(layer(), &[&[2, 3, 5]], |m, x| m.forward(&x[0])));
-    check("layer norm beside x", || {
+    check("layer norm and residual", || {
         on(layer(), &[&[2, 3, 5]], |m, x| {
-            let (x, y) = m.forward_beside(&x[0]);
+            let (x, y) = m.forward_and_residual(&x[0]);
             x.mul(&y)
         })
     });
@@ -184,9 +184,9 @@ fn layer_norm() {
 fn rms_norm() {
     let layer = || RmsNorm::new(5).eps(1e-3);
     check("rms norm", || on(layer(), &[&[2, 3, 5]], |m, x| m.forward(&x[0])));
-    check("rms norm beside x", || {
+    check("rms norm and residual", || {
         on(layer(), &[&[2, 3, 5]], |m, x| {
-            let (x, y) = m.forward_beside(&x[0]);
+            let (x, y) = m.forward_and_residual(&x[0]);
             x.mul(&y)
         })
     });
@@ -195,9 +195,9 @@ fn rms_norm() {
 fn linear() {
     check("plain", || on(Linear::new(3, 4), &[&[2, 3]], |m, x| m.forward(&x[0])));
     check("no bias", || on(Linear::new(3, 4).without_bias(), &[&[2, 3]], |m, x| m.forward(&x[0])));
-    check("apart", || on(Linear::shaped(&[3], &[2, 2]), &[&[2, 5, 3]], |m, x| m.forward(&x[0])));
-    let joined = || Linear::shaped(&[2, 3], &[4]).without_bias();
-    check("together", || on(joined(), &[&[2, 2, 3]], |m, x| m.forward(&x[0])));
+    check("to heads", || on(Linear::general(&[3], &[2, 2]), &[&[2, 5, 3]], |m, x| m.forward(&x[0])));
+    let joined = || Linear::general(&[2, 3], &[4]).without_bias();
+    check("from heads", || on(joined(), &[&[2, 2, 3]], |m, x| m.forward(&x[0])));
 }
 
 fn mlp() {
@@ -223,9 +223,9 @@ fn gated_mlp() {
     }
 }
 
-fn experts() {
-    for normed in [false, true] {
-        let layer = || Experts::new(3, 5, 4, 2, normed);
+fn mixture_of_experts() {
+    for renormalize in [false, true] {
+        let layer = || MixtureOfExperts::new(3, 5, 4, 2, renormalize);
         check("experts", || on(layer(), &[&[2, 2, 3]], |m, x| m.forward(&x[0]).0));
         check("experts and their scores", || {
             on(layer(), &[&[2, 2, 3]], |m, x| {
@@ -236,10 +236,10 @@ fn experts() {
     }
 }
 
-fn grouped_attention() {
-    let layer = || GroupedAttention::new(3, [2, 2, 4], &[1.0, 0.3]);
+fn grouped_query_attention() {
+    let layer = || GroupedQueryAttention::new(3, [2, 2, 4], &[1.0, 0.3]);
     check("grouped", || on(layer(), &[&[2, 3, 3]], |m, x| m.forward(&x[0])));
-    let rich = || layer().bias(true, true).normed(1e-3);
+    let rich = || layer().with_bias(true, true).with_qk_norm(1e-3);
     check("biases and norms", || on(rich(), &[&[2, 3, 3]], |m, x| m.forward(&x[0])));
     check("noisy", || on(rich().dropout(0.3), &[&[2, 3, 3]], |m, x| m.forward(&x[0])).noisy());
 }
@@ -247,7 +247,7 @@ fn grouped_attention() {
 fn llama() {
     let tokens = [Input::index(&[2, 3], 5), Input::index(&[2, 3], 5)];
     let cases =
-        LlamaKind::EVERY.into_iter().zip([(true, false, 0.0), (false, true, 0.2)].into_iter().cycle());
+        LlamaKind::ALL.into_iter().zip([(true, false, 0.0), (false, true, 0.2)].into_iter().cycle());
     for (kind, (tied, recompute, p)) in cases {
         let config = LlamaConfig {
             tie_word_embeddings: tied,
@@ -261,18 +261,18 @@ fn llama() {
         check(&format!("{kind:?}, tied {tied}, recompute {recompute}, dropout {p}"), make);
     }
     let mut config = LlamaConfig::new(LlamaKind::Mixtral, 5, 4, [4, 3], 2, [2, 1]);
-    let told = ExpertsConfig {
+    let balanced = ExpertsConfig {
         output_router_logits: true,
         router_aux_loss_coef: 0.5,
         ..ExpertsConfig::new(3, 2, 3)
     };
-    config.experts = Some(told);
+    config.experts = Some(balanced);
     let make = || on(Llama::new(&config), &[], |m, x| m.loss(&x[0], &x[1])).inputs(&tokens);
-    check("with the balance of experts", make);
+    check("with the load-balancing loss", make);
 }
 
-fn self_attention() {
-    let layer = || SelfAttention::new(6, 2);
+fn encoder_attention() {
+    let layer = || EncoderAttention::new(6, 2);
     check("to all", || on(layer(), &[&[2, 3, 6]], |m, x| m.forward(&x[0], None)));
     check("masked", || on(layer(), &[&[2, 3, 6], &[2, 3]], |m, x| m.forward(&x[0], Some(&x[1]))));
     check("noisy", || on(layer().dropout(0.3), &[&[2, 3, 6]], |m, x| m.forward(&x[0], None)).noisy());
@@ -308,14 +308,14 @@ const FILES: &[(&str, fn())] = &[
     ("layer/dropout", dropout),
     ("layer/embedding", embedding),
     ("layer/gated_mlp", gated_mlp),
-    ("layer/experts", experts),
+    ("layer/mixture_of_experts", mixture_of_experts),
     ("layer/feed_forward", llama),
-    ("layer/grouped_attention", grouped_attention),
+    ("layer/grouped_query_attention", grouped_query_attention),
     ("layer/layer_norm", layer_norm),
     ("layer/linear", linear),
     ("layer/mlp", mlp),
     ("layer/rms_norm", rms_norm),
-    ("layer/self_attention", self_attention),
+    ("layer/encoder_attention", encoder_attention),
     ("model/bert", bert),
     ("model/gpt2", gpt2),
     ("model/language", language),
@@ -323,27 +323,27 @@ const FILES: &[(&str, fn())] = &[
 ];
 
 #[test]
-fn layers_and_models_agree_with_differences() {
+fn gradients_of_layers_and_models_match_finite_differences() {
     FILES.iter().for_each(|(_, check)| check());
 }
 
 #[test]
-fn the_loss_agrees_with_differences() {
+fn the_gradient_of_cross_entropy_matches_finite_differences() {
     let inputs = [Input::real(&[2, 3, 5]), Input::index(&[2, 3], 5)];
-    // Without parameters: any module will do.
+    // The loss has no parameters, so any module does.
     let make = || on(Dropout::new(0.0), &[], |_, x| cross_entropy(&x[0], &x[1])).inputs(&inputs);
     check("cross entropy", make);
 }
 
 #[test]
-fn every_file_has_an_entry() {
+fn every_layer_and_model_file_has_a_gradient_check() {
     let mut found = BTreeSet::new();
     for folder in ["layer", "model"] {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("src").join(folder);
         for file in std::fs::read_dir(path).unwrap() {
             let name = file.unwrap().path().file_stem().unwrap().to_str().unwrap().to_string();
-            // What families have in common computes nothing.
-            if !["mod", "family"].contains(&name.as_str()) {
+            // The trait of all families computes nothing.
+            if !["mod", "hf_model"].contains(&name.as_str()) {
                 found.insert(format!("{folder}/{name}"));
             }
         }

@@ -1,14 +1,14 @@
-//! Layers against hand-worked numbers, and their misuse.
+//! Layers against hand-computed values, and errors of misuse.
 
-use crate::support::{far, run};
+use crate::support::{max_difference, run};
 use shardgrad_autograd::{Noise, Tape, Var};
 use shardgrad_nn::{
     AdamW, Attention, Dropout, Embedding, Gpt2Config, Init, LayerNorm, Linear, Mlp, Model, Module, Param,
-    Plan, RmsNorm, Schedule, cross_entropy, module,
+    Plan, RmsNorm, LrScheduler, cross_entropy, module,
 };
-use shardgrad_tensor::{DType, Kind, Layout, Mesh, Rank, Result, State, Tensor, Value, World};
+use shardgrad_tensor::{DType, Kind, Layout, Mesh, Rank, Result, Placement, Tensor, Value, World};
 
-fn placed<M: Module>(rank: &Rank, module: M) -> Result<Model<M>> {
+fn model_of<M: Module>(rank: &Rank, module: M) -> Result<Model<M>> {
     Model::with_dtype(rank, module, &Plan::new(), 1, DType::F64)
 }
 
@@ -17,10 +17,10 @@ fn input(tape: &Tape, shape: &[usize], values: &[f64]) -> Result<Var> {
 }
 
 #[test]
-fn norms_by_hand() {
+fn layer_norm_and_rms_norm_match_hand_computed_values() {
     run("", |rank| {
         let (layer, rms) =
-            (placed(rank, LayerNorm::new(2).eps(0.0))?, placed(rank, RmsNorm::new(2).eps(0.0))?);
+            (model_of(rank, LayerNorm::new(2).eps(0.0))?, model_of(rank, RmsNorm::new(2).eps(0.0))?);
         let tape = layer.tape();
         let x = input(&tape, &[1, 2], &[1.0, 7.0])?;
         layer.bias.set_tensor(Tensor::from_host(rank, &[2], &[0.0, 10.0])?)?;
@@ -33,38 +33,38 @@ fn norms_by_hand() {
 }
 
 #[test]
-fn tables_look_up_and_score() {
+fn embedding_looks_up_rows_and_computes_logits() {
     run("", |rank| {
-        let table = placed(rank, Embedding::new(3, 2))?;
+        let table = model_of(rank, Embedding::new(3, 2))?;
         table.weight.set_tensor(Tensor::from_host(rank, &[3, 2], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0])?)?;
         let tape = table.tape();
         let ids = tape.constant(Tensor::from_host(rank, &[2], &[2i64, 0])?);
         assert_eq!(table.forward(&ids).tensor().to_f64()?, [5.0, 6.0, 1.0, 2.0]);
-        assert_eq!(table.first(&ids, 2).tensor().to_f64()?, [1.0, 2.0, 3.0, 4.0]);
+        assert_eq!(table.first_rows(&ids, 2).tensor().to_f64()?, [1.0, 2.0, 3.0, 4.0]);
         let x = input(&tape, &[1, 2], &[1.0, -1.0])?;
-        assert_eq!(table.scores(&x).tensor().to_f64()?, [-1.0, -1.0, -1.0]);
+        assert_eq!(table.logits(&x).tensor().to_f64()?, [-1.0, -1.0, -1.0]);
         Ok(())
     });
 }
 
 module! {
-    /// A layer, and something learnt that it reads.
-    struct Split { x: Param, mlp: Mlp }
+    /// An MLP, and its input as a parameter.
+    struct WithInput { x: Param, mlp: Mlp }
 }
 
 #[test]
-fn products_of_an_mlp_may_be_split_in_every_way_that_products_may() {
-    let tensor = || Plan::tensor("tp");
+fn mlp_matches_one_rank_under_every_tensor_parallel_plan() {
+    let tensor = || Plan::tensor_parallel("tp");
     let plans = [
         ("whole", tensor()),
-        ("columns", tensor().column("mlp.c_fc").row("mlp.c_proj")),
-        ("columns of the second", tensor().column("mlp.c_proj")),
-        ("columns of the second, gathered", tensor().column("mlp.c_proj").point("mlp.c_proj.out", "tp=")),
+        ("columns", tensor().column_parallel("mlp.c_fc").row_parallel("mlp.c_proj")),
+        ("columns of the second", tensor().column_parallel("mlp.c_proj")),
+        ("columns of the second, gathered", tensor().column_parallel("mlp.c_proj").point("mlp.c_proj.out", "tp=")),
     ];
     for (what, plan) in plans {
         let outcome = |mesh: &str| {
             let mut all = run(mesh, |rank| {
-                let module = Split { x: Param::new(&[3, 4]).init(Init::Normal(1.0)), mlp: Mlp::new(4, 5) };
+                let module = WithInput { x: Param::new(&[3, 4]).init(Init::Normal(1.0)), mlp: Mlp::new(4, 5) };
                 let model = Model::with_dtype(rank, module, &plan, 1, DType::F64)?;
                 for bias in [&model.mlp.c_fc.bias, &model.mlp.c_proj.bias].into_iter().flatten() {
                     let n = bias.shape()[0];
@@ -85,19 +85,19 @@ fn products_of_an_mlp_may_be_split_in_every_way_that_products_may() {
         let one = outcome("tp=1");
         for mesh in ["tp=2", "tp=3"] {
             let split = outcome(mesh);
-            let far = far(&split, &one);
+            let far = max_difference(&split, &one);
             assert!(far < 1e-12, "{what} on {mesh}: {far}");
         }
     }
 }
 
 #[test]
-fn a_loss_by_hand_over_whole_and_split_vocabularies() {
+fn cross_entropy_matches_hand_computed_values_with_and_without_vocab_parallelism() {
     for mesh in ["", "tp=2", "tp=3"] {
         run(mesh, |rank| {
             let layout = Layout::invariant(rank.mesh(), DType::F64, &[2, 3]);
             let split =
-                rank.mesh().axis("tp").map_or(layout.clone(), |tp| layout.with_state(tp, State::Shard(1)));
+                rank.mesh().axis("tp").map_or(layout.clone(), |tp| layout.with_placement(tp, Placement::Shard(1)));
             let logits = [0.0, 2f64.ln(), 5f64.ln(), 700.0, 700.0, -700.0];
             let tape = Tape::new(rank);
             let logits = tape.leaf(0, &Tensor::from_global(rank, &split, &logits)?);
@@ -111,7 +111,7 @@ fn a_loss_by_hand_over_whole_and_split_vocabularies() {
             losses.sum().backward()?;
             let got = tape.gradients().remove(&0).unwrap().to_f64()?;
             let want = [0.125, -0.75, 0.625, -0.5, 0.5, 0.0];
-            // exp(z - lse) is as exact as lse is at 700.
+            // exp(z - lse) is as accurate as lse is at 700.
             assert!(got.iter().zip(want).all(|(a, b)| (a - b).abs() < 1e-13), "{got:?}");
             Ok(())
         });
@@ -119,7 +119,7 @@ fn a_loss_by_hand_over_whole_and_split_vocabularies() {
 }
 
 #[test]
-fn attention_sees_the_past_or_everything() {
+fn attention_is_causal_or_bidirectional() {
     run("tp=2", |rank| {
         let plan = Plan::new().store("c_attn.weight", "tp@2").store("c_proj.weight", "tp@0");
         let values: Vec<f64> = (0..24).map(|i| f64::from(i * i % 7) - 3.0).collect();
@@ -128,7 +128,7 @@ fn attention_sees_the_past_or_everything() {
             let model = Model::with_dtype(rank, Attention::new(8, 2).causal(causal), &plan, 1, DType::F64)?;
             let tape = model.tape();
             let y = model.forward(&input(&tape, &[1, 3, 8], &values)?).tensor().to_f64()?;
-            // The same rows as a sequence of one: what the first token sees of itself.
+            // The first token as a sequence of its own.
             let alone = model.forward(&input(&tape, &[1, 1, 8], &values[..8])?).tensor().to_f64()?;
             let same = y[..8].iter().zip(&alone).all(|(a, b)| (a - b).abs() < 1e-12);
             assert_eq!(same, causal);
@@ -136,18 +136,18 @@ fn attention_sees_the_past_or_everything() {
             last.push(y[16..].to_vec());
         }
         assert_ne!(first[0], first[1]);
-        assert_eq!(last[0], last[1], "the last token sees everything either way");
+        assert_eq!(last[0], last[1], "the last token attends to all tokens either way");
         Ok(())
     });
 }
 
-/// The result of a layer and all gradients, where one op attends or q, k and v are taken apart; and bytes that kernels moved.
-fn attended(rank: &Rank, is_joined: bool) -> Result<(Vec<Tensor>, u64)> {
+/// The result and all gradients of attention on joint or separate q, k and v, and the bytes that kernels moved.
+fn attention_results(rank: &Rank, is_joint: bool) -> Result<(Vec<Tensor>, u64)> {
     let model = Model::new(rank, Attention::new(12, 3), &Plan::new(), 1)?;
     let tape = model.tape();
     let numbers: Vec<f32> = (0..2 * 4 * 12u16).map(|i| f32::from(i * 37 % 19) / 8.0 - 1.0).collect();
     let x = tape.constant(Tensor::from_host(rank, &[2, 4, 12], &numbers)?);
-    let y = if is_joined {
+    let y = if is_joint {
         model.forward(&x)
     } else {
         let qkv = model.c_attn.forward(&x).unbind(2);
@@ -160,26 +160,26 @@ fn attended(rank: &Rank, is_joined: bool) -> Result<(Vec<Tensor>, u64)> {
 }
 
 #[test]
-fn gradients_of_queries_keys_and_values_are_written_as_one() {
+fn attention_on_joint_qkv_matches_separate_qkv_and_moves_fewer_bytes() {
     run("", |rank| {
-        let (joined, apart) = (attended(rank, true)?.0, attended(rank, false)?.0);
+        let (joined, apart) = (attention_results(rank, true)?.0, attention_results(rank, false)?.0);
         assert_eq!(joined.len(), 5);
         for (x, y) in joined.iter().zip(&apart) {
             assert_eq!(x.to_f64()?, y.to_f64()?);
         }
         Ok(())
     });
-    let [joined, apart] = [true, false].map(|is_joined| {
-        let bytes = |rank: &Rank| Ok(attended(rank, is_joined)?.1);
+    let [joined, apart] = [true, false].map(|is_joint| {
+        let bytes = |rank: &Rank| Ok(attention_results(rank, is_joint)?.1);
         World::new(Mesh::single()).dry_run(0, bytes).unwrap()
     });
-    assert_eq!(apart - joined, 2 * 3 * 2 * 4 * 12 * 4, "three are not read and written once more");
+    assert_eq!(apart - joined, 2 * 3 * 2 * 4 * 12 * 4, "q, k and v are not copied");
 }
 
 #[test]
-fn dropout_drops_its_share_and_scales_the_rest() {
+fn dropout_drops_with_its_probability_and_scales_the_rest() {
     run("", |rank| {
-        let model = placed(rank, Dropout::new(0.25))?;
+        let model = model_of(rank, Dropout::new(0.25))?;
         let tape = model.tape();
         let x = input(&tape, &[100, 100], &[3.0; 10_000])?;
         assert_eq!(model.forward(&x).tensor().to_f64()?, [3.0; 10_000]);
@@ -197,7 +197,7 @@ fn dropout_drops_its_share_and_scales_the_rest() {
 }
 
 #[test]
-fn misuse_is_an_error() {
+fn misuse_of_layers_is_an_error() {
     fn kind<T: Send>(f: impl Fn(&Rank) -> Result<T> + Sync) -> Kind {
         World::run(Mesh::single(), f).map(|_| ()).unwrap_err().kind()
     }
@@ -214,7 +214,7 @@ fn misuse_is_an_error() {
     };
     assert_eq!(kind(unnamed), Kind::Config);
     let narrow = |rank: &Rank| {
-        let model = placed(rank, Linear::new(3, 2))?;
+        let model = model_of(rank, Linear::new(3, 2))?;
         model.forward(&input(&model.tape(), &[1, 4], &[0.0; 4])?).item()
     };
     assert_eq!(kind(narrow), Kind::Shape);
@@ -226,16 +226,16 @@ fn misuse_is_an_error() {
     let error = World::run(Mesh::parse("tp=2").unwrap(), point).unwrap_err();
     assert_eq!(error.kind(), Kind::Layout);
     assert!(
-        error.to_string().contains("splits dim 5 over tp") && error.to_string().contains("out"),
+        error.to_string().contains("shards dim 5 over tp") && error.to_string().contains("out"),
         "{error}"
     );
 }
 
 #[test]
-fn what_a_program_shares_between_ranks_may_cross_threads() {
+fn plans_optimizers_and_configs_are_send_and_sync() {
     fn shared<T: Send + Sync + Clone + std::fmt::Debug>() {}
     shared::<Plan>();
     shared::<AdamW>();
-    shared::<Schedule>();
+    shared::<LrScheduler>();
     shared::<Gpt2Config>();
 }

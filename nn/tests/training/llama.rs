@@ -1,4 +1,4 @@
-//! The Llama family: the same numbers on every mesh, and the collectives that a split block needs.
+//! The Llama family: identical results on every mesh, and the collectives of a tensor-parallel block.
 
 use crate::support::{Outcome, ROWS, VOCAB, batch, near, run, values};
 use crate::traces::{counts, traced};
@@ -16,7 +16,7 @@ pub(crate) fn config(kind: LlamaKind) -> LlamaConfig {
     }
 }
 
-/// Four groups of one head, untied, with all biases: heads outnumber the ranks of `tp=3` unevenly.
+/// Four groups of one head, untied, with all biases: the heads are not a multiple of the ranks of `tp=3`.
 fn biased() -> LlamaConfig {
     LlamaConfig {
         head_dim: 4,
@@ -37,11 +37,11 @@ fn outcome(config: &LlamaConfig, mesh: &str, noise: bool, recompute: bool) -> Ou
         tape.set_noise(noise.then_some(Noise { seed: 3, step: 7, first_row: 0 }));
         let ids = tape.constant(batch(rank, &plan, 0..ROWS, 0)?);
         let loss = model.loss(&ids, &tape.constant(batch(rank, &plan, 0..ROWS, 1)?));
-        let (kept_bytes, value) = (tape.saved_bytes(), loss.item()?);
+        let (saved_bytes, value) = (tape.saved_bytes(), loss.item()?);
         loss.backward()?;
         let gradients = tape.gradients();
         let norm = grad_norm(rank, model.params(), &gradients, &[])?.grad_norm;
-        Ok(Outcome { loss: value, norm, gradients: values(&model, &gradients)?, kept_bytes })
+        Ok(Outcome { loss: value, norm, gradients: values(&model, &gradients)?, saved_bytes })
     });
     let first = outcomes.swap_remove(0);
     assert!(outcomes.iter().all(|o| o.loss == first.loss && o.gradients == first.gradients), "{mesh}");
@@ -49,7 +49,7 @@ fn outcome(config: &LlamaConfig, mesh: &str, noise: bool, recompute: bool) -> Ou
 }
 
 #[test]
-fn key_heads_that_do_not_divide_the_heads_are_refused() {
+fn query_heads_must_be_a_multiple_of_key_heads() {
     for heads in [[4, 3], [4, 0], [2, 4], [0, 0]] {
         let config = LlamaConfig::new(LlamaKind::Llama, VOCAB, 8, [16, 7], 1, heads);
         let error = World::run(Mesh::single(), |_| {
@@ -58,14 +58,14 @@ fn key_heads_that_do_not_divide_the_heads_are_refused() {
         })
         .unwrap_err();
         assert_eq!(error.kind(), Kind::Config, "{error}");
-        assert_eq!(error.message(), format!("{} key heads do not divide {} heads", heads[1], heads[0]));
+        assert_eq!(error.message(), format!("{} query heads are not a multiple of {} key heads", heads[0], heads[1]));
         assert!(error.site().is_some_and(|site| site.file().ends_with("training/llama.rs")), "{error}");
     }
 }
 
 #[test]
 fn losses_and_gradients_do_not_depend_on_the_mesh() {
-    for kind in LlamaKind::EVERY {
+    for kind in LlamaKind::ALL {
         let config = config(kind);
         let alone = outcome(&config, "", false, false);
         let biases = if kind == LlamaKind::Qwen2 { 3 } else { 0 };
@@ -87,7 +87,7 @@ fn losses_and_gradients_do_not_depend_on_the_mesh() {
 }
 
 #[test]
-fn heads_may_be_split_unevenly_and_some_ranks_have_none() {
+fn heads_can_be_sharded_unevenly_with_empty_ranks() {
     let alone = outcome(&biased(), "", false, false);
     for mesh in ["tp=2", "tp=3", "dp=2,tp=3"] {
         outcome(&biased(), mesh, false, false).assert_near(&alone, mesh);
@@ -104,7 +104,7 @@ pub(crate) fn few_keys(kind: LlamaKind, key_heads: usize) -> LlamaConfig {
 }
 
 #[test]
-fn fewer_key_heads_than_ranks_are_shared_by_all() {
+fn fewer_key_heads_than_ranks_are_replicated() {
     for (kind, key_heads) in [(LlamaKind::Llama, 1), (LlamaKind::Qwen2, 2), (LlamaKind::Qwen3, 1)] {
         let config = few_keys(kind, key_heads);
         let alone = outcome(&config, "", false, false);
@@ -129,7 +129,7 @@ fn fewer_key_heads_than_ranks_are_shared_by_all() {
 }
 
 #[test]
-fn dropout_and_recomputation_change_nothing_on_another_mesh() {
+fn dropout_and_activation_checkpointing_are_independent_of_the_mesh() {
     let config = LlamaConfig { attention_dropout: 0.3, ..config(LlamaKind::Llama) };
     let alone = outcome(&config, "", true, false);
     assert!(!near(alone.loss, outcome(&config, "", false, false).loss), "dropout has an effect");
@@ -138,30 +138,30 @@ fn dropout_and_recomputation_change_nothing_on_another_mesh() {
     }
     let again = outcome(&config, "tp=2", true, true);
     again.assert_near(&alone, "recomputed");
-    assert!(again.kept_bytes < alone.kept_bytes / 2);
+    assert!(again.saved_bytes < alone.saved_bytes / 2);
 }
 
 #[test]
-fn without_noise_the_fused_attention_gives_what_the_single_ops_give() {
+fn fused_attention_matches_unfused_attention() {
     let nearly_none = LlamaConfig { attention_dropout: 1e-300, ..config(LlamaKind::Qwen3) };
     outcome(&nearly_none, "", true, false)
-        .assert_near(&outcome(&nearly_none, "", false, false), "spelled out");
+        .assert_near(&outcome(&nearly_none, "", false, false), "unfused");
 }
 
 module! {
-    /// A block, and something learnt that it reads.
+    /// A block, and its input as a parameter.
     struct Alone { x: Param, block: LlamaBlock }
 }
 
 #[test]
-fn a_split_block_needs_two_all_reduces_each_way() {
+fn a_tensor_parallel_block_needs_two_all_reduces_each_way() {
     for kind in [LlamaKind::Llama, LlamaKind::Qwen2] {
         let records = run("tp=2", |rank| {
             let block = Llama::new(&config(kind)).model.layers.swap_remove(0);
             let module = Alone { x: Param::new(&[2, 4, 10]).init(Init::Normal(1.0)), block };
             let parts = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"];
-            let plan = parts.iter().fold(Plan::tensor("tp"), |plan, part| plan.column(part));
-            let model = Model::new(rank, module, &plan.row("o_proj").row("down_proj"), 1)?;
+            let plan = parts.iter().fold(Plan::tensor_parallel("tp"), |plan, part| plan.column_parallel(part));
+            let model = Model::new(rank, module, &plan.row_parallel("o_proj").row_parallel("down_proj"), 1)?;
             let tape = model.tape();
             traced(rank, || {
                 model.block.forward(&model.x.on_tape(&tape)).square().mean().backward()?;
@@ -178,7 +178,7 @@ fn a_split_block_needs_two_all_reduces_each_way() {
 }
 
 #[test]
-fn a_split_model_reduces_what_the_algebra_says() {
+fn tensor_and_data_parallel_models_need_the_expected_collectives() {
     let step_of = |mesh: &str, config: &LlamaConfig| {
         let mut records = run(mesh, |rank| {
             let plan = Plan::llama();
@@ -196,14 +196,14 @@ fn a_split_model_reduces_what_the_algebra_says() {
         counts(&records)
     };
     let step = |mesh: &str, kind| step_of(mesh, &config(kind));
-    // Per block 2 and 2; the embedding 1 forward; the loss 3 numbers a token forward; the head 1 backward.
+    // Per block 2 and 2; the embedding 1 forward; the loss 3 numbers per token forward; the output layer 1 backward.
     assert_eq!(step("tp=2", LlamaKind::Llama), ["backward all_reduce 5", "forward all_reduce 8"]);
-    // Norms of single heads are shared by all heads: their gradients are summed once a step, two a block.
+    // The QK-norms are shared by all heads: their gradients are reduced once a step, two per block.
     assert_eq!(step("tp=2", LlamaKind::Qwen3), ["backward all_reduce 9", "forward all_reduce 8"]);
-    // Keys that every rank has: their two weights are summed once a step, two a block.
+    // Replicated key heads: the gradients of their weights are reduced once a step, two per block.
     let few = few_keys(LlamaKind::Llama, 1);
     assert_eq!(step_of("tp=2", &few), ["backward all_reduce 9", "forward all_reduce 8"]);
-    // Each gradient once: 3 of the model and 9 a block.
+    // Each gradient once: 3 of the model and 9 per block.
     assert_eq!(step("dp=2", LlamaKind::Llama), ["backward all_reduce 21"]);
     assert_eq!(step("dp=2,tp=2", LlamaKind::Mistral), ["backward all_reduce 26", "forward all_reduce 8"]);
     assert!(step("", LlamaKind::Llama).is_empty());

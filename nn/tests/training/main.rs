@@ -1,28 +1,28 @@
-//! Models on meshes of threads: same names, same first values, same losses, gradients and steps as on one rank; and the
-//! collectives that they cost, counted.
+//! Models on meshes of threads against one rank: parameter names, initial values, losses, gradients and steps; and
+//! counts of the collectives.
 
 mod support;
 mod layers;
-mod residuals;
+mod fused_residual;
 mod gradcheck;
-mod composed;
-mod names;
-mod lines;
-mod parity;
-mod rounds;
+mod composite_ops;
+mod parameter_names;
+mod error_sites;
+mod mesh_parity;
+mod gradient_accumulation;
 mod traces;
 mod llama;
-mod context;
-mod experts;
-mod reading;
-mod steps;
-mod optimizers;
-mod mixed;
-mod scaled;
-mod drawn;
-mod folders;
-mod saves;
-mod resumed;
+mod context_parallel;
+mod mixture_of_experts;
+mod decoding;
+mod optimizer_steps;
+mod custom_optimizers;
+mod mixed_precision;
+mod loss_scaling;
+mod dropout;
+mod save_and_load;
+mod failed_saves;
+mod checkpoints;
 mod bad_files;
 mod checksums;
 mod fuzz;

@@ -1,4 +1,4 @@
-//! A tiny GPT-2 whose extents no axis divides, and what a step of it gives on some mesh.
+//! A tiny GPT-2 whose sizes no axis divides, and the results of one step of it on a mesh.
 
 use shardgrad_autograd::{Gradients, Noise, Tape};
 use shardgrad_nn::optim::grad_norm;
@@ -10,8 +10,8 @@ pub(crate) const ROWS: usize = 4;
 pub(crate) const SEQ: usize = 6;
 pub(crate) const VOCAB: usize = 11;
 
-/// Every mesh on which results are compared with those of one rank. The axes of size 3 divide neither the width nor
-/// the vocabulary, nor the rows of the batch.
+/// Meshes whose results are compared with those of one rank. Axes of size 3 divide neither the width nor the
+/// vocabulary nor the rows of the batch.
 pub(crate) const MESHES: [&str; 6] = ["tp=2", "dp=2", "dp=2,tp=2", "tp=3", "dp=3", "tp=2,dp=2"];
 
 /// Three heads of 5 channels, 11 tokens, 2 blocks.
@@ -23,7 +23,7 @@ pub(crate) fn run<T: Send>(mesh: &str, f: impl Fn(&Rank) -> Result<T> + Sync) ->
     World::run(Mesh::parse(mesh).unwrap(), f).unwrap_or_else(|e| panic!("{mesh}: {e}"))
 }
 
-/// Token `t` of row `row`, where targets are the tokens one further.
+/// Token `t` of row `row`; targets are the tokens shifted by one.
 fn token(row: usize, t: usize) -> i64 {
     ((row * 7 + t * 5 + row * t * 3 + t * t) % VOCAB) as i64
 }
@@ -35,20 +35,20 @@ pub(crate) fn batch(rank: &Rank, plan: &Plan, rows: std::ops::Range<usize>, firs
     Tensor::from_global(rank, &layout, &all)
 }
 
-/// What is run.
+/// Model, plan and batch of a test.
 #[derive(Clone)]
 pub(crate) struct Setup {
     pub(crate) config: Gpt2Config,
     pub(crate) plan: Plan,
     /// Microbatches.
-    pub(crate) rounds: usize,
+    pub(crate) microbatches: usize,
     pub(crate) recompute: bool,
     pub(crate) noise: bool,
 }
 
 impl Setup {
     pub(crate) fn new() -> Setup {
-        Setup { config: config(), plan: Plan::gpt2(), rounds: 1, recompute: false, noise: false }
+        Setup { config: config(), plan: Plan::gpt2(), microbatches: 1, recompute: false, noise: false }
     }
 
     pub(crate) fn model(&self, rank: &Rank) -> Result<Model<Gpt2>> {
@@ -56,33 +56,33 @@ impl Setup {
         Model::with_dtype(rank, module, &self.plan, 5, DType::F64)
     }
 
-    /// Forward and backward of all rounds: loss, and bytes kept in a round.
+    /// Forward and backward of all microbatches: loss, and bytes saved for backward in a microbatch.
     pub(crate) fn backward(&self, model: &Model<Gpt2>, tape: &Tape) -> Result<(f64, usize)> {
-        let (mut sum, mut kept) = (0.0, 0);
-        let rows = ROWS / self.rounds;
-        for round in 0..self.rounds {
-            let range = round * rows..(round + 1) * rows;
+        let (mut sum, mut saved_bytes) = (0.0, 0);
+        let rows = ROWS / self.microbatches;
+        for microbatch in 0..self.microbatches {
+            let range = microbatch * rows..(microbatch + 1) * rows;
             let first_row = range.start as u64;
             tape.set_noise(self.noise.then_some(Noise { seed: 3, step: 7, first_row }));
             let ids = tape.constant(batch(model.rank(), &self.plan, range.clone(), 0)?);
             let targets = tape.constant(batch(model.rank(), &self.plan, range, 1)?);
-            let loss = shardgrad_tensor::Value::scale(&model.loss(&ids, &targets), 1.0 / self.rounds as f64);
+            let loss = shardgrad_tensor::Value::scale(&model.loss(&ids, &targets), 1.0 / self.microbatches as f64);
             sum += loss.item()?;
-            kept = tape.saved_bytes();
+            saved_bytes = tape.saved_bytes();
             loss.backward()?;
         }
-        Ok((sum, kept))
+        Ok((sum, saved_bytes))
     }
 
-    /// The outcome on a mesh; all ranks must agree on it to the last bit.
+    /// Results on a mesh; all ranks must agree on them to the last bit.
     pub(crate) fn outcome(&self, mesh: &str) -> Outcome {
         let mut outcomes = run(mesh, |rank| {
             let model = self.model(rank)?;
             let tape = model.tape();
-            let (loss, kept_bytes) = self.backward(&model, &tape)?;
+            let (loss, saved_bytes) = self.backward(&model, &tape)?;
             let gradients = tape.gradients();
             let norm = grad_norm(rank, model.params(), &gradients, &[])?.grad_norm;
-            Ok(Outcome { loss, norm, gradients: values(&model, &gradients)?, kept_bytes })
+            Ok(Outcome { loss, norm, gradients: values(&model, &gradients)?, saved_bytes })
         });
         let first = outcomes.swap_remove(0);
         for other in outcomes {
@@ -93,16 +93,16 @@ impl Setup {
     }
 }
 
-/// What a step leaves, whole, as one rank would see it.
+/// Global results of a step, equal on every rank.
 pub(crate) struct Outcome {
     pub(crate) loss: f64,
     pub(crate) norm: f64,
     pub(crate) gradients: BTreeMap<String, Vec<f64>>,
-    pub(crate) kept_bytes: usize,
+    pub(crate) saved_bytes: usize,
 }
 
 impl Outcome {
-    /// Fails unless everything agrees to about the rounding of f64.
+    /// Panics unless everything agrees up to the rounding of f64.
     pub(crate) fn assert_near(&self, other: &Outcome, what: &str) {
         assert!(near(self.loss, other.loss), "{what}: loss {} and {}", self.loss, other.loss);
         assert!(near(self.norm, other.norm), "{what}: norm {} and {}", self.norm, other.norm);
@@ -113,7 +113,7 @@ impl Outcome {
         );
         for (name, gradient) in &self.gradients {
             let others = &other.gradients[name];
-            let worst = far(gradient, others);
+            let worst = max_difference(gradient, others);
             assert!(worst < 1e-10, "{what}: {name} differs by {worst:e}");
         }
     }
@@ -123,19 +123,19 @@ pub(crate) fn near(a: f64, b: f64) -> bool {
     (a - b).abs() <= 1e-10 * a.abs().max(1.0)
 }
 
-/// The largest difference of numbers that stand at one place; infinite where one is not a number.
-pub(crate) fn far(a: &[f64], b: &[f64]) -> f64 {
+/// Largest absolute difference between corresponding numbers; infinite if one is NaN.
+pub(crate) fn max_difference(a: &[f64], b: &[f64]) -> f64 {
     assert_eq!(a.len(), b.len());
-    let apart = a.iter().zip(b).map(|(a, b)| (a - b).abs());
-    apart.fold(0.0, |far, d| if d.is_nan() { f64::INFINITY } else { far.max(d) })
+    let differences = a.iter().zip(b).map(|(a, b)| (a - b).abs());
+    differences.fold(0.0, |far, d| if d.is_nan() { f64::INFINITY } else { far.max(d) })
 }
 
 #[test]
-fn what_is_no_number_is_far_from_all() {
+fn nan_has_infinite_distance() {
     let nan = f64::NAN;
-    assert_eq!(far(&[1.0, -2.0], &[1.5, -4.0]), 2.0);
+    assert_eq!(max_difference(&[1.0, -2.0], &[1.5, -4.0]), 2.0);
     for other in [[nan, 0.0], [0.0, nan], [nan, nan]] {
-        assert_eq!((far(&[0.0; 2], &other), far(&other, &other)), (f64::INFINITY, f64::INFINITY));
+        assert_eq!((max_difference(&[0.0; 2], &other), max_difference(&other, &other)), (f64::INFINITY, f64::INFINITY));
     }
     assert!(!near(nan, nan) && !near(0.0, nan) && !near(nan, 0.0));
 }

@@ -1,4 +1,4 @@
-//! The collectives of a step, counted.
+//! Counts of the collectives of a step.
 
 use crate::support::{ROWS, Setup, run};
 use shardgrad_autograd::Var;
@@ -31,13 +31,13 @@ pub(crate) fn traced(rank: &Rank, f: impl FnOnce() -> Result<()>) -> Result<Vec<
 }
 
 module! {
-    /// A block, and something learnt that it reads.
+    /// A block, and a trained parameter as its input.
     struct Fused { x: Param, block: Block }
 }
 
 module! {
-    /// A block with products of their own for q, k and v.
-    struct Apart { x: Param, ln_1: LayerNorm, q: Linear, k: Linear, v: Linear, o: Linear, ln_2: LayerNorm, mlp: Mlp }
+    /// A block with separate projections for q, k and v.
+    struct SeparateQkv { x: Param, ln_1: LayerNorm, q: Linear, k: Linear, v: Linear, o: Linear, ln_2: LayerNorm, mlp: Mlp }
 }
 
 impl Fused {
@@ -46,7 +46,7 @@ impl Fused {
     }
 }
 
-impl Apart {
+impl SeparateQkv {
     fn forward(&self, x: &Var) -> Var {
         let y = self.ln_1.forward(x);
         let (q, k, v) = (self.q.forward(&y), self.k.forward(&y), self.v.forward(&y));
@@ -63,15 +63,15 @@ fn fused() -> Fused {
     Fused { x: input(), block: Block::new(12, Attention::new(12, 3), Mlp::new(12, 24), 1e-5, 0.0) }
 }
 
-fn apart() -> Apart {
-    let heads = || Linear::shaped(&[12], &[3, 4]);
-    Apart {
+fn separate_qkv() -> SeparateQkv {
+    let heads = || Linear::general(&[12], &[3, 4]);
+    SeparateQkv {
         x: input(),
         ln_1: LayerNorm::new(12),
         q: heads(),
         k: heads(),
         v: heads(),
-        o: Linear::shaped(&[3, 4], &[12]),
+        o: Linear::general(&[3, 4], &[12]),
         ln_2: LayerNorm::new(12),
         mlp: Mlp::new(12, 24),
     }
@@ -99,12 +99,12 @@ fn block_trace<M: Module>(
 const BLOCK: [&str; 2] = ["backward all_reduce 2", "forward all_reduce 2"];
 
 #[test]
-fn a_split_block_needs_two_all_reduces_each_way() {
+fn tensor_parallel_block_needs_two_all_reduces_each_way() {
     let plan = Plan::new()
         .store("c_attn.weight", "tp@2")
         .store("c_attn.bias", "tp@1")
         .store("c_proj.weight", "tp@0");
-    let plan = plan.and(Plan::tensor("tp").column("c_fc"));
+    let plan = plan.and(Plan::tensor_parallel("tp").column_parallel("c_fc"));
     let records = block_trace(&plan, fused, |m| m.x.clone(), Fused::forward);
     assert_eq!(counts(&records), BLOCK);
     let paths: Vec<&str> = records.iter().map(|r| r.path.as_str()).collect();
@@ -114,14 +114,14 @@ fn a_split_block_needs_two_all_reduces_each_way() {
 }
 
 #[test]
-fn products_apart_for_q_k_and_v_cost_no_more() {
-    let attention = Plan::tensor("tp").column("q").column("k").column("v").row("o");
-    let plan = attention.column("c_fc").row("c_proj");
-    let records = block_trace(&plan, apart, |m| m.x.clone(), Apart::forward);
+fn separate_qkv_projections_need_no_more_collectives() {
+    let attention = Plan::tensor_parallel("tp").column_parallel("q").column_parallel("k").column_parallel("v").row_parallel("o");
+    let plan = attention.column_parallel("c_fc").row_parallel("c_proj");
+    let records = block_trace(&plan, separate_qkv, |m| m.x.clone(), SeparateQkv::forward);
     assert_eq!(counts(&records), BLOCK);
-    // Another plan costs something else, so the counts above are no accident of counting.
+    // Another plan has other counts, so the counts above are no artifact of counting.
     let forward = |plan: &Plan| {
-        let mut records = block_trace(plan, apart, |m| m.x.clone(), Apart::forward);
+        let mut records = block_trace(plan, separate_qkv, |m| m.x.clone(), SeparateQkv::forward);
         records.retain(|r| r.phase == Phase::Forward);
         counts(&records)
     };
@@ -132,12 +132,12 @@ fn products_apart_for_q_k_and_v_cost_no_more() {
     assert_eq!(forward(&stated), ["forward all_gather 1", "forward reduce_scatter 2"]);
 }
 
-/// A step on one rank, update included; nothing is read.
+/// One step on one rank, update included, without reads from the device.
 fn step(rank: &Rank, setup: &Setup) -> Result<Vec<Record>> {
     let model = setup.model(rank)?;
     let tape = model.tape();
     traced(rank, || {
-        for _ in 0..setup.rounds {
+        for _ in 0..setup.microbatches {
             let ids = crate::support::batch(rank, &setup.plan, 0..ROWS, 0)?;
             model.loss(&tape.constant(ids.clone()), &tape.constant(ids)).backward()?;
         }
@@ -152,7 +152,7 @@ fn step(rank: &Rank, setup: &Setup) -> Result<Vec<Record>> {
     })
 }
 
-/// Forward and backward of a step on the first rank.
+/// Collectives of forward and backward of a step on rank 0.
 fn step_trace(setup: &Setup, mesh: &str) -> Vec<Record> {
     let mut records = run(mesh, |rank| step(rank, setup)).swap_remove(0);
     records.retain(|r| r.phase != Phase::Control);
@@ -160,7 +160,7 @@ fn step_trace(setup: &Setup, mesh: &str) -> Vec<Record> {
 }
 
 #[test]
-fn without_data_a_step_leaves_the_same_trace() {
+fn dry_run_records_the_same_trace() {
     let sharded = Setup::new().plan.store("*.weight", "dp@0").compute("*", "dp~");
     for (mesh, plan) in [("dp=2,tp=2", Plan::gpt2()), ("tp=3", Plan::gpt2()), ("dp=2,tp=2", sharded)] {
         let setup = Setup { plan, recompute: mesh == "tp=3", ..Setup::new() };
@@ -173,25 +173,25 @@ fn without_data_a_step_leaves_the_same_trace() {
 }
 
 #[test]
-fn each_gradient_is_reduced_once_a_step_whatever_the_number_of_rounds() {
-    for rounds in [1, 2, 4] {
-        let records = step_trace(&Setup { rounds, ..Setup::new() }, "dp=2");
-        assert_eq!(counts(&records), ["backward all_reduce 28"], "{rounds} rounds");
+fn gradients_are_reduced_once_per_step_for_any_number_of_microbatches() {
+    for microbatches in [1, 2, 4] {
+        let records = step_trace(&Setup { microbatches, ..Setup::new() }, "dp=2");
+        assert_eq!(counts(&records), ["backward all_reduce 28"], "{microbatches} microbatches");
     }
-    // Stored in parts: gathered once, reduced to parts once.
+    // Stored as shards: gathered once, reduce-scattered once.
     let plan = Setup::new().plan.store("*.weight", "dp@0").store("*.bias", "dp@0").compute("*", "dp~");
-    for rounds in [1, 2] {
-        let records = step_trace(&Setup { rounds, plan: plan.clone(), ..Setup::new() }, "dp=2");
+    for microbatches in [1, 2] {
+        let records = step_trace(&Setup { microbatches, plan: plan.clone(), ..Setup::new() }, "dp=2");
         assert_eq!(
             counts(&records),
             ["backward reduce_scatter 28", "forward all_gather 28"],
-            "{rounds} rounds"
+            "{microbatches} microbatches"
         );
     }
 }
 
 #[test]
-fn a_split_model_reduces_what_the_algebra_says() {
+fn tensor_parallel_model_has_expected_collectives() {
     // Per block 2 and 2; the embedding 1 forward; the loss 3 numbers a token forward; the head 1 backward.
     assert_eq!(counts(&step_trace(&Setup::new(), "tp=2")), ["backward all_reduce 5", "forward all_reduce 8"]);
     let both = step_trace(&Setup::new(), "dp=2,tp=2");

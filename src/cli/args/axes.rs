@@ -1,4 +1,4 @@
-//! The axes of a mesh over which commands split something.
+//! Mesh axes that each command supports.
 
 use shardgrad::dist::{Axis, Mesh};
 use shardgrad::nn::ModelConfig;
@@ -11,17 +11,17 @@ pub(super) struct SupportedAxes {
     names: &'static [&'static str],
 }
 
-/// Training shards layers, rows, experts, tokens of a row, and parameters.
+/// Training supports all axes: layers (pp), rows (dp), experts (ep), tokens of a row (cp) and parameters (tp).
 pub(super) const TRAINING: SupportedAxes =
     SupportedAxes { computation: "training", names: &["dp", "pp", "ep", "cp", "tp"] };
-/// Only training has pipeline stages.
+/// Evaluation has no pipeline stages.
 pub(super) const EVALUATION: SupportedAxes =
     SupportedAxes { computation: "evaluation", names: &["dp", "ep", "cp", "tp"] };
-/// A text that grows token by token is not sharded over its tokens.
+/// Generation does not shard the growing sequence over its tokens.
 pub(super) const GENERATION: SupportedAxes =
     SupportedAxes { computation: "generation", names: &["dp", "ep", "tp"] };
 
-/// Refuses axes that a computation does not support: their ranks would all hold and do the same.
+/// Rejects axes that a computation does not support: all ranks of such an axis would do the same work.
 pub(super) fn check_axes(mesh: &Mesh, supported: &SupportedAxes) -> Result<()> {
     let SupportedAxes { computation, names } = supported;
     let idle = |axis: &Axis| mesh.size(*axis) > 1 && !names.contains(&mesh.name(*axis));
@@ -30,19 +30,19 @@ pub(super) fn check_axes(mesh: &Mesh, supported: &SupportedAxes) -> Result<()> {
     let (last, first) = names.split_last().map_or(("", String::new()), |(l, f)| (*l, f.join(", ")));
     let mut help = format!("use {first} or {last}");
     if name == "cp" {
-        help += "; no weight is sharded over cp, so a model that was trained with cp is read without it";
+        help += "; weights are not sharded over cp, so a model trained with cp loads on any other mesh";
     }
     let why = format!("{computation} does not support {name}");
     Err(Error::new(Kind::Unsupported, why).detail("help", help))
 }
 
-/// Refuses an axis of experts for a model that has none: `dp` splits the same rows.
+/// Rejects `ep` for a model without experts: `dp` shards the same rows.
 pub(crate) fn check_experts(mesh: &Mesh, config: &ModelConfig) -> Result<()> {
     match mesh.axis("ep").map(|axis| mesh.size(axis)) {
         Some(size) if size > 1 && !config.has_experts() => {
             let error =
-                Error::new(Kind::Unsupported, format!("the model has no experts to split over ep={size}"));
-            Err(error.detail("help", "split its rows over dp instead"))
+                Error::new(Kind::Unsupported, format!("the model has no experts to shard over ep={size}"));
+            Err(error.detail("help", "use dp instead, which shards the same rows"))
         }
         _ => Ok(()),
     }
@@ -53,31 +53,31 @@ mod tests {
     use super::*;
 
     #[test]
-    fn experts_are_split_where_there_are_some() {
+    fn expert_axis_needs_a_model_with_experts() {
         let check = |mesh: &str, preset: &str| {
             check_experts(&Mesh::parse(mesh).unwrap(), &ModelConfig::preset(preset).unwrap())
         };
         assert!(check("ep=2", "mixtral-tiny").is_ok() && check("ep=1,dp=2", "tiny").is_ok());
         for preset in ["tiny", "llama-tiny", "bert-base"] {
             let error = check("dp=2,ep=3", preset).unwrap_err();
-            assert_eq!(error.message(), "the model has no experts to split over ep=3");
+            assert_eq!(error.message(), "the model has no experts to shard over ep=3");
         }
     }
 
     #[test]
-    fn an_axis_that_is_not_supported_is_refused_by_its_name() {
-        let told = |mesh: &str, supported: &SupportedAxes| {
+    fn unsupported_axis_is_named() {
+        let error_text = |mesh: &str, supported: &SupportedAxes| {
             check_axes(&Mesh::parse(mesh).unwrap(), supported)
                 .map_err(|e| e.to_string().replace("\n  help       ", "; "))
         };
-        assert_eq!(told("pp=2,dp=3,cp=2,tp=2", &TRAINING), Ok(()));
-        assert_eq!(told("pp=1,dp=3,cp=2", &EVALUATION), Ok(()));
+        assert_eq!(error_text("pp=2,dp=3,cp=2,tp=2", &TRAINING), Ok(()));
+        assert_eq!(error_text("pp=1,dp=3,cp=2", &EVALUATION), Ok(()));
         assert_eq!(
-            told("pp=2,cp=2", &EVALUATION).unwrap_err(),
+            error_text("pp=2,cp=2", &EVALUATION).unwrap_err(),
             "evaluation does not support pp; use dp, ep, cp or tp"
         );
-        let of = |mesh: &str| told(mesh, &GENERATION).unwrap_err();
+        let of = |mesh: &str| error_text(mesh, &GENERATION).unwrap_err();
         assert_eq!(of("pp=2,tp=2"), "generation does not support pp; use dp, ep or tp");
-        assert!(of("cp=2,tp=2").starts_with("generation does not support cp; use dp, ep or tp; no weight"));
+        assert!(of("cp=2,tp=2").starts_with("generation does not support cp; use dp, ep or tp; weights"));
     }
 }

@@ -1,4 +1,4 @@
-//! The options of `generate`.
+//! Options of `generate`.
 
 use super::{RunArgs, defaults, values};
 use clap::Args;
@@ -8,44 +8,44 @@ use std::path::PathBuf;
 /// Options of `generate`.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct GenerateArgs {
-    /// Folder with config.json and model.safetensors
+    /// Hugging Face model folder with config.json and model.safetensors
     #[arg(long, value_name = "DIR", default_value = defaults::MODEL, help_heading = "Model")]
     pub(crate) model: PathBuf,
-    /// Text to continue, behind the tokens with which the tokenizer begins a text
+    /// Text to continue; the BOS token of the tokenizer, if any, is prepended
     #[arg(long, value_name = "TEXT", value_parser = NonEmptyStringValueParser::new())]
     pub(crate) prompt: String,
-    /// Tokens to add at most; fewer if one ends the text
+    /// Maximum number of new tokens (max_new_tokens); generation stops early at an end-of-text token
     #[arg(long, value_name = "N", default_value = defaults::NEW_TOKENS, value_parser = values::count)]
     pub(crate) tokens: usize,
-    /// Go on behind a token that ends a text (of config.json or generation_config.json)
+    /// Do not stop at an end-of-text token (eos_token_id of config.json or generation_config.json)
     #[arg(long)]
     pub(crate) ignore_end: bool,
     #[command(flatten)]
     pub(crate) sampling: SamplingArgs,
     #[command(flatten)]
     pub(crate) run: RunArgs,
-    /// Print one JSON object and nothing else on stdout
+    /// Print one JSON object on stdout and nothing else
     #[arg(long, help_heading = "Output")]
     pub(crate) json: bool,
 }
 
-/// How the next token is chosen.
+/// Sampling options.
 #[derive(Args, Clone, Debug)]
-#[command(next_help_heading = "Choice of tokens")]
+#[command(next_help_heading = "Sampling")]
 pub(crate) struct SamplingArgs {
-    /// Below 1 likely tokens become likelier, above 1 less so
+    /// Sampling temperature: logits are divided by X; below 1 is more deterministic, above 1 more random
     #[arg(long, value_name = "X", default_value = defaults::TEMPERATURE, value_parser = values::positive)]
     pub(crate) temperature: f64,
-    /// Choose among the K likeliest tokens only
+    /// Sample from the K most likely tokens only
     #[arg(long, value_name = "K", value_parser = values::count)]
     pub(crate) top_k: Option<usize>,
-    /// Choose among the likeliest tokens that together have this probability
+    /// Nucleus sampling: sample from the smallest set of most likely tokens whose probability reaches P
     #[arg(long, value_name = "P", value_parser = values::fraction)]
     pub(crate) top_p: Option<f64>,
-    /// Always take the likeliest token
+    /// Greedy decoding: always take the most likely token
     #[arg(long, conflicts_with_all = ["temperature", "top_k", "top_p", "seed"])]
     pub(crate) greedy: bool,
-    /// Seed of the choices
+    /// Random seed of the sampling
     #[arg(long, value_name = "N", default_value = "0", value_parser = values::seed)]
     pub(crate) seed: u64,
 }

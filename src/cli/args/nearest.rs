@@ -1,7 +1,7 @@
-//! The word that somebody may have meant.
+//! Suggestions for misspelled names ("did you mean").
 
-/// The candidate with the fewest edits (letters changed, added, dropped, or swapped with their neighbour)
-/// from `word`, if they are at most half of its letters, at least one; the first of several.
+/// Returns the candidate with the smallest edit distance from `word`, if that is at most half of its length (at least 1); the first
+/// of several.
 pub(crate) fn nearest<'a>(word: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let near = word.chars().count().div_ceil(2).max(1);
     candidates
@@ -12,7 +12,7 @@ pub(crate) fn nearest<'a>(word: &str, candidates: impl IntoIterator<Item = &'a s
         .map(|(_, candidate)| candidate)
 }
 
-/// The number of edits between two words, in the restricted sense: nothing is edited twice.
+/// Returns the case-insensitive edit distance with transpositions (optimal string alignment).
 fn edits(a: &str, b: &str) -> usize {
     let (a, b): (Vec<char>, Vec<char>) =
         (a.to_lowercase().chars().collect(), b.to_lowercase().chars().collect());
@@ -51,7 +51,7 @@ mod tests {
     }
 
     #[test]
-    fn the_nearest_word_is_found_and_far_ones_are_not() {
+    fn nearest_finds_close_names_only() {
         let axes = ["pp", "dp", "ep", "cp", "tp"];
         assert_eq!(nearest("tq", axes), Some("tp"));
         assert_eq!(nearest("pd", axes), Some("pp"));

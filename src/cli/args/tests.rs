@@ -1,4 +1,4 @@
-//! The command line, typed in.
+//! Tests of the command-line definition.
 
 use super::*;
 use clap::CommandFactory;
@@ -15,8 +15,8 @@ fn train(line: &str) -> TrainArgs {
     }
 }
 
-/// What clap says without its usage lines, which depend on the width of nothing.
-fn told(line: &str) -> String {
+/// Returns the error of clap without its usage lines.
+fn error_text(line: &str) -> String {
     let error = parse(line).unwrap_err();
     assert_eq!(error.exit_code(), 2, "{line}");
     let text = error.to_string();
@@ -24,7 +24,7 @@ fn told(line: &str) -> String {
 }
 
 #[test]
-fn the_definition_is_sound() {
+fn clap_definition_is_valid() {
     Cli::command().debug_assert();
 }
 
@@ -39,7 +39,7 @@ fn every_option_has_help() {
 }
 
 #[test]
-fn train_without_options_is_the_first_command() {
+fn train_defaults_match_the_readme() {
     let args = train("");
     args.check().unwrap();
     assert_eq!(args.model.name(), "tiny");
@@ -47,13 +47,13 @@ fn train_without_options_is_the_first_command() {
     assert_eq!((args.run.dtype, args.optim.clip()), (DType::F32, Some(1.0)));
     assert_eq!(args.out, PathBuf::from("runs/latest"));
     let config = args.model.config().unwrap();
-    assert!(args.seq(&config).unwrap() <= config.positions());
+    assert!(args.seq(&config).unwrap() <= config.max_positions());
     assert_eq!(config.vocab_size(), crate::data::Corpus::VOCAB);
-    args.run.world().unwrap();
+    args.run.evaluation_world().unwrap();
 }
 
 #[test]
-fn all_options_of_train_are_read() {
+fn all_train_options_are_parsed() {
     let args = train(
         "--tokens t.safetensors --no-shuffle --model dir --mesh tp=2,dp=3 --threads 2 --steps 7 --batch 12 --seq 32 \
          --microbatches 3 --lr 3e-4 --min-lr 1e-5 --warmup 2 --weight-decay 0 --beta1 0.8 --beta2 0.99 --eps 1e-6 \
@@ -70,7 +70,7 @@ fn all_options_of_train_are_read() {
 }
 
 #[test]
-fn a_run_goes_on_from_the_newest_checkpoint_or_from_one_that_is_named() {
+fn resume_takes_the_newest_or_a_named_checkpoint() {
     let of = |line: &str| {
         let CheckpointArgs { save_every, .. } = train(line).checkpoints;
         (
@@ -89,19 +89,19 @@ fn a_run_goes_on_from_the_newest_checkpoint_or_from_one_that_is_named() {
     assert_eq!(of("--resume-exact").3, Some(None));
     assert_eq!(of("--resume a --resume-exact").3, Some(Some("a".into())));
     assert!(train("--resume-exact").checkpoints.is_exact() && !train("--resume").checkpoints.is_exact());
-    let said = train("--keep 1").check().unwrap_err().to_string();
-    assert!(said.contains("--keep has no meaning without --save-every"), "{said}");
-    assert!(told("train --save-every 0").contains("at least 1"));
+    let message = train("--keep 1").check().unwrap_err().to_string();
+    assert!(message.contains("--keep has no effect without --save-every"), "{message}");
+    assert!(error_text("train --save-every 0").contains("at least 1"));
 }
 
 #[test]
-fn each_rank_has_a_row_of_each_microbatch_if_that_can_be() {
+fn default_microbatches_give_each_rank_equal_rows() {
     let microbatches = |line: &str| train(line).microbatches();
     for (line, count) in [
         ("--mesh pp=2 --batch 8", 4),
         ("--mesh pp=2,dp=4 --batch 8", 2),
         ("--mesh pp=2,dp=4 --batch 16", 4),
-        // Three ranks cannot have equally many of eight rows.
+        // Eight rows are not divisible by three ranks.
         ("--mesh pp=2,dp=3 --batch 8", 2),
         ("--mesh pp=2,dp=4 --batch 6", 1),
         ("--mesh pp=2,dp=4 --batch 3", 3),
@@ -123,7 +123,7 @@ fn each_rank_has_a_row_of_each_microbatch_if_that_can_be() {
 }
 
 #[test]
-fn the_schedule_follows_the_options() {
+fn lr_schedule_follows_the_options() {
     let rates = |line: &str, steps: [usize; 3]| steps.map(|s| train(line).schedule().lr(s));
     assert_eq!(rates("--lr 2 --lr-schedule constant", [0, 5, 1000]), [2.0, 2.0, 2.0]);
     assert_eq!(rates("--lr 2 --lr-schedule constant --warmup 2", [0, 1, 2]), [1.0, 2.0, 2.0]);
@@ -133,7 +133,7 @@ fn the_schedule_follows_the_options() {
 }
 
 #[test]
-fn what_a_checkpoint_is_told_of_the_rates_makes_the_same_rates() {
+fn recorded_options_reproduce_the_lr_schedule() {
     for line in [
         "",
         "--steps 40",
@@ -143,20 +143,20 @@ fn what_a_checkpoint_is_told_of_the_rates_makes_the_same_rates() {
         "--steps 40 --lr-schedule constant --warmup 3",
     ] {
         let args = train(line);
-        let [_, free] = args.told(16);
+        let [_, free] = args.recorded_options(16);
         let named = ["steps", "lr", "lr-schedule", "min-lr", "warmup"];
-        let told = free.iter().filter(|(name, value)| named.contains(name) && value != "none");
-        let told: Vec<String> = told.map(|(name, value)| format!("--{name} {value}")).collect();
-        let again = train(&told.join(" "));
+        let recorded = free.iter().filter(|(name, value)| named.contains(name) && value != "none");
+        let recorded: Vec<String> = recorded.map(|(name, value)| format!("--{name} {value}")).collect();
+        let again = train(&recorded.join(" "));
         for step in 0..=args.steps.steps {
             let [rate, expected] = [&again, &args].map(|args| args.schedule().lr(step));
-            assert_eq!(rate.to_bits(), expected.to_bits(), "{line}: step {step}, as told {told:?}");
+            assert_eq!(rate.to_bits(), expected.to_bits(), "{line}: step {step}, as recorded {recorded:?}");
         }
     }
 }
 
 #[test]
-fn the_held_out_loss_is_measured_on_text_only() {
+fn validation_loss_is_for_text_only() {
     assert_eq!(train("").eval_every(), Some(100));
     assert_eq!(train("--eval-every 7").eval_every(), Some(7));
     assert_eq!(train("--eval-every 0").eval_every(), None);
@@ -164,7 +164,7 @@ fn the_held_out_loss_is_measured_on_text_only() {
 }
 
 #[test]
-fn contradictions_are_all_told_at_once() {
+fn all_conflicting_options_are_reported_at_once() {
     let args =
         train("--tokens f --eval-every 5 --batch 10 --microbatches 4 --lr 1 --min-lr 2 --steps 3 --warmup 4");
     let error = args.check().unwrap_err();
@@ -173,34 +173,34 @@ fn contradictions_are_all_told_at_once() {
     assert_eq!(
         faults,
         [
-            "--batch 10 cannot be cut into 4 equal parts (--microbatches)",
+            "--batch 10 is not divisible by --microbatches 4",
             "--min-lr 2 exceeds --lr 1",
             "--warmup 4 exceeds --steps 3",
-            "--eval-every needs a text; a file of --tokens has no held-out part",
+            "--eval-every needs text (--data); a file of --tokens has no validation split",
         ]
     );
     let error = train("--min-lr 0 --lr-schedule constant").check().unwrap_err();
-    assert_eq!(error.details()[0].1, "--min-lr has no meaning with --lr-schedule constant");
+    assert_eq!(error.details()[0].1, "--min-lr has no effect with --lr-schedule constant");
 }
 
 #[test]
-fn misuse_is_refused_with_the_nearest_name() {
-    assert!(told("trian").contains("a similar subcommand exists: 'train'"));
-    assert!(told("train --stesp 3").contains("a similar argument exists: '--steps'"));
-    assert!(told("train --dtype f31").contains("[possible values: f32, f64, bf16, f16]"));
-    assert!(told("train --dtype f31").contains("a similar value exists: 'f32'"));
-    assert!(told("train --device gpu").contains("devices are cpu, cuda and cuda:N, N from 0"));
-    assert!(told("train --preset tinny").contains("did you mean `tiny`?"));
-    let mesh = told("train --mesh dp=2,tq=2");
+fn misspelled_names_get_a_suggestion() {
+    assert!(error_text("trian").contains("a similar subcommand exists: 'train'"));
+    assert!(error_text("train --stesp 3").contains("a similar argument exists: '--steps'"));
+    assert!(error_text("train --dtype f31").contains("[possible values: f32, f64, bf16, f16]"));
+    assert!(error_text("train --dtype f31").contains("a similar value exists: 'f32'"));
+    assert!(error_text("train --device gpu").contains("expected cpu, cuda or cuda:N"));
+    assert!(error_text("train --preset tinny").contains("did you mean `tiny`?"));
+    let mesh = error_text("train --mesh dp=2,tq=2");
     assert!(
-        mesh.contains("invalid value 'dp=2,tq=2' for '--mesh <AXES>': there is no mesh axis `tq`"),
+        mesh.contains("invalid value 'dp=2,tq=2' for '--mesh <AXES>': unknown mesh axis `tq`"),
         "{mesh}"
     );
     assert!(mesh.contains("did you mean `tp`?"), "{mesh}");
-    assert!(told("train --mesh tp=2,tp=2").contains("axis `tp` is named twice"));
-    assert!(told("train extra").contains("unexpected argument 'extra'"));
-    assert!(told("generate").contains("--prompt <TEXT>"));
-    assert!(told("generate --prompt=").contains("a value is required for '--prompt <TEXT>'"));
+    assert!(error_text("train --mesh tp=2,tp=2").contains("axis `tp` is named twice"));
+    assert!(error_text("train extra").contains("unexpected argument 'extra'"));
+    assert!(error_text("generate").contains("--prompt <TEXT>"));
+    assert!(error_text("generate --prompt=").contains("a value is required for '--prompt <TEXT>'"));
 }
 
 #[test]
@@ -226,11 +226,11 @@ fn numbers_out_of_range_are_refused() {
         ("eval-every", "x"),
         ("warmup", "1.5"),
     ] {
-        let text = told(&format!("train --{option}={bad}"));
+        let text = error_text(&format!("train --{option}={bad}"));
         assert!(text.contains(&format!("invalid value '{bad}' for '--{option} <")), "{text}");
     }
-    assert!(told("train --steps 0").ends_with("must be a whole number of at least 1"));
-    assert!(told("generate --prompt x --top-p 1.5").ends_with("must be a number above 0 and at most 1"));
+    assert!(error_text("train --steps 0").ends_with("must be an integer of at least 1"));
+    assert!(error_text("generate --prompt x --top-p 1.5").ends_with("must be a number above 0 and at most 1"));
 }
 
 #[test]
@@ -244,14 +244,14 @@ fn options_that_exclude_each_other_are_refused() {
     ] {
         assert_eq!(parse(line).unwrap_err().kind(), ErrorKind::ArgumentConflict, "{line}");
     }
-    // Defaults do not count as given.
+    // Default values do not count as given.
     for line in ["train --model a", "eval --tokens a", "generate --prompt x --greedy"] {
         parse(line).unwrap();
     }
 }
 
 #[test]
-fn a_sequence_fits_the_model() {
+fn seq_is_bounded_by_model_positions() {
     let config = ModelConfig::from(shardgrad::nn::Gpt2Config::new(256, 64, 8, 1, 1));
     assert_eq!(train("").seq(&config).unwrap(), 64);
     assert_eq!(train("--seq 64").seq(&config).unwrap(), 64);
@@ -261,26 +261,26 @@ fn a_sequence_fits_the_model() {
 }
 
 #[test]
-fn no_process_is_flooded_with_ranks() {
-    let error = train("--mesh dp=1000,tp=1000").run.world().unwrap_err();
-    assert_eq!(error.message(), "--mesh asks for 1000000 ranks; one process runs at most 256");
+fn number_of_rank_threads_is_limited() {
+    let error = train("--mesh dp=1000,tp=1000").run.evaluation_world().unwrap_err();
+    assert_eq!(error.message(), "--mesh has 1000000 ranks; one process runs at most 256");
     assert!(
         matches!(parse("explain --mesh dp=1000,tp=1000").unwrap(), Command::Explain(a) if a.mesh.num_ranks() == 1_000_000)
     );
 }
 
 #[test]
-fn splits_are_named() {
+fn splits_are_parsed() {
     for (word, split) in [("train", Split::Train), ("val", Split::Val), ("all", Split::All)] {
         assert!(
             matches!(parse(&format!("eval --split {word}")).unwrap(), Command::Eval(a) if a.split == split)
         );
     }
-    assert!(told("eval --split test").contains("[possible values: train, val, all]"));
+    assert!(error_text("eval --split test").contains("[possible values: train, val, all]"));
 }
 
 #[test]
-fn help_and_version_are_no_misuse() {
+fn help_and_version_exit_with_0() {
     for line in ["--help", "--version", "train --help", "eval -h"] {
         assert_eq!(parse(line).unwrap_err().exit_code(), 0);
     }

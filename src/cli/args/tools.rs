@@ -1,4 +1,4 @@
-//! Options of the commands that look around: the op table, the machine, speeds.
+//! Options of `ops`, `inspect`, `doctor` and `bench`.
 
 use clap::{Args, ValueEnum};
 use shardgrad::kernels::Device;
@@ -6,10 +6,10 @@ use shardgrad::kernels::Device;
 /// Options of `ops`.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct OpsArgs {
-    /// Print one JSON object a line
+    /// Print one JSON object per line
     #[arg(long, conflicts_with = "markdown")]
     pub(crate) json: bool,
-    /// Print docs/ops.md
+    /// Print the table as Markdown (docs/ops.md)
     #[arg(long)]
     pub(crate) markdown: bool,
 }
@@ -17,10 +17,10 @@ pub(crate) struct OpsArgs {
 /// Options of `inspect`.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct InspectArgs {
-    /// Folder of a model, of a checkpoint, or of a run (its --out)
+    /// Model folder, checkpoint folder, or run folder (its --out)
     #[arg(value_name = "DIR")]
     pub(crate) dir: std::path::PathBuf,
-    /// Print one JSON object and nothing else on stdout
+    /// Print one JSON object on stdout and nothing else
     #[arg(long)]
     pub(crate) json: bool,
 }
@@ -28,7 +28,7 @@ pub(crate) struct InspectArgs {
 /// Options of `doctor`.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct DoctorArgs {
-    /// Print one JSON object and nothing else on stdout
+    /// Print one JSON object on stdout and nothing else
     #[arg(long)]
     pub(crate) json: bool,
 }
@@ -36,50 +36,50 @@ pub(crate) struct DoctorArgs {
 /// Options of `bench`.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct BenchArgs {
-    /// What to measure [default: what takes seconds]
+    /// Benchmarks to run [default: those that take seconds]
     #[arg(value_enum, value_name = "WHAT")]
     pub(crate) what: Vec<BenchChoice>,
-    /// Seconds for each line
+    /// Measuring time per result line, in seconds
     #[arg(long, value_name = "SECONDS", default_value = "0.2", value_parser = super::values::seconds)]
     pub(crate) seconds: std::time::Duration,
-    /// Where `growth` draws its picture
+    /// SVG file that `growth` draws
     #[arg(long, value_name = "FILE", default_value = "growth.svg")]
     pub(crate) picture: std::path::PathBuf,
-    /// Where `card-kernels` and `card-steps` measure: cuda or cuda:N
+    /// GPU for `card-kernels` and `card-steps`: cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "cuda", value_parser = super::values::device)]
     pub(crate) device: Device,
-    /// Print one JSON object a line
+    /// Print one JSON object per line
     #[arg(long)]
     pub(crate) json: bool,
 }
 
-/// What `bench` measures.
+/// The benchmarks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum BenchChoice {
-    /// Kernels on all cores
+    /// CPU kernels on all cores
     Kernels,
-    /// Products of f32 in 78 shapes, on one thread and on all: less than a minute
+    /// f32 matmuls in 78 shapes, on one thread and on all cores; under a minute
     Products,
-    /// Collectives between ranks
+    /// Collectives between ranks: all-reduce, reduce-scatter, all-gather, all-to-all
     Collectives,
-    /// The cost of an op beside its kernel, plain and on a mesh
+    /// Overhead per op (dispatch, tape, layouts), without and with a mesh
     Tape,
-    /// Pipeline schedules of sleeping stages, beside the simulator
+    /// Pipeline schedules with sleeping stages, compared with the simulator
     Pipeline,
-    /// Whole training steps of the preset tiny
+    /// Training steps of preset tiny
     TrainStep,
-    /// Whole training steps of the presets s, m and l: a minute or two
+    /// Training steps of presets s, m and l; a minute or two
     Presets,
-    /// Rates and memory over length, width, depth, microbatches and ranks: minutes
+    /// Throughput and memory over sequence length, width, depth, microbatches and ranks; minutes
     Growth,
-    /// Kernels on an NVIDIA card
+    /// Kernels on an NVIDIA GPU
     CardKernels,
-    /// Whole training steps of GPT-2 124M and Llama 3 8B on an NVIDIA card
+    /// Training steps of GPT-2 124M and Llama 3 8B on an NVIDIA GPU
     CardSteps,
 }
 
 impl BenchChoice {
-    /// Whether it is done only if asked for.
+    /// Returns whether the benchmark runs only if named.
     pub(crate) fn takes_minutes(self) -> bool {
         use BenchChoice::{CardKernels, CardSteps, Growth, Presets, Products};
         matches!(self, Products | Presets | Growth | CardKernels | CardSteps)

@@ -1,14 +1,14 @@
-//! How rates and memory grow with length, width, depth, microbatches, ranks and sizes, as lines and as one picture.
+//! Scaling benchmark: throughput and memory over sequence length, width, depth, microbatches, ranks and message sizes.
 
 use super::chart::{self, Panel};
 use super::collectives;
-use super::line::Bench;
-use super::steps::Training;
+use super::measurement::Bench;
+use super::training::Training;
 use shardgrad::nn::hf::Gpt2Config;
 use shardgrad::{Error, Kind, Result};
 use std::path::Path;
 
-/// Tokens, positions, width, blocks and heads of what is varied.
+/// Vocabulary, positions, width, blocks and heads of the base model.
 const BASE: [usize; 5] = [512, 128, 256, 4, 4];
 const ROWS: usize = 8;
 const LENGTHS: [usize; 7] = [128, 256, 512, 1024, 2048, 4096, 8192];
@@ -16,38 +16,38 @@ const WIDTHS: [usize; 5] = [64, 128, 256, 512, 1024];
 const DEPTHS: [usize; 6] = [1, 2, 4, 8, 16, 32];
 const MICROBATCHES: [usize; 6] = [1, 2, 4, 8, 16, 32];
 const RANKS: [usize; 5] = [1, 2, 4, 8, 16];
-/// Elements of f32 that are summed over two ranks.
+/// Elements (f32) of the all-reduce over two ranks.
 const SUMMED: [usize; 7] = [1, 16, 256, 4096, 65_536, 1 << 20, 1 << 24];
 
-const TOKENS: &str = "tokens a second";
-const MEMORY: &str = "MiB of tensors at most";
+const TOKENS: &str = "tokens per second";
+const MEMORY: &str = "peak MiB of tensors";
 
-/// Measures all of it and draws it into a file.
+/// Runs all measurements and draws them into a file.
 pub(super) fn run(bench: &Bench, path: &Path) -> Result<()> {
     let mut panels = Vec::new();
     let length = |t: usize| Training::new(with(|base| base[1] = t), 1, t);
-    panels.extend(both(bench, "tokens in a row (one row)", &LENGTHS, length)?);
+    panels.extend(both(bench, "sequence length (one sequence)", &LENGTHS, length)?);
     let width = |d: usize| Training::new(with(|base| (base[2], base[4]) = (d, d / 64)), ROWS, BASE[1]);
     panels.extend(both(bench, "width", &WIDTHS, width)?);
     let depth = |n: usize| Training::new(with(|base| base[3] = n), ROWS, BASE[1]);
     panels.extend(both(bench, "blocks", &DEPTHS, depth)?);
     let pieces = |n: usize| Training { microbatches: n, ..Training::new(with(|_| ()), 32, 64) };
-    panels.extend(both(bench, "microbatches (32 rows of 64 tokens)", &MICROBATCHES, pieces)?);
+    panels.extend(both(bench, "microbatches (32 sequences of 64 tokens)", &MICROBATCHES, pieces)?);
     let ranks = |n: usize| Training {
         mesh: format!("dp={n}"),
         threads: Some(1),
         ..Training::new(with(|_| ()), 16, BASE[1])
     };
-    panels.extend(both(bench, "ranks, dp, one thread each", &RANKS, ranks)?);
+    panels.extend(both(bench, "dp ranks, one thread each", &RANKS, ranks)?);
     let sums =
         SUMMED.map(|numel| collectives::all_reduce(bench, numel).map(|s| (4.0 * numel as f64, s * 1e6)));
     let points = sums.into_iter().collect::<Result<Vec<_>>>()?;
-    panels.push(Panel { x: "bytes summed over two ranks", y: "microseconds", points });
-    let title = format!("GPT of {} blocks, width {}, f32: how cost grows", BASE[3], BASE[2]);
+    panels.push(Panel { x: "bytes of an all-reduce over two ranks", y: "microseconds", points });
+    let title = format!("GPT of {} blocks, width {}, f32: scaling", BASE[3], BASE[2]);
     std::fs::write(path, chart::draw(&title, &panels)?)
         .map_err(|e| Error::new(Kind::Io, format!("cannot write {}: {e}", path.display())))?;
     if !bench.json {
-        println!("{} shows it as a picture", path.display());
+        println!("chart written to {}", path.display());
     }
     Ok(())
 }
@@ -59,7 +59,7 @@ fn with(change: impl Fn(&mut [usize; 5])) -> Gpt2Config {
     Gpt2Config::new(vocab, positions, width, blocks, heads)
 }
 
-/// Rates and memory over one quantity.
+/// Measures throughput and memory over one quantity.
 fn both(
     bench: &Bench,
     what: &'static str,
@@ -69,10 +69,10 @@ fn both(
     let (mut rates, mut memory) = (Vec::new(), Vec::new());
     for &value in values {
         let training = training(value);
-        // What is right is told by one rank in one piece.
+        // Reference losses: one rank, one microbatch.
         let plain = Training { mesh: String::new(), microbatches: 1, ..training.clone() };
         let one = plain.run()?.losses;
-        let found = training.tell(bench, "growth", &format!("{value} {what}"), &one)?;
+        let found = training.report(bench, "growth", &format!("{value} {what}"), &one)?;
         rates.push((value as f64, (training.rows * training.seq) as f64 / found.seconds));
         memory.push((value as f64, found.peak_bytes as f64 / 1_048_576.0));
     }

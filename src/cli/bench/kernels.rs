@@ -1,10 +1,10 @@
-//! Kernels as ops of plain tensors, on all threads of one rank.
+//! CPU kernel benchmarks, through ops on unsharded tensors, on all threads of one rank.
 
-use super::line::{Bench, Work, check};
-use super::memory::Sizes;
+use super::measurement::{Bench, Work, check};
+use super::memory_bound::Sizes;
 use shardgrad::prelude::*;
 
-/// A kernel: what it is called on, and the plain loops that say what is right.
+/// A benchmark case: op, operands, and a naive reference.
 struct Case {
     name: &'static str,
     shapes: &'static [&'static [usize]],
@@ -15,10 +15,10 @@ struct Case {
 
 const ROWS: usize = 512;
 const WIDTH: usize = 768;
-/// Batch, tokens, heads and channels of attention.
+/// Batch, tokens, heads and head size of attention.
 const BTHC: [usize; 4] = [2, 128, 4, 64];
 
-/// Rows, terms of a sum and columns of products.
+/// m, k and n of matmuls.
 const PRODUCTS: [[usize; 3]; 5] =
     [[256, 256, 256], [512, 512, 512], [1024, 1024, 1024], [2048, 384, 1536], [512, 768, 3072]];
 
@@ -31,7 +31,7 @@ const CASES: &[Case] = &[
         work: || Work::Flops((2 * 4 * WIDTH * WIDTH) as f64),
     },
     Case {
-        name: "matmul f32 1x768x3072, weights turned",
+        name: "matmul f32 1x768x3072, weights transposed",
         shapes: &[&[1, WIDTH], &[4 * WIDTH, WIDTH]],
         call: |x| x[0].matmul_nt(&x[1]),
         oracle: |x| x[1].chunks(WIDTH).map(|w| w.iter().zip(&x[0]).map(|(w, x)| w * x).sum()).collect(),
@@ -70,12 +70,12 @@ const CASES: &[Case] = &[
         shapes: &[&BTHC, &BTHC, &BTHC],
         call: |x| x[0].attention(&x[1], &x[2], true),
         oracle: attention,
-        // Two products over the visible half of the scores.
+        // Two matmuls over the causal half of the scores.
         work: || Work::Flops(2.0 * (BTHC[0] * BTHC[2] * BTHC[1] * BTHC[1] * BTHC[3]) as f64),
     },
 ];
 
-/// Operands of what is bound by memory: of 64 MiB, which second-level caches do not hold.
+/// Sizes of memory-bound kernels: 64 MiB, more than L2 caches hold.
 const LARGE: Sizes = Sizes {
     dtype: DType::F32,
     rows: [16_384, 1024],
@@ -99,7 +99,7 @@ pub(super) fn run(bench: &Bench) -> Result<()> {
                 let _ = (case.call)(&args);
                 Ok(())
             })?;
-            bench.tell("kernels", case.name, "", seconds, (case.work)());
+            bench.report("kernels", case.name, "", seconds, (case.work)());
         }
         let own = &**rank.backend();
         LARGE.small().cases().iter().try_for_each(|case| case.check(own, own, 1e-5))?;
@@ -108,7 +108,7 @@ pub(super) fn run(bench: &Bench) -> Result<()> {
     Ok(())
 }
 
-/// Operands of these shapes, and what they hold.
+/// Draws random operands; returns tensors and values.
 fn draw(rank: &Rank, dtype: DType, shapes: &[&[usize]]) -> Result<(Vec<Tensor>, Vec<Vec<f64>>)> {
     let layout = |shape: &&[usize]| Layout::invariant(rank.mesh(), dtype, shape);
     let draw = |(i, shape): (usize, &&[usize])| Tensor::uniform(rank, &layout(shape), 7, i as u64, -1.0, 1.0);
@@ -117,7 +117,7 @@ fn draw(rank: &Rank, dtype: DType, shapes: &[&[usize]]) -> Result<(Vec<Tensor>, 
     Ok((args, values))
 }
 
-/// Checks and measures a product.
+/// Checks and measures a matmul.
 fn matmul(bench: &Bench, rank: &Rank, [m, k, n]: [usize; 3], dtype: DType) -> Result<()> {
     let name = format!("matmul {dtype} {m}x{k}x{n}");
     let (args, values) = draw(rank, dtype, &[&[m, k], &[k, n]])?;
@@ -127,7 +127,7 @@ fn matmul(bench: &Bench, rank: &Rank, [m, k, n]: [usize; 3], dtype: DType) -> Re
         let _ = args[0].matmul(&args[1]);
         Ok(())
     })?;
-    bench.tell("kernels", &name, "", seconds, Work::Flops(2.0 * (m * k * n) as f64));
+    bench.report("kernels", &name, "", seconds, Work::Flops(2.0 * (m * k * n) as f64));
     Ok(())
 }
 
@@ -135,7 +135,7 @@ fn inner(x: f64) -> f64 {
     (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x.powi(3))
 }
 
-/// The product of matrices of `k` columns and of `k` rows.
+/// Naive matmul of an (m, k) and a (k, n) matrix.
 fn product(a: &[f64], b: &[f64], k: usize, n: usize) -> Vec<f64> {
     let mut c = vec![0.0; a.len() / k * n];
     for (row, out) in a.chunks(k).zip(c.chunks_mut(n)) {

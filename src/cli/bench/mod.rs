@@ -1,11 +1,11 @@
-//! `bench`: how fast things are here. Each result is checked before it is timed; a wrong one is not timed.
+//! `bench`: benchmarks. Every result is checked before it is timed.
 
-mod line;
-mod roof;
+mod measurement;
+mod roofline;
 mod chart;
-mod steps;
-mod case;
-mod memory;
+mod training;
+mod kernel_case;
+mod memory_bound;
 mod kernels;
 mod products;
 mod collectives;
@@ -13,29 +13,29 @@ mod tape;
 mod pipeline;
 mod train_step;
 mod growth;
-mod card;
+mod gpu;
 
 use super::args::{BenchArgs, BenchChoice};
 use crate::outputs::check_target;
-use line::Bench;
+use measurement::Bench;
 use shardgrad::kernels::Device;
 use shardgrad::{Error, Kind, Result};
 
 /// Runs the command.
 pub(crate) fn run(args: &BenchArgs) -> Result<()> {
-    let plain = Bench { limit: args.seconds, json: args.json, roof: None, device: Device::Cpu };
+    let plain = Bench { limit: args.seconds, json: args.json, roofline: None, device: Device::Cpu };
     let wanted = |choice: BenchChoice| match args.what.is_empty() {
         true => !choice.takes_minutes(),
         false => args.what.contains(&choice),
     };
     if wanted(BenchChoice::Growth) {
-        // Found out before minutes are spent.
+        // Checked before minutes are spent.
         check_target("--picture", &args.picture, [])?;
     }
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let rated = [BenchChoice::Kernels, BenchChoice::TrainStep, BenchChoice::Presets, BenchChoice::Growth];
-    let roof = rated.into_iter().any(wanted).then(|| roof::measure(&plain, cores)).transpose()?;
-    let bench = Bench { roof, ..plain };
+    let roofline = rated.into_iter().any(wanted).then(|| roofline::measure(&plain, cores)).transpose()?;
+    let bench = Bench { roofline, ..plain };
     if wanted(BenchChoice::Kernels) {
         kernels::run(&bench)?;
     }
@@ -60,17 +60,17 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
     if wanted(BenchChoice::Growth) {
         growth::run(&bench, &args.picture)?;
     }
-    let on_card = Bench { device: args.device, ..plain };
-    let asked = wanted(BenchChoice::CardKernels) || wanted(BenchChoice::CardSteps);
-    if asked && args.device == Device::Cpu {
-        let why = "card-kernels and card-steps measure a card, and --device cpu is none";
+    let gpu_bench = Bench { device: args.device, ..plain };
+    let is_gpu_wanted = wanted(BenchChoice::CardKernels) || wanted(BenchChoice::CardSteps);
+    if is_gpu_wanted && args.device == Device::Cpu {
+        let why = "card-kernels and card-steps run on a GPU, but --device is cpu";
         return Err(Error::new(Kind::Config, why).detail("help", "use --device cuda or cuda:N"));
     }
     if wanted(BenchChoice::CardKernels) {
-        card::run(&on_card)?;
+        gpu::run(&gpu_bench)?;
     }
     if wanted(BenchChoice::CardSteps) {
-        card::run_steps(&on_card)?;
+        gpu::run_steps(&gpu_bench)?;
     }
     Ok(())
 }

@@ -1,15 +1,14 @@
-//! What an op costs beside its kernel: small ops, plain and on a mesh of 1 x 2 where nothing has to move. Both cores
-//! are busy in either case.
+//! Overhead per op besides its kernel: small ops without a mesh and on a 1 x 2 mesh without communication. Two cores are busy in both cases.
 
-use super::line::{Bench, Work, check};
+use super::measurement::{Bench, Work, check};
 use shardgrad::prelude::*;
 
-/// An op on two tensors whose pieces are alike on both meshes, so that what differs is the cost of the abstraction.
+/// An op on two tensors with equal local shapes on both meshes, so that only the overhead differs.
 struct Case {
     name: &'static str,
-    /// Shapes of the pieces, and the states of the arguments on the axis that splits.
+    /// Local shapes, and the states of the arguments on the sharded axis.
     shapes: [&'static [usize]; 2],
-    states: [State; 2],
+    states: [Placement; 2],
     call: fn(&Var, &Var) -> Var,
     plain: fn(&Tensor, &Tensor) -> Tensor,
 }
@@ -18,20 +17,20 @@ const CASES: [Case; 2] = [
     Case {
         name: "add of 16 floats",
         shapes: [&[16], &[16]],
-        states: [State::Shard(0), State::Shard(0)],
+        states: [Placement::Shard(0), Placement::Shard(0)],
         call: |x, y| x.add(y),
         plain: |x, y| x.add(y),
     },
     Case {
         name: "matmul 8x8",
         shapes: [&[8, 8], &[8, 8]],
-        states: [State::Shard(0), State::Replicate],
+        states: [Placement::Shard(0), Placement::Replicate],
         call: |x, y| x.matmul(y),
         plain: |x, y| x.matmul(y),
     },
 ];
 
-/// Calls in one sample.
+/// Calls per sample.
 const CALLS: usize = 500;
 
 /// The times of a case on one mesh.
@@ -41,7 +40,7 @@ struct Times {
     backward: f64,
 }
 
-/// Checks and measures every case; prints by how much the op on the mesh is dearer.
+/// Checks and measures every case; prints the additional cost on the mesh.
 pub(super) fn run(bench: &Bench) -> Result<()> {
     for case in &CASES {
         let mut plain: Option<Times> = None;
@@ -57,7 +56,7 @@ pub(super) fn run(bench: &Bench) -> Result<()> {
                 ("forward, on a tape", times.tape),
                 ("with backward", times.backward),
             ] {
-                bench.tell("tape", &format!("{}, {what}", case.name), mesh, seconds, Work::Call);
+                bench.report("tape", &format!("{}, {what}", case.name), mesh, seconds, Work::Call);
             }
             if let (Some(plain), false) = (&plain, bench.json) {
                 let more =
@@ -74,8 +73,7 @@ pub(super) fn run(bench: &Bench) -> Result<()> {
     Ok(())
 }
 
-/// Two of the same at once, of which one counts: a core is faster while the other has nothing to do, and on the mesh both
-/// are busy.
+/// Runs the function on two threads at once and returns one result: a core is faster while the other is idle, and on the mesh both are busy.
 fn side_by_side<T: Send>(run: impl Fn() -> Result<T> + Sync) -> Result<T> {
     std::thread::scope(|scope| {
         let other = scope.spawn(&run);
@@ -89,11 +87,11 @@ fn measure(bench: &Bench, rank: &Rank, case: &Case) -> Result<Times> {
     let axis = rank.mesh().axis("tp");
     let arg = |i: usize| {
         let mut shape = case.shapes[i].to_vec();
-        if let (Some(axis), State::Shard(d)) = (axis, case.states[i]) {
+        if let (Some(axis), Placement::Shard(d)) = (axis, case.states[i]) {
             shape[d] *= rank.mesh().size(axis);
         }
         let layout = Layout::invariant(rank.mesh(), DType::F32, &shape);
-        let layout = axis.map_or(layout.clone(), |a| layout.with_state(a, case.states[i]));
+        let layout = axis.map_or(layout.clone(), |a| layout.with_placement(a, case.states[i]));
         let data: Vec<f32> = (0..layout.numel()).map(|i| (i % 7) as f32 - 3.0).collect();
         Tensor::from_global(rank, &layout, &data)
     };
@@ -110,7 +108,7 @@ fn measure(bench: &Bench, rank: &Rank, case: &Case) -> Result<Times> {
     check(case.name, &forward.tensor().to_f64()?, &want, 0.0)?;
     drop((forward, taped));
     check(case.name, &backward()?[&0].to_f64()?, &gradient(case, want.len(), &y.to_f64()?), 0.0)?;
-    // As many calls on every rank, whatever the clocks say: nothing is waited for here, but both must be busy.
+    // The number of calls is equal on all ranks, so that both are busy throughout.
     let sample = Bench { limit: std::time::Duration::ZERO, ..*bench };
     let tensor = sample.best_seconds(CALLS, || {
         let _ = (case.plain)(&x, &y);
@@ -125,7 +123,7 @@ fn measure(bench: &Bench, rank: &Rank, case: &Case) -> Result<Times> {
     Ok(Times { tensor, tape, backward })
 }
 
-/// The gradient of the sum of all results with respect to x.
+/// Returns the gradient of the sum of all results with respect to x.
 fn gradient(case: &Case, len: usize, y: &[f64]) -> Vec<f64> {
     if case.shapes[0].len() == 1 {
         return vec![1.0; len];

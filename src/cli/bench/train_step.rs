@@ -1,16 +1,16 @@
-//! Whole training steps of presets.
+//! Training-step benchmarks of presets.
 
-use super::line::{Bench, check};
-use super::steps::Training;
+use super::measurement::{Bench, check};
+use super::training::Training;
 use shardgrad::nn::hf::Gpt2Config;
 use shardgrad::{Error, Kind, Result};
 
-/// Preset, rows and tokens of a row: small enough for every visit.
+/// Preset, rows and sequence length of the quick benchmark.
 const SMALL: (&str, usize, usize) = ("tiny", 8, 64);
-/// Those whose rates stand beside those of peers.
+/// Presets that are compared with other frameworks.
 const LARGE: [(&str, usize, usize); 3] = [("s", 8, 128), ("m", 8, 256), ("l", 2, 256)];
 
-/// Checks that the first losses are those of one rank, then measures.
+/// Checks that losses match one rank, then measures.
 pub(super) fn run(bench: &Bench) -> Result<()> {
     on_meshes(bench, SMALL, &["dp=2", "tp=2", "dp=2,tp=2"])
 }
@@ -25,14 +25,14 @@ fn on_meshes(bench: &Bench, (name, rows, seq): (&str, usize, usize), meshes: &[&
         Gpt2Config::preset(name).ok_or_else(|| Error::new(Kind::Config, format!("no preset `{name}`")))?;
     let case = format!("{name} f32, {rows} x {seq} tokens");
     let one = Training::new(config.clone(), rows, seq);
-    // Fresh weights know nothing, so that each token is as likely as another.
+    // With initial weights all tokens are about equally likely.
     let uniform = (config.vocab_size as f64).ln();
     let losses = one.run()?.losses;
     check("the first loss", &losses[..1], &[uniform], 0.05)?;
-    one.tell(bench, "train_step", &case, &losses)?;
+    one.report(bench, "train_step", &case, &losses)?;
     for mesh in meshes {
         let split = Training { mesh: (*mesh).to_string(), ..one.clone() };
-        split.tell(bench, "train_step", &case, &losses)?;
+        split.report(bench, "train_step", &case, &losses)?;
     }
     Ok(())
 }

@@ -1,108 +1,117 @@
-//! A run whose world failed loses no weights: each rank keeps what it holds of them, and the ranks of a second world save it.
+//! Saving the weights of a failed run: each rank keeps its local weights, and the ranks of a second world save them.
 
-use super::{Ended, Job, not_saved, save};
-use crate::cli::PATIENCE;
+use super::{StepsOutcome, Job, not_saved, save};
+use crate::cli::DISK_TIMEOUT;
 use crate::cli::ranks::Ranks;
-use shardgrad::nn::{LanguageModel, Rescued};
+use shardgrad::nn::{LanguageModel, WeightSnapshot};
 use shardgrad::prelude::*;
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::Ordering;
 use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 
-/// What ranks held when their world failed, by their numbers.
+/// Local weights of the ranks when their world failed, by rank.
 #[derive(Default)]
-pub(super) struct Kept(Mutex<BTreeMap<usize, Result<Rescued>>>);
+pub(super) struct RescuedWeights(Mutex<BTreeMap<usize, Result<WeightSnapshot>>>);
 
-/// Runs a part of a run; where it fails, in whatever way, the rank keeps its weights. It communicates nothing then: the others
-/// may have gone.
-pub(super) fn keeping<'t>(
+/// Runs `part`; if it returns an error or panics, keeps the weights of this rank. Does not communicate then, because other ranks may be gone.
+pub(super) fn rescue_on_failure<'t>(
     trainer: &mut Trainer<'t, LanguageModel>,
     job: &Job,
-    part: impl FnOnce(&mut Trainer<'t, LanguageModel>) -> Result<Ended>,
-) -> Result<Ended> {
+    part: impl FnOnce(&mut Trainer<'t, LanguageModel>) -> Result<StepsOutcome>,
+) -> Result<StepsOutcome> {
     let done = catch_unwind(AssertUnwindSafe(|| part(trainer)));
     if !matches!(done, Ok(Ok(_))) {
-        let (rank, held) = (trainer.rank().world().index(), trainer.rescue());
-        job.kept.0.lock().unwrap_or_else(PoisonError::into_inner).insert(rank, held);
+        let (rank, snapshot) = (trainer.rank().world().index(), trainer.rescue());
+        job.rescued.0.lock().unwrap_or_else(PoisonError::into_inner).insert(rank, snapshot);
     }
     done.unwrap_or_else(|payload| resume_unwind(payload))
 }
 
-/// Saves what was kept, after good steps, and gives back why the world failed, with why nothing was saved.
-pub(super) fn save_kept(ranks: &Ranks, job: &Job, failed: Error) -> Error {
-    if ranks.are_processes() {
-        // Each holds what is its own, and those that are left meet nobody any more.
+/// Saves the rescued weights if at least one step was completed. Returns the error of the world, extended by why nothing was saved.
+pub(super) fn save_rescued(ranks: &Ranks, job: &Job, failed: Error) -> Error {
+    // Processes can connect again only if all are left: a rank that ran out of memory is, a killed rank is not.
+    if ranks.are_processes() && failed.cause_kind() != Kind::OutOfMemory {
         return failed;
     }
-    let kept = std::mem::take(&mut *job.kept.0.lock().unwrap_or_else(PoisonError::into_inner));
-    let steps = kept.values().flatten().map(Rescued::step).max().unwrap_or(0) as usize;
-    // What a disk or the weights refused is refused again; a second world has no optimizer and waits longer.
+    let here = ranks.local_ranks(job.num_ranks);
+    let mut snapshots = std::mem::take(&mut *job.rescued.0.lock().unwrap_or_else(PoisonError::into_inner));
+    snapshots.retain(|rank, _| here.contains(rank));
+    let steps = snapshots.values().flatten().map(WeightSnapshot::step).max().unwrap_or(0) as usize;
+    // A save that failed by I/O or non-finite weights would fail again; a second world has more memory (no optimizer) and waits longer.
     let may_go_well = matches!(failed.kind(), Kind::OutOfMemory | Kind::Timeout | Kind::PeerLost);
-    if steps <= job.first() || job.saving.load(Ordering::SeqCst) && !may_go_well {
+    if steps <= job.num_steps_before() || job.saving.load(Ordering::SeqCst) && !may_go_well {
         return failed;
     }
-    let parts = job.out.verify().and_then(|_| whole(kept, steps, job.num_ranks));
+    let parts = job.out.verify().and_then(|_| complete_snapshots(snapshots, steps, here));
     match parts.and_then(|parts| save_parts(ranks, job, steps, parts)) {
         Ok(None) => failed,
-        Ok(Some(refused)) => failed.detail("saved otherwise", refused.message()),
+        Ok(Some(refused)) => failed.detail("saved in another dtype", refused.message()),
         Err(why) => not_saved(failed, &why),
     }
 }
 
-/// The parts of all ranks, if they are of one step.
-fn whole(
-    kept: BTreeMap<usize, Result<Rescued>>,
+/// Snapshots of the ranks of this process, by rank; each rank takes its own.
+type Snapshots = BTreeMap<usize, Mutex<Option<WeightSnapshot>>>;
+
+/// Returns the snapshots of all ranks of this process, if all are of the same step.
+fn complete_snapshots(
+    snapshots: BTreeMap<usize, Result<WeightSnapshot>>,
     steps: usize,
-    num_ranks: usize,
-) -> Result<Vec<Mutex<Option<Rescued>>>> {
+    here: Range<usize>,
+) -> Result<Snapshots> {
     let lacks = |rank: usize, why: &str| {
         Error::new(Kind::PeerLost, format!("rank {rank} has no weights of step {steps}: {why}"))
     };
-    if let Some(gone) = (0..num_ranks).find(|rank| !kept.contains_key(rank)) {
+    if let Some(gone) = here.into_iter().find(|rank| !snapshots.contains_key(rank)) {
         return Err(lacks(gone, "it ended before the others"));
     }
-    let own = |(rank, held): (usize, Result<Rescued>)| {
-        let held = held.map_err(|why| lacks(rank, why.message()))?;
-        match held.step() as usize {
-            step if step == steps => Ok(Mutex::new(Some(held))),
+    let own = |(rank, snapshot): (usize, Result<WeightSnapshot>)| {
+        let snapshot = snapshot.map_err(|why| lacks(rank, why.message()))?;
+        match snapshot.step() as usize {
+            step if step == steps => Ok((rank, Mutex::new(Some(snapshot)))),
             step => Err(lacks(rank, &format!("it has those of step {step}"))),
         }
     };
-    kept.into_iter().map(own).collect()
+    snapshots.into_iter().map(own).collect()
 }
 
-/// Saves the parts as one model. What made ranks late before must not end this, so they wait for each other for long.
-fn save_parts(
-    ranks: &Ranks,
-    job: &Job,
-    steps: usize,
-    parts: Vec<Mutex<Option<Rescued>>>,
-) -> Result<Option<Error>> {
-    let ended = ranks.with(|world| world.timeout(PATIENCE)).launch(|rank| {
-        let part = parts[rank.index()].lock().unwrap_or_else(PoisonError::into_inner).take();
+/// How long a process waits for the others to connect again.
+const RECONNECT_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Saves the snapshots of all ranks as one model, in a new world, in which ranks wait long for the disk.
+fn save_parts(ranks: &Ranks, job: &Job, steps: usize, parts: Snapshots) -> Result<Option<Error>> {
+    let step = ("step".to_string(), steps.to_string());
+    let world = |world: World| world.timeout(RECONNECT_TIMEOUT).check_consistent("rescued weights", [step]);
+    let outcome = ranks.with(world).reconnected().launch(|rank| {
+        let part = parts[&rank.index()].lock().unwrap_or_else(PoisonError::into_inner).take();
         let part = part.expect("each rank takes its own part, once");
         let model = part.model(rank, LanguageModel::new(&job.config), &job.plan)?;
-        save(&model, steps, job)
+        rank.with_timeout(DISK_TIMEOUT, || save(&model, steps, job))
     })?;
-    Ok(ended.into_iter().flatten().next())
+    Ok(outcome.into_iter().flatten().next())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::cli::args::{Command, config};
-    use crate::cli::train::{Steps, launch, prepare, take_steps};
+    use crate::cli::train::{Steps, launch, prepare, run_steps};
     use crate::data::scratch::Scratch;
-    use shardgrad::nn::resume::RunState;
+    use shardgrad::nn::checkpoint::RunState;
     use shardgrad::tensor::control::world_sum;
+    use crate::train::Prefetcher;
+    use shardgrad::dist::Process;
     use std::fs;
+    use std::net::TcpListener;
     use std::panic::Location;
 
-    /// More than a rank of these runs takes.
+    /// Memory limit of a rank; more than these runs need.
     const MEMORY: usize = 64 << 20;
 
-    /// The end of a run of three steps, and the weights that it saved.
+    /// Runs three steps; returns the error and the saved weights.
     fn run(dir: &Scratch, mesh: &str, steps: &Steps) -> (Option<Error>, Option<Vec<u8>>) {
         let (data, out) = (dir.file("text", "The quick brown fox. ".repeat(60)), dir.path("out"));
         let _ = fs::remove_dir_all(&out);
@@ -111,54 +120,101 @@ mod tests {
         let cli = config::parse(named.iter().chain(&given).map(Into::into).collect()).unwrap();
         let Command::Train(args) = cli.command else { panic!("train") };
         let job = prepare(&args).unwrap().unwrap();
-        let ranks = args.run.train_world(&args.mesh()).unwrap();
+        let ranks = args.run.training_world(&args.mesh()).unwrap();
         let (_, failed) = launch(&ranks.with(|world| world.memory_limit(MEMORY)), &job, steps);
         (failed, fs::read(out.join("model/model.safetensors")).ok())
     }
 
     #[test]
-    fn what_fails_on_one_rank_after_good_steps_loses_no_weights() {
+    fn failure_on_one_rank_after_good_steps_saves_the_weights() {
         let dir = Scratch::new();
         for mesh in ["dp=1", "dp=2", "tp=2", "pp=2", "dp=2,pp=2"] {
-            let (failed, whole) = run(&dir, mesh, &take_steps);
+            let (failed, whole) = run(&dir, mesh, &run_steps);
             assert!(failed.is_none() && whole.is_some(), "{mesh}: {failed:?}");
-            // In an op, in an answer, in a panic: the others wait for it in a collective.
+            // An error raised in an op, a returned error, a panic; the other ranks wait in a collective.
             for way in 0..3 {
-                let (failed, saved) = run(&dir, mesh, &move |trainer, ahead, leads, job| {
-                    take_steps(trainer, ahead, leads, job)?;
+                let (failed, saved) = run(&dir, mesh, &move |trainer, prefetcher, is_rank_zero, job| {
+                    run_steps(trainer, prefetcher, is_rank_zero, job)?;
                     let world = trainer.rank().world().clone();
                     if world.index() + 1 < world.mesh().num_ranks() {
                         world_sum(&world, &[0.0], Location::caller())?;
                     }
-                    let error = Error::new(Kind::OutOfMemory, "no room for a measurement");
+                    let error = Error::new(Kind::OutOfMemory, "no memory for an evaluation");
                     match way {
                         0 => error.raise(),
                         1 => Err(error),
-                        _ => panic!("no room for a measurement"),
+                        _ => panic!("no memory for an evaluation"),
                     }
                 });
                 let failed = failed.unwrap();
-                assert!(failed.message().contains("no room for a measurement"), "{mesh}: {failed}");
-                assert!(saved == whole, "{mesh}, way {way}: {failed}");
+                assert!(failed.message().contains("no memory for an evaluation"), "{mesh}: {failed}");
+                assert!(saved == whole, "{mesh}, failure {way}: {failed}");
             }
         }
     }
 
+    /// Runs three steps on ranks that connect as processes do; rank 1 then fails. Returns the errors, and the saved weights.
+    fn run_connected(dir: &Scratch, mesh: &str, kind: Kind) -> (Vec<Error>, Option<Vec<u8>>) {
+        let (data, out) = (dir.file("text", "The quick brown fox. ".repeat(60)), dir.path("out"));
+        let _ = fs::remove_dir_all(&out);
+        let given = ["--steps", "3", "--batch", "4", "--seq", "16", "--mesh", mesh, "--save-dtype", "f32"];
+        let named = ["shardgrad", "train", "--data", data.to_str().unwrap(), "--out", out.to_str().unwrap()];
+        let cli = config::parse(named.iter().chain(&given).map(Into::into).collect()).unwrap();
+        let Command::Train(args) = cli.command else { panic!("train") };
+        let job = prepare(&args).unwrap().unwrap();
+        let world = args.run.training_world(&args.mesh()).unwrap();
+        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let failing = move |trainer: &mut Trainer<'_, LanguageModel>, prefetcher: &Prefetcher<'_>, is_rank_zero: bool, job: &Job| {
+            run_steps(trainer, prefetcher, is_rank_zero, job)?;
+            match is_rank_zero {
+                true => world_sum(trainer.rank().world(), &[0.0], Location::caller()).map(|_| StepsOutcome::default()),
+                false => Err(Error::new(kind, "no memory for an evaluation")),
+            }
+        };
+        let failed = std::thread::scope(|scope| {
+            let start = |rank: usize| {
+                let ranks = world.with_process(Process::new(rank, 2, "127.0.0.1", port).unwrap());
+                let (job, failing) = (&job, &failing);
+                scope.spawn(move || launch(&ranks, job, failing).1.unwrap())
+            };
+            [0, 1].map(start).map(|rank| rank.join().unwrap()).to_vec()
+        });
+        (failed, fs::read(out.join("model/model.safetensors")).ok())
+    }
+
     #[test]
-    fn a_save_for_which_there_is_no_memory_is_made_where_there_is() {
+    fn processes_connect_again_to_save_the_weights_after_out_of_memory() {
+        let dir = Scratch::new();
+        for mesh in ["dp=2", "tp=2", "pp=2"] {
+            let (failed, whole) = run(&dir, mesh, &run_steps);
+            assert!(failed.is_none() && whole.is_some(), "{mesh}: {failed:?}");
+            let (failed, saved) = run_connected(&dir, mesh, Kind::OutOfMemory);
+            for error in &failed {
+                assert!(error.message().contains("no memory for an evaluation"), "{mesh}: {error}");
+                assert!(error.details().iter().all(|(label, _)| *label != "not saved"), "{mesh}: {error}");
+            }
+            assert!(saved == whole, "{mesh}: {failed:?}");
+        }
+        // After another error a process may be gone, so that nobody connects again.
+        let (_, saved) = run_connected(&dir, "dp=2", Kind::Data);
+        assert_eq!(saved, None);
+    }
+
+    #[test]
+    fn weights_are_saved_after_out_of_memory_in_a_save() {
         let dir = Scratch::new();
         for mesh in ["dp=1", "tp=2", "pp=2"] {
-            let (failed, whole) = run(&dir, mesh, &take_steps);
+            let (failed, whole) = run(&dir, mesh, &run_steps);
             assert!(failed.is_none() && whole.is_some(), "{mesh}: {failed:?}");
-            let (failed, saved) = run(&dir, mesh, &|trainer, ahead, leads, job| {
-                let ended = take_steps(trainer, ahead, leads, job)?;
+            let (failed, saved) = run(&dir, mesh, &|trainer, prefetcher, is_rank_zero, job| {
+                let outcome = run_steps(trainer, prefetcher, is_rank_zero, job)?;
                 let rank = trainer.rank().world();
                 for bytes in [1 << 20, 1 << 14, 1 << 10, 8] {
                     while let Ok(filled) = rank.backend().alloc(bytes) {
                         std::mem::forget(filled);
                     }
                 }
-                Ok(ended)
+                Ok(outcome)
             });
             assert_eq!(failed.unwrap().kind(), Kind::OutOfMemory, "{mesh}");
             assert!(saved == whole, "{mesh}");
@@ -166,11 +222,11 @@ mod tests {
     }
 
     #[test]
-    fn weights_of_several_steps_are_not_mixed() {
+    fn weights_of_different_steps_are_not_mixed() {
         let dir = Scratch::new();
-        let (failed, saved) = run(&dir, "dp=2", &|trainer, _, leads, _| {
+        let (failed, saved) = run(&dir, "dp=2", &|trainer, _, is_rank_zero, _| {
             trainer.step(&[])?;
-            if !leads {
+            if !is_rank_zero {
                 trainer.set_state(&RunState { step: 2, ..trainer.state() });
             }
             Err(Error::new(Kind::OutOfMemory, "no room"))

@@ -1,122 +1,122 @@
-//! The steps of one rank, and what ends them.
+//! The training loop of one rank.
 
-use super::checkpoints::leave_between;
-use super::progress::{Progress, record};
-use super::{Job, end};
+use super::checkpoints::save_periodic_checkpoint;
+use super::progress::{Progress, record_step};
+use super::{Job, save_final_state};
 use crate::interrupt::StopReason;
 use crate::metrics::StepMetrics;
-use crate::train::{Ahead, ControlFlags, Measured, mean_loss};
+use crate::train::{Prefetcher, ControlFlags, Evaluation, mean_loss};
 use shardgrad::nn::{LanguageModel, StepReport};
 use shardgrad::prelude::*;
 use shardgrad::tensor::control::world_sum;
 use std::panic::Location;
 use std::time::Instant;
 
-/// Ranks agree on a stop once more after each step, as well as before it, where steps take longer than this: a launcher that asks for
-/// an end may kill within 30 s, and a step that was just begun would have to end first.
+/// If steps take longer than this, ranks also agree on a stop after each step, not only in it: a launcher may kill 30 s after its signal, and
+/// a step that has just started would have to finish first.
 const LONG_STEP_SECONDS: f64 = 0.1;
 
-/// How the steps of a rank ended.
+/// How the training loop of a rank ended.
 #[derive(Default)]
-pub(super) struct Ended {
-    /// Steps that were taken and count; without one there is nothing to save.
+pub(super) struct StepsOutcome {
+    /// Completed steps, those of before included; 0 if there is nothing to save.
     pub(super) steps: usize,
     /// Why the run was stopped, if it was.
     pub(super) stopped: Option<StopReason>,
-    /// What went wrong, on a rank that saw it; the weights of the last step were good all the same.
+    /// The error, on the rank that had it; the weights of the last step are valid nevertheless.
     pub(super) failed: Option<Error>,
-    /// Whether that was a checkpoint which could not be written.
+    /// Whether a checkpoint could not be saved.
     pub(super) unsaved: bool,
     /// Whether the state of the last step is saved.
     pub(super) is_saved: bool,
 }
 
-impl Ended {
-    /// Of a run whose steps were all taken before.
-    pub(super) fn over(job: &Job) -> Ended {
-        Ended { steps: job.first(), ..Ended::default() }
+impl StepsOutcome {
+    /// The outcome of a run whose steps are all done.
+    pub(super) fn all_done(job: &Job) -> StepsOutcome {
+        StepsOutcome { steps: job.num_steps_before(), ..StepsOutcome::default() }
     }
 
-    /// Takes note of why there is no checkpoint, if so.
+    /// Records why a checkpoint was not saved, if so.
     pub(super) fn note(&mut self, refused: Option<Error>) {
         self.unsaved |= refused.is_some();
         self.failed = self.failed.take().or(refused);
     }
 }
 
-/// The steps of one rank. What goes wrong on one of them and leaves good weights ends the run on all, at the same step.
+/// Runs the steps of one rank. An error on one rank that leaves valid weights ends the run on all ranks, after the same step.
 ///
 /// # Errors
-/// What ends the world: an op that fails, a lost rank; a first step that fails leaves nothing to save besides.
-pub(super) fn take_steps(
+/// Errors that end the world: a failed op, a lost rank, a first step that fails.
+pub(super) fn run_steps(
     trainer: &mut Trainer<'_, LanguageModel>,
-    ahead: &Ahead<'_>,
-    leads: bool,
+    prefetcher: &Prefetcher<'_>,
+    is_rank_zero: bool,
     job: &Job,
-) -> Result<Ended> {
-    let recipe = &job.recipe;
-    let progress = leads.then(|| Progress::new(job));
+) -> Result<StepsOutcome> {
+    let train_config = &job.train_config;
+    let progress = is_rank_zero.then(|| Progress::new(job));
     let began = Instant::now();
-    let mut ended = Ended::default();
-    let mut is_told = job.json || !leads;
-    let (first, mut step_seconds) = (job.first(), 0.0);
-    for step in first..recipe.steps {
+    let mut outcome = StepsOutcome::default();
+    let mut is_refusal_reported = job.json || !is_rank_zero;
+    let (first, mut step_seconds) = (job.num_steps_before(), 0.0);
+    for step in first..train_config.steps {
         if step == first || job.check_every > 0 && step % job.check_every == 0 {
-            trainer.check_alike()?;
+            trainer.check_consistent()?;
         }
         let started = Instant::now();
-        // While there is a step to go before it: where one rank alone failed to read within a step, the others would wait
-        // for it in vain, and the weights of all were lost.
-        if step + 1 < recipe.steps && ended.failed.is_none() {
-            ended.failed = ahead.read(trainer.rank(), step as u64 + 1).err();
+        // Read one step ahead: if one rank failed to read within a step, the others would wait for it in a collective, and all
+        // weights would be lost.
+        if step + 1 < train_config.steps && outcome.failed.is_none() {
+            outcome.failed = prefetcher.read(trainer.rank(), step as u64 + 1).err();
         }
-        let own = ControlFlags { stop: job.interrupt.reason(), failed: ended.failed.is_some(), step_seconds };
+        let own = ControlFlags { stop: job.interrupt.reason(), failed: outcome.failed.is_some(), step_seconds };
         let report = match trainer.step(&own.to_numbers()) {
             Err(e) if e.kind() == Kind::NotFinite && step > first => {
-                ended.failed = Some(with_cure(e));
+                outcome.failed = Some(with_lr_help(e));
                 break;
             }
             report => report?,
         };
         step_seconds = started.elapsed().as_secs_f64();
         let agreed = agreed_flags(trainer, job, &report)?;
-        // Who stops a new run in its first step does not want the model of one step in the place of an earlier one.
+        // A new run stopped in its first step does not replace an earlier model by that of one step.
         if step == first && job.from.is_none() && agreed.stop.is_some() {
-            return Ok(Ended { stopped: agreed.stop, ..Ended::default() });
+            return Ok(StepsOutcome { stopped: agreed.stop, ..StepsOutcome::default() });
         }
         if let Some(trace) = &job.trace {
             trace.add(trainer.rank().world().index(), report.step, &trainer.passes());
         }
-        (ended.steps, ended.stopped) = (step + 1, agreed.stop);
-        let mut over = agreed.stop.is_some() || agreed.failed;
-        let mut entry = entry_of(job, &report, step_seconds, began);
-        if !agreed.failed && is_evaluated(job, step + 1, over) {
-            if leads {
-                ended.failed = ended.failed.or(job.metrics().begin(&entry).err());
+        (outcome.steps, outcome.stopped) = (step + 1, agreed.stop);
+        let mut is_over = agreed.stop.is_some() || agreed.failed;
+        let mut entry = metrics_of_step(job, &report, step_seconds, began);
+        if !agreed.failed && is_evaluated(job, step + 1, is_over) {
+            if is_rank_zero {
+                outcome.failed = outcome.failed.or(job.metrics().begin_step(&entry).err());
             }
-            (entry.val_loss, over) = measure(trainer, leads, job, &mut ended)?;
+            (entry.val_loss, is_over) = evaluate(trainer, is_rank_zero, job, &mut outcome)?;
         }
-        if let Some(why) = trainer.not_captured().filter(|_| !is_told) {
-            is_told = true;
-            job.lines.say(format_args!("steps are run one launch after the other: {}", why.message()));
+        if let Some(why) = trainer.capture_refusal().filter(|_| !is_refusal_reported) {
+            is_refusal_reported = true;
+            job.lines.print_line(format_args!("steps are not captured as a graph and run kernel by kernel: {}", why.message()));
         }
         if let Some(progress) = &progress {
-            let told = record(trainer, job, progress, &entry);
-            ended.failed = ended.failed.or(told.err());
+            let recorded = record_step(trainer, job, progress, &entry);
+            outcome.failed = outcome.failed.or(recorded.err());
         }
-        if !over && is_checkpointed(job, step + 1) {
-            job.verify_folder(&mut ended)?;
-            ended.note(leave_between(trainer, job)?);
-            over = ended.unsaved;
+        if !is_over && is_checkpointed(job, step + 1) {
+            job.verify_folder(&mut outcome)?;
+            outcome.note(save_periodic_checkpoint(trainer, job)?);
+            is_over = outcome.unsaved;
         }
-        if over {
+        if is_over {
             break;
         }
     }
-    Ok(ended)
+    Ok(outcome)
 }
 
-/// The flags on which ranks agreed in a step, or right after it. Every rank calls this together.
+/// Returns the flags that ranks agreed on in a step, or right after it. Collective.
 fn agreed_flags(
     trainer: &Trainer<'_, LanguageModel>,
     job: &Job,
@@ -124,40 +124,40 @@ fn agreed_flags(
 ) -> Result<ControlFlags> {
     let num_ranks = trainer.rank().world().mesh().num_ranks();
     let mut agreed = ControlFlags::from_sums(&report.control, num_ranks);
-    if report.step == job.first() as u64 || agreed.step_seconds > LONG_STEP_SECONDS {
+    if report.step == job.num_steps_before() as u64 || agreed.step_seconds > LONG_STEP_SECONDS {
         agreed.stop = agreed.stop.or(agreed_stop(trainer, job)?);
     }
     Ok(agreed)
 }
 
-/// Whether the held-out loss is due after so many steps. What stops a run after its last step comes too late.
+/// Returns whether validation is due after `steps` steps; a stop after the last step does not skip it.
 fn is_evaluated(job: &Job, steps: usize, is_stopped: bool) -> bool {
-    let is_last = steps == job.recipe.steps;
+    let is_last = steps == job.train_config.steps;
     let is_due = job.eval_every.is_some_and(|n| steps.is_multiple_of(n) || is_last);
     is_due && job.held_out.is_some() && (!is_stopped || is_last)
 }
 
-/// Whether a checkpoint is due after so many steps; the one after the last step is saved with the model.
+/// Returns whether a checkpoint is due after `steps` steps; the one after the last step is saved with the model.
 fn is_checkpointed(job: &Job, steps: usize) -> bool {
     let is_due = job.checkpoints.as_ref().is_some_and(|c| steps.is_multiple_of(c.every));
-    is_due && steps < job.recipe.steps
+    is_due && steps < job.train_config.steps
 }
 
-/// Why the run is to stop, if any rank has a reason by now. Every rank calls this together.
+/// Returns why the run must stop, if any rank has a reason. Collective.
 fn agreed_stop(trainer: &Trainer<'_, LanguageModel>, job: &Job) -> Result<Option<StopReason>> {
     let own = ControlFlags { stop: job.interrupt.reason(), ..ControlFlags::default() };
     let sums = world_sum(trainer.rank(), &own.to_numbers(), Location::caller())?;
     Ok(ControlFlags::from_sums(&sums, 1).stop)
 }
 
-/// What is written down of a step.
-fn entry_of(job: &Job, report: &StepReport, seconds: f64, began: Instant) -> StepMetrics {
+/// Returns the metrics of a step.
+fn metrics_of_step(job: &Job, report: &StepReport, seconds: f64, began: Instant) -> StepMetrics {
     StepMetrics {
         step: report.step + 1,
         loss: report.loss,
         grad_norm: report.grad_norm,
         lr: report.lr,
-        tokens_per_s: (job.recipe.batch * job.recipe.seq) as f64 / seconds,
+        tokens_per_s: (job.train_config.batch * job.train_config.seq) as f64 / seconds,
         seconds: job.seconds + began.elapsed().as_secs_f64(),
         loss_scale: report.loss_scale,
         skipped: report.loss_scale.map(|_| report.skipped),
@@ -165,56 +165,55 @@ fn entry_of(job: &Job, report: &StepReport, seconds: f64, began: Instant) -> Ste
     }
 }
 
-/// The held-out loss, if it came to one, and whether the run is over. Every rank calls this together. A measurement after the last
-/// step is finished whatever stops the run, but the state is saved first: whoever asks for an end may not wait for long.
-fn measure(
+/// Evaluates the validation loss. Returns it, if it was completed, and whether the run is over. Collective. The evaluation after the last step is
+/// completed even if the run is stopped, but the state is saved first, because a launcher may soon kill the process.
+fn evaluate(
     trainer: &Trainer<'_, LanguageModel>,
-    leads: bool,
+    is_rank_zero: bool,
     job: &Job,
-    ended: &mut Ended,
+    outcome: &mut StepsOutcome,
 ) -> Result<(Option<f64>, bool)> {
-    let is_complete = ended.steps == job.recipe.steps;
-    if ended.stopped.is_none() {
+    let is_complete = outcome.steps == job.train_config.steps;
+    if outcome.stopped.is_none() {
         match held_out_loss(trainer, job, || job.interrupt.reason().is_some())? {
-            Some(Measured::Loss(loss)) => return Ok((Some(loss), false)),
+            Some(Evaluation::Loss(loss)) => return Ok((Some(loss), false)),
             None => return Ok((None, false)),
-            Some(Measured::Abandoned(why)) => {
-                ended.failed = ended.failed.take().or(why);
-                ended.stopped = agreed_stop(trainer, job)?;
+            Some(Evaluation::Abandoned(why)) => {
+                outcome.failed = outcome.failed.take().or(why);
+                outcome.stopped = agreed_stop(trainer, job)?;
             }
         }
     }
-    if !is_complete || ended.stopped.is_none() {
+    if !is_complete || outcome.stopped.is_none() {
         return Ok((None, true));
     }
-    *ended = end(trainer, std::mem::take(ended), leads, job)?;
+    *outcome = save_final_state(trainer, std::mem::take(outcome), is_rank_zero, job)?;
     match held_out_loss(trainer, job, || false)? {
-        Some(Measured::Loss(loss)) => Ok((Some(loss), true)),
-        Some(Measured::Abandoned(why)) => {
-            ended.failed = ended.failed.take().or(why);
+        Some(Evaluation::Loss(loss)) => Ok((Some(loss), true)),
+        Some(Evaluation::Abandoned(why)) => {
+            outcome.failed = outcome.failed.take().or(why);
             Ok((None, true))
         }
         None => Ok((None, true)),
     }
 }
 
-/// The mean loss of the held-out windows, unless a rank is to `stop`; as many rows at a time as a microbatch has, which there is
-/// memory for.
+/// Returns the mean loss over the validation windows, unless a rank must `stop`. Batches have the size of a microbatch, which fits in memory.
 fn held_out_loss(
     trainer: &Trainer<'_, LanguageModel>,
     job: &Job,
     stop: impl Fn() -> bool,
-) -> Result<Option<Measured>> {
+) -> Result<Option<Evaluation>> {
     let Some(windows) = &job.held_out else { return Ok(None) };
-    let part = |x: &[Tensor]| trainer.loss_part(x);
-    let rows_max = job.recipe.batch / job.recipe.microbatches;
+    let part = |x: &[Tensor]| trainer.partial_loss(x);
+    let rows_max = job.train_config.batch / job.train_config.microbatches;
     mean_loss(trainer.rank(), &job.plan, windows, rows_max, stop, part).map(Some)
 }
 
-/// An error of a step that followed good ones, with what to do about it.
-fn with_cure(e: Error) -> Error {
+/// Adds help on the learning rate to the error of a step, unless it has help.
+fn with_lr_help(e: Error) -> Error {
     if e.details().iter().any(|(label, _)| *label == "help") {
         return e;
     }
-    e.detail("help", "a smaller --lr, or more steps of --warmup, is the usual cure")
+    e.detail("help", "use a smaller --lr, or more --warmup steps")
 }

@@ -1,12 +1,12 @@
-//! One call of an op, forward and backward: all that a tape does with it.
+//! One call of an op, forward and backward, as a tape makes it.
 
-use super::Global;
+use super::GlobalTensor;
 use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
-use crate::op::{self, Cotangents, Offer, Op, Vjp, differentiable_args};
+use crate::op::{self, Cotangents, GradAccumulator, Op, Vjp, differentiable_args};
 use crate::ops::redistribute::Redistribute;
-use crate::piece::Piece;
+use crate::local_tensor::LocalTensor;
 use crate::tensor::Tensor;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use smallvec::SmallVec;
@@ -14,30 +14,30 @@ use std::cell::RefCell;
 use std::panic::Location;
 use std::rc::Rc;
 
-/// Inferred and run forward and, where there is something to differentiate, backward.
+/// The results of a call: inference, outputs and, for differentiable ops, cotangents.
 pub(super) struct Run {
     pub(super) inference: Rc<Inference>,
     pub(super) outputs: SmallVec<[Tensor; 2]>,
-    /// In the duals of the arguments' layouts after their steps.
+    /// In the dual layouts of the arguments after their steps.
     pub(super) cotangents: Option<Cotangents>,
 }
 
-/// One call on tensors that lie as they may.
-pub(super) struct Call<'a> {
+/// One call of an op on tensors with any layouts and strides.
+pub(super) struct OpCall<'a> {
     pub(super) op: &'a Rc<dyn Op>,
     pub(super) rank: &'a Rank,
-    /// Whether cotangents are given on views with gaps.
+    /// Whether cotangents are strided views with gaps.
     pub(super) is_strided: bool,
     pub(super) site: &'static Location<'static>,
 }
 
-impl Call<'_> {
-    /// Everything that a tape does with one op; `seeds` has the cotangents of the visible outputs, `None` for one that
-    /// has no use.
+impl OpCall<'_> {
+    /// Runs all that a tape does with one op; `seeds` are the cotangents of the visible outputs, `None` for an
+    /// unused output.
     pub(super) fn run(
         &self,
         args: &[Tensor],
-        seeds: &[Option<Global>],
+        seeds: &[Option<GlobalTensor>],
         wanted: Option<&[bool]>,
     ) -> Result<Run> {
         let layouts: Vec<&Layout> = args.iter().map(Tensor::layout).collect();
@@ -53,7 +53,7 @@ impl Call<'_> {
                 }
             });
         }
-        let given: Vec<&Piece> = moved.iter().map(Tensor::piece).collect();
+        let given: Vec<&LocalTensor> = moved.iter().map(Tensor::local).collect();
         let outputs = op::run(&**self.op, &given, &inference, (self.rank, context), self.site)?;
         let differentiable = differentiable_args(&**self.op, &layouts);
         let visible = outputs.len() - self.op.num_saved();
@@ -64,38 +64,38 @@ impl Call<'_> {
         let grads: Vec<Option<Tensor>> = outputs[..visible]
             .iter()
             .zip(seeds)
-            .map(|(y, seed)| seed.as_ref().map(|s| self.place(s, &y.layout().dual())).transpose())
+            .map(|(y, seed)| seed.as_ref().map(|s| self.distribute(s, &y.layout().dual())).transpose())
             .collect::<Result<_>>()?;
         let wanted = wanted.unwrap_or(&differentiable);
-        let keeps = self.op.keeps_for(wanted);
-        let kept = |list: &[Tensor], which: &[usize]| -> Vec<Option<Tensor>> {
+        let saved_for_backward = self.op.saved_for_backward_of(wanted);
+        let saved = |list: &[Tensor], which: &[usize]| -> Vec<Option<Tensor>> {
             list.iter().enumerate().map(|(i, t)| which.contains(&i).then(|| t.clone())).collect()
         };
         let vjp = Vjp {
             rank: self.rank,
-            inputs: &kept(&moved, keeps.inputs),
-            outputs: &kept(&outputs, keeps.outputs),
+            inputs: &saved(&moved, saved_for_backward.inputs),
+            outputs: &saved(&outputs, saved_for_backward.outputs),
             input_layouts: &moved.iter().map(|t| t.layout().clone()).collect::<Vec<_>>(),
             output_layouts: &outputs.iter().map(|t| t.layout().clone()).collect::<Vec<_>>(),
             grads: &grads,
-            wanted,
-            taken: RefCell::default(),
-            sums: &[],
+            needs_input_grad: wanted,
+            donated: RefCell::default(),
+            accumulators: &[],
         };
-        let closed = context.set_closed(true);
+        let closed = context.set_in_vjp(true);
         let cotangents = self.op.vjp(&vjp);
         let added = self.check_sums(vjp, &cotangents);
-        context.set_closed(closed);
+        context.set_in_vjp(closed);
         added?;
-        op::check_given(&**self.op, &cotangents, wanted)?;
+        op::check_cotangents_present(&**self.op, &cotangents, wanted)?;
         Ok(Run { inference, outputs, cotangents: Some(cotangents) })
     }
 
-    pub(super) fn place(&self, x: &Global, layout: &Layout) -> Result<Tensor> {
-        if self.is_strided { x.place_strided(self.rank, layout) } else { x.place(self.rank, layout) }
+    pub(super) fn distribute(&self, x: &GlobalTensor, layout: &Layout) -> Result<Tensor> {
+        if self.is_strided { x.distribute_strided(self.rank, layout) } else { x.distribute(self.rank, layout) }
     }
 
-    /// A cotangent brought back over the step that its argument took.
+    /// Brings a cotangent back over the step that its argument took.
     pub(super) fn back(&self, x: &Layout, target: &Layout, cotangent: Tensor) -> Result<Tensor> {
         if x == target {
             return Ok(cotangent);
@@ -109,34 +109,34 @@ impl Call<'_> {
             input_layouts: std::slice::from_ref(x),
             output_layouts: std::slice::from_ref(target),
             grads: &grads,
-            wanted: &[true],
-            taken: RefCell::default(),
-            sums: &[],
+            needs_input_grad: &[true],
+            donated: RefCell::default(),
+            accumulators: &[],
         });
         Ok(back.into_iter().next().flatten().expect("redistribution has a vjp"))
     }
 
-    /// Looks whether the vjp gives the bits of what was added up before plus its cotangents where it takes that up, which it must not
-    /// write over while somebody holds it.
+    /// Checks gradient accumulation: a vjp that takes an accumulator must return the bits of accumulator plus
+    /// cotangent, and must not overwrite the accumulator while it is shared.
     fn check_sums(&self, vjp: Vjp<'_>, cotangents: &Cotangents) -> Result<()> {
         let before = |cotangent: &Tensor| {
             // Some zeros are negative.
-            let local = cotangent.piece().view.shape.clone();
+            let local = cotangent.local().view.shape.clone();
             let values: Vec<f64> = (0..local.iter().product()).map(|at| -((at % 7) as f64) / 3.0).collect();
-            let piece = Piece::upload(self.rank, &local, &values)?.converted(self.rank, cotangent.dtype())?;
-            Ok(Tensor::assemble(self.rank, cotangent.layout().clone(), piece))
+            let local = LocalTensor::upload(self.rank, &local, &values)?.to_dtype(self.rank, cotangent.dtype())?;
+            Ok(Tensor::assemble(self.rank, cotangent.layout().clone(), local))
         };
         let sums = cotangents.iter().map(|c| c.as_ref().map(before).transpose());
         let sums: Vec<Option<Tensor>> = sums.collect::<Result<_>>()?;
-        let offers: Vec<Offer> = sums.iter().cloned().map(Offer::new).collect();
-        let added = self.op.vjp(&Vjp { sums: &offers, ..vjp });
-        for (i, (sum, offer)) in sums.iter().zip(&offers).enumerate() {
+        let accumulators: Vec<GradAccumulator> = sums.iter().cloned().map(GradAccumulator::new).collect();
+        let added = self.op.vjp(&Vjp { accumulators: &accumulators, ..vjp });
+        for (i, (sum, accumulator)) in sums.iter().zip(&accumulators).enumerate() {
             let (Some(sum), Some(one), Some(both)) = (sum, &cotangents[i], &added[i]) else { continue };
             let untouched = before(one)?;
             let expected = untouched.clone().accumulate(one)?;
-            let left = offer.take();
-            if left.is_none() && !self.op.takes_sums() {
-                let text = format!("{:?} takes up sums without saying so: none will be offered", self.op);
+            let left = accumulator.take();
+            if left.is_none() && !self.op.accumulates_in_place() {
+                let text = format!("{:?} takes an accumulator, but Op::accumulates_in_place is false, so it never gets one", self.op);
                 return Err(Error::new(Kind::Unsupported, text));
             }
             let got = left.map_or_else(|| Ok(both.clone()), |sum| sum.accumulate(both))?;
@@ -145,10 +145,10 @@ impl Call<'_> {
                 Ok(t.to_local_f64()?.iter().map(canonical).collect())
             };
             let same = |a: &Tensor, b: &Tensor| Ok::<bool, Error>(bits(a)? == bits(b)?);
-            let (of_got, of_expected) = (got.piece().lineage, expected.piece().lineage);
+            let (of_got, of_expected) = (got.local().lineage, expected.local().lineage);
             if !same(sum, &untouched)? || !same(&got, &expected)? || of_got != of_expected {
                 let text =
-                    format!("{:?}: the cotangent of argument {i} is not added to {}", self.op, sum.layout());
+                    format!("{:?}: the cotangent of argument {i} is not added to the accumulator {}", self.op, sum.layout());
                 return Err(Error::new(Kind::Unsupported, text));
             }
         }

@@ -1,14 +1,16 @@
-//! y = |x|.
+//! Elementwise absolute value: y = |x|.
 
-use super::pointwise::PointwiseBackward;
+use super::unary_backward::UnaryBackward;
 use super::{Case, Input};
-use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
-use crate::piece::Piece;
+use crate::op::{Cotangents, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp};
+use crate::local_tensor::LocalTensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::elementary::{ABS, ABS_GRAD};
 use std::rc::Rc;
 
-/// `..m -> ..m`, any float. dx = g times the sign of x, 0 where x is 0.
+/// Elementwise absolute value: y = |x|.
+///
+/// `..m -> ..m`, any float dtype. Gradient: dx = g sign(x), 0 where x = 0.
 #[derive(Debug)]
 pub struct Abs;
 
@@ -21,16 +23,16 @@ impl Op for Abs {
         "..m -> ..m"
     }
 
-    fn keeps(&self) -> Keeps {
-        Keeps { inputs: &[0], outputs: &[] }
+    fn saved_for_backward(&self) -> SavedForBackward {
+        SavedForBackward { inputs: &[0], outputs: &[] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         local.launch(&ABS, &[x[0]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|_| PointwiseBackward::of(&ABS_GRAD, cx.input(0), &cx.grad(0)))
+        cx.cotangents(|_| UnaryBackward::of(&ABS_GRAD, cx.input(0), &cx.grad(0)))
     }
 }
 
@@ -45,7 +47,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn by_hand() {
+    fn matches_values_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[3], &[-2.5f64, 0.0, 3.0])?;
             let y = x.abs().to_host::<f64>()?;

@@ -1,29 +1,33 @@
-//! z = x + y, elementwise. Shapes are aligned at the last dim; missing dims and extents of 1 are repeated.
+//! Elementwise sum of two tensors: z = x + y. Shapes broadcast as in NumPy.
 
 use super::broadcast::Broadcast;
 use super::{Case, Input};
-use crate::op::{Cotangents, Fixed, Local, Op, Pieces, Vjp};
-use crate::piece::Piece;
+use crate::op::{Cotangents, PlanKey, ForwardContext, Op, LocalTensors, Vjp};
+use crate::local_tensor::LocalTensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::binary::ADD;
 use std::rc::Rc;
 
-/// `..m, ..m -> ..m`, or `..m d, d -> ..m d` (a bias), `..m d e, d e -> ..m d e`, ... One float dtype.
+/// Elementwise sum of two tensors: z = x + y.
 ///
-/// dx = g, dy = g; summed over the leading dims for the repeated argument. Pending sums of both are added up later.
+/// Shapes are aligned at the last dim; missing leading dims and dims of extent 1 are broadcast, as in NumPy. One float
+/// dtype. Signature: `..m, ..m -> ..m`, `..m d, d -> ..m d` (a bias), `..m d e, d e -> ..m d e`, ...
+///
+/// Gradient: dx = g, dy = g; summed over the broadcast dims of an argument. Linear in both jointly: partial sums of
+/// both stay partial.
 #[derive(Debug)]
 pub struct Add {
     shape: Broadcast,
 }
 
 impl Add {
-    /// The sum of tensors of some shapes.
+    /// The sum of two tensors of these shapes.
     #[must_use]
     pub fn between(first: &[usize], second: &[usize]) -> Add {
         Add { shape: Broadcast::between(first, second) }
     }
 
-    /// The same from numbers of dims alone: no extent of 1 is repeated.
+    /// The same from the numbers of dims: dims of extent 1 are not broadcast.
     #[must_use]
     pub fn of(first: usize, second: usize) -> Rc<dyn Op> {
         Rc::new(Add { shape: Broadcast::of(first, second) })
@@ -39,20 +43,20 @@ impl Op for Add {
         self.shape.signature()
     }
 
-    fn fixed(&self) -> Option<Fixed> {
-        self.shape.fixed::<Add>()
+    fn plan_key(&self) -> Option<PlanKey> {
+        self.shape.plan_key::<Add>()
     }
 
     fn linear_in(&self) -> &'static [&'static [usize]] {
         &[&[0, 1]]
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         Broadcast::launch(local, &ADD, x, &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|i| self.shape.reduced(cx, cx.grad(0), i))
+        cx.cotangents(|i| self.shape.sum_to_argument(cx, cx.grad(0), i))
     }
 }
 
@@ -64,9 +68,9 @@ pub(super) fn cases() -> Vec<Case> {
         Case::new(Add::of(3, 2), vec![real(&[2, 5, 3]), real(&[5, 3])]).exact(),
         Case::new(Add::of(1, 3), vec![real(&[5]), real(&[2, 3, 5])]).exact(),
         Case::new(Add::of(1, 0), vec![real(&[5]), real(&[])]).exact(),
-        Case::fixed(Rc::new(Add::between(&[5, 1], &[3])), vec![real(&[5, 1]), real(&[3])]).exact(),
-        Case::fixed(Rc::new(Add::between(&[1, 3], &[5, 1])), vec![real(&[1, 3]), real(&[5, 1])]).exact(),
-        Case::fixed(Rc::new(Add::between(&[2, 5, 3], &[5, 1])), vec![real(&[2, 5, 3]), real(&[5, 1])])
+        Case::fixed_shape(Rc::new(Add::between(&[5, 1], &[3])), vec![real(&[5, 1]), real(&[3])]).exact(),
+        Case::fixed_shape(Rc::new(Add::between(&[1, 3], &[5, 1])), vec![real(&[1, 3]), real(&[5, 1])]).exact(),
+        Case::fixed_shape(Rc::new(Add::between(&[2, 5, 3], &[5, 1])), vec![real(&[2, 5, 3]), real(&[5, 1])])
             .exact(),
     ]
 }
@@ -79,7 +83,7 @@ mod tests {
     use shardgrad_kernels::DType;
 
     #[test]
-    fn sums_by_hand() {
+    fn matches_sums_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[2, 2], &[1.0f32, 2.0, 3.0, 4.0])?;
             let b = Tensor::from_host(rank, &[2], &[10.0f32, 20.0])?;
@@ -92,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn dtypes_that_differ_are_refused() {
+    fn different_or_integer_dtypes_are_refused() {
         let refused = |other: DType| {
             World::run(Mesh::single(), |rank| {
                 let x = Tensor::from_host(rank, &[1], &[1.0f32])?;
@@ -102,8 +106,8 @@ mod tests {
             .unwrap_err()
         };
         let two = refused(DType::F64).to_string();
-        assert!(two.contains("add: arguments of f32 and f64") && two.contains("cast one of them"), "{two}");
-        assert!(refused(DType::I64).to_string().contains("add: argument 1 is i64, which is no float"));
+        assert!(two.contains("add: the arguments have the dtypes f32 and f64") && two.contains("cast one of them"), "{two}");
+        assert!(refused(DType::I64).to_string().contains("add: argument 1 has the dtype i64"));
         assert_eq!(refused(DType::I64).kind(), Kind::DType);
     }
 }

@@ -1,17 +1,21 @@
-//! y = x + c for a number c.
+//! Elementwise addition of a number: y = x + c.
 
 use super::{Case, Input};
-use crate::op::{Cotangents, Fixed, Local, Op, Pieces, Vjp};
-use crate::piece::Piece;
+use crate::op::{Cotangents, PlanKey, ForwardContext, Op, LocalTensors, Vjp};
+use crate::local_tensor::LocalTensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::Scalar;
 use shardgrad_kernels::op::unary::ADD_SCALAR;
 use std::rc::Rc;
 
-/// `..m -> ..m`, any float. dx = g. Not linear, since each rank of a pending sum would add c: the sum is completed.
+/// Elementwise addition of a number: y = x + c.
+///
+/// `..m -> ..m`, any float dtype. Gradient: dx = g. Declared not linear: each rank of a partial sum would add c, so a
+/// partial x is reduced first.
+#[doc(alias = "add")]
 #[derive(Debug)]
 pub struct AddScalar {
-    /// What is added, rounded to the accumulator of the dtype.
+    /// c, rounded to the accumulator of the dtype.
     pub term: f64,
 }
 
@@ -26,16 +30,16 @@ impl Op for AddScalar {
         SIGNATURE
     }
 
-    fn fixed(&self) -> Option<Fixed> {
-        Some(Fixed::of::<AddScalar>(SIGNATURE))
+    fn plan_key(&self) -> Option<PlanKey> {
+        Some(PlanKey::of::<AddScalar>(SIGNATURE))
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         local.launch(&ADD_SCALAR, &[x[0]], &[Scalar::Real(self.term)])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|_| cx.grad(0))
+        cx.cotangents(|_| cx.grad(0))
     }
 }
 
@@ -50,7 +54,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn by_hand() {
+    fn matches_values_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[2], &[1.0f64, -2.0])?;
             assert_eq!(x.add_scalar(0.5).to_host::<f64>()?, [1.5, -1.5]);

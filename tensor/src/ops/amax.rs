@@ -1,15 +1,15 @@
-//! y = the largest, or the smallest, element over some dims, which may be split.
+//! Maximum or minimum over some dims, which may be sharded.
 
-use super::labels::{check_dim, check_ndim, full_and_kept, misuse};
+use super::labels::{check_dim, check_ndim, full_and_reduced, invalid_argument};
 use super::{Case, Input};
 use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
-use crate::op::{Cotangents, DTypes, Keeps, Local, Op, Pieces, Vjp, common_float, infer_by_signature};
-use crate::piece::{Piece, launch};
-use crate::redistribute::combine;
+use crate::op::{Cotangents, DTypes, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp, common_float, infer_by_signature};
+use crate::local_tensor::{LocalTensor, launch};
+use crate::redistribute::all_reduce;
 use crate::refusal::Refusal;
-use crate::state::State;
+use crate::placement::Placement;
 use crate::tensor::Tensor;
 use shardgrad_dist::{AxisSet, ReduceOp, Result};
 use shardgrad_kernels::op::amax_backward::{BACKWARD, COUNT_TIES};
@@ -18,50 +18,58 @@ use shardgrad_kernels::{DType, Dims, Scalar};
 use smallvec::SmallVec;
 use std::rc::Rc;
 
-/// `a b c -> a c, a c`: any float; the largest (smallest) over some dims, and how many elements equal it, which is kept for
-/// the vjp. Negative infinity (infinity) over nothing; not-a-number wins.
+/// Maximum (or minimum) over some dims, which may be sharded: `a b c -> a c, a c`.
 ///
-/// Max has no pending form. So the op states its own rule: axes that split the reduced dims end as `=`, by all-reduces over
-/// all of them inside the op. A pending x is completed before. dx = g / count where x equals y, else 0: elements that tie share
-/// the cotangent equally. Where y is not a number, so is dx, as in PyTorch.
+/// Any float dtype. The second output, saved for backward, counts the elements that equal the maximum. The maximum over
+/// no element is -infinity (the minimum infinity); NaN if an element is NaN.
+///
+/// A maximum has no partial form, so the op has its own inference rule: over mesh axes that shard the reduced dims it
+/// runs all-reduces inside the op, and the results are invariant (`=`) on these axes. A partial x is reduced first.
+///
+/// Gradient: dx = g / count where x equals y, else 0: tied elements share the cotangent equally. NaN where y is NaN, as
+/// in PyTorch.
+#[doc(alias = "max")]
+#[doc(alias = "min")]
+#[doc(alias = "amin")]
+#[doc(alias = "reduce_max")]
 #[derive(Debug)]
 pub struct Amax {
-    over: Reduced,
-    largest: bool,
+    over: ReducedDims,
+    is_max: bool,
 }
 
-/// The cotangent of x from x, y, the counts and the cotangent of y, in which it is linear.
+/// Backward of [`Amax`]: the cotangent of x from x, y, the counts and the cotangent of y; linear in the last.
 #[derive(Debug)]
 struct AmaxBackward {
-    over: Reduced,
+    over: ReducedDims,
 }
 
-/// Dims that disappear although an axis may split them: what ops share that end them by all-reduces of their own.
+/// The reduced dims of an op that all-reduces its results itself over the mesh axes that shard these dims.
 #[derive(Clone, Debug)]
-pub(super) struct Reduced {
-    /// x to y and one value that is kept for the vjp.
+pub(super) struct ReducedDims {
+    /// Signature of the forward: x to y and one value that is saved for backward.
     forward: String,
-    /// x, kept values and the cotangent of y to that of x.
+    /// Signature of the backward: x, the saved values and the cotangent of y to the cotangent of x.
     backward: String,
     dims: Dims,
-    /// The dims that stay, then those that are reduced.
+    /// The remaining dims, then the reduced dims.
     order: Dims,
 }
 
-/// The rule of the signature for the way back, but that the values beside x stay `=` on the axes that split what is
-/// reduced: x is split there, and so is its cotangent.
-pub(super) fn unsettled(inferred: Rc<Inference>, axes: AxisSet) -> Rc<Inference> {
+/// Drops from the inference of a backward op the steps that make its other arguments `~` on `axes`, which shard the reduced dims:
+/// there x and its cotangent are sharded, and the other arguments stay `=`.
+pub(super) fn keep_invariant_inputs(inferred: Rc<Inference>, axes: AxisSet) -> Rc<Inference> {
     let mut inference = Rc::unwrap_or_clone(inferred);
-    inference.steps.retain(|step| !(axes.contains(step.1) && step.2 == State::Replicate));
+    inference.steps.retain(|step| !(axes.contains(step.axis) && step.to == Placement::Replicate));
     if inference.steps.is_empty() {
         inference.targets.iter_mut().for_each(|target| *target = None);
     }
     Rc::new(inference)
 }
 
-impl Reduced {
-    /// Some dims of a tensor of `ndim` dims, for a vjp that reads `num_kept` values beside x.
-    pub(super) fn over(name: &str, ndim: usize, dims: &[usize], num_kept: usize) -> Result<Reduced> {
+impl ReducedDims {
+    /// Some dims of a tensor of `ndim` dims, for a vjp that reads `num_saved` values besides x.
+    pub(super) fn over(name: &str, ndim: usize, dims: &[usize], num_saved: usize) -> Result<ReducedDims> {
         let mut sorted: Dims = dims.into();
         sorted.sort_unstable();
         check_ndim(name, ndim)?;
@@ -69,14 +77,14 @@ impl Reduced {
             check_dim(name, ndim, d)?;
         }
         if sorted.windows(2).any(|w| w[0] == w[1]) {
-            return misuse(format!("{name}: a dim is named twice in {dims:?}"));
+            return invalid_argument(format!("{name}: the dims {dims:?} name a dim twice"));
         }
-        let [full, kept] = full_and_kept(ndim, &sorted);
-        let stay = (0..ndim).filter(|d| !sorted.contains(d));
-        Ok(Reduced {
-            forward: format!("{full} -> {kept}, {kept}"),
-            backward: format!("{full}{} -> {full}", format!(", {kept}").repeat(num_kept + 1)),
-            order: stay.chain(sorted.iter().copied()).collect(),
+        let [full, reduced] = full_and_reduced(ndim, &sorted);
+        let remaining = (0..ndim).filter(|d| !sorted.contains(d));
+        Ok(ReducedDims {
+            forward: format!("{full} -> {reduced}, {reduced}"),
+            backward: format!("{full}{} -> {full}", format!(", {reduced}").repeat(num_saved + 1)),
+            order: remaining.chain(sorted.iter().copied()).collect(),
             dims: sorted,
         })
     }
@@ -89,67 +97,67 @@ impl Reduced {
         &self.backward
     }
 
-    /// How many dims are reduced.
-    pub(super) fn count(&self) -> Scalar {
+    /// The number of reduced dims, as a kernel scalar.
+    pub(super) fn num_dims(&self) -> Scalar {
         Scalar::Int(self.dims.len() as i64)
     }
 
-    /// The axes that split what is reduced.
+    /// The mesh axes that shard the reduced dims.
     pub(super) fn axes(&self, x: &Layout) -> AxisSet {
         self.dims.iter().flat_map(|&d| x.dims()[d].axes.iter()).collect()
     }
 
-    /// The rule of the signature, but that results are `=` on the axes that split what is reduced.
-    pub(super) fn settled(&self, inferred: Rc<Inference>, x: &Layout) -> Rc<Inference> {
+    /// Makes the results of an inference `=` on the mesh axes that shard the reduced dims.
+    pub(super) fn with_invariant_outputs(&self, inferred: Rc<Inference>, x: &Layout) -> Rc<Inference> {
         let mut inference = Rc::unwrap_or_clone(inferred);
         let axes = self.axes(inference.targets[0].as_ref().unwrap_or(x));
         for output in &mut inference.outputs {
             *output =
-                axes.iter().fold(output.clone(), |layout, axis| layout.with_state(axis, State::Invariant));
+                axes.iter().fold(output.clone(), |layout, axis| layout.with_placement(axis, Placement::Invariant));
         }
         Rc::new(inference)
     }
 
-    /// [`unsettled`] for the axes that split what is reduced.
-    pub(super) fn unsettled(&self, inferred: Rc<Inference>, x: &Layout) -> Rc<Inference> {
-        unsettled(inferred, self.axes(x))
+    /// [`keep_invariant_inputs`] for the mesh axes that shard the reduced dims.
+    pub(super) fn keep_invariant_inputs(&self, inferred: Rc<Inference>, x: &Layout) -> Rc<Inference> {
+        keep_invariant_inputs(inferred, self.axes(x))
     }
 
-    /// x with the reduced dims last; a view.
-    pub(super) fn turned(&self, x: &Piece) -> Piece {
-        x.viewed(x.view.permute(&self.order))
+    /// A view of x with the reduced dims last.
+    pub(super) fn reduced_last(&self, x: &LocalTensor) -> LocalTensor {
+        x.with_view(x.view.permute(&self.order))
     }
 
-    /// x as rows one after another, and how many elements a row has.
-    pub(super) fn rows(&self, local: &Local<'_>, x: &Piece) -> Result<(Piece, Scalar)> {
+    /// x as contiguous rows of reduced elements, and the length of a row.
+    pub(super) fn rows(&self, local: &ForwardContext<'_>, x: &LocalTensor) -> Result<(LocalTensor, Scalar)> {
         let count: usize = self.dims.iter().map(|&d| x.view.shape[d]).product();
-        Ok((self.turned(x).contiguous(local.rank)?, Scalar::Int(count as i64)))
+        Ok((self.reduced_last(x).contiguous(local.rank)?, Scalar::Int(count as i64)))
     }
 
-    /// Rows seen with the dims in the order of x.
-    pub(super) fn back(&self, rows: &Piece) -> Piece {
+    /// A view of rows with the dims in the order of x.
+    pub(super) fn restore_order(&self, rows: &LocalTensor) -> LocalTensor {
         let mut back = Dims::from_elem(0, self.order.len());
         for (to, &from) in self.order.iter().enumerate() {
             back[from] = to;
         }
-        rows.viewed(rows.view.permute(&back))
+        rows.with_view(rows.view.permute(&back))
     }
 }
 
 impl Amax {
-    /// The largest over some dims of a tensor of `ndim` dims, or the smallest.
+    /// The maximum (`is_max`) or minimum over some dims of a tensor of `ndim` dims.
     ///
     /// # Errors
-    /// `Kind::Shape` if one of them is no dim, or is named twice.
-    pub fn over(ndim: usize, dims: &[usize], largest: bool) -> Result<Rc<dyn Op>> {
-        let name = if largest { "amax" } else { "amin" };
-        Ok(Rc::new(Amax { over: Reduced::over(name, ndim, dims, 2)?, largest }))
+    /// `Kind::Shape` if a dim is out of range or named twice.
+    pub fn over(ndim: usize, dims: &[usize], is_max: bool) -> Result<Rc<dyn Op>> {
+        let name = if is_max { "amax" } else { "amin" };
+        Ok(Rc::new(Amax { over: ReducedDims::over(name, ndim, dims, 2)?, is_max }))
     }
 }
 
 impl Op for Amax {
     fn name(&self) -> &'static str {
-        if self.largest { "amax" } else { "amin" }
+        if self.is_max { "amax" } else { "amin" }
     }
 
     fn signature(&self) -> &str {
@@ -160,8 +168,8 @@ impl Op for Amax {
         1
     }
 
-    fn keeps(&self) -> Keeps {
-        Keeps { inputs: &[0], outputs: &[0, 1] }
+    fn saved_for_backward(&self) -> SavedForBackward {
+        SavedForBackward { inputs: &[0], outputs: &[0, 1] }
     }
 
     fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
@@ -176,23 +184,23 @@ impl Op for Amax {
         dtypes: &[DType],
         want: &[Option<Layout>],
     ) -> Result<Rc<Inference>, Refusal> {
-        Ok(self.over.settled(infer_by_signature(self, context, args, dtypes, want)?, args[0]))
+        Ok(self.over.with_invariant_outputs(infer_by_signature(self, context, args, dtypes, want)?, args[0]))
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         let (mut y, mut count) = (local.output(0)?, local.output(1)?);
-        let (kernel, reduce) = if self.largest { (&MAX, ReduceOp::Max) } else { (&MIN, ReduceOp::Min) };
-        launch(local.rank, kernel, &[&self.over.turned(x[0])], &mut [&mut y], &[self.over.count()])?;
+        let (kernel, reduce) = if self.is_max { (&MAX, ReduceOp::Max) } else { (&MIN, ReduceOp::Min) };
+        launch(local.rank, kernel, &[&self.over.reduced_last(x[0])], &mut [&mut y], &[self.over.num_dims()])?;
         let axes = self.over.axes(&local.inputs[0]);
-        let y = combine(local.rank, local.made_of(x, y), axes, reduce, local.site)?;
+        let y = all_reduce(local.rank, local.with_lineage(x, y), axes, reduce, local.site)?;
         let (rows, length) = self.over.rows(local, x[0])?;
         launch(local.rank, &COUNT_TIES, &[&rows, &y], &mut [&mut count], &[length])?;
-        let count = combine(local.rank, local.made_of(x, count), axes, ReduceOp::Sum, local.site)?;
+        let count = all_reduce(local.rank, local.with_lineage(x, count), axes, ReduceOp::Sum, local.site)?;
         Ok([y, count].into_iter().collect())
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|_| {
+        cx.cotangents(|_| {
             let args = [cx.input(0), cx.output(0), cx.output(1), &cx.grad(0)];
             Tensor::result(Rc::new(AmaxBackward { over: self.over.clone() }), &args)
         })
@@ -223,23 +231,23 @@ impl Op for AmaxBackward {
         dtypes: &[DType],
         want: &[Option<Layout>],
     ) -> Result<Rc<Inference>, Refusal> {
-        Ok(self.over.unsettled(infer_by_signature(self, context, args, dtypes, want)?, args[0]))
+        Ok(self.over.keep_invariant_inputs(infer_by_signature(self, context, args, dtypes, want)?, args[0]))
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         let (rows, length) = self.over.rows(local, x[0])?;
         let values = local.contiguous(&x[1..])?;
-        let mut dx = Piece::alloc(local.rank, rows.dtype, &rows.view.shape)?;
+        let mut dx = LocalTensor::alloc(local.rank, rows.dtype, &rows.view.shape)?;
         let inputs = [&rows, &values[0], &values[1], &values[2]];
         launch(local.rank, &BACKWARD, &inputs, &mut [&mut dx], &[length])?;
-        Ok([self.over.back(&dx)].into_iter().collect())
+        Ok([self.over.restore_order(&dx)].into_iter().collect())
     }
 }
 
 pub(super) fn cases() -> Vec<Case> {
-    let case = |shape: &[usize], dims: &[usize], largest| {
-        let op = Amax::over(shape.len(), dims, largest).expect("dims of the case");
-        Case::new(op, vec![Input::real(shape)]).exact().sharing()
+    let case = |shape: &[usize], dims: &[usize], is_max| {
+        let op = Amax::over(shape.len(), dims, is_max).expect("dims of the case");
+        Case::new(op, vec![Input::real(shape)]).exact().tied()
     };
     vec![
         case(&[5, 7], &[1], true),
@@ -257,15 +265,15 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn by_hand() {
+    fn matches_values_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[2, 3], &[1.0f32, 3.0, 3.0, -4.0, -6.0, -5.0])?;
             assert_eq!(x.amax(&[1]).to_host::<f32>()?, [3.0, -4.0]);
             assert_eq!(x.amin(&[0]).to_host::<f32>()?, [-4.0, -6.0, -5.0]);
             assert_eq!(x.amax(&[0, 1]).to_host::<f32>()?, [3.0]);
-            let none = Tensor::from_host::<f32>(rank, &[1, 0], &[])?;
-            assert_eq!(none.amax(&[1]).to_host::<f32>()?, [f32::NEG_INFINITY]);
-            assert_eq!(none.amin(&[1]).to_host::<f32>()?, [f32::INFINITY]);
+            let empty = Tensor::from_host::<f32>(rank, &[1, 0], &[])?;
+            assert_eq!(empty.amax(&[1]).to_host::<f32>()?, [f32::NEG_INFINITY]);
+            assert_eq!(empty.amin(&[1]).to_host::<f32>()?, [f32::INFINITY]);
             Ok(())
         })
         .unwrap();
@@ -273,12 +281,12 @@ mod tests {
     }
 
     #[test]
-    fn those_who_tie_share_the_cotangent_wherever_they_lie() {
+    fn ties_share_the_cotangent_across_shards() {
         World::run(Mesh::parse("a=2").unwrap(), |rank| {
             let layout = Layout::parse("f64[4@a]", rank.mesh())?;
             let x = Tensor::from_global(rank, &layout, &[7.0f64, 1.0, 7.0, 7.0])?;
-            let over = Reduced::over("amax", 1, &[0], 2)?;
-            let y = Tensor::results(Rc::new(Amax { over: over.clone(), largest: true }), &[&x]).remove(0);
+            let over = ReducedDims::over("amax", 1, &[0], 2)?;
+            let y = Tensor::results(Rc::new(Amax { over: over.clone(), is_max: true }), &[&x]).remove(0);
             assert_eq!(y.layout().to_string(), "f64[]");
             let three = Tensor::full(rank, y.layout(), 3.0)?;
             let dx = Tensor::result(Rc::new(AmaxBackward { over }), &[&x, &y, &three, &three]);

@@ -1,44 +1,47 @@
-//! y = the place of the largest, or of the smallest, element along a dim, counted from 0.
+//! Index of the maximum or minimum along a dim, counted from 0.
 
-use super::labels::{check_dim, letter, letters_with, misuse};
+use super::labels::{check_dim, dim_label, dim_labels_with, invalid_argument};
 use super::{Case, Input};
-use crate::op::{DTypes, Local, Op, Pieces, common_float};
-use crate::piece::{Piece, launch};
+use crate::op::{DTypes, ForwardContext, Op, LocalTensors, common_float};
+use crate::local_tensor::{LocalTensor, launch};
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::arg_extreme::ARG_EXTREME;
 use shardgrad_kernels::{DType, Dims, Scalar};
 use smallvec::SmallVec;
 use std::rc::Rc;
 
-/// `a b! c -> a c`: the dim must be whole. Any float to i64: the first of those that tie, the first that is not a number if
-/// there is one. Not differentiable.
+/// Index of the maximum (or minimum) along a dim, as i64: `a b! c -> a c`.
+///
+/// Any float dtype; the dim must not be sharded. The first of tied elements; the first NaN if there is one. Not
+/// differentiable.
+#[doc(alias = "argmin")]
 #[derive(Debug)]
 pub struct Argmax {
     signature: String,
     dim: usize,
-    largest: bool,
+    is_max: bool,
 }
 
 impl Argmax {
-    /// The place of the largest along a dim of a tensor of some shape, or of the smallest.
+    /// The index of the maximum (`is_max`) or minimum along dim `dim` of a tensor of shape `shape`.
     ///
     /// # Errors
-    /// `Kind::Shape` if there is no such dim, or nothing in it.
-    pub fn along(shape: &[usize], dim: usize, largest: bool) -> Result<Rc<dyn Op>> {
-        let name = if largest { "argmax" } else { "argmin" };
+    /// `Kind::Shape` if the dim is out of range or has extent 0.
+    pub fn along(shape: &[usize], dim: usize, is_max: bool) -> Result<Rc<dyn Op>> {
+        let name = if is_max { "argmax" } else { "argmin" };
         check_dim(name, shape.len(), dim)?;
         if shape[dim] == 0 {
-            return misuse(format!("{name}: there is nothing along dim {dim} of {shape:?}"));
+            return invalid_argument(format!("{name}: dim {dim} of shape {shape:?} has no elements"));
         }
-        let full = letters_with(shape.len(), dim, &format!("{}!", letter(dim)));
-        let signature = format!("{full} -> {}", letters_with(shape.len(), dim, ""));
-        Ok(Rc::new(Argmax { signature, dim, largest }))
+        let full = dim_labels_with(shape.len(), dim, &format!("{}!", dim_label(dim)));
+        let signature = format!("{full} -> {}", dim_labels_with(shape.len(), dim, ""));
+        Ok(Rc::new(Argmax { signature, dim, is_max }))
     }
 }
 
 impl Op for Argmax {
     fn name(&self) -> &'static str {
-        if self.largest { "argmax" } else { "argmin" }
+        if self.is_max { "argmax" } else { "argmin" }
     }
 
     fn signature(&self) -> &str {
@@ -54,22 +57,22 @@ impl Op for Argmax {
         Ok(SmallVec::from_slice(&[DType::I64]))
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         if local.inputs[0].extent(self.dim) == 0 {
-            return misuse(format!("{}: there is nothing along dim {}", self.name(), self.dim));
+            return invalid_argument(format!("{}: dim {} has no elements", self.name(), self.dim));
         }
         let mut order: Dims = (0..x[0].view.ndim()).filter(|d| *d != self.dim).collect();
         order.push(self.dim);
-        let rows = x[0].viewed(x[0].view.permute(&order)).contiguous(local.rank)?;
+        let rows = x[0].with_view(x[0].view.permute(&order)).contiguous(local.rank)?;
         let mut y = local.output(0)?;
-        launch(local.rank, &ARG_EXTREME, &[&rows], &mut [&mut y], &[Scalar::Int(i64::from(self.largest))])?;
+        launch(local.rank, &ARG_EXTREME, &[&rows], &mut [&mut y], &[Scalar::Int(i64::from(self.is_max))])?;
         Ok([y].into_iter().collect())
     }
 }
 
 pub(super) fn cases() -> Vec<Case> {
-    let case = |shape: &[usize], dim, largest| {
-        let op = Argmax::along(shape, dim, largest).expect("a dim of the case");
+    let case = |shape: &[usize], dim, is_max| {
+        let op = Argmax::along(shape, dim, is_max).expect("a dim of the case");
         Case::new(op, vec![Input::real(shape)]).exact()
     };
     vec![case(&[5, 7], 1, true), case(&[5, 3], 0, false), case(&[2, 5, 3], 1, true)]
@@ -83,7 +86,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn by_hand() {
+    fn matches_values_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[2, 3], &[1.0f32, 3.0, 3.0, 4.0, f32::NAN, 6.0])?;
             assert_eq!(x.argmax(1).to_host::<i64>()?, [1, 1]);

@@ -1,10 +1,10 @@
-//! What elementwise ops of several arguments share: shapes are aligned at the last dim; an argument with fewer dims is
-//! repeated along the leading dims, one with an extent of 1 along that dim.
+//! Broadcasting of elementwise ops as in NumPy: shapes are aligned at the last dim; missing leading dims and dims of
+//! extent 1 are repeated. And the sum over the repeated dims in their vjps.
 
-use super::labels::{DIMS_MAX, letter};
+use super::labels::{DIMS_MAX, dim_label};
 use super::sum::Sum;
-use crate::op::{DTypes, Fixed, Local, Op, Pieces, Vjp, common_float, unwind};
-use crate::piece::{Piece, launch};
+use crate::op::{DTypes, PlanKey, ForwardContext, Op, LocalTensors, Vjp, common_float, unwind};
+use crate::local_tensor::{LocalTensor, launch};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::reduce::SUM;
@@ -13,12 +13,12 @@ use smallvec::SmallVec;
 use std::borrow::Cow;
 use std::rc::Rc;
 
-/// Which argument is repeated, and along which dims. The number is how many dims the repeated one has.
+/// Which argument of an op is broadcast, and along which dims; a number is how many dims the broadcast argument has.
 #[derive(Clone, Debug)]
 pub(super) enum Broadcast {
     /// Neither: the shapes are equal.
     Same,
-    /// The second, along leading dims only: a bias, a table of positions.
+    /// The second, along leading dims only: a bias, a table of position embeddings.
     Second(usize),
     /// The first, along leading dims only.
     First(usize),
@@ -26,8 +26,10 @@ pub(super) enum Broadcast {
     Any(Rc<Any>),
 }
 
-/// Arguments of known shapes. A dim of extent 1 that is repeated is `1` in the signature: it is never split, and where
-/// another argument is split there, this one is a copy on every rank, its cotangent pending.
+/// Arguments of known shapes, each of which may be broadcast along any dims.
+///
+/// A dim of extent 1 that is broadcast is `1` in the signature: it is never sharded. Where another argument is sharded
+/// there, this one is replicated and its cotangent is partial.
 #[derive(Debug)]
 pub(super) struct Any {
     signature: String,
@@ -54,23 +56,23 @@ const FIRST: [&str; 6] = [
     "d e f g h, ..m d e f g h -> ..m d e f g h",
 ];
 
-/// The label of a dim. Broadcasting sets no limit to their number.
+/// The label of a dim; there is no limit to the number of dims.
 fn label(d: usize) -> Cow<'static, str> {
-    if d < DIMS_MAX { letter(d).into() } else { format!("d{d}").into() }
+    if d < DIMS_MAX { dim_label(d).into() } else { format!("d{d}").into() }
 }
 
-/// The shape that arguments of some shapes are repeated to. Extents that fit nowhere are left for the rule to refuse.
-fn joined(shapes: &[&[usize]]) -> Dims {
+/// The shape that tensors of these shapes broadcast to. Extents that do not match are left for layout inference to refuse.
+fn broadcast_shape(shapes: &[&[usize]]) -> Dims {
     let ndim = shapes.iter().map(|s| s.len()).max().unwrap_or(0);
     let extent = |d: usize| {
         let there = shapes.iter().filter_map(|s| s.get((d + s.len()).checked_sub(ndim)?).copied());
-        there.fold(1, |joined, extent| if joined == 1 { extent } else { joined })
+        there.fold(1, |common, extent| if common == 1 { extent } else { common })
     };
     (0..ndim).map(extent).collect()
 }
 
 impl Broadcast {
-    /// From the numbers of dims, of arguments without extents of 1 to repeat. A repeated argument has at most five dims.
+    /// From the numbers of dims, where no dim of extent 1 is broadcast. A broadcast argument has at most five dims.
     pub(super) fn of(first: usize, second: usize) -> Broadcast {
         match first.cmp(&second) {
             std::cmp::Ordering::Equal => Broadcast::Same,
@@ -91,16 +93,16 @@ impl Broadcast {
 
     /// From the shapes of any number of arguments.
     pub(super) fn among(shapes: &[&[usize]]) -> Broadcast {
-        let whole = joined(shapes);
+        let common = broadcast_shape(shapes);
         let labels = |shape: &[usize]| {
-            let lead = whole.len() - shape.len();
+            let lead = common.len() - shape.len();
             let word = |(d, &extent): (usize, &usize)| {
-                if extent == 1 && whole[lead + d] != 1 { "1".into() } else { label(lead + d) }
+                if extent == 1 && common[lead + d] != 1 { "1".into() } else { label(lead + d) }
             };
             shape.iter().enumerate().map(word).collect::<Vec<_>>().join(" ")
         };
         let inputs: Vec<String> = shapes.iter().map(|s| labels(s)).collect();
-        let signature = format!("{} -> {}", inputs.join(", "), labels(&whole));
+        let signature = format!("{} -> {}", inputs.join(", "), labels(&common));
         Broadcast::Any(Rc::new(Any { signature, shapes: shapes.iter().map(|s| (*s).into()).collect() }))
     }
 
@@ -114,70 +116,71 @@ impl Broadcast {
         }
     }
 
-    /// What is fixed of an op with one of the signatures that stand above.
-    pub(super) fn fixed<O: Op + 'static>(&self) -> Option<Fixed> {
+    /// The plan-cache key of an op with one of the constant signatures above.
+    pub(super) fn plan_key<O: Op + 'static>(&self) -> Option<PlanKey> {
         match self {
-            Broadcast::Same => Some(Fixed::of::<O>(SAME)),
-            Broadcast::Second(n) => Some(Fixed::of::<O>(SECOND[(*n).min(5)])),
-            Broadcast::First(n) => Some(Fixed::of::<O>(FIRST[(*n).min(5)])),
+            Broadcast::Same => Some(PlanKey::of::<O>(SAME)),
+            Broadcast::Second(n) => Some(PlanKey::of::<O>(SECOND[(*n).min(5)])),
+            Broadcast::First(n) => Some(PlanKey::of::<O>(FIRST[(*n).min(5)])),
             Broadcast::Any(_) => None,
         }
     }
 
-    /// Runs a kernel on all arguments, each repeated by its strides to the shape of the result.
+    /// Runs a kernel on all arguments, each broadcast by its strides to the shape of the result.
     pub(super) fn launch(
-        local: &Local<'_>,
+        local: &ForwardContext<'_>,
         kernel: &Kernel,
-        x: &[&Piece],
+        x: &[&LocalTensor],
         scalars: &[Scalar],
-    ) -> Result<Pieces> {
-        let mut made = Pieces::from_buf([local.output(0)?]);
-        let out = &mut made[0];
+    ) -> Result<LocalTensors> {
+        let mut outputs = LocalTensors::from_buf([local.output(0)?]);
+        let out = &mut outputs[0];
         if x.iter().all(|p| p.view.is_shaped_as(&out.view)) {
             launch(local.rank, kernel, x, &mut [out], scalars)?;
-            return Ok(made);
+            return Ok(outputs);
         }
-        let spread = |p: &&Piece| {
+        let expanded = |p: &&LocalTensor| {
             let view = p.view.broadcast(&out.view.shape);
-            p.viewed(view.expect("the signature has matched the dims from the last on"))
+            p.with_view(view.expect("the signature has matched the dims, aligned at the last"))
         };
-        let spread: Vec<Piece> = x.iter().map(spread).collect();
-        launch(local.rank, kernel, &spread.iter().collect::<Vec<_>>(), &mut [out], scalars)?;
-        Ok(made)
+        let expanded: Vec<LocalTensor> = x.iter().map(expanded).collect();
+        launch(local.rank, kernel, &expanded.iter().collect::<Vec<_>>(), &mut [out], scalars)?;
+        Ok(outputs)
     }
 
-    /// Whether argument `i` is repeated.
-    fn repeats(&self, i: usize) -> bool {
+    /// Whether argument `i` is broadcast.
+    fn is_broadcast(&self, i: usize) -> bool {
         match self {
             Broadcast::Same => false,
             Broadcast::Second(_) => i == 1,
             Broadcast::First(_) => i == 0,
             Broadcast::Any(any) => {
                 let shapes: SmallVec<[&[usize]; 3]> = any.shapes.iter().map(|s| &s[..]).collect();
-                joined(&shapes) != any.shapes[i]
+                broadcast_shape(&shapes) != any.shapes[i]
             }
         }
     }
 
-    /// An operand of the terms whose sum is the cotangent of argument `i`: in the accumulator, so that 16-bit floats are rounded
-    /// after the sum and not before it.
-    pub(super) fn of_terms(&self, x: &Tensor, i: usize) -> Tensor {
-        if !self.repeats(i) {
+    /// An operand of the terms whose sum is the cotangent of argument `i`: in the accumulator dtype if the argument is broadcast,
+    /// so that 16-bit floats are rounded after the sum and not before it.
+    pub(super) fn widen_if_broadcast(&self, x: &Tensor, i: usize) -> Tensor {
+        if !self.is_broadcast(i) {
             return x.clone();
         }
-        unwind(x.clone().converted(x.dtype().accumulator()))
+        unwind(x.clone().into_dtype(x.dtype().accumulator()))
     }
 
-    /// The cotangent of argument `i` from its terms: summed over the dims along which the argument is repeated. In 16-bit floats a
-    /// sum that is pending stays in the accumulator (see [`check_lawful`](crate::op::check_lawful)), otherwise it is rounded once.
-    pub(super) fn reduced(&self, cx: &Vjp<'_>, terms: Tensor, i: usize) -> Tensor {
+    /// The cotangent of argument `i` from its terms: summed over the broadcast dims of the argument. In 16-bit floats a partial
+    /// sum stays in the accumulator dtype (see
+    /// [`check_cotangent_layouts`](crate::op::check_cotangent_layouts)), otherwise it is rounded once.
+    pub(super) fn sum_to_argument(&self, cx: &Vjp<'_>, terms: Tensor, i: usize) -> Tensor {
         self.sum(terms, i, cx.input_layouts[i].dtype())
     }
 
     fn sum(&self, terms: Tensor, i: usize, dtype: DType) -> Tensor {
         let (ndim, accumulator) = (terms.layout().ndim(), dtype.accumulator());
         let sum = match self {
-            _ if !self.repeats(i) => return terms,
+            _ if !self.is_broadcast(i) => return terms,
             Broadcast::Second(n) | Broadcast::First(n) if dtype == accumulator => {
                 return Tensor::result(Sum::leading(ndim, ndim - n), &[&terms]);
             }
@@ -186,24 +189,24 @@ impl Broadcast {
             Broadcast::Same => return terms,
         };
         let is_complete = sum.layout().partial().is_empty();
-        if is_complete { unwind(sum.converted(dtype)) } else { sum }
+        if is_complete { unwind(sum.into_dtype(dtype)) } else { sum }
     }
 }
 
-/// The sum over the dims that a shape lacks or has an extent of 1 for, in the accumulator.
+/// The sum over the dims that a shape lacks or has with extent 1 (`sum_to_size`), in the accumulator dtype.
 fn sum_to(terms: &Tensor, shape: &[usize]) -> Tensor {
-    let whole = terms.shape();
-    let lead = whole.len() - shape.len();
-    let repeated = |d: usize| d < lead || shape[d - lead] == 1 && whole[d] != 1;
-    let dims: Dims = (0..whole.len()).filter(|&d| repeated(d)).collect();
-    let left = (lead..whole.len()).map(|d| if repeated(d) { "1".into() } else { label(d) });
-    let [full, left] = [(0..whole.len()).map(label).collect::<Vec<_>>(), left.collect()].map(|t| t.join(" "));
+    let terms_shape = terms.shape();
+    let lead = terms_shape.len() - shape.len();
+    let repeated = |d: usize| d < lead || shape[d - lead] == 1 && terms_shape[d] != 1;
+    let dims: Dims = (0..terms_shape.len()).filter(|&d| repeated(d)).collect();
+    let left = (lead..terms_shape.len()).map(|d| if repeated(d) { "1".into() } else { label(d) });
+    let [full, left] = [(0..terms_shape.len()).map(label).collect::<Vec<_>>(), left.collect()].map(|t| t.join(" "));
     let signature = format!("{full} -> {left}");
     Tensor::result(Rc::new(SumTo { signature, dims }), &[terms])
 }
 
-/// `a b c -> 1 c`: the sum over some dims, of which leading ones disappear and others are left with an extent of 1. Any float; the
-/// result is in the accumulator.
+/// Sum over some dims: `a b c -> 1 c`. Leading summed dims disappear, others keep extent 1. Any float dtype; the result is in the
+/// accumulator dtype.
 #[derive(Debug)]
 struct SumTo {
     signature: String,
@@ -227,31 +230,31 @@ impl Op for SumTo {
         &[&[0]]
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        let stay = (0..x[0].view.ndim()).filter(|d| !self.dims.contains(d));
-        let order: Dims = stay.chain(self.dims.iter().copied()).collect();
-        let turned = x[0].viewed(x[0].view.permute(&order));
-        local.launch(&SUM, &[&turned], &[Scalar::Int(self.dims.len() as i64), Scalar::Real(1.0)])
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
+        let remaining = (0..x[0].view.ndim()).filter(|d| !self.dims.contains(d));
+        let order: Dims = remaining.chain(self.dims.iter().copied()).collect();
+        let reduced_last = x[0].with_view(x[0].view.permute(&order));
+        local.launch(&SUM, &[&reduced_last], &[Scalar::Int(self.dims.len() as i64), Scalar::Real(1.0)])
     }
 }
 
-/// f(x, y) g elementwise, for a kernel of x, y and g: what the cotangent of an argument of a function of two arguments is
-/// before it is summed. Linear in g.
+/// Backward of an elementwise function of two arguments by a kernel of x, y and g: f(x, y) g, before the sum over broadcast
+/// dims. Linear in g.
 #[derive(Debug)]
-pub(super) struct PairBackward {
+pub(super) struct BinaryBackward {
     kernel: &'static Kernel,
     shape: Broadcast,
 }
 
-impl PairBackward {
-    /// In the shape of g, to which x and y are repeated.
+impl BinaryBackward {
+    /// The terms in the shape of g, to which x and y broadcast.
     pub(super) fn of(kernel: &'static Kernel, x: &Tensor, y: &Tensor, g: &Tensor) -> Tensor {
         let shape = Broadcast::among(&[&x.shape(), &y.shape(), &g.shape()]);
-        Tensor::result(Rc::new(PairBackward { kernel, shape }), &[x, y, g])
+        Tensor::result(Rc::new(BinaryBackward { kernel, shape }), &[x, y, g])
     }
 }
 
-impl Op for PairBackward {
+impl Op for BinaryBackward {
     fn name(&self) -> &'static str {
         self.kernel.name
     }
@@ -264,7 +267,7 @@ impl Op for PairBackward {
         &[&[2]]
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         Broadcast::launch(local, self.kernel, x, &[])
     }
 }
@@ -274,7 +277,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn signatures_by_hand() {
+    fn signatures_match_hand_written_ones() {
         let between = |a: &[usize], b: &[usize]| Broadcast::between(a, b).signature().to_string();
         assert_eq!(between(&[5, 3], &[5, 3]), "..m, ..m -> ..m");
         assert_eq!(between(&[5, 3], &[3]), "..m d, d -> ..m d");
@@ -287,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn any_number_of_dims_is_repeated() {
+    fn fourteen_dims_broadcast() {
         use crate::value::Value;
         use shardgrad_dist::{Mesh, World};
         let mesh = Mesh::parse("a=2").unwrap();
@@ -298,7 +301,7 @@ mod tests {
             for x in [
                 x.clone(),
                 x.to_layout_at(
-                    &x.layout().with_state(shardgrad_dist::Axis(0), crate::state::State::Shard(0)),
+                    &x.layout().with_placement(shardgrad_dist::Axis(0), crate::placement::Placement::Shard(0)),
                     std::panic::Location::caller(),
                 )?,
             ] {

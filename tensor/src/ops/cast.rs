@@ -1,36 +1,41 @@
-//! y = x in another dtype.
+//! Conversion to another dtype.
 
 use super::{Case, Input};
-use crate::op::{Cotangents, DTypes, Local, Op, Pieces, Vjp};
-use crate::piece::Piece;
+use crate::op::{Cotangents, DTypes, ForwardContext, Op, LocalTensors, Vjp};
+use crate::local_tensor::LocalTensor;
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::DType;
 use smallvec::SmallVec;
 use std::rc::Rc;
 
-/// `..m -> ..m`: floats to floats round to nearest, ties to even; floats to integers go towards zero; to bool everything but 0
-/// is true (not a number too).
+/// Converts a tensor to another dtype: `..m -> ..m`.
 ///
-/// A cast up is exact, hence linear: a pending sum stays pending. A cast down rounds, so the sum is completed first.
-/// dx = g in the dtype of x. There each rank's share of a pending gradient is rounded, as it would be had the
-/// argument been of that dtype all along: the gradient law allows no collective there.
+/// Float to float rounds to nearest, ties to even; float to integer truncates towards zero; to bool everything but 0 is
+/// true, NaN too.
+///
+/// A cast to a wider float is exact, hence linear: a partial sum stays partial. A cast to a narrower dtype rounds, so a
+/// partial sum is reduced first. Gradient: dx = g in the dtype of x. There each rank's term of a partial gradient is
+/// rounded, as if the argument had that dtype all along: a vjp must not communicate.
+#[doc(alias = "to")]
+#[doc(alias = "astype")]
+#[doc(alias = "convert_element_type")]
 #[derive(Debug)]
 pub struct Cast {
     from: DType,
     to: DType,
-    linear: bool,
+    is_linear: bool,
 }
 
 impl Cast {
-    /// The cast between two dtypes.
+    /// The cast from one dtype to another.
     #[must_use]
     pub fn of(from: DType, to: DType) -> Rc<dyn Op> {
-        Rc::new(Cast { from, to, linear: is_exact(from, to) })
+        Rc::new(Cast { from, to, is_linear: is_exact(from, to) })
     }
 }
 
-/// Whether every value of a float dtype is one of another.
+/// Whether the dtype `to` represents every value of the float dtype `from` exactly.
 pub(super) fn is_exact(from: DType, to: DType) -> bool {
     from == to
         || match to {
@@ -50,7 +55,7 @@ impl Op for Cast {
     }
 
     fn linear_in(&self) -> &'static [&'static [usize]] {
-        if self.linear { &[&[0]] } else { &[] }
+        if self.is_linear { &[&[0]] } else { &[] }
     }
 
     fn differentiable(&self) -> &'static [bool] {
@@ -61,14 +66,14 @@ impl Op for Cast {
         Ok(SmallVec::from_slice(&[self.to]))
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        let y = if self.from == self.to { x[0].clone() } else { x[0].converted(local.rank, self.to)? };
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
+        let y = if self.from == self.to { x[0].clone() } else { x[0].to_dtype(local.rank, self.to)? };
         Ok([y].into_iter().collect())
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|_| {
-            let op: Rc<dyn Op> = Rc::new(Cast { from: self.to, to: self.from, linear: true });
+        cx.cotangents(|_| {
+            let op: Rc<dyn Op> = Rc::new(Cast { from: self.to, to: self.from, is_linear: true });
             Tensor::result(op, &[&cx.grad(0)])
         })
     }
@@ -92,7 +97,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn casts_by_hand() {
+    fn matches_casts_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[3], &[1.5f64, -2.7, 1.0 + 2f64.powi(-9)])?;
             assert_eq!(x.cast(DType::I64).to_host::<i64>()?, [1, -2, 1]);
@@ -108,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn casts_up_are_linear_and_casts_down_are_not() {
+    fn only_widening_float_casts_are_linear() {
         use DType::{BF16, F16, F32, F64, I64};
         for (from, to, linear) in [
             (BF16, F32, true),

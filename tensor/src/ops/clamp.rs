@@ -1,35 +1,37 @@
-//! y = a where x < a, b where x > b, else x.
+//! Elementwise limits: y = a where x < a, b where x > b, else x.
 
-use super::labels::misuse;
-use super::pointwise::PointwiseBackward;
+use super::labels::invalid_argument;
+use super::unary_backward::UnaryBackward;
 use super::{Case, Input};
-use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
-use crate::piece::Piece;
+use crate::op::{Cotangents, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp};
+use crate::local_tensor::LocalTensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::Scalar;
 use shardgrad_kernels::op::elementary::{CLAMP, CLAMP_GRAD};
 use std::rc::Rc;
 
-/// `..m -> ..m`, any float. dx = g where a <= x <= b, the edges included, else 0. Not-a-number stays, with
-/// dx = 0.
+/// Limits each element to a range: y = a where x < a, b where x > b, else x.
+///
+/// `..m -> ..m`, any float dtype. Gradient: dx = g where a <= x <= b, else 0. NaN stays NaN, with dx = 0.
+#[doc(alias = "clip")]
 #[derive(Debug)]
 pub struct Clamp {
-    /// a, rounded to the accumulator of the dtype; negative infinity for no limit.
+    /// a (`min` in PyTorch), rounded to the accumulator of the dtype; -infinity for no lower limit.
     pub low: f64,
-    /// b, not below a; infinity for no limit.
+    /// b (`max` in PyTorch), not below a; infinity for no upper limit.
     pub high: f64,
 }
 
 impl Clamp {
-    /// The limits.
+    /// The op that limits elements to `low..=high`.
     ///
     /// # Errors
-    /// `Kind::Shape` if they are no range.
+    /// `Kind::Shape` if `low > high` or one of them is NaN.
     pub fn between(low: f64, high: f64) -> Result<Rc<dyn Op>> {
         if low <= high {
             return Ok(Rc::new(Clamp { low, high }));
         }
-        misuse(format!("clamp: {low} to {high} is no range"))
+        invalid_argument(format!("clamp: the limits {low} to {high} are not a range; give low <= high"))
     }
 }
 
@@ -42,16 +44,16 @@ impl Op for Clamp {
         "..m -> ..m"
     }
 
-    fn keeps(&self) -> Keeps {
-        Keeps { inputs: &[0], outputs: &[] }
+    fn saved_for_backward(&self) -> SavedForBackward {
+        SavedForBackward { inputs: &[0], outputs: &[] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         local.launch(&CLAMP, &[x[0]], &[Scalar::Real(self.low), Scalar::Real(self.high)])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|_| PointwiseBackward::with(&CLAMP_GRAD, cx.input(0), &cx.grad(0), &[self.low, self.high]))
+        cx.cotangents(|_| UnaryBackward::with(&CLAMP_GRAD, cx.input(0), &cx.grad(0), &[self.low, self.high]))
     }
 }
 
@@ -69,7 +71,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn by_hand() {
+    fn matches_values_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[6], &[-2.0f64, -0.5, 0.0, 0.75, f64::INFINITY, f64::NAN])?;
             let y = x.clamp(-0.5, 0.75).to_host::<f64>()?;

@@ -1,19 +1,19 @@
-//! z = whether x == y, x != y, x < y, x <= y, x > y, x >= y, elementwise; y is a tensor or a number. Shapes are aligned at
-//! the last dim; missing dims and extents of 1 are repeated.
+//! Elementwise comparison x == y, x != y, x < y, x <= y, x > y or x >= y with a tensor or a number. Shapes broadcast as
+//! in NumPy.
 
 use super::broadcast::Broadcast;
-use super::labels::one_dtype;
+use super::labels::common_dtype;
 use super::{Case, Input};
-use crate::op::{DTypes, Local, Op, Pieces};
-use crate::piece::Piece;
-use crate::tensor::integers;
+use crate::op::{DTypes, ForwardContext, Op, LocalTensors};
+use crate::local_tensor::LocalTensor;
+use crate::tensor::integer_range;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::compare_select::{EQ, GE, GT, LE, LT, NE};
 use shardgrad_kernels::{DType, Kernel};
 use smallvec::SmallVec;
 use std::rc::Rc;
 
-/// Which comparison.
+/// The relation that a comparison tests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Relation {
     /// x == y
@@ -43,59 +43,72 @@ impl Relation {
     }
 }
 
-/// Shapes as [`Add`](super::add::Add), one dtype of any kind; the result is bool. Nothing but `!=` holds of not-a-number.
-/// Not differentiable, not linear: pending sums are completed.
+/// Elementwise comparison of two tensors; the result is bool.
+///
+/// Shapes broadcast as for [`Add`](super::add::Add); the arguments have one dtype of any kind. With NaN every relation
+/// but `!=` is false. Not differentiable, not linear: partial sums are reduced first.
+#[doc(alias = "eq")]
+#[doc(alias = "ne")]
+#[doc(alias = "lt")]
+#[doc(alias = "le")]
+#[doc(alias = "gt")]
+#[doc(alias = "ge")]
+#[doc(alias = "equal")]
+#[doc(alias = "less")]
+#[doc(alias = "greater")]
 #[derive(Debug)]
 pub struct Compare {
     relation: Relation,
     shape: Broadcast,
 }
 
-/// The same with a number in place of y: rounded to the dtype of x if that is a float; integers and truth values (0 or 1)
-/// are compared with the number itself, be it no integer, beyond all of theirs or not a number.
+/// Elementwise comparison with a number; the result is bool.
+///
+/// The number is rounded to the dtype of x if that is a float. Integers and bools (0 or 1) are compared with the exact
+/// number, also if it is not an integer, outside the range of the dtype, or NaN.
 #[derive(Debug)]
 pub struct CompareScalar {
-    /// Which comparison.
+    /// The relation that is tested.
     pub relation: Relation,
     /// The number.
     pub number: f64,
 }
 
 impl Compare {
-    /// The comparison of tensors of some shapes.
+    /// The comparison of two tensors of these shapes.
     #[must_use]
     pub fn between(relation: Relation, first: &[usize], second: &[usize]) -> Rc<dyn Op> {
         Rc::new(Compare { relation, shape: Broadcast::between(first, second) })
     }
 }
 
-/// What a comparison of a dtype's elements with a number comes to.
-enum Answer {
-    /// The same for every element.
-    Always(bool),
-    /// That of a comparison with a number that the dtype holds, or that is rounded to it.
-    With(Relation, f64),
+/// A comparison with a number, simplified for the dtype of the tensor.
+enum ScalarComparison {
+    /// The result is the same for every element.
+    Constant(bool),
+    /// A comparison with a number that the dtype represents, or that is rounded to the dtype.
+    Compare(Relation, f64),
 }
 
 impl CompareScalar {
-    fn answer(&self, dtype: DType) -> Answer {
+    fn simplify(&self, dtype: DType) -> ScalarComparison {
         use Relation::{Eq, Ge, Gt, Le, Lt, Ne};
         let (relation, number) = (self.relation, self.number);
-        let Some(held) = integers(dtype) else { return Answer::With(relation, number) };
+        let Some(held) = integer_range(dtype) else { return ScalarComparison::Compare(relation, number) };
         if number.is_nan() {
-            Answer::Always(relation == Ne)
+            ScalarComparison::Constant(relation == Ne)
         } else if number < held.start {
-            Answer::Always(matches!(relation, Ne | Gt | Ge))
+            ScalarComparison::Constant(matches!(relation, Ne | Gt | Ge))
         } else if number >= held.end {
-            Answer::Always(matches!(relation, Ne | Lt | Le))
+            ScalarComparison::Constant(matches!(relation, Ne | Lt | Le))
         } else if number.fract() == 0.0 {
-            Answer::With(relation, number)
+            ScalarComparison::Compare(relation, number)
         } else {
-            // Between two integers: the lower one divides those below from those above.
+            // The number lies between two integers: compare with the lower one.
             match relation {
-                Eq | Ne => Answer::Always(relation == Ne),
-                Lt | Le => Answer::With(Le, number.floor()),
-                Gt | Ge => Answer::With(Gt, number.floor()),
+                Eq | Ne => ScalarComparison::Constant(relation == Ne),
+                Lt | Le => ScalarComparison::Compare(Le, number.floor()),
+                Gt | Ge => ScalarComparison::Compare(Gt, number.floor()),
             }
         }
     }
@@ -115,11 +128,11 @@ impl Op for Compare {
     }
 
     fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
-        one_dtype(inputs)?;
+        common_dtype(inputs)?;
         Ok(SmallVec::from_slice(&[DType::Bool]))
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         Broadcast::launch(local, self.relation.kernel(), x, &[])
     }
 }
@@ -141,14 +154,14 @@ impl Op for CompareScalar {
         Ok(SmallVec::from_slice(&[DType::Bool]))
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        match self.answer(x[0].dtype) {
-            Answer::Always(truth) => {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
+        match self.simplify(x[0].dtype) {
+            ScalarComparison::Constant(truth) => {
                 let truth = f64::from(u8::from(truth));
-                Ok([Piece::filled(local.rank, DType::Bool, &x[0].view.shape, truth)?].into_iter().collect())
+                Ok([LocalTensor::full(local.rank, DType::Bool, &x[0].view.shape, truth)?].into_iter().collect())
             }
-            Answer::With(relation, number) => {
-                let number = Piece::filled(local.rank, x[0].dtype, &[], number)?;
+            ScalarComparison::Compare(relation, number) => {
+                let number = LocalTensor::full(local.rank, x[0].dtype, &[], number)?;
                 Broadcast::launch(local, relation.kernel(), &[x[0], &number], &[])
             }
         }
@@ -159,15 +172,15 @@ pub(super) fn cases() -> Vec<Case> {
     use Relation::{Eq, Ge, Gt, Le, Lt, Ne};
     let case = |relation, x: &[usize], y: &[usize]| {
         let op = Compare::between(relation, x, y);
-        Case::fixed(op, vec![Input::real(x), Input::real(y)]).exact()
+        Case::fixed_shape(op, vec![Input::real(x), Input::real(y)]).exact()
     };
     let scalar = |relation| {
         Case::new(Rc::new(CompareScalar { relation, number: 0.25 }), vec![Input::real(&[5, 3])]).exact()
     };
     let indices = vec![Input::index(&[5, 3], 4), Input::index(&[3], 4)];
     vec![
-        Case::fixed(Compare::between(Eq, &[5, 3], &[3]), indices.clone()).exact(),
-        Case::fixed(Compare::between(Ne, &[5, 3], &[3]), indices).exact(),
+        Case::fixed_shape(Compare::between(Eq, &[5, 3], &[3]), indices.clone()).exact(),
+        Case::fixed_shape(Compare::between(Ne, &[5, 3], &[3]), indices).exact(),
         case(Lt, &[5, 3], &[5, 3]),
         case(Le, &[5, 1], &[3]),
         case(Gt, &[5], &[2, 5]),
@@ -185,7 +198,7 @@ mod tests {
     use shardgrad_kernels::DType;
 
     #[test]
-    fn by_hand() {
+    fn matches_values_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[3], &[1.0f32, 2.0, f32::NAN])?;
             let y = Tensor::from_host(rank, &[3], &[2.0f32, 2.0, 2.0])?;
@@ -206,10 +219,9 @@ mod tests {
         .unwrap();
     }
 
-    /// Each relation of integers with numbers, those that are no integers and those that lie beyond them included, as in
-    /// exact arithmetic.
+    /// Every relation of integers with numbers agrees with exact arithmetic, also for fractions and numbers out of range.
     #[test]
-    fn integers_are_compared_with_the_number_itself() {
+    fn integers_are_compared_with_the_exact_number() {
         use super::{CompareScalar, Relation};
         use std::cmp::Ordering;
         use std::rc::Rc;
@@ -235,7 +247,7 @@ mod tests {
             1e300,
             f64::INFINITY,
         ];
-        // Not every i64 is an f64: the integer below c decides, then what c has beyond it.
+        // Not every i64 is an f64: compare with floor(c) first, then with the fraction of c.
         let order = |x: i64, c: f64| match c {
             c if c.is_nan() => None,
             c if c >= high => Some(Ordering::Less),

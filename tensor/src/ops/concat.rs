@@ -1,21 +1,25 @@
-//! Tensors one after another along a dim that they all have, which must be whole.
+//! Concatenation of tensors along an unsharded dim.
 
-use super::labels::{check_count, check_dim, jointly, letters_with, one_dtype, whole};
+use super::labels::{check_num_tensors, check_dim, linear_jointly, dim_labels_with, common_dtype, unsplit};
 use super::slice::Slice;
 use super::{Case, Input};
 use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
-use crate::op::{Cotangents, DTypes, Local, Op, Pieces, Vjp, infer_by_signature, unwind};
-use crate::piece::Piece;
+use crate::op::{Cotangents, DTypes, ForwardContext, Op, LocalTensors, Vjp, infer_by_signature, unwind};
+use crate::local_tensor::LocalTensor;
 use crate::refusal::Refusal;
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::DType;
 use std::rc::Rc;
 
-/// `..m d!, ..m e! -> ..m f`, `a x0! c, a x1! c, .. -> a y c`: one dtype, any. Linear jointly. The cotangents are the ranges
-/// of g.
+/// Concatenates tensors along a dim: `..m d!, ..m e! -> ..m f`, `a x0! c, a x1! c, .. -> a y c`.
+///
+/// One dtype of any kind. The dim must not be sharded. Linear in all arguments jointly. Gradient: the cotangent of an
+/// argument is its range of g.
+#[doc(alias = "cat")]
+#[doc(alias = "concatenate")]
 #[derive(Debug)]
 pub struct Concat {
     signature: String,
@@ -24,18 +28,18 @@ pub struct Concat {
 }
 
 impl Concat {
-    /// `count` tensors of `ndim` dims one after another along dim `dim`.
+    /// The concatenation of `count` tensors of `ndim` dims along dim `dim`.
     ///
     /// # Errors
-    /// Of kind `Kind::Shape` if there is no such dim, or there are no or more than 16 arguments.
+    /// `Kind::Shape` if the dim is out of range or there are not 1 to 16 arguments.
     pub fn along(ndim: usize, dim: usize, count: usize) -> Result<Rc<dyn Op>> {
         check_dim("concat", ndim, dim)?;
-        check_count("concat", count)?;
+        check_num_tensors("concat", count)?;
         let signature = if count == 2 && dim + 1 == ndim {
             "..m d!, ..m e! -> ..m f".to_string()
         } else {
-            let parts: Vec<String> = (0..count).map(|i| letters_with(ndim, dim, &format!("x{i}!"))).collect();
-            format!("{} -> {}", parts.join(", "), letters_with(ndim, dim, "y"))
+            let parts: Vec<String> = (0..count).map(|i| dim_labels_with(ndim, dim, &format!("x{i}!"))).collect();
+            format!("{} -> {}", parts.join(", "), dim_labels_with(ndim, dim, "y"))
         };
         Ok(Rc::new(Concat { signature, dim, count }))
     }
@@ -51,11 +55,11 @@ impl Op for Concat {
     }
 
     fn linear_in(&self) -> &'static [&'static [usize]] {
-        jointly(self.count)
+        linear_jointly(self.count)
     }
 
     fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
-        one_dtype(inputs)
+        common_dtype(inputs)
     }
 
     fn infer(
@@ -70,16 +74,16 @@ impl Op for Concat {
         }
         let mut shape = args[0].shape();
         shape[self.dim] = args.iter().map(|l| l.shape().get(self.dim).copied().unwrap_or(0)).sum();
-        infer_by_signature(self, context, args, dtypes, &[whole(args[0], dtypes[0], &shape)])
+        infer_by_signature(self, context, args, dtypes, &[unsplit(args[0], dtypes[0], &shape)])
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         let mut out = local.output(0)?;
         let mut start = 0;
-        for piece in x {
-            let end = start + piece.view.shape[self.dim];
+        for tensor in x {
+            let end = start + tensor.view.shape[self.dim];
             let at = out.view.narrow(self.dim, start, end);
-            out.write(local.rank, at, piece)?;
+            out.write(local.rank, at, tensor)?;
             start = end;
         }
         Ok([out].into_iter().collect())
@@ -88,10 +92,10 @@ impl Op for Concat {
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         let (ndim, extent) = (cx.output_layouts[0].ndim(), cx.output_layouts[0].extent(self.dim));
         let extents: Vec<usize> = cx.input_layouts.iter().map(|l| l.extent(self.dim)).collect();
-        cx.each(|i| {
+        cx.cotangents(|i| {
             let start: usize = extents[..i].iter().sum();
             let op = unwind(Slice::along(ndim, extent, self.dim, start..start + extents[i]));
-            Tensor::apply_with(op, &[&cx.grad(0)], cx.goal(i))
+            Tensor::apply_with(op, &[&cx.grad(0)], cx.cotangent_layout(i))
         })
     }
 }
@@ -116,7 +120,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn parts_by_hand() {
+    fn matches_concatenations_written_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[2, 1], &[1i64, 2])?;
             let y = Tensor::from_host(rank, &[2, 2], &[3i64, 4, 5, 6])?;
@@ -128,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_joined_is_refused() {
+    fn dim_out_of_range_and_17_tensors_are_refused() {
         assert!(Concat::along(2, 2, 2).is_err());
         assert!(Concat::along(2, 0, 17).is_err());
     }

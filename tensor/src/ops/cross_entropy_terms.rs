@@ -1,19 +1,19 @@
-//! lse = ln(sum_j exp(z_j)) and picked = z_target over the last dim, which may be split: what a cross-entropy is made of. The
-//! loss per row is lse - picked.
+//! The two terms of a cross-entropy loss over the last dim, which may be sharded: lse = ln(sum_j exp(z_j)) and picked =
+//! z_target. The loss of a row is lse - picked.
 
-use super::amax::unsettled;
+use super::amax::keep_invariant_inputs;
 use super::embedding::check_index;
 use super::{Case, Input};
 use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
 use crate::op::{
-    Cotangents, DTypes, Keeps, Local, Op, Pieces, Vjp, common_float, infer_by_signature, unwind,
+    Cotangents, DTypes, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp, common_float, infer_by_signature, unwind,
 };
-use crate::piece::{Piece, launch};
-use crate::redistribute::combine;
+use crate::local_tensor::{LocalTensor, launch};
+use crate::redistribute::all_reduce;
 use crate::refusal::Refusal;
-use crate::state::State;
+use crate::placement::Placement;
 use crate::tensor::Tensor;
 use shardgrad_dist::{AxisSet, ReduceOp, Result};
 use shardgrad_kernels::op::cross_entropy::{BACKWARD, TERMS};
@@ -24,19 +24,28 @@ use std::cell::Cell;
 use std::fmt;
 use std::rc::Rc;
 
-/// `..m [v], ..m -> ..m, ..m` on logits z (any float) and targets (i64, each in 0..v); both results are in the accumulator
-/// of z. z is read once.
+/// The two terms of a cross-entropy loss over the last dim: lse = ln(sum_j exp(z_j)) and picked = z_target.
 ///
-/// Differentiable in z: dz_j = exp(z_j - lse) dlse + (dpicked where j is the target). Picked is pending over the axes that
-/// split v. Logarithms have no pending form, so there the op states its own rule: lse ends as `=`, by two all-reduces of one
-/// number a row over all of those axes inside the op, of the largest lse of a shard and of the sum of exp(lse - largest). A
-/// pending z is completed before.
+/// `..m [v], ..m -> ..m, ..m` on logits z (any float dtype) and targets (i64, each in 0..v); both results are in the
+/// accumulator dtype of z. z is read once. The loss of a row is lse - picked.
+///
+/// The vocabulary dim v may be sharded (vocabulary-parallel cross entropy, as in Megatron). picked is then a partial
+/// sum over the axes that shard v. A logarithm has no partial form, so for lse the op has its own inference rule: two
+/// all-reduces of one number per row over all of these axes, of the maximum of the local lse and of the sum of
+/// exp(lse - maximum); lse is invariant (`=`) there. A partial z is reduced first.
+///
+/// Differentiable in z: dz_j = exp(z_j - lse) dlse + (dpicked where j is the target). The backward overwrites the
+/// logits if nothing else holds their memory (buffer donation).
+#[doc(alias = "cross_entropy")]
+#[doc(alias = "nll_loss")]
+#[doc(alias = "vocab_parallel_cross_entropy")]
 #[derive(Debug)]
 pub struct CrossEntropyTerms;
 
-/// The cotangent of z, linear in those of the two results jointly. It is made once, in the place of z.
+/// Backward of [`CrossEntropyTerms`]: the cotangent of z, linear in the cotangents of both results jointly. Runs once, since it
+/// overwrites z.
 struct CrossEntropyBackward {
-    z: Cell<Option<Piece>>,
+    z: Cell<Option<LocalTensor>>,
 }
 
 impl fmt::Debug for CrossEntropyBackward {
@@ -45,13 +54,13 @@ impl fmt::Debug for CrossEntropyBackward {
     }
 }
 
-/// Where this rank's columns begin, and how many there are in all.
-fn columns(local: &Local<'_>) -> [Scalar; 2] {
+/// The first vocabulary index of this rank and the size of the whole vocabulary.
+fn columns(local: &ForwardContext<'_>) -> [Scalar; 2] {
     let (count, range) = local.label("v");
     [Scalar::Int(range.start as i64), Scalar::Int(count as i64)]
 }
 
-/// The axes that split v.
+/// The mesh axes that shard v.
 fn axes(inference: &Inference) -> AxisSet {
     inference.label_dim("v").expect("the signature has the label v").axes.iter().collect()
 }
@@ -69,8 +78,8 @@ impl Op for CrossEntropyTerms {
         &[true, false]
     }
 
-    fn keeps(&self) -> Keeps {
-        Keeps { inputs: &[0, 1], outputs: &[0] }
+    fn saved_for_backward(&self) -> SavedForBackward {
+        SavedForBackward { inputs: &[0, 1], outputs: &[0] }
     }
 
     fn dtypes(&self, inputs: &[DType], num_outputs: usize) -> Result<DTypes> {
@@ -86,13 +95,13 @@ impl Op for CrossEntropyTerms {
         want: &[Option<Layout>],
     ) -> Result<Rc<Inference>, Refusal> {
         let mut inference = Rc::unwrap_or_clone(infer_by_signature(self, context, args, dtypes, want)?);
-        let split = axes(&inference);
+        let sharding_axes = axes(&inference);
         let lse = &mut inference.outputs[0];
-        *lse = split.iter().fold(lse.clone(), |layout, axis| layout.with_state(axis, State::Invariant));
+        *lse = sharding_axes.iter().fold(lse.clone(), |layout, axis| layout.with_placement(axis, Placement::Invariant));
         Ok(Rc::new(inference))
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         let x = local.contiguous(x)?;
         let mut terms = local.launch(&TERMS, &[&x[0], &x[1]], &columns(local))?;
         let axes = axes(local.inference);
@@ -102,26 +111,26 @@ impl Op for CrossEntropyTerms {
         let (mut sum, mut lse) = (local.output(0)?, local.output(0)?);
         let of = [&x[0], &x[1]];
         let largest =
-            combine(local.rank, local.made_of(&of, terms[0].clone()), axes, ReduceOp::Max, local.site)?;
-        // Rows of one element each.
+            all_reduce(local.rank, local.with_lineage(&of, terms[0].clone()), axes, ReduceOp::Max, local.site)?;
+        // The kernel sums rows; these have one element each.
         launch(local.rank, &SUM_EXP, &[&terms[0], &largest], &mut [&mut sum], &[Scalar::Int(1)])?;
-        let sum = combine(local.rank, local.made_of(&of, sum), axes, ReduceOp::Sum, local.site)?;
+        let sum = all_reduce(local.rank, local.with_lineage(&of, sum), axes, ReduceOp::Sum, local.site)?;
         launch(local.rank, &FINISH, &[&largest, &sum], &mut [&mut lse], &[])?;
         terms[0] = lse;
         Ok(terms)
     }
 
-    fn consumes(&self) -> Option<usize> {
+    fn donated_input(&self) -> Option<usize> {
         Some(0)
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|_| {
-            let z = cx.take(0);
-            // Who watches ops looks at what they were given.
-            let is_seen = Context::of(cx.rank).is_watched();
-            let shown = if is_seen { z.clone() } else { Tensor::outline(cx.rank, z.layout()) };
-            let op = CrossEntropyBackward { z: Cell::new(Some(unwind(z.into_own_piece()))) };
+        cx.cotangents(|_| {
+            let z = cx.take_donated(0);
+            // Anomaly detection inspects the values of the arguments; otherwise their layout is enough.
+            let is_inspected = Context::of(cx.rank).detects_anomalies();
+            let shown = if is_inspected { z.clone() } else { Tensor::meta(cx.rank, z.layout()) };
+            let op = CrossEntropyBackward { z: Cell::new(Some(unwind(z.into_unique_local()))) };
             let args = [&shown, cx.input(1), cx.output(0), &cx.grad(0), &cx.grad(1)];
             Tensor::results(Rc::new(op), &args).remove(0)
         })
@@ -157,13 +166,13 @@ impl Op for CrossEntropyBackward {
         want: &[Option<Layout>],
     ) -> Result<Rc<Inference>, Refusal> {
         let inference = infer_by_signature(self, context, args, dtypes, want)?;
-        let split = axes(&inference);
-        Ok(unsettled(inference, split))
+        let sharding_axes = axes(&inference);
+        Ok(keep_invariant_inputs(inference, sharding_axes))
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         let x = local.contiguous(&x[1..])?;
-        let mut z = self.z.take().expect("bug: the cotangent of logits is made once");
+        let mut z = self.z.take().expect("bug: the backward of cross-entropy runs once");
         let inputs = [&x[0], &x[1], &x[2], &x[3]];
         launch(local.rank, &BACKWARD, &inputs, &mut [&mut z], &columns(local))?;
         Ok(smallvec![z])
@@ -187,7 +196,7 @@ mod tests {
     use std::cell::RefCell;
 
     #[test]
-    fn a_row_by_hand() {
+    fn matches_a_row_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let z = Tensor::from_host(rank, &[1, 3], &[2f64.ln(), 0.0, 4f64.ln()])?;
             let target = Tensor::from_host(rank, &[1], &[2i64])?;
@@ -200,40 +209,40 @@ mod tests {
     }
 
     #[test]
-    fn the_cotangent_takes_the_place_of_logits_that_nobody_holds() {
+    fn backward_reuses_the_memory_of_logits_unless_they_are_shared() {
         World::run(Mesh::single(), |rank| {
             let z = || Tensor::from_host(rank, &[2, 3], &[0.0, 1.0, 2.0, -1.0, 3.0, 0.5]);
             let target = Tensor::from_host(rank, &[2], &[2i64, 0])?;
             let ones = Tensor::from_host(rank, &[2], &[1.0, -2.0])?;
             let (logits, lse) = (z()?.layout().clone(), z()?.cross_entropy_terms(&target).0);
             let dual = ones.layout().clone();
-            let back = |kept: Option<Tensor>, taken: Option<Tensor>| {
+            let back = |saved: Option<Tensor>, donated: Option<Tensor>| {
                 let cotangents = CrossEntropyTerms.vjp(&Vjp {
                     rank,
-                    inputs: &[kept, Some(target.clone())],
+                    inputs: &[saved, Some(target.clone())],
                     outputs: &[Some(lse.clone()), None],
                     input_layouts: &[logits.clone(), target.layout().clone()],
                     output_layouts: &[dual.clone(), dual.clone()],
                     grads: &[Some(ones.clone()), Some(ones.clone())],
-                    wanted: &[true, false],
-                    taken: RefCell::new(taken),
-                    sums: &[],
+                    needs_input_grad: &[true, false],
+                    donated: RefCell::new(donated),
+                    accumulators: &[],
                 });
-                cotangents.into_iter().next().flatten().expect("it is wanted")
+                cotangents.into_iter().next().flatten().expect("the cotangent was requested")
             };
             let owned = z()?;
-            let place = owned.piece().buffer.address();
-            let made = back(None, Some(owned));
-            assert_eq!(made.piece().buffer.address(), place, "nobody else holds the logits");
+            let address = owned.local().buffer.address();
+            let overwritten = back(None, Some(owned));
+            assert_eq!(overwritten.local().buffer.address(), address, "nothing else holds the logits, so that their memory is reused");
             let held = z()?;
-            let view = Tensor::assemble(rank, logits.clone(), held.piece().clone());
+            let view = Tensor::assemble(rank, logits.clone(), held.local().clone());
             for other in
                 [back(None, Some(held.clone())), back(Some(held.clone()), None), back(None, Some(view))]
             {
-                assert_ne!(other.piece().buffer.address(), held.piece().buffer.address());
-                assert_eq!(other.to_host::<f64>()?, made.to_host::<f64>()?);
+                assert_ne!(other.local().buffer.address(), held.local().buffer.address());
+                assert_eq!(other.to_host::<f64>()?, overwritten.to_host::<f64>()?);
             }
-            assert_eq!(held.to_host::<f64>()?, z()?.to_host::<f64>()?, "what is held stays");
+            assert_eq!(held.to_host::<f64>()?, z()?.to_host::<f64>()?, "shared logits are not overwritten");
             Ok(())
         })
         .unwrap();

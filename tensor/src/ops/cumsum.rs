@@ -1,38 +1,42 @@
-//! y_i = x_0 + x_1 + .. + x_i along a dim.
+//! Cumulative sum along a dim: y_i = x_0 + x_1 + .. + x_i.
 
-use super::labels::{check_dim, letter, letters_with};
+use super::labels::{check_dim, dim_label, dim_labels_with};
 use super::{Case, Input};
-use crate::op::{Cotangents, Local, Op, Pieces, Vjp};
-use crate::piece::{Piece, launch};
+use crate::op::{Cotangents, ForwardContext, Op, LocalTensors, Vjp};
+use crate::local_tensor::{LocalTensor, launch};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::scan::CUMSUM;
 use shardgrad_kernels::{Dims, Scalar};
 use std::rc::Rc;
 
-/// `a b! c -> a b! c`: the dim must be whole. Any float, added up one after another in the accumulator. Linear. dx_i = g_i +
-/// g_i+1 + .. to the end.
+/// Cumulative sum along a dim: y_i = x_0 + x_1 + .. + x_i; `a b! c -> a b! c`.
+///
+/// Any float dtype, summed in order in the accumulator dtype. The dim must not be sharded. Linear. Gradient: dx_i =
+/// g_i + g_(i+1) + .. to the end.
+#[doc(alias = "prefix sum")]
 #[derive(Debug)]
 pub struct Cumsum {
     signature: String,
     ndim: usize,
     dim: usize,
-    backward: bool,
+    /// Whether the sum runs from the end to the beginning.
+    is_reversed: bool,
 }
 
 impl Cumsum {
-    /// Along a dim of a tensor of `ndim` dims.
+    /// The cumulative sum along dim `dim` of a tensor of `ndim` dims.
     ///
     /// # Errors
-    /// `Kind::Shape` if there is no such dim.
+    /// `Kind::Shape` if the dim is out of range.
     pub fn along(ndim: usize, dim: usize) -> Result<Rc<dyn Op>> {
         check_dim("cumsum", ndim, dim)?;
         Ok(Cumsum::of(ndim, dim, false))
     }
 
-    fn of(ndim: usize, dim: usize, backward: bool) -> Rc<dyn Op> {
-        let labels = letters_with(ndim, dim, &format!("{}!", letter(dim)));
-        Rc::new(Cumsum { signature: format!("{labels} -> {labels}"), ndim, dim, backward })
+    fn of(ndim: usize, dim: usize, is_reversed: bool) -> Rc<dyn Op> {
+        let labels = dim_labels_with(ndim, dim, &format!("{}!", dim_label(dim)));
+        Rc::new(Cumsum { signature: format!("{labels} -> {labels}"), ndim, dim, is_reversed })
     }
 }
 
@@ -49,19 +53,19 @@ impl Op for Cumsum {
         &[&[0]]
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        // Two dims exchanged are exchanged back by the same order.
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
+        // A transposition of two dims is its own inverse.
         let mut order: Dims = (0..self.ndim).collect();
         order.swap(self.dim, self.ndim - 1);
-        let turned = x[0].viewed(x[0].view.permute(&order)).contiguous(local.rank)?;
-        let mut y = Piece::alloc(local.rank, turned.dtype, &turned.view.shape)?;
-        let scalars = [Scalar::Int(i64::from(self.backward))];
-        launch(local.rank, &CUMSUM, &[&turned], &mut [&mut y], &scalars)?;
-        Ok([y.viewed(y.view.permute(&order))].into_iter().collect())
+        let dim_last = x[0].with_view(x[0].view.permute(&order)).contiguous(local.rank)?;
+        let mut y = LocalTensor::alloc(local.rank, dim_last.dtype, &dim_last.view.shape)?;
+        let scalars = [Scalar::Int(i64::from(self.is_reversed))];
+        launch(local.rank, &CUMSUM, &[&dim_last], &mut [&mut y], &scalars)?;
+        Ok([y.with_view(y.view.permute(&order))].into_iter().collect())
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|_| Tensor::result(Cumsum::of(self.ndim, self.dim, !self.backward), &[&cx.grad(0)]))
+        cx.cotangents(|_| Tensor::result(Cumsum::of(self.ndim, self.dim, !self.is_reversed), &[&cx.grad(0)]))
     }
 }
 
@@ -80,7 +84,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn by_hand() {
+    fn matches_values_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[2, 3], &[1.0f32, 2.0, 3.0, 4.0, 5.0, 6.0])?;
             assert_eq!(x.cumsum(1).to_host::<f32>()?, [1.0, 3.0, 6.0, 4.0, 9.0, 15.0]);

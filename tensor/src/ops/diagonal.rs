@@ -1,85 +1,91 @@
-//! y_(.., i) = x_(.., i, i + d): a diagonal of matrices, and the transpose: matrices of zeros but for one diagonal.
+//! A diagonal of matrices, y_(.., i) = x_(.., i, i + d), and the transpose: matrices of zeros with one diagonal filled.
 
-use super::labels::{misuse, whole};
+use super::labels::{invalid_argument, unsplit};
 use super::{Case, Input};
 use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
-use crate::op::{Cotangents, DTypes, Local, Op, Pieces, Vjp, infer_by_signature};
-use crate::piece::Piece;
+use crate::op::{Cotangents, DTypes, ForwardContext, Op, LocalTensors, Vjp, infer_by_signature};
+use crate::local_tensor::LocalTensor;
 use crate::refusal::Refusal;
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::{DType, Strides};
 use std::rc::Rc;
 
-/// Which diagonal of which matrices.
+/// A diagonal of `rows` by `cols` matrices.
 #[derive(Clone, Copy, Debug)]
-struct Place {
+struct MatrixDiagonal {
     rows: usize,
     cols: usize,
-    /// Columns to the right of the main diagonal, or rows below it if negative.
+    /// Columns right of the main diagonal; rows below it if negative.
     offset: isize,
 }
 
-impl Place {
-    /// The row and the column in which the diagonal begins.
+impl MatrixDiagonal {
+    /// The row and the column of the first element of the diagonal.
     fn start(self) -> [usize; 2] {
         if self.offset < 0 { [self.offset.unsigned_abs(), 0] } else { [0, self.offset.unsigned_abs()] }
     }
 
-    /// How many elements it has.
+    /// The number of elements of the diagonal.
     fn len(self) -> usize {
         let [row, col] = self.start();
         self.rows.saturating_sub(row).min(self.cols.saturating_sub(col))
     }
 
-    /// The view of it.
-    fn of(self, view: &Strides) -> Strides {
-        let (mut seen, [row, col], last) = (view.geometry(), self.start(), view.ndim() - 1);
+    /// The view of the diagonal in a view of the matrices.
+    fn view_of(self, view: &Strides) -> Strides {
+        let (mut diagonal, [row, col], last) = (view.geometry(), self.start(), view.ndim() - 1);
         let (row_step, col_step) = (view.strides[last - 1], view.strides[last]);
-        seen.shape.truncate(last - 1);
-        seen.strides.truncate(last - 1);
-        seen.shape.push(self.len());
-        seen.strides.push(row_step + col_step);
+        diagonal.shape.truncate(last - 1);
+        diagonal.strides.truncate(last - 1);
+        diagonal.shape.push(self.len());
+        diagonal.strides.push(row_step + col_step);
         if self.len() > 0 {
-            seen.offset += row * row_step + col * col_step;
+            diagonal.offset += row * row_step + col * col_step;
         }
-        seen.into()
+        diagonal.into()
     }
 }
 
-/// `..m r! c! -> ..m d`: a view, no element moves. Any dtype. Linear. dx = g on the diagonal of zeros.
+/// A diagonal of the matrices in the last two dims, as a view: y_(.., i) = x_(.., i, i + d); `..m r! c! -> ..m d`.
+///
+/// Any dtype; no element moves. Rows and columns must not be sharded. Linear. Gradient: dx = g on the diagonal, 0
+/// elsewhere.
+#[doc(alias = "diag")]
 #[derive(Debug)]
-pub struct Diagonal(Place);
+pub struct Diagonal(MatrixDiagonal);
 
-/// `..m d! -> ..m r c`: any dtype. Linear. dx = the diagonal of g.
+/// Square matrices with the elements of the last dim on a diagonal, 0 elsewhere: `..m d! -> ..m r c`.
+///
+/// Any dtype. The last dim must not be sharded. Linear. Gradient: dx = the diagonal of g.
+#[doc(alias = "diag")]
 #[derive(Debug)]
-pub struct DiagonalOf(Place);
+pub struct DiagEmbed(MatrixDiagonal);
 
 impl Diagonal {
-    /// The diagonal `offset` columns to the right of the main one (rows below it, if negative) of matrices that are the
-    /// last two dims.
+    /// The diagonal `offset` columns right of the main one (rows below it if negative) of tensors of shape `shape`.
     ///
     /// # Errors
-    /// Of kind `Kind::Shape` if there are fewer than two dims.
+    /// `Kind::Shape` if there are fewer than two dims.
     pub fn of(shape: &[usize], offset: isize) -> Result<Rc<dyn Op>> {
         let [.., rows, cols] = *shape else {
-            return misuse(format!("diagonal: a tensor of {} dims has no matrices", shape.len()));
+            return invalid_argument(format!("diagonal: needs matrices in the last two dims, got a tensor of {} dims", shape.len()));
         };
-        Ok(Rc::new(Diagonal(Place { rows, cols, offset })))
+        Ok(Rc::new(Diagonal(MatrixDiagonal { rows, cols, offset })))
     }
 }
 
-impl DiagonalOf {
-    /// Square matrices with the elements of the last dim on that diagonal.
+impl DiagEmbed {
+    /// The op that puts the elements of the last dim on the diagonal `offset` columns right of the main one.
     ///
     /// # Errors
-    /// Of kind `Kind::Shape` if there is no dim.
+    /// `Kind::Shape` for a scalar.
     pub fn square(shape: &[usize], offset: isize) -> Result<Rc<dyn Op>> {
-        let [.., n] = *shape else { return misuse("diagonal_of: a scalar has no dim of elements") };
+        let [.., n] = *shape else { return invalid_argument("diag_embed: needs at least one dim, got a scalar") };
         let side = n + offset.unsigned_abs();
-        Ok(Rc::new(DiagonalOf(Place { rows: side, cols: side, offset })))
+        Ok(Rc::new(DiagEmbed(MatrixDiagonal { rows: side, cols: side, offset })))
     }
 }
 
@@ -113,21 +119,21 @@ impl Op for Diagonal {
         let mut shape = args[0].shape();
         shape.truncate(shape.len().saturating_sub(2));
         shape.push(self.0.len());
-        infer_by_signature(self, context, args, dtypes, &[whole(args[0], dtypes[0], &shape)])
+        infer_by_signature(self, context, args, dtypes, &[unsplit(args[0], dtypes[0], &shape)])
     }
 
-    fn forward(&self, _: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        Ok([x[0].viewed(self.0.of(&x[0].view))].into_iter().collect())
+    fn forward(&self, _: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
+        Ok([x[0].with_view(self.0.view_of(&x[0].view))].into_iter().collect())
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|i| Tensor::apply_with(Rc::new(DiagonalOf(self.0)), &[&cx.grad(0)], cx.goal(i)))
+        cx.cotangents(|i| Tensor::apply_with(Rc::new(DiagEmbed(self.0)), &[&cx.grad(0)], cx.cotangent_layout(i)))
     }
 }
 
-impl Op for DiagonalOf {
+impl Op for DiagEmbed {
     fn name(&self) -> &'static str {
-        "diagonal_of"
+        "diag_embed"
     }
 
     fn signature(&self) -> &str {
@@ -155,29 +161,29 @@ impl Op for DiagonalOf {
         let mut shape = args[0].shape();
         shape.pop();
         shape.extend([self.0.rows, self.0.cols]);
-        infer_by_signature(self, context, args, dtypes, &[whole(args[0], dtypes[0], &shape)])
+        infer_by_signature(self, context, args, dtypes, &[unsplit(args[0], dtypes[0], &shape)])
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         let shape = local.inference.outputs[0].local_shape(local.rank.coordinates());
-        let mut out = Piece::filled(local.rank, x[0].dtype, &shape, 0.0)?;
-        let at = self.0.of(&out.view);
+        let mut out = LocalTensor::full(local.rank, x[0].dtype, &shape, 0.0)?;
+        let at = self.0.view_of(&out.view);
         out.write(local.rank, at, x[0])?;
         Ok([out].into_iter().collect())
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|i| Tensor::apply_with(Rc::new(Diagonal(self.0)), &[&cx.grad(0)], cx.goal(i)))
+        cx.cotangents(|i| Tensor::apply_with(Rc::new(Diagonal(self.0)), &[&cx.grad(0)], cx.cotangent_layout(i)))
     }
 }
 
 pub(super) fn cases() -> Vec<Case> {
     let of = |shape: &[usize], offset| {
-        Case::fixed(Diagonal::of(shape, offset).expect("matrices of the case"), vec![Input::real(shape)])
+        Case::fixed_shape(Diagonal::of(shape, offset).expect("matrices of the case"), vec![Input::real(shape)])
             .exact()
     };
     let square = |shape: &[usize], offset| {
-        Case::fixed(DiagonalOf::square(shape, offset).expect("a dim of the case"), vec![Input::real(shape)])
+        Case::fixed_shape(DiagEmbed::square(shape, offset).expect("a dim of the case"), vec![Input::real(shape)])
             .exact()
     };
     vec![
@@ -198,7 +204,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn diagonals_by_hand() {
+    fn matches_diagonals_written_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[2, 3], &[1i64, 2, 3, 4, 5, 6])?;
             assert_eq!(x.diagonal(0).to_host::<i64>()?, [1, 5]);
@@ -206,16 +212,16 @@ mod tests {
             assert_eq!(x.diagonal(-1).to_host::<i64>()?, [4]);
             assert_eq!(x.diagonal(-2).to_host::<i64>()?, [0i64; 0]);
             let y = Tensor::from_host(rank, &[2], &[7i64, 8])?;
-            assert_eq!(y.diagonal_of(0).to_host::<i64>()?, [7, 0, 0, 8]);
-            assert_eq!(y.diagonal_of(1).to_host::<i64>()?, [0, 7, 0, 0, 0, 8, 0, 0, 0]);
+            assert_eq!(y.diag_embed(0).to_host::<i64>()?, [7, 0, 0, 8]);
+            assert_eq!(y.diag_embed(1).to_host::<i64>()?, [0, 7, 0, 0, 0, 8, 0, 0, 0]);
             Ok(())
         })
         .unwrap();
     }
 
     #[test]
-    fn what_has_no_matrices_is_refused() {
+    fn tensors_of_too_few_dims_are_refused() {
         assert!(Diagonal::of(&[3], 0).is_err());
-        assert!(DiagonalOf::square(&[], 0).is_err());
+        assert!(DiagEmbed::square(&[], 0).is_err());
     }
 }

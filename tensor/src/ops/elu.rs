@@ -1,18 +1,20 @@
-//! y = x where x > 0, else c (exp(x) - 1).
+//! Elementwise exponential linear unit: y = x where x > 0, else c (exp(x) - 1).
 
-use super::pointwise::PointwiseBackward;
+use super::unary_backward::UnaryBackward;
 use super::{Case, Input};
-use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
-use crate::piece::Piece;
+use crate::op::{Cotangents, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp};
+use crate::local_tensor::LocalTensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::Scalar;
 use shardgrad_kernels::op::elementary::{ELU, ELU_GRAD};
 use std::rc::Rc;
 
-/// `..m -> ..m`, any float. dx = g where x > 0, else g c exp(x), at 0 too.
+/// Exponential linear unit, elementwise: y = x where x > 0, else c (exp(x) - 1).
+///
+/// `..m -> ..m`, any float dtype. Gradient: dx = g where x > 0, else g c exp(x), also at x = 0.
 #[derive(Debug)]
 pub struct Elu {
-    /// What -y goes to far below 0, rounded to the accumulator of the dtype.
+    /// c (`alpha` in PyTorch): y approaches -c for x far below 0. Rounded to the accumulator of the dtype.
     pub scale: f64,
 }
 
@@ -25,16 +27,16 @@ impl Op for Elu {
         "..m -> ..m"
     }
 
-    fn keeps(&self) -> Keeps {
-        Keeps { inputs: &[0], outputs: &[] }
+    fn saved_for_backward(&self) -> SavedForBackward {
+        SavedForBackward { inputs: &[0], outputs: &[] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         local.launch(&ELU, &[x[0]], &[Scalar::Real(self.scale)])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|_| PointwiseBackward::with(&ELU_GRAD, cx.input(0), &cx.grad(0), &[self.scale]))
+        cx.cotangents(|_| UnaryBackward::with(&ELU_GRAD, cx.input(0), &cx.grad(0), &[self.scale]))
     }
 }
 
@@ -49,7 +51,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn by_hand() {
+    fn matches_values_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[3], &[2.0f64, -1.0, f64::NEG_INFINITY])?;
             let y = x.elu(0.5).to_host::<f64>()?;

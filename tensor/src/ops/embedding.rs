@@ -1,9 +1,9 @@
-//! y_n = row index_n of a table.
+//! Rows of a table by index: y_n = row index_n of the table.
 
 use super::{Case, Input};
 use crate::layout::Layout;
-use crate::op::{Cotangents, DTypes, Keeps, Local, Op, Pieces, Vjp, common_float};
-use crate::piece::Piece;
+use crate::op::{Cotangents, DTypes, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp, common_float};
+use crate::local_tensor::LocalTensor;
 use crate::tensor::Tensor;
 use shardgrad_dist::{Error, Kind, Result};
 use shardgrad_kernels::op::embedding::{BACKWARD, FORWARD};
@@ -11,30 +11,35 @@ use shardgrad_kernels::{DType, Scalar};
 use smallvec::SmallVec;
 use std::rc::Rc;
 
-/// `[v] d, ..m -> ..m d` on a table (any float) and indices (i64, each in 0..v). Linear in the table.
+/// Embedding lookup: y_n = row index_n of a table; `[v] d, ..m -> ..m d`.
 ///
-/// A rank whose range of v lacks a row gives zeros for it, so a table split over v leaves a pending sum, of which one
-/// term is not zero. dtable_i = the sum of g_n over all n with index_n = i.
+/// On a table (any float dtype) and indices (i64, each in 0..v). Linear in the table. The table may be sharded over v
+/// (vocabulary-parallel embedding): a rank gives zeros for rows that it does not hold, so the result is a partial sum
+/// with one nonzero term.
+///
+/// Gradient: row i of dtable = the sum of g_n over all n with index_n = i. An index outside of 0..v is an error of kind
+/// `Kind::Data`.
+#[doc(alias = "take")]
 #[derive(Debug)]
 pub struct Embedding;
 
-/// `..m, ..m d -> [v] d`: the sum of the cotangents of each row, split as the table.
+/// Backward of [`Embedding`]: the sum of the cotangents of each row, sharded as the table; `..m, ..m d -> [v] d`.
 #[derive(Debug)]
 struct EmbeddingBackward;
 
-/// Where this rank's rows begin, and how many there are in all.
-fn rows(local: &Local<'_>) -> [Scalar; 2] {
+/// The first row of this rank and the number of all rows.
+fn rows(local: &ForwardContext<'_>) -> [Scalar; 2] {
     let (count, range) = local.label("v");
     [Scalar::Int(range.start as i64), Scalar::Int(count as i64)]
 }
 
-/// Refuses indices that are no i64.
+/// Refuses indices of any dtype but i64.
 pub(super) fn check_index(dtype: DType) -> Result<()> {
     if dtype == DType::I64 {
         return Ok(());
     }
-    Err(Error::new(Kind::DType, format!("indices of {dtype}"))
-        .detail("help", "indices are i64: ids.cast(DType::I64)"))
+    Err(Error::new(Kind::DType, format!("indices must be i64, got {dtype}"))
+        .detail("help", "convert them: ids.cast(DType::I64)"))
 }
 
 impl Op for Embedding {
@@ -54,8 +59,8 @@ impl Op for Embedding {
         &[true, false]
     }
 
-    fn keeps(&self) -> Keeps {
-        Keeps { inputs: &[1], outputs: &[] }
+    fn saved_for_backward(&self) -> SavedForBackward {
+        SavedForBackward { inputs: &[1], outputs: &[] }
     }
 
     fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
@@ -63,18 +68,18 @@ impl Op for Embedding {
         Ok(SmallVec::from_slice(&[common_float(&inputs[..1])?]))
     }
 
-    fn volume(&self, _: usize, _: &[&Layout], outputs: &[Layout]) -> usize {
-        // Not the table, of which it reads as much.
+    fn estimate_work(&self, _: usize, _: &[&Layout], outputs: &[Layout]) -> usize {
+        // Only as many elements of the table are read as the result has.
         outputs[0].numel()
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         let x = local.contiguous(x)?;
         local.launch(&FORWARD, &[&x[0], &x[1]], &rows(local))
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|i| Tensor::apply_with(Rc::new(EmbeddingBackward), &[cx.input(1), &cx.grad(0)], cx.goal(i)))
+        cx.cotangents(|i| Tensor::apply_with(Rc::new(EmbeddingBackward), &[cx.input(1), &cx.grad(0)], cx.cotangent_layout(i)))
     }
 }
 
@@ -99,7 +104,7 @@ impl Op for EmbeddingBackward {
         Ok(inputs[1..].into())
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         let x = local.contiguous(x)?;
         local.launch(&BACKWARD, &[&x[0], &x[1]], &rows(local))
     }
@@ -110,7 +115,7 @@ pub(super) fn cases() -> Vec<Case> {
     vec![
         Case::new(op.clone(), vec![Input::real(&[7, 4]), Input::index(&[5], 7)]).exact(),
         Case::new(op.clone(), vec![Input::real(&[7, 3]), Input::index(&[2, 5], 7)]).exact(),
-        Case::fixed(op, vec![Input::real(&[3, 2]), Input::index(&[0], 3)]).exact(),
+        Case::fixed_shape(op, vec![Input::real(&[3, 2]), Input::index(&[0], 3)]).exact(),
     ]
 }
 
@@ -121,7 +126,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn rows_by_hand() {
+    fn matches_rows_looked_up_by_hand() {
         World::run(Mesh::single(), |rank| {
             let table = Tensor::from_host(rank, &[3, 2], &[1.0f32, 2.0, 3.0, 4.0, 5.0, 6.0])?;
             let index = Tensor::from_host(rank, &[2, 1], &[2i64, 0])?;
@@ -132,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn an_index_beyond_the_table_is_an_error_that_names_it() {
+    fn index_out_of_range_is_an_error_with_index_and_range() {
         let error = World::run(Mesh::single(), |rank| {
             let table = Tensor::from_host(rank, &[3, 2], &[0.0f32; 6])?;
             let _ = table.embedding(&Tensor::from_host(rank, &[2], &[2i64, 3])?);

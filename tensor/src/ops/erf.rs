@@ -1,14 +1,16 @@
-//! y = (2 / sqrt(pi)) times the integral of exp(-t^2) from 0 to x.
+//! Elementwise error function: y = (2 / sqrt(pi)) times the integral of exp(-t^2) from 0 to x.
 
-use super::pointwise::PointwiseBackward;
+use super::unary_backward::UnaryBackward;
 use super::{Case, Input};
-use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
-use crate::piece::Piece;
+use crate::op::{Cotangents, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp};
+use crate::local_tensor::LocalTensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::unary::{ERF, ERF_GRAD};
 use std::rc::Rc;
 
-/// `..m -> ..m`, any float. dx = g (2 / sqrt(pi)) exp(-x^2). -1 and 1 at the infinities.
+/// Error function, elementwise: y = (2 / sqrt(pi)) times the integral of exp(-t^2) from 0 to x.
+///
+/// `..m -> ..m`, any float dtype. Gradient: dx = g (2 / sqrt(pi)) exp(-x^2). -1 and 1 at -infinity and infinity.
 #[derive(Debug)]
 pub struct Erf;
 
@@ -21,16 +23,16 @@ impl Op for Erf {
         "..m -> ..m"
     }
 
-    fn keeps(&self) -> Keeps {
-        Keeps { inputs: &[0], outputs: &[] }
+    fn saved_for_backward(&self) -> SavedForBackward {
+        SavedForBackward { inputs: &[0], outputs: &[] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         local.launch(&ERF, &[x[0]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|_| PointwiseBackward::of(&ERF_GRAD, cx.input(0), &cx.grad(0)))
+        cx.cotangents(|_| UnaryBackward::of(&ERF_GRAD, cx.input(0), &cx.grad(0)))
     }
 }
 
@@ -45,7 +47,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn by_hand() {
+    fn matches_values_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[4], &[0.0f64, 0.5, f64::NEG_INFINITY, f64::INFINITY])?;
             let y = x.erf().to_host::<f64>()?;

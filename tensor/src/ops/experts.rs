@@ -1,11 +1,12 @@
-//! Rows that each pass some of many gated layers: y_m = the sum over s of p_(m, s) E_e(x_m) with e = index_(m, s), where
-//! E_e(x) = (silu(x wg_e) * (x wu_e)) wd_e. Shazeer et al., arXiv 1701.06538; no row is dropped, whatever experts get.
+//! Mixture-of-experts (MoE) layer with gated experts, dropless: y_m = the sum over s of p_(m, s) E_e(x_m) with e =
+//! index_(m, s), where E_e(x) = (silu(x wg_e) * (x wu_e)) wd_e. Shazeer et al., arXiv 1701.06538; no token is dropped,
+//! whatever the load of the experts.
 
 use super::embedding::check_index;
 use super::{Case, Input};
 use crate::layout::Layout;
-use crate::op::{Cotangents, DTypes, Keeps, Local, Op, Pieces, Vjp, common_float};
-use crate::piece::{Piece, launch};
+use crate::op::{Cotangents, DTypes, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp, common_float};
+use crate::local_tensor::{LocalTensor, launch};
 use crate::tensor::Tensor;
 use shardgrad_dist::{Rank, Result};
 use shardgrad_kernels::op::batched_matmul::BATCHED_MATMUL;
@@ -18,116 +19,132 @@ use shardgrad_kernels::{DType, Kernel, Scalar, Strides};
 use smallvec::SmallVec;
 use std::rc::Rc;
 
-/// `..m d!, ..m s!, ..m s!, [e] d! h, [e] d! h, [e] h o! -> ..m o!` on x, indices (i64, each in 0..e), p, and the matrices wg, wu and
-/// wd of all experts; x, p and matrices of one float dtype.
+/// Dropless mixture-of-experts layer of SwiGLU experts, computed by grouped matrix products.
 ///
-/// Pairs of a row and an expert are put in order of the experts on the device, so no shape depends on where rows go. A rank computes
-/// the pairs whose expert it holds; experts that are split, and hidden units that are, leave a pending sum. Experts of a row are added
-/// up in their order in the accumulator, each rounded before.
+/// `..m d!, ..m s!, ..m s!, [e] d! h, [e] d! h, [e] h o! -> ..m o!` on tokens x, expert indices (i64, each in 0..e),
+/// router weights p, and the matrices wg, wu and wd of all experts; x, p and the matrices have one float dtype. y_m =
+/// the sum over s of p_(m, s) E_e(x_m) with e = index_(m, s) and E_e(x) = (silu(x wg_e) * (x wu_e)) wd_e.
 ///
-/// With h = silu(x wg) * (x wu), of a pair, and g' = g wd^T: dp = g' h; dwd = the sum of p h^T g; dh = p g', from which those of both
-/// products come as for [`SwiGlu`](super::swiglu::SwiGlu), and from these dx, dwg and dwu. Nothing but the arguments is kept: what lies
-/// between them would be kept for the pairs of all experts on each rank, and is computed again.
+/// Token-expert pairs are sorted by expert on the device (token permutation), so no shape depends on the routing and no
+/// capacity is needed. A rank computes the pairs whose expert it holds (expert parallelism); where experts or hidden
+/// units are sharded the result is a partial sum. The experts of a token are added in their order in the accumulator
+/// dtype, each rounded before.
+///
+/// Gradient, with h = silu(x wg) * (x wu) of a pair and g' = g wd^T: dp = g' h; dwd = the sum of p h^T g; dh = p g',
+/// from which the cotangents of both products follow as for [`SwiGlu`](super::swiglu::SwiGlu), and from these dx, dwg
+/// and dwu. Only the arguments are saved; intermediates, which each rank would hold for the pairs of all experts, are
+/// recomputed.
+///
+/// Source: Shazeer et al., arXiv 1701.06538; dropless as in Gale et al., arXiv 2211.15841 (MegaBlocks).
+#[doc(alias = "MoE")]
+#[doc(alias = "mixture of experts")]
+#[doc(alias = "dropless")]
+#[doc(alias = "grouped_gemm")]
+#[doc(alias = "grouped_mm")]
+#[doc(alias = "ragged_dot")]
+#[doc(alias = "expert parallelism")]
 #[derive(Debug)]
 pub struct Experts;
 
-/// Cotangents, linear in g; of x and p, of the matrices, or of all.
+/// Backward of [`Experts`]: the cotangents that its part names, linear in g.
 #[derive(Debug)]
-struct ExpertsBackward(Part);
+struct ExpertsBackward(GradPart);
 
-/// Whose cotangents are formed.
+/// The cotangents that a backward computes: a split backward requests those of inputs and of weights separately.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Part {
+enum GradPart {
     All,
-    Rows,
-    Matrices,
+    /// Of x and p.
+    Inputs,
+    /// Of wg, wu and wd.
+    Weights,
 }
 
-/// The pairs of this rank's rows, in the order of the experts that are here.
-struct Pairs<'a> {
+/// The token-expert pairs of this rank, sorted by expert (token permutation).
+struct TokenExpertPairs<'a> {
     rank: &'a Rank,
-    /// The number of each pair in that order.
-    order: Piece,
-    /// Its row.
-    row: Piece,
-    /// Where each pair stands in that order.
-    place: Piece,
-    /// Where the pairs of each expert begin.
-    starts: Piece,
+    /// The index of each sorted pair in the order of rows.
+    order: LocalTensor,
+    /// The row (token) of each sorted pair.
+    row: LocalTensor,
+    /// The position in sorted order of each pair: the inverse of `order`.
+    inverse_order: LocalTensor,
+    /// The first sorted pair of each local expert.
+    starts: LocalTensor,
     num_rows: usize,
-    /// The number of all experts.
+    /// The number of experts on all ranks.
     num_experts: usize,
 }
 
-impl<'a> Pairs<'a> {
-    fn of(local: &Local<'a>, index: &Piece) -> Result<Pairs<'a>> {
+impl<'a> TokenExpertPairs<'a> {
+    fn of(local: &ForwardContext<'a>, index: &LocalTensor) -> Result<TokenExpertPairs<'a>> {
         let (rank, count) = (local.rank, index.numel());
         let [num_rows, per_row] = rows_and_width(index);
         let (num_experts, here) = local.label("e");
-        let index = flat(&index.contiguous(rank)?);
-        let line = |n: usize| Piece::alloc(rank, DType::I64, &[n]);
-        let [mut order, mut row, mut place] = [line(count)?, line(count)?, line(count)?];
+        let index = flatten(&index.contiguous(rank)?);
+        let line = |n: usize| LocalTensor::alloc(rank, DType::I64, &[n]);
+        let [mut order, mut row, mut inverse_order] = [line(count)?, line(count)?, line(count)?];
         let mut starts = line(here.len() + 1)?;
         let scalars = [here.start, num_experts, per_row.max(1)].map(|n| Scalar::Int(n as i64));
         launch(
             rank,
             &SORT_BY_GROUP,
             &[&index],
-            &mut [&mut order, &mut row, &mut place, &mut starts],
+            &mut [&mut order, &mut row, &mut inverse_order, &mut starts],
             &scalars,
         )?;
-        Ok(Pairs { rank, order, row, place, starts, num_rows, num_experts })
+        Ok(TokenExpertPairs { rank, order, row, inverse_order, starts, num_rows, num_experts })
     }
 
     fn count(&self) -> usize {
         self.order.numel()
     }
 
-    /// For each pair its row of a matrix.
-    fn rows_of(&self, x: &Piece) -> Result<Piece> {
-        self.picked(x, &self.row)
+    /// The row of a matrix for each pair, in sorted order.
+    fn gather_rows(&self, x: &LocalTensor) -> Result<LocalTensor> {
+        self.gather(x, &self.row)
     }
 
-    /// The numbers of pairs, given in the order of rows, in the order of experts.
-    fn ordered(&self, p: &Piece) -> Result<Piece> {
-        let column = flat(&p.contiguous(self.rank)?);
-        self.picked(&column.viewed(column.view.unsqueeze(1)), &self.order)
+    /// Reorders one number per pair from the order of rows to sorted order.
+    fn permute(&self, p: &LocalTensor) -> Result<LocalTensor> {
+        let column = flatten(&p.contiguous(self.rank)?);
+        self.gather(&column.with_view(column.view.unsqueeze(1)), &self.order)
     }
 
-    /// The converse.
-    fn in_order_of_rows(&self, p: &Piece) -> Result<Piece> {
-        self.picked(p, &self.place)
+    /// Reorders one number per pair from sorted order to the order of rows.
+    fn unpermute(&self, p: &LocalTensor) -> Result<LocalTensor> {
+        self.gather(p, &self.inverse_order)
     }
 
-    fn picked(&self, x: &Piece, index: &Piece) -> Result<Piece> {
+    fn gather(&self, x: &LocalTensor, index: &LocalTensor) -> Result<LocalTensor> {
         let (n, width) = (x.view.shape[0], x.view.shape[1]);
-        let mut y = Piece::alloc(self.rank, x.dtype, &[1, index.numel(), width])?;
-        let x = x.viewed(Strides::contiguous(&[1, n, width]).at(x.view.offset));
+        let mut y = LocalTensor::alloc(self.rank, x.dtype, &[1, index.numel(), width])?;
+        let x = x.with_view(Strides::contiguous(&[1, n, width]).at(x.view.offset));
         let scalars = [Scalar::Int(0), Scalar::Int(n as i64)];
         launch(self.rank, &GATHER, &[&x, index], &mut [&mut y], &scalars)?;
-        Ok(y.viewed(Strides::contiguous(&[index.numel(), width])))
+        Ok(y.with_view(Strides::contiguous(&[index.numel(), width])))
     }
 
-    /// For each row the sum over its pairs.
-    fn sums(&self, x: &Piece, y: &mut Piece) -> Result<()> {
+    /// Sums the pairs of each row.
+    fn combine(&self, x: &LocalTensor, y: &mut LocalTensor) -> Result<()> {
         let (n, width) = (x.view.shape[0], x.view.shape[1]);
-        let x = x.viewed(Strides::contiguous(&[1, n, width]));
-        let whole = std::mem::replace(&mut y.view, Strides::contiguous(&[1, self.num_rows, width]).into());
+        let x = x.with_view(Strides::contiguous(&[1, n, width]));
+        let view = std::mem::replace(&mut y.view, Strides::contiguous(&[1, self.num_rows, width]).into());
         let scalars = [Scalar::Int(0), Scalar::Int(self.num_rows as i64)];
         launch(self.rank, &SCATTER_ADD, &[&self.row, &x], &mut [&mut *y], &scalars)?;
-        y.view = whole;
+        y.view = view;
         Ok(())
     }
 
-    /// Each pair times the matrix of its expert.
-    fn product(&self, x: &Piece, w: &Piece) -> Result<Piece> {
-        let mut y = Piece::alloc(self.rank, x.dtype, &[self.count(), w.view.shape[2]])?;
+    /// Multiplies each pair with the matrix of its expert (grouped GEMM).
+    fn grouped_matmul(&self, x: &LocalTensor, w: &LocalTensor) -> Result<LocalTensor> {
+        let mut y = LocalTensor::alloc(self.rank, x.dtype, &[self.count(), w.view.shape[2]])?;
         launch(self.rank, &PRODUCT, &[x, w, &self.starts], &mut [&mut y], &self.scalars())?;
         Ok(y)
     }
 
-    /// The gradients of the matrices of a product.
-    fn gradient(&self, x: &Piece, dy: &Piece, dw: &mut Piece) -> Result<()> {
+    /// The gradients of the matrices of a grouped product.
+    fn weight_gradient(&self, x: &LocalTensor, dy: &LocalTensor, dw: &mut LocalTensor) -> Result<()> {
         launch(self.rank, &GRADIENT, &[x, dy, &self.starts], &mut [dw], &self.scalars())
     }
 
@@ -135,53 +152,53 @@ impl<'a> Pairs<'a> {
         [Scalar::Int(self.num_experts as i64)]
     }
 
-    /// The same shape from two of it.
-    fn both(&self, kernel: &Kernel, a: &Piece, b: &Piece) -> Result<Piece> {
-        let mut y = Piece::alloc(self.rank, a.dtype, &a.view.shape)?;
+    /// Runs an elementwise kernel on two tensors of one shape.
+    fn binary(&self, kernel: &Kernel, a: &LocalTensor, b: &LocalTensor) -> Result<LocalTensor> {
+        let mut y = LocalTensor::alloc(self.rank, a.dtype, &a.view.shape)?;
         launch(self.rank, kernel, &[a, b], &mut [&mut y], &[])?;
         Ok(y)
     }
 
-    /// Rows times one number each.
-    fn scaled(&self, x: &Piece, by: &Piece) -> Result<Piece> {
+    /// Multiplies each row with a number.
+    fn scale_rows(&self, x: &LocalTensor, by: &LocalTensor) -> Result<LocalTensor> {
         let repeated = by.view.broadcast(&x.view.shape).expect("a column repeats to any width");
-        self.both(&MUL, x, &by.viewed(repeated))
+        self.binary(&MUL, x, &by.with_view(repeated))
     }
 
-    /// The sum over each row of a b.
-    fn dots(&self, a: &Piece, b: &Piece) -> Result<Piece> {
+    /// The dot product of each row of a with the same row of b.
+    fn row_dots(&self, a: &LocalTensor, b: &LocalTensor) -> Result<LocalTensor> {
         let (n, width) = (a.view.shape[0], a.view.shape[1]);
-        let mut y = Piece::alloc(self.rank, a.dtype, &[n, 1, 1])?;
-        let (a, b) = (a.viewed(a.view.unsqueeze(1)), b.viewed(b.view.unsqueeze(2)));
+        let mut y = LocalTensor::alloc(self.rank, a.dtype, &[n, 1, 1])?;
+        let (a, b) = (a.with_view(a.view.unsqueeze(1)), b.with_view(b.view.unsqueeze(2)));
         debug_assert_eq!(b.view.shape[..], [n, width, 1], "both are (n, width)");
         launch(self.rank, &BATCHED_MATMUL, &[&a, &b], &mut [&mut y], &[])?;
-        Ok(y.viewed(Strides::contiguous(&[n, 1])))
+        Ok(y.with_view(Strides::contiguous(&[n, 1])))
     }
 }
 
-/// The extent of the last dim, and the number of rows of it.
-fn rows_and_width(x: &Piece) -> [usize; 2] {
+/// The number of rows and the extent of the last dim.
+fn rows_and_width(x: &LocalTensor) -> [usize; 2] {
     let (width, dims) = x.view.shape.split_last().expect("the signature names a last dim");
     [dims.iter().product(), *width]
 }
 
-/// A piece without gaps as one dim.
-fn flat(x: &Piece) -> Piece {
-    x.viewed(Strides::contiguous(&[x.numel()]).at(x.view.offset))
+/// A contiguous tensor as one dim.
+fn flatten(x: &LocalTensor) -> LocalTensor {
+    x.with_view(Strides::contiguous(&[x.numel()]).at(x.view.offset))
 }
 
-/// A piece as rows of its last dim, without gaps.
-fn as_rows(rank: &Rank, x: &Piece) -> Result<Piece> {
+/// A tensor as a contiguous matrix of rows of its last dim.
+fn flatten_rows(rank: &Rank, x: &LocalTensor) -> Result<LocalTensor> {
     let x = x.contiguous(rank)?;
-    Ok(x.viewed(Strides::contiguous(&rows_and_width(&x)).at(x.view.offset)))
+    Ok(x.with_view(Strides::contiguous(&rows_and_width(&x)).at(x.view.offset)))
 }
 
-/// A stack of matrices turned.
-fn turned(w: &Piece) -> Piece {
-    w.viewed(w.view.permute(&[0, 2, 1]))
+/// A view of batched matrices, transposed.
+fn transposed(w: &LocalTensor) -> LocalTensor {
+    w.with_view(w.view.permute(&[0, 2, 1]))
 }
 
-/// Operations on `pairs` rows, as many for each expert as for the others.
+/// Multiply-adds of the three products for all token-expert pairs.
 fn volume(args: &[&Layout]) -> usize {
     let (gate, down) = (args[3], args[5]);
     let per_pair = gate.extent(2).saturating_mul(2 * gate.extent(1) + down.extent(2));
@@ -201,8 +218,8 @@ impl Op for Experts {
         &[true, false, true, true, true, true]
     }
 
-    fn keeps(&self) -> Keeps {
-        Keeps { inputs: &[0, 1, 2, 3, 4, 5], outputs: &[] }
+    fn saved_for_backward(&self) -> SavedForBackward {
+        SavedForBackward { inputs: &[0, 1, 2, 3, 4, 5], outputs: &[] }
     }
 
     fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
@@ -212,33 +229,33 @@ impl Op for Experts {
         Ok(SmallVec::from_slice(&[common_float(&floats)?]))
     }
 
-    fn volume(&self, _: usize, args: &[&Layout], _: &[Layout]) -> usize {
+    fn estimate_work(&self, _: usize, args: &[&Layout], _: &[Layout]) -> usize {
         volume(args)
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        let pairs = Pairs::of(local, x[1])?;
-        let rows = pairs.rows_of(&as_rows(local.rank, x[0])?)?;
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
+        let pairs = TokenExpertPairs::of(local, x[1])?;
+        let rows = pairs.gather_rows(&flatten_rows(local.rank, x[0])?)?;
         let hidden =
-            pairs.both(&swiglu::FORWARD, &pairs.product(&rows, x[3])?, &pairs.product(&rows, x[4])?)?;
-        let found = pairs.scaled(&pairs.product(&hidden, x[5])?, &pairs.ordered(x[2])?)?;
+            pairs.binary(&swiglu::FORWARD, &pairs.grouped_matmul(&rows, x[3])?, &pairs.grouped_matmul(&rows, x[4])?)?;
+        let weighted = pairs.scale_rows(&pairs.grouped_matmul(&hidden, x[5])?, &pairs.permute(x[2])?)?;
         let mut y = local.output(0)?;
-        pairs.sums(&found, &mut y)?;
+        pairs.combine(&weighted, &mut y)?;
         Ok([y].into_iter().collect())
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        let part = match (cx.wanted[0] || cx.wanted[2], cx.wanted[3..].contains(&true)) {
-            (true, false) => Part::Rows,
-            (false, true) => Part::Matrices,
-            _ => Part::All,
+        let part = match (cx.needs_input_grad[0] || cx.needs_input_grad[2], cx.needs_input_grad[3..].contains(&true)) {
+            (true, false) => GradPart::Inputs,
+            (false, true) => GradPart::Weights,
+            _ => GradPart::All,
         };
-        let (kept, g): (Vec<&Tensor>, _) = ((0..6).map(|i| cx.input(i)).collect(), cx.grad(0));
-        let args: Vec<&Tensor> = kept.into_iter().chain([&g]).collect();
+        let (saved, g): (Vec<&Tensor>, _) = ((0..6).map(|i| cx.input(i)).collect(), cx.grad(0));
+        let args: Vec<&Tensor> = saved.into_iter().chain([&g]).collect();
         let grads = Tensor::results(Rc::new(ExpertsBackward(part)), &args);
-        // Those of x and p come first, if they come.
-        let first = if part == Part::Matrices { 0 } else { 2 };
-        cx.each(|i| match i {
+        // The cotangents of x and p come first, if they are computed.
+        let first = if part == GradPart::Weights { 0 } else { 2 };
+        cx.cotangents(|i| match i {
             0 => grads[0].clone(),
             2 => grads[1].clone(),
             i => grads[first + i - 3].clone(),
@@ -253,11 +270,11 @@ impl Op for ExpertsBackward {
 
     fn signature(&self) -> &str {
         match self.0 {
-            Part::All => {
+            GradPart::All => {
                 "..m d!, ..m s!, ..m s!, [e] d! h, [e] d! h, [e] h o!, ..m o! -> ..m d!, ..m s!, [e] d! h, [e] d! h, [e] h o!"
             }
-            Part::Rows => "..m d!, ..m s!, ..m s!, [e] d! h, [e] d! h, [e] h o!, ..m o! -> ..m d!, ..m s!",
-            Part::Matrices => {
+            GradPart::Inputs => "..m d!, ..m s!, ..m s!, [e] d! h, [e] d! h, [e] h o!, ..m o! -> ..m d!, ..m s!",
+            GradPart::Weights => {
                 "..m d!, ..m s!, ..m s!, [e] d! h, [e] d! h, [e] h o!, ..m o! -> [e] d! h, [e] d! h, [e] h o!"
             }
         }
@@ -275,32 +292,32 @@ impl Op for ExpertsBackward {
         Ok(SmallVec::from_elem(inputs[0], num_outputs))
     }
 
-    fn volume(&self, _: usize, args: &[&Layout], _: &[Layout]) -> usize {
+    fn estimate_work(&self, _: usize, args: &[&Layout], _: &[Layout]) -> usize {
         volume(args).saturating_mul(2)
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        let (rank, pairs) = (local.rank, Pairs::of(local, x[1])?);
-        let (rows, g) = (pairs.rows_of(&as_rows(rank, x[0])?)?, pairs.rows_of(&as_rows(rank, x[6])?)?);
-        let (gate, up) = (pairs.product(&rows, x[3])?, pairs.product(&rows, x[4])?);
-        let hidden = pairs.both(&swiglu::FORWARD, &gate, &up)?;
-        let (p, back) = (pairs.ordered(x[2])?, pairs.product(&g, &turned(x[5]))?);
-        let dh = pairs.scaled(&back, &p)?;
-        let [mut dgate, mut dup] = [gate.alike(rank, gate.dtype)?, up.alike(rank, up.dtype)?];
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
+        let (rank, pairs) = (local.rank, TokenExpertPairs::of(local, x[1])?);
+        let (rows, g) = (pairs.gather_rows(&flatten_rows(rank, x[0])?)?, pairs.gather_rows(&flatten_rows(rank, x[6])?)?);
+        let (gate, up) = (pairs.grouped_matmul(&rows, x[3])?, pairs.grouped_matmul(&rows, x[4])?);
+        let hidden = pairs.binary(&swiglu::FORWARD, &gate, &up)?;
+        let (p, back) = (pairs.permute(x[2])?, pairs.grouped_matmul(&g, &transposed(x[5]))?);
+        let dh = pairs.scale_rows(&back, &p)?;
+        let [mut dgate, mut dup] = [gate.alloc_like(rank, gate.dtype)?, up.alloc_like(rank, up.dtype)?];
         launch(rank, &swiglu::BACKWARD, &[&gate, &up, &dh], &mut [&mut dgate, &mut dup], &[])?;
-        let mut outputs: Pieces =
+        let mut outputs: LocalTensors =
             (0..local.inference.outputs.len()).map(|i| local.output(i)).collect::<Result<_>>()?;
-        let (of_rows, of_matrices) = outputs.split_at_mut(if self.0 == Part::Matrices { 0 } else { 2 });
-        if let [dx, dp] = of_rows {
-            let (a, b) = (pairs.product(&dgate, &turned(x[3]))?, pairs.product(&dup, &turned(x[4]))?);
-            pairs.sums(&pairs.both(&ADD, &a, &b)?, dx)?;
-            let found = pairs.in_order_of_rows(&pairs.dots(&hidden, &back)?)?;
-            *dp = Piece { lineage: dp.lineage, ..found.viewed(dp.view.clone()) };
+        let (of_inputs, of_weights) = outputs.split_at_mut(if self.0 == GradPart::Weights { 0 } else { 2 });
+        if let [dx, dp] = of_inputs {
+            let (a, b) = (pairs.grouped_matmul(&dgate, &transposed(x[3]))?, pairs.grouped_matmul(&dup, &transposed(x[4]))?);
+            pairs.combine(&pairs.binary(&ADD, &a, &b)?, dx)?;
+            let dp_rows = pairs.unpermute(&pairs.row_dots(&hidden, &back)?)?;
+            *dp = LocalTensor { lineage: dp.lineage, ..dp_rows.with_view(dp.view.clone()) };
         }
-        if let [dwg, dwu, dwd] = of_matrices {
-            pairs.gradient(&rows, &dgate, dwg)?;
-            pairs.gradient(&rows, &dup, dwu)?;
-            pairs.gradient(&pairs.scaled(&hidden, &p)?, &g, dwd)?;
+        if let [dwg, dwu, dwd] = of_weights {
+            pairs.weight_gradient(&rows, &dgate, dwg)?;
+            pairs.weight_gradient(&rows, &dup, dwu)?;
+            pairs.weight_gradient(&pairs.scale_rows(&hidden, &p)?, &g, dwd)?;
         }
         Ok(outputs)
     }
@@ -331,7 +348,7 @@ mod tests {
     use shardgrad_dist::{Kind, Mesh, World};
     use std::panic::Location;
 
-    /// Two rows of width 1 and three experts of one hidden unit, whose gate is ln 3: silu(ln 3) is 3/4 of it.
+    /// Two rows of width 1 and three experts of one hidden unit with gate ln 3: silu(ln 3) = 3/4 ln 3.
     fn by_hand(rank: &Rank) -> Result<[Tensor; 6]> {
         let unit = 4.0 / (3.0 * 3f64.ln());
         let host = |shape: &[usize], x: &[f64]| Tensor::from_host(rank, shape, x);
@@ -346,11 +363,11 @@ mod tests {
     }
 
     #[test]
-    fn sums_by_hand() {
+    fn matches_sums_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let [x, index, p, gate, up, down] = by_hand(rank)?;
             let y = x.experts(&index, &p, &gate, &up, &down).to_host::<f64>()?;
-            // Experts give 1 (1, 0), 2 (0, 1) and 4 (10, -1).
+            // The experts return 1 (1, 0), 2 (0, 1) and 4 (10, -1).
             let right = [0.5 * 40.0 + 0.25, -2.0, 1.0, 4.0];
             assert!(y.iter().zip(right).all(|(y, right)| (y - right).abs() < 1e-14), "{y:?}");
             Ok(())
@@ -359,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn an_index_that_is_no_expert_is_an_error_that_names_it() {
+    fn expert_index_out_of_range_is_an_error_with_index_and_range() {
         let error = World::run(Mesh::single(), |rank| {
             let [x, _, p, gate, up, down] = by_hand(rank)?;
             let index = Tensor::from_host(rank, &[2, 2], &[2i64, 0, 3, 1])?;
@@ -372,7 +389,7 @@ mod tests {
     }
 
     #[test]
-    fn halves_of_the_backward_pass_form_what_they_are_asked_for() {
+    fn split_backward_computes_only_the_requested_cotangents() {
         World::run(Mesh::single(), |rank| {
             let real = |shape: &[usize], stream| {
                 Tensor::normal(rank, &Layout::invariant(rank.mesh(), DType::F64, shape), 1, stream, 1.0)
@@ -389,7 +406,7 @@ mod tests {
             let g = real(&[3, 2], 5)?;
             let outputs = op::apply(&Experts, &inputs.each_ref(), &[], Location::caller())?;
             let layouts = |tensors: &[Tensor]| tensors.iter().map(|t| t.layout().clone()).collect::<Vec<_>>();
-            let pulled = |wanted: [bool; 6]| -> Vec<Option<Vec<f64>>> {
+            let backward = |requested: [bool; 6]| -> Vec<Option<Vec<f64>>> {
                 let cotangents = Experts.vjp(&Vjp {
                     rank,
                     inputs: &inputs.clone().map(Some),
@@ -397,15 +414,15 @@ mod tests {
                     input_layouts: &layouts(&inputs),
                     output_layouts: &layouts(&outputs),
                     grads: &[Some(g.clone())],
-                    wanted: &wanted,
-                    taken: std::cell::RefCell::default(),
-                    sums: &[],
+                    needs_input_grad: &requested,
+                    donated: std::cell::RefCell::default(),
+                    accumulators: &[],
                 });
                 cotangents.iter().map(|c| c.as_ref().map(|c| c.to_f64().unwrap())).collect()
             };
-            let all = pulled([true, false, true, true, true, true]);
-            let rows = pulled([true, false, true, false, false, false]);
-            let matrices = pulled([false, false, false, true, true, true]);
+            let all = backward([true, false, true, true, true, true]);
+            let rows = backward([true, false, true, false, false, false]);
+            let matrices = backward([false, false, false, true, true, true]);
             assert_eq!((&rows[0], &rows[2]), (&all[0], &all[2]), "the same bits");
             assert_eq!(matrices[3..], all[3..]);
             assert!(matrices[..3].iter().chain(&rows[3..]).all(Option::is_none));

@@ -1,14 +1,16 @@
-//! y = exp(x) - 1, exact near 0.
+//! Elementwise y = exp(x) - 1, accurate near 0.
 
-use super::pointwise::PointwiseBackward;
+use super::unary_backward::UnaryBackward;
 use super::{Case, Input};
-use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
-use crate::piece::Piece;
+use crate::op::{Cotangents, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp};
+use crate::local_tensor::LocalTensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::elementary::{EXPM1, EXPM1_GRAD};
 use std::rc::Rc;
 
-/// `..m -> ..m`, any float. dx = g (y + 1). -1 and infinity at the infinities.
+/// Elementwise exponential minus one, accurate near 0: y = exp(x) - 1.
+///
+/// `..m -> ..m`, any float dtype. Gradient: dx = g (y + 1). -1 and infinity at -infinity and infinity.
 #[derive(Debug)]
 pub struct Expm1;
 
@@ -21,16 +23,16 @@ impl Op for Expm1 {
         "..m -> ..m"
     }
 
-    fn keeps(&self) -> Keeps {
-        Keeps { inputs: &[], outputs: &[0] }
+    fn saved_for_backward(&self) -> SavedForBackward {
+        SavedForBackward { inputs: &[], outputs: &[0] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         local.launch(&EXPM1, &[x[0]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|_| PointwiseBackward::of(&EXPM1_GRAD, cx.output(0), &cx.grad(0)))
+        cx.cotangents(|_| UnaryBackward::of(&EXPM1_GRAD, cx.output(0), &cx.grad(0)))
     }
 }
 
@@ -45,7 +47,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn by_hand() {
+    fn matches_values_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[4], &[0.0f64, 1e-9, f64::NEG_INFINITY, f64::INFINITY])?;
             let y = x.expm1().to_host::<f64>()?;

@@ -1,17 +1,20 @@
-//! y_i = x_(n - 1 - i) along a dim of n elements.
+//! Reversal along a dim: y_i = x_(n - 1 - i) for n elements.
 
-use super::gather::around;
-use super::labels::{check_dim, letters_with};
+use super::gather::outer_dim_inner;
+use super::labels::{check_dim, dim_labels_with};
 use super::{Case, Input};
-use crate::op::{Cotangents, DTypes, Local, Op, Pieces, Vjp};
-use crate::piece::{Piece, launch};
+use crate::op::{Cotangents, DTypes, ForwardContext, Op, LocalTensors, Vjp};
+use crate::local_tensor::{LocalTensor, launch};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::index::GATHER;
 use shardgrad_kernels::{DType, Scalar};
 use std::rc::Rc;
 
-/// `a x! c -> a x! c`: any dtype. Linear. dx = g flipped.
+/// Reverses a tensor along a dim: y_i = x_(n - 1 - i) for n elements; `a x! c -> a x! c`.
+///
+/// Any dtype. The dim must not be sharded. Linear. Gradient: dx = g reversed.
+#[doc(alias = "reverse")]
 #[derive(Debug)]
 pub struct Flip {
     signature: String,
@@ -19,17 +22,17 @@ pub struct Flip {
 }
 
 impl Flip {
-    /// Along dim `dim` of a tensor of `ndim` dims.
+    /// The reversal along dim `dim` of a tensor of `ndim` dims.
     ///
     /// # Errors
-    /// Of kind `Kind::Shape` if there is no such dim.
+    /// `Kind::Shape` if the dim is out of range.
     pub fn along(ndim: usize, dim: usize) -> Result<Rc<dyn Op>> {
         check_dim("flip", ndim, dim)?;
         Ok(Flip::of(ndim, dim))
     }
 
     fn of(ndim: usize, dim: usize) -> Rc<dyn Op> {
-        let tensor = letters_with(ndim, dim, "x!");
+        let tensor = dim_labels_with(ndim, dim, "x!");
         Rc::new(Flip { signature: format!("{tensor} -> {tensor}"), dim })
     }
 }
@@ -51,22 +54,22 @@ impl Op for Flip {
         Ok(inputs.into())
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         let x = x[0].contiguous(local.rank)?;
         let n = x.view.shape[self.dim] as i64;
-        let index = Piece::upload(local.rank, &[n as usize], &(0..n).rev().collect::<Vec<i64>>())?;
-        let x = x.viewed(around(&x.view, self.dim));
+        let index = LocalTensor::upload(local.rank, &[n as usize], &(0..n).rev().collect::<Vec<i64>>())?;
+        let x = x.with_view(outer_dim_inner(&x.view, self.dim));
         let mut out = local.output(0)?;
-        let seen = around(&out.view, self.dim);
-        let whole = std::mem::replace(&mut out.view, seen.into());
+        let three_dims = outer_dim_inner(&out.view, self.dim);
+        let view = std::mem::replace(&mut out.view, three_dims.into());
         launch(local.rank, &GATHER, &[&x, &index], &mut [&mut out], &[Scalar::Int(0), Scalar::Int(n)])?;
-        out.view = whole;
+        out.view = view;
         Ok([out].into_iter().collect())
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         let op = Flip::of(cx.output_layouts[0].ndim(), self.dim);
-        cx.each(|_| Tensor::result(op.clone(), &[&cx.grad(0)]))
+        cx.cotangents(|_| Tensor::result(op.clone(), &[&cx.grad(0)]))
     }
 }
 
@@ -82,7 +85,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn by_hand() {
+    fn matches_values_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[2, 3], &[1i64, 2, 3, 4, 5, 6])?;
             assert_eq!(x.flip(1).to_host::<i64>()?, [3, 2, 1, 6, 5, 4]);
@@ -93,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dim_that_is_none_is_refused() {
+    fn dim_out_of_range_is_refused() {
         assert!(Flip::along(2, 2).is_err());
     }
 }

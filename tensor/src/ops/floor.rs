@@ -1,13 +1,15 @@
-//! y = the largest integer that is not above x.
+//! Elementwise rounding down: y = the largest integer <= x.
 
 use super::{Case, Input};
-use crate::op::{Local, Op, Pieces};
-use crate::piece::Piece;
+use crate::op::{ForwardContext, Op, LocalTensors};
+use crate::local_tensor::LocalTensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::elementary::FLOOR;
 use std::rc::Rc;
 
-/// `..m -> ..m`, any float. Not differentiable: the slope is 0 wherever there is one.
+/// Elementwise floor: y = the largest integer <= x.
+///
+/// `..m -> ..m`, any float dtype. Not differentiable: the slope is 0 wherever it exists.
 #[derive(Debug)]
 pub struct Floor;
 
@@ -24,7 +26,7 @@ impl Op for Floor {
         &[false]
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         local.launch(&FLOOR, &[x[0]], &[])
     }
 }
@@ -40,7 +42,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn by_hand() {
+    fn matches_values_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[4], &[-1.5f64, 1.5, 2.0, f64::INFINITY])?;
             let y = x.floor().to_host::<f64>()?;

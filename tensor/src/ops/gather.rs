@@ -1,16 +1,16 @@
-//! Elements picked along a dim by index, y_(a, n, c) = x_(a, index, c), and the transpose: elements added up at such
-//! places. The index is one list for all rows (`index_select`, `index_add`) or as large as the result (`gather`,
-//! `scatter_add`).
+//! Elements picked along a dim by index, y_(a, n, c) = x_(a, index, c), and the transpose, which adds elements at index
+//! positions. The index is one list for all rows (`index_select`, `index_add`) or has the shape of the result
+//! (`gather`, `scatter_add`).
 
 use super::embedding::check_index;
-use super::labels::{check_dim, letters_with};
+use super::labels::{check_dim, dim_labels_with};
 use super::{Case, Input};
 use crate::context::Context;
 use crate::dim::Dim;
 use crate::infer::Inference;
 use crate::layout::Layout;
-use crate::op::{Cotangents, DTypes, Keeps, Local, Op, Pieces, Vjp, infer_by_signature};
-use crate::piece::{Piece, launch};
+use crate::op::{Cotangents, DTypes, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp, infer_by_signature};
+use crate::local_tensor::{LocalTensor, launch};
 use crate::refusal::Refusal;
 use crate::tensor::Tensor;
 use shardgrad_dist::{AxisSet, Error, Kind, Result};
@@ -18,104 +18,117 @@ use shardgrad_kernels::op::index::{GATHER, SCATTER_ADD};
 use shardgrad_kernels::{DType, Kernel, Scalar, Strides};
 use std::rc::Rc;
 
-/// `a [v] c, n -> a n c` (`index_select`) or `a [v] c, a n c -> a n c` (`gather`): x of any dtype and indices (i64, each in
-/// 0..v). Linear in x. dx = the sum of g over all n with that index.
+/// Picks elements along a dim by index: y_(a, n, c) = x_(a, index, c).
 ///
-/// A rank whose range of v lacks a place gives zeros for it, so a split of v leaves a pending sum, of which one term is
-/// not zero. An index outside of 0..v is an error of kind `Kind::Data`.
+/// `a [v] c, n -> a n c` (`index_select`: one list of indices) or `a [v] c, a n c -> a n c` (`gather`: an index per
+/// element). x of any dtype and indices (i64, each in 0..v). Linear in x.
+///
+/// The dim v may be sharded: a rank gives zeros for positions that it does not hold, so the result is a partial sum
+/// with one nonzero term. An index outside of 0..v is an error of kind `Kind::Data`. Gradient: dx = the sum of g over
+/// all n with that index.
+#[doc(alias = "index_select")]
+#[doc(alias = "take_along_dim")]
+#[doc(alias = "take_along_axis")]
+#[doc(alias = "take")]
 #[derive(Debug)]
 pub struct Gather {
     signature: String,
     dim: usize,
+    /// Whether one list of indices serves all rows.
     is_shared: bool,
 }
 
-/// `a n c, n -> a [v] c` (`index_add`) or `a n c, a n c -> a [v] c` (`scatter_add`): elements (any float, or i64) added up,
-/// in the order of n, at the places that indices (i64, each in 0..v) name; zeros where no index points. Linear in the
-/// elements. Their cotangent is g at the index.
+/// Adds elements at the positions that indices name: the transpose of [`Gather`].
 ///
-/// A split of n leaves a pending sum. The new dim v is split as what it will be added to, on axes that split neither
-/// argument; else it is whole.
+/// `a n c, n -> a [v] c` (`index_add`) or `a n c, a n c -> a [v] c` (`scatter_add`) on elements (any float dtype, or
+/// i64) and indices (i64, each in 0..v). Elements of one position are added in the order of n; a position without index
+/// is 0. Linear in the elements, whose gradient is g at the index.
+///
+/// Where n is sharded the result is a partial sum. The new dim v is sharded as `output_dim` says, on axes that shard
+/// neither argument; otherwise it is unsharded.
+#[doc(alias = "index_add")]
+#[doc(alias = "scatter_add")]
+#[doc(alias = "segment_sum")]
 #[derive(Debug)]
 pub struct ScatterAdd {
     signature: String,
     dim: usize,
     is_shared: bool,
-    target: Dim,
+    output_dim: Dim,
 }
 
-/// The labels of the whole tensor, of the picked one and of the index.
-fn tensors(ndim: usize, dim: usize, is_shared: bool) -> [String; 3] {
-    let picked = letters_with(ndim, dim, "n");
+/// The labels of the indexed tensor, of the picked elements and of the index.
+fn label_texts(ndim: usize, dim: usize, is_shared: bool) -> [String; 3] {
+    let picked = dim_labels_with(ndim, dim, "n");
     let index = if is_shared { "n".to_string() } else { picked.clone() };
-    [letters_with(ndim, dim, "[v]"), picked, index]
+    [dim_labels_with(ndim, dim, "[v]"), picked, index]
 }
 
 impl Gather {
-    /// Along dim `dim` of a tensor of `ndim` dims; `is_shared` if the index is one list.
+    /// The op along dim `dim` of a tensor of `ndim` dims; `is_shared` if one list of indices serves all rows.
     ///
     /// # Errors
-    /// Of kind `Kind::Shape` if there is no such dim.
+    /// `Kind::Shape` if the dim is out of range.
     pub fn along(ndim: usize, dim: usize, is_shared: bool) -> Result<Rc<dyn Op>> {
         check_dim(if is_shared { "index_select" } else { "gather" }, ndim, dim)?;
         Ok(Gather::of(ndim, dim, is_shared))
     }
 
     fn of(ndim: usize, dim: usize, is_shared: bool) -> Rc<dyn Op> {
-        let [whole, picked, index] = tensors(ndim, dim, is_shared);
-        Rc::new(Gather { signature: format!("{whole}, {index} -> {picked}"), dim, is_shared })
+        let [source, picked, index] = label_texts(ndim, dim, is_shared);
+        Rc::new(Gather { signature: format!("{source}, {index} -> {picked}"), dim, is_shared })
     }
 }
 
 impl ScatterAdd {
-    /// Into a dim `dim`, given with the split that is wished for, of a tensor of `ndim` dims; `is_shared` if the index is
-    /// one list.
+    /// The op into dim `dim` of a result of `ndim` dims; `output_dim` states extent and desired sharding of this dim; `is_shared` if
+    /// one list of indices serves all rows.
     ///
     /// # Errors
-    /// Of kind `Kind::Shape` if there is no such dim.
-    pub fn along(ndim: usize, dim: usize, target: Dim, is_shared: bool) -> Result<Rc<dyn Op>> {
+    /// `Kind::Shape` if the dim is out of range.
+    pub fn along(ndim: usize, dim: usize, output_dim: Dim, is_shared: bool) -> Result<Rc<dyn Op>> {
         check_dim(if is_shared { "index_add" } else { "scatter_add" }, ndim, dim)?;
-        Ok(ScatterAdd::of(ndim, dim, target, is_shared))
+        Ok(ScatterAdd::of(ndim, dim, output_dim, is_shared))
     }
 
-    /// The same, where the dim is known to exist.
-    pub(super) fn of(ndim: usize, dim: usize, target: Dim, is_shared: bool) -> Rc<dyn Op> {
-        let [whole, picked, index] = tensors(ndim, dim, is_shared);
-        Rc::new(ScatterAdd { signature: format!("{picked}, {index} -> {whole}"), dim, is_shared, target })
+    /// The same without a check of the dim.
+    pub(super) fn of(ndim: usize, dim: usize, output_dim: Dim, is_shared: bool) -> Rc<dyn Op> {
+        let [source, picked, index] = label_texts(ndim, dim, is_shared);
+        Rc::new(ScatterAdd { signature: format!("{picked}, {index} -> {source}"), dim, is_shared, output_dim })
     }
 
-    /// The layout of a result of shape (a, v, c) with v split as wished, up to the first axis that an argument uses.
-    fn goal(&self, args: &[&Layout], dtype: DType) -> Layout {
+    /// The layout of a result of shape (a, v, c) with v sharded as `output_dim`, up to the first axis that shards an argument.
+    fn output_layout(&self, args: &[&Layout], dtype: DType) -> Layout {
         let used = args.iter().fold(AxisSet::EMPTY, |used, l| used.union(l.sharded_axes()));
-        let free = self.target.axes.iter().take_while(|a| !used.contains(*a));
-        let mut dims: Vec<Dim> = args[0].shape().iter().map(|&n| Dim::whole(n)).collect();
+        let free = self.output_dim.axes.iter().take_while(|a| !used.contains(*a));
+        let mut dims: Vec<Dim> = args[0].shape().iter().map(|&n| Dim::unsharded(n)).collect();
         if let Some(dim) = dims.get_mut(self.dim) {
-            *dim = Dim { axes: free.collect(), ..self.target };
+            *dim = Dim { axes: free.collect(), ..self.output_dim };
         }
         Layout::assemble(args[0].mesh(), dtype, dims.into(), AxisSet::EMPTY, AxisSet::EMPTY)
     }
 }
 
-/// A row-major view as three dims: what stands before a dim, the dim, what stands behind it.
-pub(super) fn around(view: &Strides, dim: usize) -> Strides {
+/// A contiguous view as three dims: the dims before `dim` merged, the dim, the dims after it merged.
+pub(super) fn outer_dim_inner(view: &Strides, dim: usize) -> Strides {
     let shape = &view.shape;
     let three = [shape[..dim].iter().product(), shape[dim], shape[dim + 1..].iter().product()];
-    view.reshape(&three).expect("what lies row-major without gaps has every shape")
+    view.reshape(&three).expect("a contiguous view can be reshaped freely")
 }
 
-/// Runs one of the two kernels on `(x or g, index)`, in the order in which it takes them.
-fn run(local: &Local<'_>, kernel: &Kernel, x: &[&Piece], dim: usize, is_shared: bool) -> Result<Pieces> {
+/// Runs the gather or the scatter-add kernel on `(x or g, index)`.
+fn run(local: &ForwardContext<'_>, kernel: &Kernel, x: &[&LocalTensor], dim: usize, is_shared: bool) -> Result<LocalTensors> {
     let x = local.contiguous(x)?;
     let (count, range) = local.label("v");
     let scalars = [Scalar::Int(range.start as i64), Scalar::Int(count as i64)];
-    let values = x[0].viewed(around(&x[0].view, dim));
-    let index = if is_shared { x[1].clone() } else { x[1].viewed(around(&x[1].view, dim)) };
+    let values = x[0].with_view(outer_dim_inner(&x[0].view, dim));
+    let index = if is_shared { x[1].clone() } else { x[1].with_view(outer_dim_inner(&x[1].view, dim)) };
     let inputs = if std::ptr::eq(kernel, &raw const GATHER) { [&values, &index] } else { [&index, &values] };
     let mut out = local.output(0)?;
-    let seen = around(&out.view, dim);
-    let whole = std::mem::replace(&mut out.view, seen.into());
+    let three_dims = outer_dim_inner(&out.view, dim);
+    let view = std::mem::replace(&mut out.view, three_dims.into());
     launch(local.rank, kernel, &inputs, &mut [&mut out], &scalars)?;
-    out.view = whole;
+    out.view = view;
     Ok([out].into_iter().collect())
 }
 
@@ -136,8 +149,8 @@ impl Op for Gather {
         &[true, false]
     }
 
-    fn keeps(&self) -> Keeps {
-        Keeps { inputs: &[1], outputs: &[] }
+    fn saved_for_backward(&self) -> SavedForBackward {
+        SavedForBackward { inputs: &[1], outputs: &[] }
     }
 
     fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
@@ -145,19 +158,19 @@ impl Op for Gather {
         Ok(inputs[..1].into())
     }
 
-    fn volume(&self, _: usize, _: &[&Layout], outputs: &[Layout]) -> usize {
-        // Not the table, of which it reads as much.
+    fn estimate_work(&self, _: usize, _: &[&Layout], outputs: &[Layout]) -> usize {
+        // Only as many elements of x are read as the result has.
         outputs[0].numel()
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         run(local, &GATHER, x, self.dim, self.is_shared)
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        let whole = &cx.input_layouts[0];
-        let op = ScatterAdd::of(whole.ndim(), self.dim, whole.dims()[self.dim], self.is_shared);
-        cx.each(|i| Tensor::apply_with(op.clone(), &[&cx.grad(0), cx.input(1)], cx.goal(i)))
+        let source = &cx.input_layouts[0];
+        let op = ScatterAdd::of(source.ndim(), self.dim, source.dims()[self.dim], self.is_shared);
+        cx.cotangents(|i| Tensor::apply_with(op.clone(), &[&cx.grad(0), cx.input(1)], cx.cotangent_layout(i)))
     }
 }
 
@@ -178,8 +191,8 @@ impl Op for ScatterAdd {
         &[true, false]
     }
 
-    fn keeps(&self) -> Keeps {
-        Keeps { inputs: &[1], outputs: &[] }
+    fn saved_for_backward(&self) -> SavedForBackward {
+        SavedForBackward { inputs: &[1], outputs: &[] }
     }
 
     fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
@@ -187,8 +200,8 @@ impl Op for ScatterAdd {
         if inputs[0].is_float() || inputs[0] == DType::I64 {
             return Ok(inputs[..1].into());
         }
-        Err(Error::new(Kind::DType, format!("sums of {}", inputs[0]))
-            .detail("help", "cast what is added: x.cast(DType::I64)"))
+        Err(Error::new(Kind::DType, format!("cannot add elements of {}; i64 and floats can be added", inputs[0]))
+            .detail("help", "cast the elements: x.cast(DType::I64)"))
     }
 
     fn infer(
@@ -201,16 +214,16 @@ impl Op for ScatterAdd {
         if !want.is_empty() {
             return infer_by_signature(self, context, args, dtypes, want);
         }
-        infer_by_signature(self, context, args, dtypes, &[Some(self.goal(args, dtypes[0]))])
+        infer_by_signature(self, context, args, dtypes, &[Some(self.output_layout(args, dtypes[0]))])
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         run(local, &SCATTER_ADD, x, self.dim, self.is_shared)
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         let op = Gather::of(cx.output_layouts[0].ndim(), self.dim, self.is_shared);
-        cx.each(|_| Tensor::result(op.clone(), &[&cx.grad(0), cx.input(1)]))
+        cx.cotangents(|_| Tensor::result(op.clone(), &[&cx.grad(0), cx.input(1)]))
     }
 }
 
@@ -221,8 +234,8 @@ pub(super) fn cases() -> Vec<Case> {
     };
     let scatter = |dim, extent, x: Input, index: Input| {
         let is_shared = index.shape().len() == 1 && x.shape().len() > 1;
-        let op = ScatterAdd::of(x.shape().len(), dim, Dim::whole(extent), is_shared);
-        Case::fixed(op, vec![x, index]).exact()
+        let op = ScatterAdd::of(x.shape().len(), dim, Dim::unsharded(extent), is_shared);
+        Case::fixed_shape(op, vec![x, index]).exact()
     };
     let (real, index) = (Input::real, Input::index);
     vec![
@@ -231,7 +244,7 @@ pub(super) fn cases() -> Vec<Case> {
         gather(1, real(&[5, 3]), index(&[0], 3)),
         gather(1, real(&[2, 7, 3]), index(&[2, 5, 3], 7)),
         gather(0, real(&[7]), index(&[5], 7)),
-        gather(0, Input::truth(&[7, 2]), index(&[5], 7)),
+        gather(0, Input::boolean(&[7, 2]), index(&[5], 7)),
         scatter(1, 4, real(&[2, 5, 3]), index(&[5], 4)),
         scatter(0, 3, index(&[5, 2], 9), index(&[5], 3)),
         scatter(1, 4, real(&[2, 5, 3]), index(&[2, 5, 3], 4)),
@@ -248,7 +261,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn places_by_hand() {
+    fn matches_elements_picked_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[2, 3], &[1.0f32, 2.0, 3.0, 4.0, 5.0, 6.0])?;
             let list = Tensor::from_host(rank, &[2], &[2i64, 0])?;
@@ -261,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn an_index_that_stands_twice_counts_twice() {
+    fn repeated_indices_add_up() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[1, 3], &[100.0f32, 200.0, 300.0])?;
             let parts = Tensor::from_host(rank, &[1, 4], &[1.0f32, 2.0, 3.0, 4.0])?;
@@ -275,13 +288,13 @@ mod tests {
     }
 
     #[test]
-    fn integers_are_added_up_at_their_places() {
+    fn scatter_add_of_integers_is_exact() {
         World::run(Mesh::single(), |rank| {
             let big = (1i64 << 53) + 1;
             let parts = Tensor::from_host(rank, &[3], &[big, 5, 1])?;
             let list = Tensor::from_host(rank, &[3], &[2i64, 0, 2])?;
             for is_shared in [true, false] {
-                let op = ScatterAdd::along(1, 0, Dim::whole(4), is_shared)?;
+                let op = ScatterAdd::along(1, 0, Dim::unsharded(4), is_shared)?;
                 assert_eq!(Tensor::apply_one(op, &[&parts, &list]).to_host::<i64>()?, [5, 0, big + 1, 0]);
             }
             Ok(())
@@ -290,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn sums_go_into_the_split_of_what_they_are_added_to() {
+    fn index_add_keeps_the_sharding_of_its_target() {
         let mesh = Mesh::parse("a=2").unwrap();
         World::run(mesh.clone(), |rank| {
             let x = Tensor::zeros(rank, &Layout::parse("f64[5@a, 2]", &mesh)?)?;
@@ -305,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn an_index_outside_is_an_error_that_names_op_index_and_bound() {
+    fn index_out_of_range_is_an_error_with_op_index_and_range() {
         let error = World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[3], &[0.0f32; 3])?;
             let _ = x.gather(0, &Tensor::from_host(rank, &[2], &[0i64, -1])?);

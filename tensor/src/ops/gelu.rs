@@ -1,14 +1,21 @@
-//! y = x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2: the form that GPT-2 uses.
+//! Elementwise GELU in its tanh form: y = x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, as GPT-2 uses it.
 
-use super::pointwise::PointwiseBackward;
+use super::unary_backward::UnaryBackward;
 use super::{Case, Input};
-use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
-use crate::piece::Piece;
+use crate::op::{Cotangents, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp};
+use crate::local_tensor::LocalTensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::unary::{GELU, GELU_GRAD};
 use std::rc::Rc;
 
-/// `..m -> ..m`, any float. dx = g y'(x).
+/// Gaussian error linear unit in its tanh approximation, elementwise, as GPT-2 uses it:
+/// `torch.nn.functional.gelu(x, approximate="tanh")`, `jax.nn.gelu`. y = x (1 + tanh(sqrt(2 / pi) (x + 0.044715
+/// x^3))) / 2.
+///
+/// `..m -> ..m`, any float dtype. Gradient: dx = g y'(x). [`GeluExact`](super::gelu_exact::GeluExact) is the form with
+/// erf.
+#[doc(alias = "gelu_tanh")]
+#[doc(alias = "gelu_new")]
 #[derive(Debug)]
 pub struct Gelu;
 
@@ -21,16 +28,16 @@ impl Op for Gelu {
         "..m -> ..m"
     }
 
-    fn keeps(&self) -> Keeps {
-        Keeps { inputs: &[0], outputs: &[] }
+    fn saved_for_backward(&self) -> SavedForBackward {
+        SavedForBackward { inputs: &[0], outputs: &[] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         local.launch(&GELU, &[x[0]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|_| PointwiseBackward::of(&GELU_GRAD, cx.input(0), &cx.grad(0)))
+        cx.cotangents(|_| UnaryBackward::of(&GELU_GRAD, cx.input(0), &cx.grad(0)))
     }
 }
 
@@ -45,7 +52,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn by_hand() {
+    fn matches_values_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[2], &[0.0f64, 1.0])?;
             assert_eq!(x.gelu().to_host::<f64>()?[0], 0.0);

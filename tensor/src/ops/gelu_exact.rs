@@ -1,14 +1,19 @@
-//! y = x Phi(x) = x (1 + erf(x / sqrt 2)) / 2: the form that BERT and PyTorch's default use.
+//! Elementwise GELU with erf: y = x Phi(x) = x (1 + erf(x / sqrt 2)) / 2, as BERT and the default of PyTorch use it.
 
-use super::pointwise::PointwiseBackward;
+use super::unary_backward::UnaryBackward;
 use super::{Case, Input};
-use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
-use crate::piece::Piece;
+use crate::op::{Cotangents, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp};
+use crate::local_tensor::LocalTensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::unary::{GELU_EXACT, GELU_EXACT_GRAD};
 use std::rc::Rc;
 
-/// `..m -> ..m`, any float. dx = g (Phi(x) + x exp(-x^2 / 2) / sqrt(2 pi)). Not a number at negative infinity.
+/// Gaussian error linear unit with the error function, elementwise, as BERT and the default of PyTorch use it:
+/// y = x Phi(x) = x (1 + erf(x / sqrt 2)) / 2.
+///
+/// `..m -> ..m`, any float dtype. Gradient: dx = g (Phi(x) + x exp(-x^2 / 2) / sqrt(2 pi)). NaN at -infinity.
+/// [`Gelu`](super::gelu::Gelu) is the tanh approximation.
+#[doc(alias = "gelu")]
 #[derive(Debug)]
 pub struct GeluExact;
 
@@ -21,16 +26,16 @@ impl Op for GeluExact {
         "..m -> ..m"
     }
 
-    fn keeps(&self) -> Keeps {
-        Keeps { inputs: &[0], outputs: &[] }
+    fn saved_for_backward(&self) -> SavedForBackward {
+        SavedForBackward { inputs: &[0], outputs: &[] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         local.launch(&GELU_EXACT, &[x[0]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|_| PointwiseBackward::of(&GELU_EXACT_GRAD, cx.input(0), &cx.grad(0)))
+        cx.cotangents(|_| UnaryBackward::of(&GELU_EXACT_GRAD, cx.input(0), &cx.grad(0)))
     }
 }
 
@@ -45,7 +50,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn by_hand() {
+    fn matches_values_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[4], &[0.0f64, 1.0, -2.0, 50.0])?;
             let y = x.gelu_exact().to_host::<f64>()?;

@@ -1,4 +1,4 @@
-//! Signature texts of ops whose labels depend on their parameters, and checks of such parameters.
+//! Signatures built from the parameters of an op, and checks of these parameters.
 
 use crate::layout::Layout;
 use crate::op::DTypes;
@@ -6,30 +6,30 @@ use shardgrad_dist::{Error, Kind, Result};
 use shardgrad_kernels::DType;
 use std::borrow::Cow;
 
-/// The most dims that ops with built signatures take.
+/// The maximal number of dims of ops with built signatures.
 pub(super) const DIMS_MAX: usize = 12;
 
 const LETTERS: [&str; DIMS_MAX] = ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k", "l"];
 
 /// The label of a dim.
-pub(super) fn letter(dim: usize) -> &'static str {
+pub(super) fn dim_label(dim: usize) -> &'static str {
     LETTERS[dim]
 }
 
-/// The labels of some dims, side by side.
-pub(super) fn letters(dims: impl IntoIterator<Item = usize>) -> String {
-    dims.into_iter().map(letter).collect::<Vec<_>>().join(" ")
+/// The labels of some dims, separated by blanks.
+pub(super) fn dim_labels(dims: impl IntoIterator<Item = usize>) -> String {
+    dims.into_iter().map(dim_label).collect::<Vec<_>>().join(" ")
 }
 
-/// The labels of `ndim` dims with one dim written as `other` (nothing: left out).
-pub(super) fn letters_with(ndim: usize, dim: usize, other: &str) -> String {
-    let label = |d| if d == dim { other } else { letter(d) };
+/// The labels of `ndim` dims with dim `dim` written as `other`; an empty `other` leaves the dim out.
+pub(super) fn dim_labels_with(ndim: usize, dim: usize, other: &str) -> String {
+    let label = |d| if d == dim { other } else { dim_label(d) };
     (0..ndim).map(label).filter(|l| !l.is_empty()).collect::<Vec<_>>().join(" ")
 }
 
-/// A tensor of `ndim` dims, and what is left of it without some dims (ascending): `..m d` and `d` without the
-/// leading ones, `..m d` and `..m` without the trailing ones, `a b c` and `a c` otherwise.
-pub(super) fn full_and_kept(ndim: usize, dims: &[usize]) -> [String; 2] {
+/// The labels of a tensor of `ndim` dims, and of the tensor without some dims (ascending): `..m d` and `d` without leading
+/// dims, `..m d` and `..m` without trailing dims, `a b c` and `a c` otherwise.
+pub(super) fn full_and_reduced(ndim: usize, dims: &[usize]) -> [String; 2] {
     let count = dims.len();
     let named = |n: usize| (0..n).map(|i| LETTERS[(i + 3) % DIMS_MAX]).collect::<Vec<_>>().join(" ");
     let join = |lead: &str, rest: String| format!("{lead} {rest}").trim().to_string();
@@ -38,11 +38,11 @@ pub(super) fn full_and_kept(ndim: usize, dims: &[usize]) -> [String; 2] {
     } else if count > 0 && dims[0] == ndim - count {
         [join("..m", named(count)), "..m".to_string()]
     } else {
-        [letters(0..ndim), letters((0..ndim).filter(|d| !dims.contains(d)))]
+        [dim_labels(0..ndim), dim_labels((0..ndim).filter(|d| !dims.contains(d)))]
     }
 }
 
-/// What [`reduction`] gives for leading dims, by how many are left.
+/// The results of [`reduction`] for leading dims, by the number of dims that are left.
 const LEADING: [[&str; 2]; 4] = [
     ["..m -> ", " -> ..m"],
     ["..m d -> d", "d -> ..m d"],
@@ -50,11 +50,11 @@ const LEADING: [[&str; 2]; 4] = [
     ["..m d e f -> d e f", "d e f -> ..m d e f"],
 ];
 
-/// What [`reduction`] gives for trailing dims that leave some, by how many they are but one.
+/// The results of [`reduction`] for trailing dims, by their number minus one.
 const TRAILING: [[&str; 2]; 2] = [["..m d -> ..m", "..m -> ..m d"], ["..m d e -> ..m", "..m -> ..m d e"]];
 
-/// The signature of an op that takes some dims away (ascending), and that of the one that puts them back. Those of every step
-/// are written out above.
+/// The signature of an op that removes some dims (ascending), and of the op that restores them. The signatures that training steps
+/// use are constants, which plans are cached by.
 pub(super) fn reduction(ndim: usize, dims: &[usize]) -> [Cow<'static, str>; 2] {
     let count = dims.len();
     let written = match (dims.first(), dims.last()) {
@@ -62,15 +62,15 @@ pub(super) fn reduction(ndim: usize, dims: &[usize]) -> [Cow<'static, str>; 2] {
         (Some(&first), _) if first == ndim - count => TRAILING.get(count - 1),
         _ => None,
     };
-    written.map_or_else(|| built(ndim, dims).map(Cow::Owned), |pair| pair.map(Cow::Borrowed))
+    written.map_or_else(|| build_reduction(ndim, dims).map(Cow::Owned), |pair| pair.map(Cow::Borrowed))
 }
 
-fn built(ndim: usize, dims: &[usize]) -> [String; 2] {
-    let [full, kept] = full_and_kept(ndim, dims);
-    [format!("{full} -> {kept}"), format!("{kept} -> {full}")]
+fn build_reduction(ndim: usize, dims: &[usize]) -> [String; 2] {
+    let [full, reduced] = full_and_reduced(ndim, dims);
+    [format!("{full} -> {reduced}"), format!("{reduced} -> {full}")]
 }
 
-/// The most arguments that an op with a list of them takes.
+/// The maximal number of tensors of ops that take or give a list of tensors.
 pub(super) const ARGUMENTS_MAX: usize = 16;
 
 /// `[0, 1, .., n - 1]`.
@@ -79,8 +79,8 @@ const fn all(n: usize) -> &'static [usize] {
     ALL.split_at(n).0
 }
 
-/// The one group of an op that is linear in its `count` arguments jointly.
-pub(super) fn jointly(count: usize) -> &'static [&'static [usize]] {
+/// [`Op::linear_in`](crate::op::Op::linear_in) of an op that is linear in its `count` arguments jointly.
+pub(super) fn linear_jointly(count: usize) -> &'static [&'static [usize]] {
     static GROUPS: [&[&[usize]]; ARGUMENTS_MAX + 1] = [
         &[all(0)],
         &[all(1)],
@@ -103,47 +103,48 @@ pub(super) fn jointly(count: usize) -> &'static [&'static [usize]] {
     GROUPS[count]
 }
 
-/// Refuses a list of arguments that is empty or too long.
-pub(super) fn check_count(name: &str, count: usize) -> Result<()> {
+/// Refuses a list of tensors that is empty or too long.
+pub(super) fn check_num_tensors(name: &str, count: usize) -> Result<()> {
     if (1..=ARGUMENTS_MAX).contains(&count) {
         return Ok(());
     }
-    misuse(format!("{name}: {count} tensors; between 1 and {ARGUMENTS_MAX} are possible"))
+    invalid_argument(format!("{name}: {count} tensors, but 1 to {ARGUMENTS_MAX} are supported"))
 }
 
-/// The dtype of the one result of arguments that all have it.
-pub(super) fn one_dtype(inputs: &[DType]) -> Result<DTypes> {
+/// The common dtype of all arguments, as the dtype of the one result.
+pub(super) fn common_dtype(inputs: &[DType]) -> Result<DTypes> {
     match inputs.iter().find(|d| **d != inputs[0]) {
         None => Ok(inputs[..1].into()),
-        Some(other) => Err(Error::new(Kind::DType, format!("arguments of {} and {other}", inputs[0]))),
+        Some(other) => Err(Error::new(Kind::DType, format!("the arguments have the dtypes {} and {other}", inputs[0]))
+            .detail("help", "cast one of them: x.cast(dtype)")),
     }
 }
 
-/// The layout that gives labels without argument their extents and leaves them whole.
-pub(super) fn whole(like: &Layout, dtype: DType, shape: &[usize]) -> Option<Layout> {
+/// The wanted layout of an output with labels that no argument has: gives them their extents and does not shard them.
+pub(super) fn unsplit(like: &Layout, dtype: DType, shape: &[usize]) -> Option<Layout> {
     Some(Layout::invariant(like.mesh(), dtype, shape))
 }
 
-/// Refuses more dims than there are labels.
+/// Refuses more than [`DIMS_MAX`] dims.
 pub(super) fn check_ndim(name: &str, ndim: usize) -> Result<()> {
     if ndim <= DIMS_MAX {
         return Ok(());
     }
-    Err(Error::new(Kind::Shape, format!("{name}: a tensor of {ndim} dims; at most {DIMS_MAX} are possible"))
-        .detail("help", "bring neighbouring dims together where the tensor is made"))
+    Err(Error::new(Kind::Shape, format!("{name}: a tensor of {ndim} dims, but at most {DIMS_MAX} are supported"))
+        .detail("help", "merge neighbouring dims where the tensor is created; reshape has the same limit"))
 }
 
-/// Refuses what is no dim of a tensor.
+/// Refuses a `dim` that is not in `0..ndim`.
 pub(super) fn check_dim(name: &str, ndim: usize, dim: usize) -> Result<()> {
     check_ndim(name, ndim)?;
     if dim >= ndim {
-        return misuse(format!("{name}: there is no dim {dim} in a tensor of {ndim} dims"));
+        return invalid_argument(format!("{name}: dim {dim} is out of range for a tensor of {ndim} dims; dims count from 0"));
     }
     Ok(())
 }
 
-/// Parameters of an op that fit no tensor.
-pub(super) fn misuse<T>(why: impl Into<String>) -> Result<T> {
+/// An error of kind `Kind::Shape` about the parameters of an op.
+pub(super) fn invalid_argument<T>(why: impl Into<String>) -> Result<T> {
     Err(Error::new(Kind::Shape, why))
 }
 
@@ -157,17 +158,17 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn texts_by_hand() {
-        assert_eq!(full_and_kept(3, &[1]), ["a b c", "a c"]);
-        assert_eq!(full_and_kept(3, &[0]), ["..m d e", "d e"]);
-        assert_eq!(full_and_kept(3, &[2]), ["..m d", "..m"]);
-        assert_eq!(full_and_kept(2, &[0, 1]), ["..m", ""]);
+    fn built_signatures_match_hand_written_ones() {
+        assert_eq!(full_and_reduced(3, &[1]), ["a b c", "a c"]);
+        assert_eq!(full_and_reduced(3, &[0]), ["..m d e", "d e"]);
+        assert_eq!(full_and_reduced(3, &[2]), ["..m d", "..m"]);
+        assert_eq!(full_and_reduced(2, &[0, 1]), ["..m", ""]);
         for (ndim, dims) in (0..6).flat_map(|n| (0..1 << n).map(move |set| (n, set))) {
             let dims: Vec<usize> = (0..ndim).filter(|d| dims >> d & 1 == 1).collect();
-            assert_eq!(reduction(ndim, &dims), built(ndim, &dims));
+            assert_eq!(reduction(ndim, &dims), build_reduction(ndim, &dims));
         }
-        assert_eq!(letters_with(3, 1, "b!"), "a b! c");
-        assert_eq!(letters_with(3, 1, ""), "a c");
+        assert_eq!(dim_labels_with(3, 1, "b!"), "a b! c");
+        assert_eq!(dim_labels_with(3, 1, ""), "a c");
         assert!(
             check_dim("op", 2, 2).is_err()
                 && check_dim("op", 2, 1).is_ok()
@@ -175,20 +176,20 @@ mod tests {
         );
     }
 
-    /// An op that fills a tensor up with a value.
+    /// An op that fills a part of a tensor with a value.
     type Fill = fn(&Tensor, f64) -> Tensor;
 
-    /// The last element of what an op has filled up.
+    /// The last element of the result of an op that fills.
     fn filled(op: Fill, dtype: DType, value: f64) -> Result<f64> {
-        let made = World::run(Mesh::single(), |rank| {
+        let result = World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[1], &[0.0])?.cast(dtype);
             op(&x, value).to_f64()
         });
-        made.map(|mut ranks| *ranks.remove(0).last().expect("there is one"))
+        result.map(|mut ranks| *ranks.remove(0).last().expect("a fill has elements"))
     }
 
     #[test]
-    fn a_value_that_the_dtype_does_not_hold_is_refused() {
+    fn fill_values_that_the_dtype_cannot_represent_are_refused() {
         let ops: [(&str, Fill); 2] = [
             ("masked_fill", |x, value| x.masked_fill(&x.eq_scalar(0.0), value)),
             ("pad", |x, value| x.pad_with(0, 0, 1, value)),

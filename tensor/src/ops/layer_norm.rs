@@ -1,8 +1,8 @@
-//! y = (x - mean) rstd w + b over the last dim, with rstd = 1 / sqrt(mean((x - mean)^2) + eps).
+//! Layer normalization over the last dim: y = (x - mean) rstd w + b with rstd = 1 / sqrt(mean((x - mean)^2) + eps).
 
 use super::{Case, Input};
-use crate::op::{Cotangents, DTypes, Keeps, Local, Op, Pieces, Vjp, common_float};
-use crate::piece::{Piece, launch};
+use crate::op::{Cotangents, DTypes, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp, common_float};
+use crate::local_tensor::{LocalTensor, launch};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::layer_norm::{BACKWARD, FORWARD};
@@ -10,42 +10,48 @@ use shardgrad_kernels::{DType, Kernel, Scalar};
 use smallvec::SmallVec;
 use std::rc::Rc;
 
-/// `..m d!, d!, d! -> ..m d!` on x, w and b, with mean and rstd (`..m`, in the accumulator) kept for the backward.
-/// One float dtype. The last dim must be whole. With a residual x itself, the same memory, is the second result.
+/// Layer normalization over the last dim: y = (x - mean) rstd w + b with rstd = 1 / sqrt(mean((x - mean)^2) + eps).
 ///
-/// With h = (x - mean) rstd and u = g w: dx = rstd (u - mean(u) - h mean(u h)), dw = sum of g h, db = sum of g over the
-/// rows: both pending over what splits the rows, and then in the accumulator. The backward is one kernel for all three, so a
-/// pending w or b is completed, although y is linear in the two. It adds the cotangent of the residual to dx.
+/// `..m d!, d!, d! -> ..m d!` on x, w and b of one float dtype; mean and rstd (`..m`, in the accumulator dtype) are
+/// saved for backward. The last dim must not be sharded. With `has_residual` x itself, without a copy, is a second
+/// result.
+///
+/// Gradient, with h = (x - mean) rstd and u = g w: dx = rstd (u - mean(u) - h mean(u h)), dw = the sum of g h and db =
+/// the sum of g over the rows; dw and db are partial sums over the axes that shard the rows, and then in the
+/// accumulator dtype. One backward kernel computes all three and adds the cotangent of the residual to dx. For that a
+/// partial w or b is reduced first, although y is linear in both.
+///
+/// Source: Ba et al., arXiv 1607.06450.
 #[derive(Debug)]
 pub struct LayerNorm {
-    /// Added to the variance.
+    /// Epsilon, added to the variance.
     pub eps: f64,
-    /// Whether x is a result too, to which what is made of y is added later.
+    /// Whether x is returned as a second result, for a residual connection: its gradient is then added inside the backward kernel.
     pub has_residual: bool,
 }
 
-/// All three cotangents, linear in g and, together with it, in the cotangent of the residual if there is one.
+/// Backward of [`LayerNorm`]: dx, dw and db, jointly linear in g and the cotangent of the residual if there is one.
 #[derive(Debug)]
 struct LayerNormBackward {
     has_residual: bool,
-    /// Whether dw and db are in the accumulator.
+    /// Whether dw and db are in the accumulator dtype.
     is_wide: bool,
 }
 
-/// Where the residual is among the results of a norm that has one: behind y.
+/// The index of the residual among the results of a norm with one: after y.
 const RESIDUAL: usize = 1;
 
-/// The results of a norm: what its kernel writes and, if there is a residual, x as it is.
-pub(super) fn normalized(
-    local: &Local<'_>,
+/// Runs the kernel of a norm and inserts x as residual if there is one.
+pub(super) fn run_norm(
+    local: &ForwardContext<'_>,
     kernel: &Kernel,
-    x: &[&Piece],
+    x: &[&LocalTensor],
     (eps, has_residual): (f64, bool),
-) -> Result<Pieces> {
+) -> Result<LocalTensors> {
     let inputs = local.contiguous(x)?;
     let written = (0..local.inference.outputs.len()).filter(|i| !(has_residual && *i == RESIDUAL));
-    let mut outputs: Pieces = written.map(|i| local.output(i)).collect::<Result<_>>()?;
-    let inputs: SmallVec<[&Piece; 3]> = inputs.iter().collect();
+    let mut outputs: LocalTensors = written.map(|i| local.output(i)).collect::<Result<_>>()?;
+    let inputs: SmallVec<[&LocalTensor; 3]> = inputs.iter().collect();
     launch(
         local.rank,
         kernel,
@@ -59,15 +65,15 @@ pub(super) fn normalized(
     Ok(outputs)
 }
 
-/// The dtypes of dx and of sums over rows.
+/// The dtypes of dx and of the parameter gradients.
 pub(super) fn backward_dtypes(dtype: DType, num_outputs: usize, is_wide: bool) -> DTypes {
     let sums = if is_wide { dtype.accumulator() } else { dtype };
     (0..num_outputs).map(|i| if i == 0 { dtype } else { sums }).collect()
 }
 
-/// The cotangent of the residual, if there is one that somebody asks for.
-pub(super) fn beside<'a>(cx: &'a Vjp<'_>) -> Option<&'a Tensor> {
-    cx.grads.get(RESIDUAL)?.as_ref().filter(|_| cx.wanted[0])
+/// The cotangent of the residual, if it exists and the cotangent of x is requested.
+pub(super) fn residual_cotangent<'a>(cx: &'a Vjp<'_>) -> Option<&'a Tensor> {
+    cx.grads.get(RESIDUAL)?.as_ref().filter(|_| cx.needs_input_grad[0])
 }
 
 impl Op for LayerNorm {
@@ -86,8 +92,8 @@ impl Op for LayerNorm {
         2
     }
 
-    fn keeps(&self) -> Keeps {
-        Keeps { inputs: &[0, 1], outputs: if self.has_residual { &[2, 3] } else { &[1, 2] } }
+    fn saved_for_backward(&self) -> SavedForBackward {
+        SavedForBackward { inputs: &[0, 1], outputs: if self.has_residual { &[2, 3] } else { &[1, 2] } }
     }
 
     fn dtypes(&self, inputs: &[DType], num_outputs: usize) -> Result<DTypes> {
@@ -96,19 +102,19 @@ impl Op for LayerNorm {
         Ok((0..num_outputs).map(|i| if saved(i) { dtype.accumulator() } else { dtype }).collect())
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        normalized(local, &FORWARD, x, (self.eps, self.has_residual))
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
+        run_norm(local, &FORWARD, x, (self.eps, self.has_residual))
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        let (g, residual) = (cx.grad(0), beside(cx));
-        let [mean, rstd] = self.keeps().outputs else { unreachable!("two outputs are kept") };
+        let (g, residual) = (cx.grad(0), residual_cotangent(cx));
+        let [mean, rstd] = self.saved_for_backward().outputs else { unreachable!("mean and rstd are saved") };
         let mut args = vec![cx.input(0), cx.input(1), cx.output(*mean), cx.output(*rstd), &g];
         args.extend(residual);
         let is_wide = !cx.input_layouts[1].replicate().is_empty();
         let op = LayerNormBackward { has_residual: residual.is_some(), is_wide };
         let grads = Tensor::results(Rc::new(op), &args);
-        cx.each(|i| grads[i].clone())
+        cx.cotangents(|i| grads[i].clone())
     }
 }
 
@@ -132,7 +138,7 @@ impl Op for LayerNormBackward {
         Ok(backward_dtypes(inputs[0], num_outputs, self.is_wide))
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         let x = local.contiguous(x)?;
         local.launch(&BACKWARD, &x.iter().collect::<SmallVec<[_; 6]>>(), &[])
     }
@@ -152,20 +158,20 @@ pub(super) fn cases() -> Vec<Case> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::residual::Residual;
+    use crate::value::Residual;
     use crate::value::Value;
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn a_row_by_hand() {
+    fn matches_a_row_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             // Mean 3, variance 3.5; with eps = 0.5 rstd is 1/2.
             let x = Tensor::from_host(rank, &[1, 4], &[1.0f64, 2.0, 3.0, 6.0])?;
             let w = Tensor::from_host(rank, &[4], &[1.0f64, 2.0, 3.0, 4.0])?;
             let b = Tensor::from_host(rank, &[4], &[10.0f64, 20.0, 30.0, 40.0])?;
             assert_eq!(x.layer_norm(&w, &b, 0.5).to_host::<f64>()?, [9.0, 19.0, 30.0, 46.0]);
-            let (same, y) = x.layer_norm_beside(&w, &b, 0.5);
-            assert_eq!(same.piece().buffer.address(), x.piece().buffer.address(), "no copy");
+            let (same, y) = x.layer_norm_with_residual(&w, &b, 0.5);
+            assert_eq!(same.local().buffer.address(), x.local().buffer.address(), "no copy");
             assert_eq!(y.to_host::<f64>()?, [9.0, 19.0, 30.0, 46.0]);
             Ok(())
         })

@@ -1,18 +1,20 @@
-//! y = x where x > 0, else c x.
+//! Elementwise leaky ReLU: y = x where x > 0, else c x.
 
-use super::pointwise::PointwiseBackward;
+use super::unary_backward::UnaryBackward;
 use super::{Case, Input};
-use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
-use crate::piece::Piece;
+use crate::op::{Cotangents, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp};
+use crate::local_tensor::LocalTensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::Scalar;
 use shardgrad_kernels::op::elementary::{LEAKY_RELU, LEAKY_RELU_GRAD};
 use std::rc::Rc;
 
-/// `..m -> ..m`, any float. dx = g where x > 0, else c g, at 0 too.
+/// Leaky rectified linear unit, elementwise: y = x where x > 0, else c x.
+///
+/// `..m -> ..m`, any float dtype. Gradient: dx = g where x > 0, else c g, also at x = 0.
 #[derive(Debug)]
 pub struct LeakyRelu {
-    /// The slope below 0, rounded to the accumulator of the dtype.
+    /// c (`negative_slope` in PyTorch): the slope below 0, rounded to the accumulator of the dtype.
     pub slope: f64,
 }
 
@@ -25,16 +27,16 @@ impl Op for LeakyRelu {
         "..m -> ..m"
     }
 
-    fn keeps(&self) -> Keeps {
-        Keeps { inputs: &[0], outputs: &[] }
+    fn saved_for_backward(&self) -> SavedForBackward {
+        SavedForBackward { inputs: &[0], outputs: &[] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         local.launch(&LEAKY_RELU, &[x[0]], &[Scalar::Real(self.slope)])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|_| PointwiseBackward::with(&LEAKY_RELU_GRAD, cx.input(0), &cx.grad(0), &[self.slope]))
+        cx.cotangents(|_| UnaryBackward::with(&LEAKY_RELU_GRAD, cx.input(0), &cx.grad(0), &[self.slope]))
     }
 }
 
@@ -49,7 +51,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn by_hand() {
+    fn matches_values_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[3], &[2.0f64, -2.0, 0.0])?;
             let y = x.leaky_relu(0.25).to_host::<f64>()?;

@@ -1,10 +1,10 @@
-//! y = x w + b in one go, or with the residual around it: a layer that no rank holds a part of the sum of.
+//! Linear layer in one kernel: y = x w + b, optionally with a residual: y = (x w + b) + r.
 
 use super::{Case, Input};
 use crate::layout::Layout;
-use crate::op::{Cotangents, DTypes, Keeps, Local, Op, Pieces, Vjp, common_float};
+use crate::op::{Cotangents, DTypes, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp, common_float};
 use crate::ops::einsum::Einsum;
-use crate::piece::{Piece, launch};
+use crate::local_tensor::{LocalTensor, launch};
 use crate::tensor::Tensor;
 use shardgrad_dist::{Rank, Result};
 use shardgrad_kernels::op::batched_matmul::BATCHED_MATMUL;
@@ -14,12 +14,19 @@ use shardgrad_kernels::{DType, Scalar, Strides};
 use smallvec::{SmallVec, smallvec};
 use std::rc::Rc;
 
-/// `..m k!, k! n, n -> ..m n` on x, w and b of one float dtype, where k may be several dims, and n too. The dims that are summed must
-/// be whole: a product whose terms are spread over ranks is pending, and to that a bias is added once, when it is complete. So is a
-/// residual r, a last argument `..m n`, that is added after the bias: y = (x w + b) + r. With it there may be no bias.
+/// Linear layer with the bias in the epilogue of the product: y = x w + b, or with a residual y = (x w + b) + r.
 ///
-/// dx = g w^T, dw = x^T g and db = the sum of g over all rows; the latter two in one pass over g, pending over what splits the rows.
-/// A pending db of 16-bit floats is in the accumulator. dr = g.
+/// `..m k!, k! n, n -> ..m n` on x, w and b of one float dtype, where k and n may be several dims each. A residual r is
+/// a last argument `..m n`, added after the bias; with it the bias is optional. The summed dims k must not be sharded:
+/// a product over sharded k is a partial sum, to which bias and residual may be added only once, after the all-reduce
+/// (use matmul and add there).
+///
+/// Gradient: dx = g w^T, dw = x^T g, db = the sum of g over all rows, dr = g. dw and db come from one pass over g and
+/// are partial sums over the axes that shard the rows; a partial db of 16-bit floats is in the accumulator dtype.
+#[doc(alias = "addmm")]
+#[doc(alias = "fused bias")]
+#[doc(alias = "epilogue")]
+#[doc(alias = "dense")]
 #[derive(Debug)]
 pub struct Linear {
     signature: String,
@@ -28,18 +35,18 @@ pub struct Linear {
     has_bias: bool,
 }
 
-/// Both cotangents of the parameters, linear in g.
+/// Backward of [`Linear`] for its parameters: dw and db, linear in g.
 #[derive(Debug)]
-struct LinearGrads {
+struct LinearParameterGrads {
     signature: String,
     num_in: usize,
     num_out: usize,
-    /// Whether that of the bias is in the accumulator.
+    /// Whether db is in the accumulator dtype.
     is_wide: bool,
 }
 
 impl Linear {
-    /// A layer that sums over `num_in` dims and yields `num_out`: on x, w and b.
+    /// A layer from `num_in` to `num_out` dims, on x, w and b.
     #[must_use]
     pub fn new(num_in: usize, num_out: usize) -> Linear {
         let (k, n) = (labels("k", num_in, "!"), labels("n", num_out, ""));
@@ -47,85 +54,85 @@ impl Linear {
         Linear { signature, num_in, num_out, has_bias: true }
     }
 
-    /// The same layer with the residual around it: on x, w, perhaps b, and the residual.
+    /// The same layer with a residual, on x, w, b if `has_bias`, and the residual.
     #[must_use]
-    pub fn onto(num_in: usize, num_out: usize, has_bias: bool) -> Linear {
+    pub fn with_residual(num_in: usize, num_out: usize, has_bias: bool) -> Linear {
         let (k, n) = (labels("k", num_in, "!"), labels("n", num_out, ""));
         let bias = if has_bias { format!("{n},") } else { String::new() };
         let signature = format!("..m{k},{k}{n},{bias} ..m{n} -> ..m{n}");
         Linear { signature, num_in, num_out, has_bias }
     }
 
-    /// The signature of the product with the cotangent that gives dx.
-    fn back(&self) -> String {
+    /// The signature of dx = g w^T.
+    fn input_grad_signature(&self) -> String {
         let (k, n) = (labels("k", self.num_in, ""), labels("n", self.num_out, ""));
         format!("..m{n},{k}{n} -> ..m{k}")
     }
 
-    /// The signature of the product with the cotangent that gives dw alone.
-    fn of_weight(&self) -> String {
+    /// The signature of dw = x^T g, for a layer without bias.
+    fn weight_grad_signature(&self) -> String {
         let (k, n) = (labels("k", self.num_in, ""), labels("n", self.num_out, ""));
         format!("..m{k}, ..m{n} ->{k}{n}")
     }
 
-    /// The op that gives dw and db, for a bias that has a pending cotangent or not.
-    fn grads(&self, is_wide: bool) -> LinearGrads {
+    /// The op for dw and db; `is_wide` if db is in the accumulator dtype.
+    fn parameter_grads(&self, is_wide: bool) -> LinearParameterGrads {
         let &Linear { num_in, num_out, .. } = self;
         let (k, n) = (labels("k", num_in, "!"), labels("n", num_out, ""));
-        LinearGrads { signature: format!("..m{k}, ..m{n} ->{k}{n},{n}"), num_in, num_out, is_wide }
+        LinearParameterGrads { signature: format!("..m{k}, ..m{n} ->{k}{n},{n}"), num_in, num_out, is_wide }
     }
 }
 
-/// ` k0 k1` with what is said about each.
+/// ` k0 k1` for the letter `k` and two dims, each with `mark` appended.
 fn labels(letter: &str, count: usize, mark: &str) -> String {
     (0..count).map(|i| format!(" {letter}{i}{mark}")).collect()
 }
 
-/// A piece as one matrix, with so many dims for its columns, copied if its strides do not allow that.
-pub(super) fn matrix(rank: &Rank, x: &Piece, num_columns: usize) -> Result<Piece> {
+/// A tensor as one matrix whose columns are the last `num_columns` dims; copied if the strides do not allow a view.
+pub(super) fn to_matrix(rank: &Rank, x: &LocalTensor, num_columns: usize) -> Result<LocalTensor> {
     let at = x.view.ndim() - num_columns;
     let extent = |dims: &[usize]| dims.iter().product::<usize>();
     let shape = [1, extent(&x.view.shape[..at]), extent(&x.view.shape[at..])];
     match x.view.reshape(&shape) {
-        Some(view) => Ok(x.viewed(view)),
-        None => Ok(x.contiguous(rank)?.viewed(Strides::contiguous(&shape))),
+        Some(view) => Ok(x.with_view(view)),
+        None => Ok(x.contiguous(rank)?.with_view(Strides::contiguous(&shape))),
     }
 }
 
-/// The same matrix turned.
-pub(super) fn turned(x: &Piece) -> Piece {
-    x.viewed(x.view.permute(&[0, 2, 1]))
+/// A view of a matrix, transposed.
+pub(super) fn transposed(x: &LocalTensor) -> LocalTensor {
+    x.with_view(x.view.permute(&[0, 2, 1]))
 }
 
-/// New memory as one matrix for the time of a call.
-pub(super) fn as_matrix<T>(out: &mut Piece, num_columns: usize, call: impl FnOnce(&mut Piece) -> T) -> T {
-    let whole = out.view.clone();
-    let at = whole.ndim() - num_columns;
+/// Calls `call` with a contiguous output viewed as one matrix whose columns are the last `num_columns` dims.
+pub(super) fn with_matrix_view<T>(out: &mut LocalTensor, num_columns: usize, call: impl FnOnce(&mut LocalTensor) -> T) -> T {
+    let view = out.view.clone();
+    let at = view.ndim() - num_columns;
     let extent = |dims: &[usize]| dims.iter().product::<usize>();
-    out.view = Strides::contiguous(&[1, extent(&whole.shape[..at]), extent(&whole.shape[at..])]).into();
+    out.view = Strides::contiguous(&[1, extent(&view.shape[..at]), extent(&view.shape[at..])]).into();
     let result = call(out);
-    out.view = whole;
+    out.view = view;
     result
 }
 
-/// A piece without gaps as one dim.
-pub(super) fn line(rank: &Rank, x: &Piece) -> Result<Piece> {
+/// A tensor as one contiguous dim.
+pub(super) fn to_vector(rank: &Rank, x: &LocalTensor) -> Result<LocalTensor> {
     let x = x.contiguous(rank)?;
-    Ok(x.viewed(Strides::contiguous(&[x.numel()]).at(x.view.offset)))
+    Ok(x.with_view(Strides::contiguous(&[x.numel()]).at(x.view.offset)))
 }
 
-/// y = a b, what stands beside it added: a line, and a residual with so many dims for its columns.
-pub(super) fn product(
+/// Product with epilogue: y = a b, plus a bias, plus a residual, whose columns are the last `num_columns` dims.
+pub(super) fn matmul_epilogue(
     rank: &Rank,
-    factors: [&Piece; 2],
-    [bias, residual]: [Option<&Piece>; 2],
-    y: &mut Piece,
+    factors: [&LocalTensor; 2],
+    [bias, residual]: [Option<&LocalTensor>; 2],
+    y: &mut LocalTensor,
     num_columns: usize,
 ) -> Result<()> {
     let [a, b] = factors;
-    let bias = bias.map(|x| line(rank, x)).transpose()?;
-    let residual = residual.map(|x| matrix(rank, &x.contiguous(rank)?, num_columns)).transpose()?;
-    as_matrix(y, num_columns, |y| match (&bias, &residual) {
+    let bias = bias.map(|x| to_vector(rank, x)).transpose()?;
+    let residual = residual.map(|x| to_matrix(rank, &x.contiguous(rank)?, num_columns)).transpose()?;
+    with_matrix_view(y, num_columns, |y| match (&bias, &residual) {
         (None, None) => launch(rank, &BATCHED_MATMUL, &[a, b], &mut [y], &[]),
         (Some(bias), None) => launch(rank, &LINEAR, &[a, b, bias], &mut [y], &[]),
         (None, Some(r)) => launch(rank, &PRODUCT_ADD, &[a, b, r], &mut [y], &[]),
@@ -133,33 +140,33 @@ pub(super) fn product(
     })
 }
 
-/// dw and db as new memory: x^T g as a matrix, to which a sum is added, and the sums of g, in its dtype or its accumulator.
-pub(super) fn gradients(
+/// Writes dw = x^T g, plus `sum` if there is one, and db = the sum of the rows of g, in the dtype of g or its accumulator dtype.
+pub(super) fn weight_and_bias_grads(
     rank: &Rank,
-    [x, g]: [&Piece; 2],
-    sum: Option<&Piece>,
-    dw: &mut Piece,
-    db: &mut Piece,
+    [x, g]: [&LocalTensor; 2],
+    sum: Option<&LocalTensor>,
+    dw: &mut LocalTensor,
+    db: &mut LocalTensor,
     num_out: usize,
 ) -> Result<()> {
-    let x = turned(x);
-    // The kernel for both adds nothing, and gives both in the dtype of g.
+    let x = transposed(x);
+    // The fused kernel for both cannot accumulate, and writes both in the dtype of g.
     if sum.is_some() || db.dtype != g.dtype {
-        product(rank, [&x, g], [None, sum], dw, num_out)?;
-        return row_sums(rank, g, db);
+        matmul_epilogue(rank, [&x, g], [None, sum], dw, num_out)?;
+        return sum_rows(rank, g, db);
     }
     let shape = db.view.clone();
     db.view = Strides::contiguous(&[shape.numel()]).into();
-    as_matrix(dw, num_out, |dw| launch(rank, &PRODUCT_SUMS, &[&x, g], &mut [dw, &mut *db], &[]))?;
+    with_matrix_view(dw, num_out, |dw| launch(rank, &PRODUCT_SUMS, &[&x, g], &mut [dw, &mut *db], &[]))?;
     db.view = shape;
     Ok(())
 }
 
-/// The sums of a matrix over its rows, as new memory of its dtype or its accumulator.
-pub(super) fn row_sums(rank: &Rank, g: &Piece, sums: &mut Piece) -> Result<()> {
+/// Writes the sum of the rows of a matrix, in its dtype or its accumulator dtype.
+pub(super) fn sum_rows(rank: &Rank, g: &LocalTensor, sums: &mut LocalTensor) -> Result<()> {
     let line = Strides::contiguous(&[sums.numel()]).into();
     let shape = std::mem::replace(&mut sums.view, line);
-    let columns = g.viewed(g.view.permute(&[2, 0, 1]));
+    let columns = g.with_view(g.view.permute(&[2, 0, 1]));
     launch(rank, &SUM, &[&columns], &mut [&mut *sums], &[Scalar::Int(2), Scalar::Real(1.0)])?;
     sums.view = shape;
     Ok(())
@@ -174,51 +181,51 @@ impl Op for Linear {
         &self.signature
     }
 
-    fn keeps(&self) -> Keeps {
-        Keeps { inputs: &[0, 1], outputs: &[] }
+    fn saved_for_backward(&self) -> SavedForBackward {
+        SavedForBackward { inputs: &[0, 1], outputs: &[] }
     }
 
-    fn keeps_for(&self, wanted: &[bool]) -> Keeps {
-        // The cotangent of the residual is g itself.
-        Keeps::of_product(&wanted[..2 + usize::from(self.has_bias)])
+    fn saved_for_backward_of(&self, needs_input_grad: &[bool]) -> SavedForBackward {
+        // The cotangent of the residual is g itself and needs no saved value.
+        SavedForBackward::for_product(&needs_input_grad[..2 + usize::from(self.has_bias)])
     }
 
-    fn volume(&self, tuples: usize, _: &[&Layout], _: &[Layout]) -> usize {
+    fn estimate_work(&self, tuples: usize, _: &[&Layout], _: &[Layout]) -> usize {
         tuples
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         let rank = local.rank;
-        let (a, w) = (matrix(rank, x[0], self.num_in)?, matrix(rank, x[1], self.num_out)?);
+        let (a, w) = (to_matrix(rank, x[0], self.num_in)?, to_matrix(rank, x[1], self.num_out)?);
         let (b, residual) = x[2..].split_at(usize::from(self.has_bias));
         let mut y = local.output(0)?;
-        product(rank, [&a, &w], [b, residual].map(|x| x.first().copied()), &mut y, self.num_out)?;
+        matmul_epilogue(rank, [&a, &w], [b, residual].map(|x| x.first().copied()), &mut y, self.num_out)?;
         Ok(smallvec![y])
     }
 
-    fn takes_sums(&self) -> bool {
+    fn accumulates_in_place(&self) -> bool {
         true
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         let g = cx.grad(0);
-        let parameters = (self.has_bias && (cx.wanted[1] || cx.wanted[2])).then(|| {
-            let grads = self.grads(!cx.input_layouts[2].replicate().is_empty());
-            Tensor::results_onto(&grads, &[cx.input(0), &g], &[cx.sum(1)])
+        let parameters = (self.has_bias && (cx.needs_input_grad[1] || cx.needs_input_grad[2])).then(|| {
+            let grads = self.parameter_grads(!cx.input_layouts[2].replicate().is_empty());
+            Tensor::results_accumulating(&grads, &[cx.input(0), &g], &[cx.accumulator(1)])
         });
-        let onto = |i: usize, signature: String, args: &[&Tensor]| {
-            Tensor::apply_onto(Einsum::of(signature), args, cx.goal(i), cx.sum(i))
+        let apply = |i: usize, signature: String, args: &[&Tensor]| {
+            Tensor::apply_accumulating(Einsum::of(signature), args, cx.cotangent_layout(i), cx.accumulator(i))
         };
-        cx.each(|i| match (i, &parameters) {
-            (0, _) => onto(0, self.back(), &[&g, cx.input(1)]),
+        cx.cotangents(|i| match (i, &parameters) {
+            (0, _) => apply(0, self.input_grad_signature(), &[&g, cx.input(1)]),
             (1 | 2, Some(both)) => both[i - 1].clone(),
-            (1, None) => onto(1, self.of_weight(), &[cx.input(0), &g]),
+            (1, None) => apply(1, self.weight_grad_signature(), &[cx.input(0), &g]),
             _ => g.clone(),
         })
     }
 }
 
-impl Op for LinearGrads {
+impl Op for LinearParameterGrads {
     fn name(&self) -> &'static str {
         "linear_grads"
     }
@@ -236,11 +243,11 @@ impl Op for LinearGrads {
         &[&[1]]
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         let rank = local.rank;
-        let (a, g) = (matrix(rank, x[0], self.num_in)?, matrix(rank, x[1], self.num_out)?);
+        let (a, g) = (to_matrix(rank, x[0], self.num_in)?, to_matrix(rank, x[1], self.num_out)?);
         let (mut dw, mut db) = (local.output(0)?, local.output(1)?);
-        gradients(rank, [&a, &g], local.take_sum(0).as_ref(), &mut dw, &mut db, self.num_out)?;
+        weight_and_bias_grads(rank, [&a, &g], local.take_accumulator(0).as_ref(), &mut dw, &mut db, self.num_out)?;
         Ok(smallvec![dw, db])
     }
 }
@@ -250,18 +257,18 @@ pub(super) fn cases() -> Vec<Case> {
     let case = |num_in, num_out, shapes: [&[usize]; 3]| {
         Case::new(Rc::new(Linear::new(num_in, num_out)), shapes.map(real).to_vec()).exact()
     };
-    let onto = |num_in, num_out, shapes: &[&[usize]]| {
-        let op = Rc::new(Linear::onto(num_in, num_out, shapes.len() == 4));
+    let residual = |num_in, num_out, shapes: &[&[usize]]| {
+        let op = Rc::new(Linear::with_residual(num_in, num_out, shapes.len() == 4));
         Case::new(op, shapes.iter().map(|shape| real(shape)).collect()).exact()
     };
     vec![
         case(1, 1, [&[5, 7], &[7, 4], &[4]]),
         case(1, 2, [&[2, 3, 5], &[5, 3, 2], &[3, 2]]),
         case(2, 1, [&[2, 3, 2], &[3, 2, 4], &[4]]),
-        onto(1, 1, &[&[5, 7], &[7, 4], &[4], &[5, 4]]),
-        onto(2, 1, &[&[2, 3, 2], &[3, 2, 4], &[4], &[2, 4]]),
-        onto(1, 1, &[&[5, 7], &[7, 4], &[5, 4]]),
-        onto(1, 2, &[&[3, 5], &[5, 3, 2], &[3, 3, 2]]),
+        residual(1, 1, &[&[5, 7], &[7, 4], &[4], &[5, 4]]),
+        residual(2, 1, &[&[2, 3, 2], &[3, 2, 4], &[4], &[2, 4]]),
+        residual(1, 1, &[&[5, 7], &[7, 4], &[5, 4]]),
+        residual(1, 2, &[&[3, 5], &[5, 3, 2], &[3, 3, 2]]),
     ]
 }
 
@@ -272,16 +279,16 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn a_layer_by_hand() {
+    fn matches_layers_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[2, 2], &[1.0f64, 2.0, 3.0, 4.0])?;
             let w = Tensor::from_host(rank, &[2, 3], &[1.0f64, 0.0, -1.0, 2.0, 1.0, 0.0])?;
             let b = Tensor::from_host(rank, &[3], &[10.0f64, 20.0, 30.0])?;
             assert_eq!(x.linear(&w, &b).to_host::<f64>()?, [15.0, 22.0, 29.0, 21.0, 24.0, 27.0]);
             let r = Tensor::from_host(rank, &[2, 3], &[1.0f64, 2.0, 3.0, -1.0, -2.0, -3.0])?;
-            let both = Tensor::apply_one(Rc::new(Linear::onto(1, 1, true)), &[&x, &w, &b, &r]);
+            let both = Tensor::apply_one(Rc::new(Linear::with_residual(1, 1, true)), &[&x, &w, &b, &r]);
             assert_eq!(both.to_host::<f64>()?, [16.0, 24.0, 32.0, 20.0, 22.0, 24.0]);
-            let one = Tensor::apply_one(Rc::new(Linear::onto(1, 1, false)), &[&x, &w, &r]);
+            let one = Tensor::apply_one(Rc::new(Linear::with_residual(1, 1, false)), &[&x, &w, &r]);
             assert_eq!(one.to_host::<f64>()?, [6.0, 4.0, 2.0, 10.0, 2.0, -6.0]);
             Ok(())
         })

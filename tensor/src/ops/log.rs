@@ -1,14 +1,17 @@
-//! y = ln(x).
+//! Elementwise natural logarithm: y = ln(x).
 
 use super::div::div;
 use super::{Case, Input};
-use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
-use crate::piece::Piece;
+use crate::op::{Cotangents, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp};
+use crate::local_tensor::LocalTensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::unary::LOG;
 use std::rc::Rc;
 
-/// `..m -> ..m`, any float. dx = g / x. Not finite for x <= 0.
+/// Elementwise natural logarithm: y = ln(x).
+///
+/// `..m -> ..m`, any float dtype. Gradient: dx = g / x. Not finite where x <= 0.
+#[doc(alias = "ln")]
 #[derive(Debug)]
 pub struct Log;
 
@@ -21,16 +24,16 @@ impl Op for Log {
         "..m -> ..m"
     }
 
-    fn keeps(&self) -> Keeps {
-        Keeps { inputs: &[0], outputs: &[] }
+    fn saved_for_backward(&self) -> SavedForBackward {
+        SavedForBackward { inputs: &[0], outputs: &[] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         local.launch(&LOG, &[x[0]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|_| div(&cx.grad(0), cx.input(0)))
+        cx.cotangents(|_| div(&cx.grad(0), cx.input(0)))
     }
 }
 
@@ -45,7 +48,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn by_hand() {
+    fn matches_values_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[2], &[1.0f64, std::f64::consts::E])?;
             assert_eq!(x.log().to_host::<f64>()?, [0.0, 1.0]);

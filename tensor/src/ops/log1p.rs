@@ -1,14 +1,17 @@
-//! y = ln(1 + x), exact near 0.
+//! Elementwise y = ln(1 + x), accurate near 0.
 
-use super::pointwise::PointwiseBackward;
+use super::unary_backward::UnaryBackward;
 use super::{Case, Input};
-use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
-use crate::piece::Piece;
+use crate::op::{Cotangents, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp};
+use crate::local_tensor::LocalTensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::elementary::{LOG1P, LOG1P_GRAD};
 use std::rc::Rc;
 
-/// `..m -> ..m`, any float. dx = g / (1 + x). Negative infinity at -1, not a number below.
+/// Elementwise natural logarithm of 1 + x, accurate near 0: y = ln(1 + x).
+///
+/// `..m -> ..m`, any float dtype. Gradient: dx = g / (1 + x). -infinity at x = -1, NaN below.
+#[doc(alias = "ln_1p")]
 #[derive(Debug)]
 pub struct Log1p;
 
@@ -21,16 +24,16 @@ impl Op for Log1p {
         "..m -> ..m"
     }
 
-    fn keeps(&self) -> Keeps {
-        Keeps { inputs: &[0], outputs: &[] }
+    fn saved_for_backward(&self) -> SavedForBackward {
+        SavedForBackward { inputs: &[0], outputs: &[] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         local.launch(&LOG1P, &[x[0]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|_| PointwiseBackward::of(&LOG1P_GRAD, cx.input(0), &cx.grad(0)))
+        cx.cotangents(|_| UnaryBackward::of(&LOG1P_GRAD, cx.input(0), &cx.grad(0)))
     }
 }
 
@@ -45,7 +48,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn by_hand() {
+    fn matches_values_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[5], &[0.0f64, 1e-9, -1.0, -2.0, f64::INFINITY])?;
             let y = x.log1p().to_host::<f64>()?;

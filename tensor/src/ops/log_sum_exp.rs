@@ -1,13 +1,14 @@
-//! y = ln(sum of exp(x)) over some dims, which may be split; finite for every finite x.
+//! Logarithm of the sum of exponentials over some dims, which may be sharded: y = ln(sum of exp(x)), finite for every
+//! finite x.
 
-use super::amax::Reduced;
+use super::amax::ReducedDims;
 use super::{Case, Input};
 use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
-use crate::op::{Cotangents, DTypes, Keeps, Local, Op, Pieces, Vjp, common_float, infer_by_signature};
-use crate::piece::{Piece, launch};
-use crate::redistribute::combine;
+use crate::op::{Cotangents, DTypes, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp, common_float, infer_by_signature};
+use crate::local_tensor::{LocalTensor, launch};
+use crate::redistribute::all_reduce;
 use crate::refusal::Refusal;
 use crate::tensor::Tensor;
 use shardgrad_dist::{ReduceOp, Result};
@@ -17,29 +18,34 @@ use shardgrad_kernels::op::reduce::MAX;
 use smallvec::SmallVec;
 use std::rc::Rc;
 
-/// `a b c -> a c, a c`: any float; the second result is the first before it is rounded to the dtype of x, kept for the vjp.
-/// Negative infinity over nothing and where every x is negative infinity; dx is 0 there. Infinity where an x is.
+/// Logarithm of the sum of exponentials over some dims: y = ln(sum of exp(x)); `a b c -> a c, a c`.
 ///
-/// As [`Amax`](super::amax::Amax) the op states its own rule: axes that split the reduced dims end as `=`, by two
-/// all-reduces over all of them inside the op, of the maxima and of the sums. dx = g exp(x - y).
+/// Any float dtype. The second output, saved for backward, is y before it is rounded to the dtype of x. -infinity over
+/// no element and where every x is -infinity (dx is 0 there). Infinity where an x is infinity.
+///
+/// The op has its own inference rule, as [`Amax`](super::amax::Amax): over mesh axes that shard the reduced dims it
+/// runs two all-reduces, of the maxima and of the sums, and the results are invariant (`=`) on these axes.
+///
+/// Gradient: dx = g exp(x - y).
+#[doc(alias = "logsumexp")]
 #[derive(Debug)]
 pub struct LogSumExp {
-    over: Reduced,
+    over: ReducedDims,
 }
 
-/// The cotangent of x from x, y and the cotangent of y, in which it is linear.
+/// Backward of [`LogSumExp`]: the cotangent of x from x, y and the cotangent of y; linear in the last.
 #[derive(Debug)]
 struct LogSumExpBackward {
-    over: Reduced,
+    over: ReducedDims,
 }
 
 impl LogSumExp {
-    /// Over some dims of a tensor of `ndim` dims.
+    /// The op over some dims of a tensor of `ndim` dims.
     ///
     /// # Errors
-    /// `Kind::Shape` if one of them is no dim, or is named twice.
+    /// `Kind::Shape` if a dim is out of range or named twice.
     pub fn over(ndim: usize, dims: &[usize]) -> Result<Rc<dyn Op>> {
-        Ok(Rc::new(LogSumExp { over: Reduced::over("log_sum_exp", ndim, dims, 1)? }))
+        Ok(Rc::new(LogSumExp { over: ReducedDims::over("log_sum_exp", ndim, dims, 1)? }))
     }
 }
 
@@ -56,8 +62,8 @@ impl Op for LogSumExp {
         1
     }
 
-    fn keeps(&self) -> Keeps {
-        Keeps { inputs: &[0], outputs: &[1] }
+    fn saved_for_backward(&self) -> SavedForBackward {
+        SavedForBackward { inputs: &[0], outputs: &[1] }
     }
 
     fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
@@ -72,24 +78,24 @@ impl Op for LogSumExp {
         dtypes: &[DType],
         want: &[Option<Layout>],
     ) -> Result<Rc<Inference>, Refusal> {
-        Ok(self.over.settled(infer_by_signature(self, context, args, dtypes, want)?, args[0]))
+        Ok(self.over.with_invariant_outputs(infer_by_signature(self, context, args, dtypes, want)?, args[0]))
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         let (mut max, mut sum, mut wide) = (local.output(1)?, local.output(1)?, local.output(1)?);
-        launch(local.rank, &MAX, &[&self.over.turned(x[0])], &mut [&mut max], &[self.over.count()])?;
+        launch(local.rank, &MAX, &[&self.over.reduced_last(x[0])], &mut [&mut max], &[self.over.num_dims()])?;
         let axes = self.over.axes(&local.inputs[0]);
-        let max = combine(local.rank, local.made_of(x, max), axes, ReduceOp::Max, local.site)?;
+        let max = all_reduce(local.rank, local.with_lineage(x, max), axes, ReduceOp::Max, local.site)?;
         let (rows, length) = self.over.rows(local, x[0])?;
         launch(local.rank, &SUM_EXP, &[&rows, &max], &mut [&mut sum], &[length])?;
-        let sum = combine(local.rank, local.made_of(x, sum), axes, ReduceOp::Sum, local.site)?;
+        let sum = all_reduce(local.rank, local.with_lineage(x, sum), axes, ReduceOp::Sum, local.site)?;
         launch(local.rank, &FINISH, &[&max, &sum], &mut [&mut wide], &[])?;
-        let y = if x[0].dtype == wide.dtype { wide.clone() } else { wide.converted(local.rank, x[0].dtype)? };
+        let y = if x[0].dtype == wide.dtype { wide.clone() } else { wide.to_dtype(local.rank, x[0].dtype)? };
         Ok([y, wide].into_iter().collect())
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|_| {
+        cx.cotangents(|_| {
             let op = Rc::new(LogSumExpBackward { over: self.over.clone() });
             Tensor::result(op, &[cx.input(0), cx.output(1), &cx.grad(0)])
         })
@@ -120,15 +126,15 @@ impl Op for LogSumExpBackward {
         dtypes: &[DType],
         want: &[Option<Layout>],
     ) -> Result<Rc<Inference>, Refusal> {
-        Ok(self.over.unsettled(infer_by_signature(self, context, args, dtypes, want)?, args[0]))
+        Ok(self.over.keep_invariant_inputs(infer_by_signature(self, context, args, dtypes, want)?, args[0]))
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         let (rows, length) = self.over.rows(local, x[0])?;
         let values = local.contiguous(&x[1..])?;
-        let mut dx = Piece::alloc(local.rank, rows.dtype, &rows.view.shape)?;
+        let mut dx = LocalTensor::alloc(local.rank, rows.dtype, &rows.view.shape)?;
         launch(local.rank, &BACKWARD, &[&rows, &values[0], &values[1]], &mut [&mut dx], &[length])?;
-        Ok([self.over.back(&dx)].into_iter().collect())
+        Ok([self.over.restore_order(&dx)].into_iter().collect())
     }
 }
 
@@ -154,7 +160,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn by_hand() {
+    fn matches_values_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let (inf, none) = (f64::INFINITY, f64::NEG_INFINITY);
             let x = [0.0, 3f64.ln(), 800.0, 800.0, none, none, none, inf];
@@ -162,7 +168,7 @@ mod tests {
             let y = x.log_sum_exp(&[1]);
             let right = [4f64.ln(), 800.0 + 2f64.ln(), none, inf];
             assert!(y.to_f64()?.iter().zip(right).all(|(y, e)| *y == e || (y - e).abs() < 1e-12), "{y:?}");
-            let over = Reduced::over("log_sum_exp", 2, &[1], 1)?;
+            let over = ReducedDims::over("log_sum_exp", 2, &[1], 1)?;
             let ones = Tensor::full(rank, y.layout(), 1.0)?;
             let dx = Tensor::result(Rc::new(LogSumExpBackward { over }), &[&x, &y, &ones]).to_f64()?;
             let right = [0.25, 0.75, 0.5, 0.5, 0.0, 0.0];

@@ -1,65 +1,72 @@
-//! z = x and y, x or y, either x or y, not x, elementwise on truth values. Shapes are aligned at the last dim; missing dims
-//! and extents of 1 are repeated.
+//! Elementwise logical and, or, xor and not of bool tensors. Shapes broadcast as in NumPy.
 
 use super::broadcast::Broadcast;
 use super::{Case, Input};
-use crate::op::{DTypes, Local, Op, Pieces};
-use crate::piece::Piece;
+use crate::op::{DTypes, ForwardContext, Op, LocalTensors};
+use crate::local_tensor::LocalTensor;
 use shardgrad_dist::{Error, Kind, Result};
 use shardgrad_kernels::op::compare_select::{AND, NOT, OR, XOR};
 use shardgrad_kernels::{DType, Kernel};
 use smallvec::SmallVec;
 use std::rc::Rc;
 
-/// Which table.
+/// The logical connective of a [`Logical`] op.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Table {
-    /// Both.
+pub enum Connective {
+    /// True where both are true.
     And,
-    /// At least one.
+    /// True where at least one is true.
     Or,
-    /// Exactly one.
+    /// True where exactly one is true.
     Xor,
 }
 
-/// Shapes as [`Add`](super::add::Add); bool in and out. Not differentiable.
+/// Elementwise logical and, or or xor of two bool tensors; the result is bool.
+///
+/// Shapes broadcast as for [`Add`](super::add::Add). Not differentiable.
+#[doc(alias = "logical_and")]
+#[doc(alias = "logical_or")]
+#[doc(alias = "logical_xor")]
 #[derive(Debug)]
 pub struct Logical {
-    table: Table,
+    connective: Connective,
     shape: Broadcast,
 }
 
-/// `..m -> ..m`: 1 where x is 0, else 0; bool. Not differentiable.
+/// Elementwise logical not of a bool tensor; the result is bool.
+///
+/// `..m -> ..m`. Not differentiable.
+#[doc(alias = "logical_not")]
 #[derive(Debug)]
 pub struct Not;
 
 impl Logical {
-    /// The table of tensors of some shapes.
+    /// The connective of two tensors of these shapes.
     #[must_use]
-    pub fn between(table: Table, first: &[usize], second: &[usize]) -> Rc<dyn Op> {
-        Rc::new(Logical { table, shape: Broadcast::between(first, second) })
+    pub fn between(connective: Connective, first: &[usize], second: &[usize]) -> Rc<dyn Op> {
+        Rc::new(Logical { connective, shape: Broadcast::between(first, second) })
     }
 
     fn kernel(&self) -> &'static Kernel {
-        match self.table {
-            Table::And => &AND,
-            Table::Or => &OR,
-            Table::Xor => &XOR,
+        match self.connective {
+            Connective::And => &AND,
+            Connective::Or => &OR,
+            Connective::Xor => &XOR,
         }
     }
 }
 
-/// Refuses what are no truth values.
-pub(super) fn check_truth(dtype: DType) -> Result<()> {
+/// Refuses any dtype but bool.
+pub(super) fn check_bool(dtype: DType) -> Result<()> {
     if dtype == DType::Bool {
         return Ok(());
     }
-    Err(Error::new(Kind::DType, format!("truth values of {dtype}"))
-        .detail("help", "compare first, as in x.ne_scalar(0.0)"))
+    Err(Error::new(Kind::DType, format!("needs a bool tensor, got {dtype}"))
+        .detail("help", "compare first: x.ne_scalar(0.0) is true where x is not zero"))
 }
 
-fn truth(inputs: &[DType]) -> Result<DTypes> {
-    inputs.iter().try_for_each(|d| check_truth(*d))?;
+fn bool_dtypes(inputs: &[DType]) -> Result<DTypes> {
+    inputs.iter().try_for_each(|d| check_bool(*d))?;
     Ok(SmallVec::from_slice(&[DType::Bool]))
 }
 
@@ -77,10 +84,10 @@ impl Op for Logical {
     }
 
     fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
-        truth(inputs)
+        bool_dtypes(inputs)
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         Broadcast::launch(local, self.kernel(), x, &[])
     }
 }
@@ -99,23 +106,23 @@ impl Op for Not {
     }
 
     fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
-        truth(inputs)
+        bool_dtypes(inputs)
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         local.launch(&NOT, &[x[0]], &[])
     }
 }
 
 pub(super) fn cases() -> Vec<Case> {
-    let case = |table, x: &[usize], y: &[usize]| {
-        Case::fixed(Logical::between(table, x, y), vec![Input::truth(x), Input::truth(y)]).exact()
+    let case = |connective, x: &[usize], y: &[usize]| {
+        Case::fixed_shape(Logical::between(connective, x, y), vec![Input::boolean(x), Input::boolean(y)]).exact()
     };
     vec![
-        case(Table::And, &[5, 3], &[5, 3]),
-        case(Table::Or, &[5, 1], &[3]),
-        case(Table::Xor, &[3], &[5, 3]),
-        Case::new(Rc::new(Not), vec![Input::truth(&[5, 3])]).exact(),
+        case(Connective::And, &[5, 3], &[5, 3]),
+        case(Connective::Or, &[5, 1], &[3]),
+        case(Connective::Xor, &[3], &[5, 3]),
+        Case::new(Rc::new(Not), vec![Input::boolean(&[5, 3])]).exact(),
     ]
 }
 
@@ -128,7 +135,7 @@ mod tests {
     use shardgrad_kernels::DType;
 
     #[test]
-    fn by_hand() {
+    fn matches_values_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[4], &[0u8, 0, 1, 1])?.cast(DType::Bool);
             let y = Tensor::from_host(rank, &[4], &[0u8, 1, 0, 1])?.cast(DType::Bool);
@@ -142,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_are_refused() {
+    fn non_bool_arguments_are_refused() {
         let error = World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[1], &[1.0f32])?;
             let _ = x.logical_not();

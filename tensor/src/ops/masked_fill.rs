@@ -1,38 +1,41 @@
-//! y = c where a mask is true (or where it is not), else x. The mask is aligned at the last dim; its missing dims and
-//! extents of 1 are repeated.
+//! Fills elements with a number where a mask is true: y = c where the mask is true, else x. The mask broadcasts to x.
 
 use super::broadcast::Broadcast;
-use super::labels::misuse;
-use super::logical::check_truth;
+use super::labels::invalid_argument;
+use super::logical::check_bool;
 use super::{Case, Input};
-use crate::op::{Cotangents, DTypes, Keeps, Local, Op, Pieces, Vjp};
-use crate::piece::Piece;
-use crate::tensor::{Tensor, check_held};
+use crate::op::{Cotangents, DTypes, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp};
+use crate::local_tensor::LocalTensor;
+use crate::tensor::{Tensor, check_representable};
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::compare_select::MASKED_FILL;
 use shardgrad_kernels::{DType, Scalar};
 use smallvec::SmallVec;
 use std::rc::Rc;
 
-/// `..m, ..m -> ..m`, x of any dtype and a bool mask; c is rounded to floats and must be held by others. Linear in x if c is
-/// 0; otherwise each rank of a pending sum would fill in c, so the sum is completed. dx = g, 0 where c was filled in.
+/// Fills elements with a number where a mask is true (or, inside vjps, where it is false): y = c there, else x.
+///
+/// `..m, ..m -> ..m`, x of any dtype and a bool mask, which broadcasts to the shape of x. c is rounded if x is a float;
+/// another dtype must represent it exactly. Linear in x if c = 0; otherwise each rank of a partial sum would fill in c,
+/// so a partial x is reduced first. Gradient: dx = g, 0 where c was filled in.
 #[derive(Debug)]
 pub struct MaskedFill {
     shape: Broadcast,
     value: f64,
+    /// The value of the mask where `value` is filled in.
     on: bool,
 }
 
 impl MaskedFill {
-    /// Fills `value` in where a mask is true.
+    /// Fills in `value` where a mask is true.
     ///
     /// # Errors
-    /// `Kind::Shape` if the mask has more dims than x, or an extent where x has 1.
+    /// `Kind::Shape` if the mask does not broadcast to x: it has more dims, or an extent other than 1 where x has 1.
     pub fn of(x: &[usize], mask: &[usize], value: f64) -> Result<Rc<dyn Op>> {
         let longer =
             mask.len() > x.len() || x.iter().rev().zip(mask.iter().rev()).any(|(x, m)| *x == 1 && *m != 1);
         if longer {
-            return misuse(format!("masked_fill: a mask of {mask:?} for a tensor of {x:?}"));
+            return invalid_argument(format!("masked_fill: a mask of shape {mask:?} does not broadcast to a tensor of shape {x:?}"));
         }
         Ok(MaskedFill::with(x, mask, value, true))
     }
@@ -42,7 +45,7 @@ impl MaskedFill {
     }
 }
 
-/// x where a mask is (not) true, else 0, for tensors of one shape but for what is repeated of the mask.
+/// 0 where a mask equals `on`, else x, for the vjps of other ops; the mask broadcasts to x.
 pub(super) fn zeroed(x: &Tensor, mask: &Tensor, on: bool) -> Tensor {
     Tensor::result(MaskedFill::with(&x.shape(), &mask.shape(), 0.0, on), &[x, mask])
 }
@@ -64,30 +67,30 @@ impl Op for MaskedFill {
         &[true, false]
     }
 
-    fn keeps(&self) -> Keeps {
-        Keeps { inputs: &[1], outputs: &[] }
+    fn saved_for_backward(&self) -> SavedForBackward {
+        SavedForBackward { inputs: &[1], outputs: &[] }
     }
 
     fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
-        check_truth(inputs[1])?;
-        check_held(inputs[0], self.value)?;
+        check_bool(inputs[1])?;
+        check_representable(inputs[0], self.value)?;
         Ok(SmallVec::from_slice(&inputs[..1]))
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         let scalars = [Scalar::Real(self.value), Scalar::Int(i64::from(self.on))];
         Broadcast::launch(local, &MASKED_FILL, x, &scalars)
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|_| zeroed(&cx.grad(0), cx.input(1), self.on))
+        cx.cotangents(|_| zeroed(&cx.grad(0), cx.input(1), self.on))
     }
 }
 
 pub(super) fn cases() -> Vec<Case> {
     let case = |x: &[usize], mask: &[usize], value| {
         let op = MaskedFill::of(x, mask, value).expect("shapes of the case");
-        Case::fixed(op, vec![Input::real(x), Input::truth(mask)]).exact()
+        Case::fixed_shape(op, vec![Input::real(x), Input::boolean(mask)]).exact()
     };
     vec![
         case(&[5, 3], &[5, 3], 0.0),
@@ -105,7 +108,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn by_hand() {
+    fn matches_values_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[2, 2], &[1.0f32, 2.0, 3.0, 4.0])?;
             let mask = x.gt_scalar(2.5);

@@ -1,29 +1,32 @@
-//! y = the largest element along the last dim, which may be split.
+//! Maximum along the last dim, which may be sharded, in the accumulator dtype.
 
 use super::{Case, Input};
 use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
-use crate::op::{DTypes, Local, Op, Pieces, common_float, infer_by_signature};
-use crate::piece::{Piece, launch};
-use crate::redistribute::combine;
+use crate::op::{DTypes, ForwardContext, Op, LocalTensors, common_float, infer_by_signature};
+use crate::local_tensor::{LocalTensor, launch};
+use crate::redistribute::all_reduce;
 use crate::refusal::Refusal;
-use crate::state::State;
+use crate::placement::Placement;
 use shardgrad_dist::{AxisSet, ReduceOp, Result};
 use shardgrad_kernels::op::reduce::MAX;
 use shardgrad_kernels::{DType, Scalar};
 use smallvec::SmallVec;
 use std::rc::Rc;
 
-/// `..m v -> ..m`: any float; the result is in its accumulator. Negative infinity where v is 0. Not differentiable: it
-/// serves as the constant that keeps exponentials finite.
+/// Maximum along the last dim, which may be sharded, in the accumulator dtype: `..m v -> ..m`.
 ///
-/// Max has no pending form. So the op states its own rule: axes that split v end as `=`, by one all-reduce over all of
-/// them inside the op, since nothing else can be meant. A pending x is completed before.
+/// Any float dtype. -infinity where v has extent 0. Not differentiable: it serves as the constant that is subtracted to
+/// keep exponentials finite. [`Amax`](super::amax::Amax) is the differentiable maximum over any dims.
+///
+/// A maximum has no partial form, so the op has its own inference rule: over mesh axes that shard v it runs one
+/// all-reduce, and the result is invariant (`=`) on these axes. A partial x is reduced first.
+#[doc(alias = "amax")]
 #[derive(Debug)]
 pub struct MaxLast;
 
-/// The axes that split v.
+/// The mesh axes that shard v.
 fn axes(inference: &Inference) -> AxisSet {
     inference.label_dim("v").expect("the signature has the label v").axes.iter().collect()
 }
@@ -53,17 +56,17 @@ impl Op for MaxLast {
         want: &[Option<Layout>],
     ) -> Result<Rc<Inference>, Refusal> {
         let mut inference = Rc::unwrap_or_clone(infer_by_signature(self, context, args, dtypes, want)?);
-        let split = axes(&inference);
+        let sharding_axes = axes(&inference);
         let output = &mut inference.outputs[0];
-        *output = split.iter().fold(output.clone(), |layout, axis| layout.with_state(axis, State::Invariant));
+        *output = sharding_axes.iter().fold(output.clone(), |layout, axis| layout.with_placement(axis, Placement::Invariant));
         Ok(Rc::new(inference))
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         let mut out = local.output(0)?;
         launch(local.rank, &MAX, &[x[0]], &mut [&mut out], &[Scalar::Int(1)])?;
         let out =
-            combine(local.rank, local.made_of(x, out), axes(local.inference), ReduceOp::Max, local.site)?;
+            all_reduce(local.rank, local.with_lineage(x, out), axes(local.inference), ReduceOp::Max, local.site)?;
         Ok([out].into_iter().collect())
     }
 }
@@ -84,13 +87,13 @@ mod tests {
     use shardgrad_kernels::DType;
 
     #[test]
-    fn rows_by_hand() {
+    fn matches_rows_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[2, 3], &[1.0f32, 3.0, 2.0, -4.0, -6.0, -5.0])?;
             assert_eq!(x.max_last().to_host::<f32>()?, [3.0, -4.0]);
             assert_eq!(x.cast(DType::BF16).max_last().to_host::<f32>()?, [3.0, -4.0]);
-            let none = Tensor::from_host::<f32>(rank, &[1, 0], &[])?;
-            assert_eq!(none.max_last().to_host::<f32>()?, [f32::NEG_INFINITY]);
+            let empty = Tensor::from_host::<f32>(rank, &[1, 0], &[])?;
+            assert_eq!(empty.max_last().to_host::<f32>()?, [f32::NEG_INFINITY]);
             Ok(())
         })
         .unwrap();

@@ -1,4 +1,4 @@
-//! The ops, one file each (a linear op and its transpose share one), and the list that tests, documents and benches walk.
+//! The ops, one file each (a linear op and its transpose share a file), and the list of ops for tests, docs and benchmarks.
 
 mod labels;
 pub mod scale;
@@ -9,7 +9,7 @@ pub mod neg;
 pub mod div;
 pub mod add;
 pub mod sub;
-mod pointwise;
+mod unary_backward;
 pub mod add_scalar;
 pub mod abs;
 pub mod sign;
@@ -31,7 +31,7 @@ pub mod maximum;
 pub mod compare;
 pub mod logical;
 pub mod masked_fill;
-pub mod choose;
+pub mod where_cond;
 pub mod attention;
 pub mod cast;
 pub mod embedding;
@@ -84,61 +84,61 @@ use crate::op::Op;
 use shardgrad_kernels::DType;
 use std::rc::Rc;
 
-/// What a test may feed to an argument.
+/// The values that tests draw for an argument.
 #[derive(Clone, Debug)]
 pub enum Input {
-    /// Real numbers of a shape, in -2..2.
+    /// Floats of a shape, in -2..2.
     Real(Vec<usize>),
-    /// Real numbers of a shape, in 0.5..2.5 (logarithms, divisors).
+    /// Floats of a shape, in 0.5..2.5 (for logarithms, divisors).
     Positive(Vec<usize>),
-    /// Real numbers of a shape, all different and 1/8 or more apart (orders).
+    /// Floats of a shape, all at least 1/8 apart (for sorting).
     Distinct(Vec<usize>),
-    /// Real numbers of a shape, less than 2 from a number (exponentials, which overflow above 709).
+    /// Floats of a shape, less than 2 from a center (for exponentials, which overflow above 709).
     Offset(Vec<usize>, f64),
-    /// Integers of a shape in 0..bound.
+    /// Integers of a shape, in 0..bound.
     Index(Vec<usize>, usize),
-    /// Truth values of a shape.
+    /// Bools of a shape.
     Bool(Vec<usize>),
 }
 
 impl Input {
-    /// Real numbers of a shape.
+    /// [`Input::Real`] of a shape.
     #[must_use]
     pub fn real(shape: &[usize]) -> Input {
         Input::Real(shape.to_vec())
     }
 
-    /// Real numbers away from zero.
+    /// [`Input::Positive`] of a shape.
     #[must_use]
     pub fn positive(shape: &[usize]) -> Input {
         Input::Positive(shape.to_vec())
     }
 
-    /// Real numbers that are all different.
+    /// [`Input::Distinct`] of a shape.
     #[must_use]
     pub fn distinct(shape: &[usize]) -> Input {
         Input::Distinct(shape.to_vec())
     }
 
-    /// Real numbers around a number.
+    /// [`Input::Offset`] of a shape around a center.
     #[must_use]
-    pub fn offset(shape: &[usize], centre: f64) -> Input {
-        Input::Offset(shape.to_vec(), centre)
+    pub fn offset(shape: &[usize], center: f64) -> Input {
+        Input::Offset(shape.to_vec(), center)
     }
 
-    /// Integers in 0..bound.
+    /// [`Input::Index`] of a shape, in 0..bound.
     #[must_use]
     pub fn index(shape: &[usize], bound: usize) -> Input {
         Input::Index(shape.to_vec(), bound)
     }
 
-    /// Truth values of a shape.
+    /// [`Input::Bool`] of a shape.
     #[must_use]
-    pub fn truth(shape: &[usize]) -> Input {
+    pub fn boolean(shape: &[usize]) -> Input {
         Input::Bool(shape.to_vec())
     }
 
-    /// The same in another shape.
+    /// The same kind of values in another shape.
     #[must_use]
     pub fn with_shape(&self, shape: &[usize]) -> Input {
         let shape = shape.to_vec();
@@ -146,13 +146,13 @@ impl Input {
             Input::Real(_) => Input::Real(shape),
             Input::Positive(_) => Input::Positive(shape),
             Input::Distinct(_) => Input::Distinct(shape),
-            Input::Offset(_, centre) => Input::Offset(shape, *centre),
+            Input::Offset(_, center) => Input::Offset(shape, *center),
             Input::Index(_, bound) => Input::Index(shape, *bound),
             Input::Bool(_) => Input::Bool(shape),
         }
     }
 
-    /// The dtype in which tests draw it.
+    /// The dtype of the values.
     #[must_use]
     pub fn dtype(&self) -> DType {
         match self {
@@ -162,7 +162,7 @@ impl Input {
         }
     }
 
-    /// The shape.
+    /// The shape of the values.
     #[must_use]
     pub fn shape(&self) -> &[usize] {
         match self {
@@ -176,62 +176,62 @@ impl Input {
     }
 }
 
-/// One way to call an op: what the exhaustive tests run on every layout, forward and backward.
+/// A test case: an op and its inputs, which tests run on every layout, forward and backward.
 #[derive(Clone, Debug)]
 pub struct Case {
     /// The op.
     pub op: Rc<dyn Op>,
-    /// What its arguments look like.
+    /// The values of its arguments.
     pub inputs: Vec<Input>,
-    /// Whether the op is made for these extents only.
-    pub is_fixed: bool,
-    /// Whether arithmetic on small binary fractions is exact, so that every layout must give the same bits.
+    /// Whether the op is valid for these extents only.
+    pub has_fixed_shape: bool,
+    /// Whether the op is exact on small binary fractions, so that every layout must give the same bits.
     pub is_exact: bool,
-    /// Whether elements that are equal share a gradient, which rounds it where there are three of them.
-    pub shares_gradients: bool,
+    /// Whether tied elements share a gradient, which is rounded where three elements tie.
+    pub has_tied_gradients: bool,
 }
 
 impl Case {
-    /// A call of an op that takes any extents; tests call it with extents of 1 too, where most shards are empty.
+    /// A case of an op for any extents; tests run it with extents of 1 too, where most shards are empty.
     #[must_use]
     pub fn new(op: Rc<dyn Op>, inputs: Vec<Input>) -> Case {
-        Case { op, inputs, is_fixed: false, is_exact: false, shares_gradients: false }
+        Case { op, inputs, has_fixed_shape: false, is_exact: false, has_tied_gradients: false }
     }
 
-    /// A call of an op that was made for these extents.
+    /// A case of an op for these extents only.
     #[must_use]
-    pub fn fixed(op: Rc<dyn Op>, inputs: Vec<Input>) -> Case {
-        Case { is_fixed: true, ..Case::new(op, inputs) }
+    pub fn fixed_shape(op: Rc<dyn Op>, inputs: Vec<Input>) -> Case {
+        Case { has_fixed_shape: true, ..Case::new(op, inputs) }
     }
 
-    /// Says that nothing is rounded.
+    /// Marks the case as exact.
     #[must_use]
     pub fn exact(self) -> Case {
         Case { is_exact: true, ..self }
     }
 
-    /// Says that elements that are equal share a gradient.
+    /// Marks the case as one where tied elements share a gradient.
     #[must_use]
-    pub fn sharing(self) -> Case {
-        Case { shares_gradients: true, ..self }
+    pub fn tied(self) -> Case {
+        Case { has_tied_gradients: true, ..self }
     }
 }
 
-/// An entry of the list of ops.
+/// An op file in the list of ops.
 #[derive(Clone, Copy, Debug)]
-pub struct Entry {
-    /// The file's name.
+pub struct OpModule {
+    /// The file name without extension.
     pub name: &'static str,
-    /// Calls that together show every form of the op.
+    /// Test cases that cover every form of the op.
     pub cases: fn() -> Vec<Case>,
-    /// The text of the file.
+    /// The source code of the file.
     pub source: &'static str,
 }
 
 macro_rules! list {
     ($($name:ident),* $(,)?) => {
-        /// Every op file, in alphabetical order.
-        pub const OPS: &[Entry] = &[$(Entry {
+        /// Every op file. The order determines the programs that a fuzz seed draws: add new files in alphabetical order.
+        pub const OPS: &[OpModule] = &[$(OpModule {
             name: stringify!($name),
             cases: $name::cases,
             source: include_str!(concat!(stringify!($name), ".rs")),
@@ -248,7 +248,7 @@ list! {
     attention,
     cast,
     ceil,
-    choose,
+    where_cond,
     clamp,
     compare,
     concat,

@@ -1,18 +1,21 @@
-//! y = -x.
+//! Elementwise negation: y = -x.
 
 use super::{Case, Input};
-use crate::op::{Cotangents, Local, Op, Pieces, Vjp};
-use crate::piece::Piece;
+use crate::op::{Cotangents, ForwardContext, Op, LocalTensors, Vjp};
+use crate::local_tensor::LocalTensor;
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::unary::NEG;
 use std::rc::Rc;
 
-/// `..m -> ..m`, any float. Linear: a pending sum stays pending. dx = -g.
+/// Elementwise negation: y = -x.
+///
+/// `..m -> ..m`, any float dtype. Linear: a partial sum stays partial. Gradient: dx = -g.
+#[doc(alias = "negative")]
 #[derive(Debug)]
 pub struct Neg;
 
-/// -x of a plain tensor.
+/// -x, for the vjps of other ops.
 pub(super) fn neg(x: &Tensor) -> Tensor {
     Tensor::result(Rc::new(Neg), &[x])
 }
@@ -30,12 +33,12 @@ impl Op for Neg {
         &[&[0]]
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         local.launch(&NEG, &[x[0]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|_| neg(&cx.grad(0)))
+        cx.cotangents(|_| neg(&cx.grad(0)))
     }
 }
 
@@ -50,7 +53,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn by_hand() {
+    fn matches_values_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[2], &[1.0f64, -2.0])?;
             assert_eq!(x.neg().to_host::<f64>()?, [-1.0, 2.0]);

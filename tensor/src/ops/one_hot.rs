@@ -1,26 +1,27 @@
-//! y_(.., j) = 1 where j is the index, else 0: indices as rows of a unit matrix.
+//! One-hot encoding: y_(.., j) = 1 where j is the index, else 0.
 
 use super::embedding::check_index;
-use super::labels::whole;
+use super::labels::unsplit;
 use super::{Case, Input};
 use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
-use crate::op::{DTypes, Local, Op, Pieces, infer_by_signature};
-use crate::piece::Piece;
+use crate::op::{DTypes, ForwardContext, Op, LocalTensors, infer_by_signature};
+use crate::local_tensor::LocalTensor;
 use crate::refusal::Refusal;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::one_hot::ONE_HOT;
 use shardgrad_kernels::{DType, Scalar};
 use std::rc::Rc;
 
-/// `..m -> ..m v`: indices (i64, each in 0..v); the result has any dtype. It has no derivative.
+/// One-hot encoding of indices: y_(.., j) = 1 where j is the index, else 0; `..m -> ..m v`.
 ///
-/// The new dim is whole, unless a layout is wanted ([`Tensor::apply_with`](crate::tensor::Tensor::apply_with)): then
-/// each rank makes its range of it. An index outside of 0..v is an error of kind `Kind::Data`.
+/// Indices are i64, each in 0..v; the result has any dtype. Not differentiable. The new dim is unsharded, unless a
+/// layout is requested ([`Tensor::apply_with`](crate::tensor::Tensor::apply_with)): then each rank makes its range of
+/// the dim. An index outside of 0..v is an error of kind `Kind::Data`.
 #[derive(Debug)]
 pub struct OneHot {
-    /// The extent of the new dim.
+    /// v (`num_classes` in PyTorch): the extent of the new dim.
     pub count: usize,
     /// The dtype of the result.
     pub dtype: DType,
@@ -56,10 +57,10 @@ impl Op for OneHot {
         }
         let mut shape = args[0].shape();
         shape.push(self.count);
-        infer_by_signature(self, context, args, dtypes, &[whole(args[0], dtypes[0], &shape)])
+        infer_by_signature(self, context, args, dtypes, &[unsplit(args[0], dtypes[0], &shape)])
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         let (count, range) = local.label("v");
         let scalars = [Scalar::Int(range.start as i64), Scalar::Int(count as i64)];
         local.launch(&ONE_HOT, &[&x[0].contiguous(local.rank)?], &scalars)
@@ -67,7 +68,7 @@ impl Op for OneHot {
 }
 
 pub(super) fn cases() -> Vec<Case> {
-    let case = |count, dtype, input| Case::fixed(Rc::new(OneHot { count, dtype }), vec![input]).exact();
+    let case = |count, dtype, input| Case::fixed_shape(Rc::new(OneHot { count, dtype }), vec![input]).exact();
     vec![
         case(7, DType::F32, Input::index(&[5], 7)),
         case(3, DType::Bool, Input::index(&[2, 5], 3)),
@@ -85,7 +86,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn rows_by_hand() {
+    fn matches_rows_written_by_hand() {
         World::run(Mesh::single(), |rank| {
             let index = Tensor::from_host(rank, &[2], &[2i64, 0])?;
             assert_eq!(index.one_hot(3, DType::F32).to_host::<f32>()?, [0.0, 0.0, 1.0, 1.0, 0.0, 0.0]);
@@ -95,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wanted_split_is_made_range_by_range() {
+    fn requested_sharding_of_the_new_dim_is_used() {
         let mesh = Mesh::parse("a=2").unwrap();
         World::run(mesh.clone(), |rank| {
             let index = Tensor::from_host(rank, &[2], &[2i64, 0])?;

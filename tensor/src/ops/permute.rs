@@ -1,15 +1,19 @@
-//! The same elements with the dims in another order; transposition is the case of two.
+//! The dims of a tensor in another order, as a view; transposition swaps two of them.
 
-use super::labels::{check_dim, letters, misuse};
+use super::labels::{check_dim, dim_labels, invalid_argument};
 use super::{Case, Input};
-use crate::op::{Cotangents, DTypes, Local, Op, Pieces, Vjp};
-use crate::piece::Piece;
+use crate::op::{Cotangents, DTypes, ForwardContext, Op, LocalTensors, Vjp};
+use crate::local_tensor::LocalTensor;
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::{DType, Dims};
 use std::rc::Rc;
 
-/// `a b -> b a`, `a b c -> c a b`, ...: a view, no element moves. Any dtype. Linear. dx = g in the old order.
+/// Reorders the dims of a tensor, as a view: `a b -> b a`, `a b c -> c a b`, ...
+///
+/// Any dtype; no element moves. Linear. Gradient: dx = g with the dims in the old order.
+#[doc(alias = "transpose")]
+#[doc(alias = "swapaxes")]
 #[derive(Debug)]
 pub struct Permute {
     signature: String,
@@ -20,19 +24,19 @@ impl Permute {
     /// Dim i of the result is dim `order[i]` of the argument.
     ///
     /// # Errors
-    /// Of kind `Kind::Shape` if `order` does not name every dim of a tensor of `ndim` dims once.
+    /// `Kind::Shape` if `order` is not a permutation of `0..ndim`.
     pub fn by(ndim: usize, order: &[usize]) -> Result<Rc<dyn Op>> {
         for &d in order {
             check_dim("permute", ndim, d)?;
         }
         if order.len() != ndim || (0..ndim).any(|d| !order.contains(&d)) {
-            return misuse(format!("permute: {order:?} does not name each of {ndim} dims once"));
+            return invalid_argument(format!("permute: {order:?} is not a permutation of the {ndim} dims of the tensor"));
         }
         Ok(Permute::of(order.into()))
     }
 
     fn of(order: Dims) -> Rc<dyn Op> {
-        let signature = format!("{} -> {}", letters(0..order.len()), letters(order.iter().copied()));
+        let signature = format!("{} -> {}", dim_labels(0..order.len()), dim_labels(order.iter().copied()));
         Rc::new(Permute { signature, order })
     }
 }
@@ -54,8 +58,8 @@ impl Op for Permute {
         Ok(inputs.into())
     }
 
-    fn forward(&self, _: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        Ok([x[0].viewed(x[0].view.permute(&self.order))].into_iter().collect())
+    fn forward(&self, _: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
+        Ok([x[0].with_view(x[0].view.permute(&self.order))].into_iter().collect())
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
@@ -64,7 +68,7 @@ impl Op for Permute {
             back[from] = to;
         }
         let op = Permute::of(back);
-        cx.each(|_| Tensor::result(op.clone(), &[&cx.grad(0)]))
+        cx.cotangents(|_| Tensor::result(op.clone(), &[&cx.grad(0)]))
     }
 }
 
@@ -85,7 +89,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn orders_by_hand() {
+    fn matches_transpositions_written_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[2, 3], &[1i64, 2, 3, 4, 5, 6])?;
             assert_eq!(x.transpose(0, 1).to_host::<i64>()?, [1, 4, 2, 5, 3, 6]);
@@ -97,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn orders_that_are_none_are_refused() {
+    fn orders_that_are_no_permutation_are_refused() {
         assert!(Permute::by(2, &[0, 0]).is_err());
         assert!(Permute::by(2, &[0, 2]).is_err());
         assert!(Permute::by(3, &[0, 1]).is_err());

@@ -1,25 +1,28 @@
-//! z = x^y, elementwise. Shapes are aligned at the last dim; missing dims and extents of 1 are repeated.
+//! Elementwise power of two tensors: z = x^y. Shapes broadcast as in NumPy.
 
-use super::broadcast::{Broadcast, PairBackward};
+use super::broadcast::{Broadcast, BinaryBackward};
 use super::{Case, Input};
-use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
-use crate::piece::Piece;
+use crate::op::{Cotangents, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp};
+use crate::local_tensor::LocalTensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::binary::{POW, POW_BASE_GRAD, POW_EXPONENT_GRAD};
 use std::rc::Rc;
 
-/// Shapes and dtypes as [`Add`](super::add::Add). As IEEE 754 `pow`: 1 where y is 0 or x is 1, not a number for x < 0 and
-/// fractions y.
+/// Elementwise power of two tensors: z = x^y.
 ///
-/// dx = g y x^(y - 1), 0 where y is 0; dy = g z ln(x), 0 where x is 0 and y is not negative; summed over the dims along
-/// which the argument was repeated.
+/// Shapes and dtypes as for [`Add`](super::add::Add). As IEEE 754 `pow`: 1 where y = 0 or x = 1, NaN where x < 0 and y
+/// is not an integer.
+///
+/// Gradient: dx = g y x^(y - 1), 0 where y = 0; dy = g z ln(x), 0 where x = 0 and y >= 0; summed over the broadcast
+/// dims of an argument.
+#[doc(alias = "power")]
 #[derive(Debug)]
 pub struct Pow {
     shape: Broadcast,
 }
 
 impl Pow {
-    /// The power of tensors of some shapes.
+    /// The power of two tensors of these shapes.
     #[must_use]
     pub fn between(first: &[usize], second: &[usize]) -> Rc<dyn Op> {
         Rc::new(Pow { shape: Broadcast::between(first, second) })
@@ -35,26 +38,26 @@ impl Op for Pow {
         self.shape.signature()
     }
 
-    fn keeps(&self) -> Keeps {
-        Keeps { inputs: &[0, 1], outputs: &[] }
+    fn saved_for_backward(&self) -> SavedForBackward {
+        SavedForBackward { inputs: &[0, 1], outputs: &[] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         Broadcast::launch(local, &POW, x, &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|i| {
+        cx.cotangents(|i| {
             let kernel = if i == 0 { &POW_BASE_GRAD } else { &POW_EXPONENT_GRAD };
-            let [x, y, g] = [cx.input(0), cx.input(1), &cx.grad(0)].map(|x| self.shape.of_terms(x, i));
-            self.shape.reduced(cx, PairBackward::of(kernel, &x, &y, &g), i)
+            let [x, y, g] = [cx.input(0), cx.input(1), &cx.grad(0)].map(|x| self.shape.widen_if_broadcast(x, i));
+            self.shape.sum_to_argument(cx, BinaryBackward::of(kernel, &x, &y, &g), i)
         })
     }
 }
 
 pub(super) fn cases() -> Vec<Case> {
     let case =
-        |x: &[usize], y: &[usize]| Case::fixed(Pow::between(x, y), vec![Input::positive(x), Input::real(y)]);
+        |x: &[usize], y: &[usize]| Case::fixed_shape(Pow::between(x, y), vec![Input::positive(x), Input::real(y)]);
     vec![case(&[5, 3], &[5, 3]), case(&[5, 8], &[8]), case(&[5, 1], &[3]), case(&[3], &[2, 5, 1])]
 }
 
@@ -65,7 +68,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn by_hand() {
+    fn matches_values_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[4], &[2.0f64, 4.0, 0.0, -2.0])?;
             let y = Tensor::from_host(rank, &[4], &[3.0f64, 0.5, 0.0, 2.0])?;

@@ -1,19 +1,23 @@
-//! y = x^c for a number c.
+//! Elementwise power with a number as exponent: y = x^c.
 
-use super::pointwise::PointwiseBackward;
+use super::unary_backward::UnaryBackward;
 use super::{Case, Input};
-use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
-use crate::piece::Piece;
+use crate::op::{Cotangents, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp};
+use crate::local_tensor::LocalTensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::Scalar;
 use shardgrad_kernels::op::elementary::{POW_SCALAR, POW_SCALAR_GRAD};
 use std::rc::Rc;
 
-/// `..m -> ..m`, any float. dx = g c x^(c - 1), 0 for c = 0. As IEEE 754 `pow`: 1 for c = 0, not a number for x < 0 and
-/// fractions c. The slope at x = 0 is infinite for 0 < c < 1.
+/// Elementwise power with a number as exponent: y = x^c.
+///
+/// `..m -> ..m`, any float dtype. Gradient: dx = g c x^(c - 1), 0 for c = 0; infinite at x = 0 for 0 < c < 1. As IEEE
+/// 754 `pow`: 1 for c = 0, NaN where x < 0 and c is not an integer.
+#[doc(alias = "powf")]
+#[doc(alias = "pow")]
 #[derive(Debug)]
 pub struct PowScalar {
-    /// c, rounded to the accumulator of the dtype.
+    /// c (the exponent), rounded to the accumulator of the dtype.
     pub exponent: f64,
 }
 
@@ -26,16 +30,16 @@ impl Op for PowScalar {
         "..m -> ..m"
     }
 
-    fn keeps(&self) -> Keeps {
-        Keeps { inputs: &[0], outputs: &[] }
+    fn saved_for_backward(&self) -> SavedForBackward {
+        SavedForBackward { inputs: &[0], outputs: &[] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         local.launch(&POW_SCALAR, &[x[0]], &[Scalar::Real(self.exponent)])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|_| PointwiseBackward::with(&POW_SCALAR_GRAD, cx.input(0), &cx.grad(0), &[self.exponent]))
+        cx.cotangents(|_| UnaryBackward::with(&POW_SCALAR_GRAD, cx.input(0), &cx.grad(0), &[self.exponent]))
     }
 }
 
@@ -54,7 +58,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn by_hand() {
+    fn matches_values_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[4], &[4.0f64, 0.0, 2.25, -1.0])?;
             let y = x.powf(1.5).to_host::<f64>()?;

@@ -1,15 +1,18 @@
-//! y = 1 / x.
+//! Elementwise reciprocal: y = 1 / x.
 
 use super::mul::mul;
 use super::neg::neg;
 use super::{Case, Input};
-use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
-use crate::piece::Piece;
+use crate::op::{Cotangents, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp};
+use crate::local_tensor::LocalTensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::unary::RECIPROCAL;
 use std::rc::Rc;
 
-/// `..m -> ..m`, any float. dx = -g y^2.
+/// Elementwise reciprocal: y = 1 / x.
+///
+/// `..m -> ..m`, any float dtype. Gradient: dx = -g y^2.
+#[doc(alias = "recip")]
 #[derive(Debug)]
 pub struct Reciprocal;
 
@@ -22,16 +25,16 @@ impl Op for Reciprocal {
         "..m -> ..m"
     }
 
-    fn keeps(&self) -> Keeps {
-        Keeps { inputs: &[], outputs: &[0] }
+    fn saved_for_backward(&self) -> SavedForBackward {
+        SavedForBackward { inputs: &[], outputs: &[0] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         local.launch(&RECIPROCAL, &[x[0]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|_| neg(&mul(&mul(&cx.grad(0), cx.output(0)), cx.output(0))))
+        cx.cotangents(|_| neg(&mul(&mul(&cx.grad(0), cx.output(0)), cx.output(0))))
     }
 }
 
@@ -46,7 +49,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn by_hand() {
+    fn matches_values_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[2], &[4.0f64, -0.5])?;
             assert_eq!(x.reciprocal().to_host::<f64>()?, [0.25, -2.0]);

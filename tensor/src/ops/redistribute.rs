@@ -1,16 +1,17 @@
-//! The same value in another layout, and perhaps in a narrower float. Routes need a mesh, so this op has no cases on the list. The vjp takes the adjoint steps backwards (algebra, section 3).
+//! Redistribution of a tensor to another layout, optionally in a narrower float dtype. Routes need a mesh, so this op
+//! has no cases in the list. The vjp takes the adjoint steps in reverse order.
 //!
-//! A value is rounded before its first step, so that what moves is narrow; its cotangent is widened before the first step back, so
-//! that sums over ranks are formed in the wider dtype.
+//! A value is rounded before its first step, so that the narrow dtype is communicated; its cotangent is widened before
+//! the first adjoint step, so that sums over ranks are in the wider dtype.
 
 use super::cast::is_exact;
 use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
-use crate::op::{Cotangents, DTypes, Local, Op, Pieces, Vjp, apply, unwind};
-use crate::piece::Piece;
+use crate::op::{Cotangents, DTypes, ForwardContext, Op, LocalTensors, Vjp, apply, unwind};
+use crate::local_tensor::LocalTensor;
 use crate::refusal::Refusal;
-use crate::step::{Step, adjoint, completed_together};
+use crate::step::{Step, adjoint, merge_all_reduces};
 use crate::tensor::Tensor;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::DType;
@@ -19,22 +20,28 @@ use std::cell::Cell;
 use std::panic::Location;
 use std::rc::Rc;
 
-/// A chosen route between two layouts. Any dtype; a float can become a narrower one that it holds.
+/// Moves a tensor from one layout to another along a chosen route of collectives (`DTensor.redistribute`, resharding).
+///
+/// Any dtype; a float can be converted to a narrower float on the way. Linear.
+#[doc(alias = "reshard")]
+#[doc(alias = "with_sharding_constraint")]
+#[doc(alias = "all_gather")]
+#[doc(alias = "reduce_scatter")]
 #[derive(Debug)]
 pub struct Redistribute {
     from: Layout,
     to: Layout,
     steps: Vec<Step>,
-    /// The line that asked, noted on the way forward: the adjoint belongs to it too.
+    /// The line of the caller, set by the forward: errors of the adjoint steps name the same line.
     site: Cell<Option<&'static Location<'static>>>,
 }
 
 impl Redistribute {
-    /// The cheapest route, backward included if the value carries a gradient.
+    /// The cheapest route between two layouts, including the backward if the tensor is a float.
     ///
     /// # Errors
-    /// `Kind::Layout` if the layouts are of different tensors or meshes, the dtype is another than the same or a narrower float,
-    /// and for a pending sum that would be rounded.
+    /// `Kind::Layout` if the layouts differ in shape or mesh, the target dtype is neither the same nor a narrower float, or a partial
+    /// sum would be rounded.
     pub fn between(rank: &Rank, from: &Layout, to: &Layout) -> Result<Rc<dyn Op>> {
         let start = rounded(from, to)?;
         let route = Context::of(rank).routes.route(&start, to, from.dtype().is_float())?;
@@ -43,14 +50,14 @@ impl Redistribute {
     }
 }
 
-/// Where the steps start: the layout in the dtype of the goal, where that is a narrower float.
+/// The layout where the steps start: in the target dtype, if that is a narrower float.
 fn rounded(from: &Layout, to: &Layout) -> Result<Layout> {
     if from.dtype() == to.dtype() || !is_exact(to.dtype(), from.dtype()) {
         return Ok(from.clone());
     }
     if !from.partial().is_empty() {
-        let text = format!("a pending sum, {from}, would be rounded before it is formed");
-        return Err(Error::new(Kind::Layout, text).detail("help", "complete it first, or cast it"));
+        let text = format!("a partial sum, {from}, would be rounded to {} before the all-reduce", to.dtype());
+        return Err(Error::new(Kind::Layout, text).detail("help", "redistribute it to a layout without partial axes first, or cast it"));
     }
     Ok(from.with_dtype(to.dtype()))
 }
@@ -79,17 +86,17 @@ impl Op for Redistribute {
         _: &[DType],
         _: &[Option<Layout>],
     ) -> Result<Rc<Inference>, Refusal> {
-        debug_assert_eq!(args[0], &self.from, "a route starts where it was planned to start");
+        debug_assert_eq!(args[0], &self.from, "a route is applied to the layout that it was planned for");
         Ok(Rc::new(Inference::direct(args.len(), [self.to.clone()])))
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         self.site.set(Some(local.site));
         let (from, dtype) = (self.from.with_dtype(self.to.dtype()), self.to.dtype());
-        let start = if x[0].dtype == dtype { x[0].clone() } else { x[0].converted(local.rank, dtype)? };
+        let start = if x[0].dtype == dtype { x[0].clone() } else { x[0].to_dtype(local.rank, dtype)? };
         let value = Tensor::assemble(local.rank, from, start);
         let moved = crate::redistribute::run(&value, &self.steps, &self.to, local.site)?;
-        Ok([moved.piece().clone()].into_iter().collect())
+        Ok([moved.local().clone()].into_iter().collect())
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
@@ -100,18 +107,18 @@ impl Op for Redistribute {
             layout = layout.after(step);
         }
         steps.reverse();
-        // Cotangents of a leaf may have been added up in a wider dtype than either layout has.
+        // The gradient of a leaf may be accumulated in a wider dtype than both layouts have.
         let grad = cx.grad(0);
         let wide = [grad.dtype(), self.from.dtype()].into_iter().max_by_key(|d| d.size());
-        let wide = wide.expect("there are two");
+        let wide = wide.expect("two dtypes are compared");
         let (from, to) = (self.to.dual().with_dtype(wide), self.from.dual().with_dtype(wide));
-        let steps = completed_together(&from, steps);
+        let steps = merge_all_reduces(&from, steps);
         let op: Rc<dyn Op> = Rc::new(Redistribute { from, to, steps, site: self.site.clone() });
         let site = self.site.get().unwrap_or(Location::caller());
-        cx.each(|i| {
-            let grad = unwind(grad.clone().widened(wide));
-            let outputs = unwind(apply(&*op, &[&grad], &[Some(cx.goal(i))], site));
-            outputs.into_iter().next().expect("redistribute has one output")
+        cx.cotangents(|i| {
+            let grad = unwind(grad.clone().widen(wide));
+            let outputs = unwind(apply(&*op, &[&grad], &[Some(cx.cotangent_layout(i))], site));
+            outputs.into_iter().next().expect("redistribution has one output")
         })
     }
 }
@@ -123,7 +130,7 @@ mod tests {
     use std::cell::RefCell;
 
     #[test]
-    fn a_value_is_rounded_before_it_moves_and_its_cotangent_widened() {
+    fn values_are_rounded_before_and_cotangents_widened_before_communication() {
         World::run(Mesh::parse("a=2").unwrap(), |rank| {
             let parse = |text| Layout::parse(text, rank.mesh());
             let (from, to) = (parse("f32[4@a]")?, parse("bf16[4] ~a")?);
@@ -132,7 +139,7 @@ mod tests {
             rank.trace().enable();
             let y = Tensor::result(op.clone(), &[&x]);
             assert_eq!((y.layout(), y.to_local_f64()?), (&to, vec![1.0, 1.0, 3.0, 256.0]));
-            // Each rank brings 256 and 1 for the first element: 257 is no number of bf16.
+            // The ranks contribute 256 and 1 to the first element: bf16 cannot represent 257.
             let own = [[256.0f32, 1.0][rank.index()], 1.0, 2.0, 4.0];
             let g = Tensor::from_local(rank, &to.dual().with_dtype(DType::F32), &own)?;
             for (grad, first) in [(g.clone(), 257.0), (narrowed(&g)?, 257.0)] {
@@ -143,11 +150,11 @@ mod tests {
                     input_layouts: std::slice::from_ref(&from),
                     output_layouts: std::slice::from_ref(&to),
                     grads: &[Some(grad)],
-                    wanted: &[true],
-                    taken: RefCell::default(),
-                    sums: &[],
+                    needs_input_grad: &[true],
+                    donated: RefCell::default(),
+                    accumulators: &[],
                 };
-                let back = op.vjp(&vjp).into_iter().next().flatten().expect("it is wanted");
+                let back = op.vjp(&vjp).into_iter().next().flatten().expect("the cotangent was requested");
                 assert_eq!((back.layout(), back.to_f64()?), (&from, vec![first, 2.0, 4.0, 8.0]));
             }
             let moved: Vec<_> = rank.trace().take().into_iter().map(|r| (r.op, r.dtype)).collect();
@@ -165,14 +172,14 @@ mod tests {
         .unwrap();
     }
 
-    /// The numbers of a pending sum in bf16, as they are on each rank.
+    /// The local terms of a partial sum, rounded to bf16 on each rank.
     fn narrowed(x: &Tensor) -> Result<Tensor> {
-        let piece = x.piece().converted(x.rank(), DType::BF16)?;
-        Ok(Tensor::assemble(x.rank(), x.layout().with_dtype(DType::BF16), piece))
+        let local = x.local().to_dtype(x.rank(), DType::BF16)?;
+        Ok(Tensor::assemble(x.rank(), x.layout().with_dtype(DType::BF16), local))
     }
 
     #[test]
-    fn a_route_neither_widens_nor_rounds_a_pending_sum() {
+    fn routes_that_widen_or_round_a_partial_sum_are_refused() {
         World::run(Mesh::parse("a=2").unwrap(), |rank| {
             let parse = |text| Layout::parse(text, rank.mesh()).unwrap();
             for (from, to) in [

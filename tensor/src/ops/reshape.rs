@@ -1,12 +1,12 @@
-//! The same elements in row-major order under another shape.
+//! The same elements in row-major order with another shape.
 
-use super::labels::{DIMS_MAX, letters, misuse};
+use super::labels::{DIMS_MAX, dim_labels, invalid_argument};
 use super::{Case, Input};
 use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
-use crate::op::{Cotangents, DTypes, Local, Op, Pieces, Vjp};
-use crate::piece::Piece;
+use crate::op::{Cotangents, DTypes, ForwardContext, Op, LocalTensors, Vjp};
+use crate::local_tensor::LocalTensor;
 use crate::refusal::Refusal;
 use crate::reshape_rule::reshape_layout;
 use crate::tensor::Tensor;
@@ -14,33 +14,36 @@ use shardgrad_dist::Result;
 use shardgrad_kernels::{DType, Dims, Strides};
 use std::rc::Rc;
 
-/// Any dims to any dims with as many elements, any dtype. A view where the strides allow it, else a copy. Linear.
-/// dx = g under the old shape.
+/// Changes the shape of a tensor; elements keep their row-major order.
 ///
-/// No signature can say where a split of merged dims lands, so the rule is
-/// [`reshape_layout`]: no element moves between ranks, and a cut that falls inside
-/// of a row of the new shape is refused.
+/// Any dtype; the numbers of elements must be equal. A view where the strides allow it, otherwise a copy. Linear.
+/// Gradient: dx = g with the old shape.
+///
+/// No signature can state how the sharding of merged dims carries over, so the inference rule is [`reshape_layout`]: no
+/// element moves between ranks, and a shard boundary inside of a row of the new shape is refused.
+#[doc(alias = "view")]
+#[doc(alias = "flatten")]
 #[derive(Debug)]
 pub struct Reshape {
     signature: String,
     shape: Dims,
-    /// For the way back the layout is known: it is where the forward came from.
+    /// In a vjp: the layout of the result, which the argument of the forward determines.
     layout: Option<Layout>,
 }
 
 impl Reshape {
-    /// From one global shape to another.
+    /// The op from one global shape to another.
     ///
     /// # Errors
-    /// Of kind `Kind::Shape` if they have not the same number of elements.
+    /// `Kind::Shape` if the numbers of elements differ, or one shape has more than 12 dims.
     pub fn to(from: &[usize], shape: &[usize]) -> Result<Rc<dyn Op>> {
         let numel = shape.iter().try_fold(1usize, |n, &extent| n.checked_mul(extent));
         if numel != Some(from.iter().product()) {
-            return misuse(format!("reshape: {from:?} has not as many elements as {shape:?}"));
+            return invalid_argument(format!("reshape: shape {from:?} and shape {shape:?} have different numbers of elements"));
         }
         if from.len().max(shape.len()) > DIMS_MAX {
-            return misuse(format!(
-                "reshape: from {from:?} to {shape:?}; at most {DIMS_MAX} dims are possible"
+            return invalid_argument(format!(
+                "reshape: from {from:?} to {shape:?}, but at most {DIMS_MAX} dims are supported"
             ));
         }
         Ok(Reshape::of(from.len(), shape, None))
@@ -48,7 +51,7 @@ impl Reshape {
 
     fn of(ndim: usize, shape: &[usize], layout: Option<Layout>) -> Rc<dyn Op> {
         let new: Vec<String> = (0..shape.len()).map(|d| format!("n{d}")).collect();
-        let signature = format!("{} -> {}", letters(0..ndim), new.join(" "));
+        let signature = format!("{} -> {}", dim_labels(0..ndim), new.join(" "));
         Rc::new(Reshape { signature, shape: shape.into(), layout })
     }
 }
@@ -84,18 +87,18 @@ impl Op for Reshape {
         Ok(Rc::new(Inference::direct(1, [output])))
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         let shape = local.inference.outputs[0].local_shape(local.rank.coordinates());
         let y = match x[0].view.reshape(&shape) {
-            Some(view) => x[0].viewed(view),
-            None => x[0].converted(local.rank, x[0].dtype)?.viewed(Strides::contiguous(&shape)),
+            Some(view) => x[0].with_view(view),
+            None => x[0].to_dtype(local.rank, x[0].dtype)?.with_view(Strides::contiguous(&shape)),
         };
         Ok([y].into_iter().collect())
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|i| {
-            let goal = cx.goal(i);
+        cx.cotangents(|i| {
+            let goal = cx.cotangent_layout(i);
             let op = Reshape::of(self.shape.len(), &goal.shape(), Some(goal));
             Tensor::result(op, &[&cx.grad(0)])
         })
@@ -104,7 +107,7 @@ impl Op for Reshape {
 
 pub(super) fn cases() -> Vec<Case> {
     let case = |from: &[usize], to: &[usize]| {
-        Case::fixed(Reshape::to(from, to).expect("shapes of the case"), vec![Input::real(from)]).exact()
+        Case::fixed_shape(Reshape::to(from, to).expect("shapes of the case"), vec![Input::real(from)]).exact()
     };
     vec![
         case(&[5, 3], &[15]),
@@ -126,10 +129,10 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn shapes_by_hand() {
+    fn matches_shapes_written_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[2, 3], &[1i64, 2, 3, 4, 5, 6])?;
-            assert!(x.reshape(&[3, 2]).piece().buffer.same_as(&x.piece().buffer), "a view");
+            assert!(x.reshape(&[3, 2]).local().buffer.same_as(&x.local().buffer), "a view");
             assert_eq!(x.transpose(0, 1).reshape(&[6]).to_host::<i64>()?, [1, 4, 2, 5, 3, 6]);
             assert_eq!(x.reshape(&[1, 6, 1]).shape().as_slice(), [1, 6, 1]);
             Ok(())
@@ -138,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn other_numbers_of_elements_are_refused() {
+    fn different_numbers_of_elements_are_refused() {
         assert!(Reshape::to(&[2, 3], &[7]).is_err());
     }
 }

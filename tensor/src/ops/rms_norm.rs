@@ -1,9 +1,9 @@
-//! y = x rstd w over the last dim, with rstd = 1 / sqrt(mean(x^2) + eps).
+//! Root-mean-square normalization over the last dim: y = x rstd w with rstd = 1 / sqrt(mean(x^2) + eps).
 
-use super::layer_norm::{backward_dtypes, beside, normalized};
+use super::layer_norm::{backward_dtypes, residual_cotangent, run_norm};
 use super::{Case, Input};
-use crate::op::{Cotangents, DTypes, Keeps, Local, Op, Pieces, Vjp, common_float};
-use crate::piece::Piece;
+use crate::op::{Cotangents, DTypes, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp, common_float};
+use crate::local_tensor::LocalTensor;
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::DType;
@@ -11,25 +11,29 @@ use shardgrad_kernels::op::rms_norm::{BACKWARD, FORWARD};
 use smallvec::SmallVec;
 use std::rc::Rc;
 
-/// `..m d!, d! -> ..m d!` on x and w, with rstd (`..m`, in the accumulator) kept for the backward. One float dtype. The
-/// last dim must be whole. With a residual x itself, the same memory, is the second result.
+/// Root-mean-square normalization over the last dim: y = x rstd w with rstd = 1 / sqrt(mean(x^2) + eps).
 ///
-/// With h = x rstd and u = g w: dx = rstd (u - h mean(u h)), dw = sum of g h over the rows: pending over what splits
-/// them, and then in the accumulator. A pending w is completed, since the one backward kernel serves both cotangents. It adds the
-/// cotangent of the residual to dx.
+/// `..m d!, d! -> ..m d!` on x and w of one float dtype; rstd (`..m`, in the accumulator dtype) is saved for backward.
+/// The last dim must not be sharded. With `has_residual` x itself, without a copy, is a second result.
+///
+/// Gradient, with h = x rstd and u = g w: dx = rstd (u - h mean(u h)), dw = the sum of g h over the rows, a partial sum
+/// over the axes that shard the rows, and then in the accumulator dtype. One backward kernel computes both and adds the
+/// cotangent of the residual to dx. For that a partial w is reduced first.
+///
+/// Source: Zhang and Sennrich, arXiv 1910.07467.
 #[derive(Debug)]
 pub struct RmsNorm {
-    /// Added to the mean square.
+    /// Epsilon, added to the mean square.
     pub eps: f64,
-    /// Whether x is a result too, to which what is made of y is added later.
+    /// Whether x is returned as a second result, for a residual connection: its gradient is then added inside the backward kernel.
     pub has_residual: bool,
 }
 
-/// Both cotangents, linear in g and, together with it, in the cotangent of the residual if there is one.
+/// Backward of [`RmsNorm`]: dx and dw, jointly linear in g and the cotangent of the residual if there is one.
 #[derive(Debug)]
 struct RmsNormBackward {
     has_residual: bool,
-    /// Whether dw is in the accumulator.
+    /// Whether dw is in the accumulator dtype.
     is_wide: bool,
 }
 
@@ -49,8 +53,8 @@ impl Op for RmsNorm {
         1
     }
 
-    fn keeps(&self) -> Keeps {
-        Keeps { inputs: &[0, 1], outputs: if self.has_residual { &[2] } else { &[1] } }
+    fn saved_for_backward(&self) -> SavedForBackward {
+        SavedForBackward { inputs: &[0, 1], outputs: if self.has_residual { &[2] } else { &[1] } }
     }
 
     fn dtypes(&self, inputs: &[DType], num_outputs: usize) -> Result<DTypes> {
@@ -59,19 +63,19 @@ impl Op for RmsNorm {
         Ok((0..num_outputs).map(|i| if saved(i) { dtype.accumulator() } else { dtype }).collect())
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        normalized(local, &FORWARD, x, (self.eps, self.has_residual))
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
+        run_norm(local, &FORWARD, x, (self.eps, self.has_residual))
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        let (g, residual) = (cx.grad(0), beside(cx));
-        let [rstd] = self.keeps().outputs else { unreachable!("one output is kept") };
+        let (g, residual) = (cx.grad(0), residual_cotangent(cx));
+        let [rstd] = self.saved_for_backward().outputs else { unreachable!("rstd is saved") };
         let mut args = vec![cx.input(0), cx.input(1), cx.output(*rstd), &g];
         args.extend(residual);
         let is_wide = !cx.input_layouts[1].replicate().is_empty();
         let op = RmsNormBackward { has_residual: residual.is_some(), is_wide };
         let grads = Tensor::results(Rc::new(op), &args);
-        cx.each(|i| grads[i].clone())
+        cx.cotangents(|i| grads[i].clone())
     }
 }
 
@@ -95,7 +99,7 @@ impl Op for RmsNormBackward {
         Ok(backward_dtypes(inputs[0], num_outputs, self.is_wide))
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         let x = local.contiguous(x)?;
         local.launch(&BACKWARD, &x.iter().collect::<SmallVec<[_; 5]>>(), &[])
     }
@@ -115,19 +119,19 @@ pub(super) fn cases() -> Vec<Case> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::residual::Residual;
+    use crate::value::Residual;
     use crate::value::Value;
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn a_row_by_hand() {
+    fn matches_a_row_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             // Mean square 3; with eps = 1 rstd is 1/2.
             let x = Tensor::from_host(rank, &[1, 4], &[1.0f64, -1.0, 3.0, 1.0])?;
             let w = Tensor::from_host(rank, &[4], &[1.0f64, 2.0, 3.0, 4.0])?;
             assert_eq!(x.rms_norm(&w, 1.0).to_host::<f64>()?, [0.5, -1.0, 4.5, 2.0]);
-            let (same, y) = x.rms_norm_beside(&w, 1.0);
-            assert_eq!(same.piece().buffer.address(), x.piece().buffer.address(), "no copy");
+            let (same, y) = x.rms_norm_with_residual(&w, 1.0);
+            assert_eq!(same.local().buffer.address(), x.local().buffer.address(), "no copy");
             assert_eq!(y.to_host::<f64>()?, [0.5, -1.0, 4.5, 2.0]);
             Ok(())
         })

@@ -1,15 +1,18 @@
-//! y_((i + s) mod n) = x_i along a dim of n elements: what leaves at one end comes in at the other.
+//! Cyclic shift along a dim of n elements: y_((i + s) mod n) = x_i.
 
-use super::labels::{check_dim, letters_with};
+use super::labels::{check_dim, dim_labels_with};
 use super::{Case, Input};
-use crate::op::{Cotangents, DTypes, Local, Op, Pieces, Vjp};
-use crate::piece::Piece;
+use crate::op::{Cotangents, DTypes, ForwardContext, Op, LocalTensors, Vjp};
+use crate::local_tensor::LocalTensor;
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::DType;
 use std::rc::Rc;
 
-/// `a x! c -> a x! c`: any dtype. Linear. dx = g rolled back.
+/// Cyclic shift along a dim of n elements: y_((i + s) mod n) = x_i; `a x! c -> a x! c`.
+///
+/// Any dtype. The dim must not be sharded. Linear. Gradient: dx = g shifted back.
+#[doc(alias = "circular shift")]
 #[derive(Debug)]
 pub struct Roll {
     signature: String,
@@ -18,17 +21,17 @@ pub struct Roll {
 }
 
 impl Roll {
-    /// By `shift` places towards higher indices (a negative one: towards lower), along dim `dim` of `ndim` dims.
+    /// The shift by `shift` positions towards higher indices (negative: towards lower) along dim `dim` of `ndim` dims.
     ///
     /// # Errors
-    /// Of kind `Kind::Shape` if there is no such dim.
+    /// `Kind::Shape` if the dim is out of range.
     pub fn along(ndim: usize, dim: usize, shift: i64) -> Result<Rc<dyn Op>> {
         check_dim("roll", ndim, dim)?;
         Ok(Roll::of(ndim, dim, shift))
     }
 
     fn of(ndim: usize, dim: usize, shift: i64) -> Rc<dyn Op> {
-        let tensor = letters_with(ndim, dim, "x!");
+        let tensor = dim_labels_with(ndim, dim, "x!");
         Rc::new(Roll { signature: format!("{tensor} -> {tensor}"), dim, shift })
     }
 }
@@ -50,12 +53,12 @@ impl Op for Roll {
         Ok(inputs.into())
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         let mut out = local.output(0)?;
         let n = x[0].view.shape[self.dim];
         let shift = self.shift.checked_rem_euclid(n as i64).unwrap_or(0) as usize;
         for (from, to) in [(0..n - shift, shift..n), (n - shift..n, 0..shift)] {
-            let part = x[0].viewed(x[0].view.narrow(self.dim, from.start, from.end));
+            let part = x[0].with_view(x[0].view.narrow(self.dim, from.start, from.end));
             let at = out.view.narrow(self.dim, to.start, to.end);
             out.write(local.rank, at, &part)?;
         }
@@ -64,7 +67,7 @@ impl Op for Roll {
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         let op = Roll::of(cx.output_layouts[0].ndim(), self.dim, self.shift.wrapping_neg());
-        cx.each(|_| Tensor::result(op.clone(), &[&cx.grad(0)]))
+        cx.cotangents(|_| Tensor::result(op.clone(), &[&cx.grad(0)]))
     }
 }
 
@@ -82,7 +85,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn by_hand() {
+    fn matches_values_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[2, 3], &[1i64, 2, 3, 4, 5, 6])?;
             assert_eq!(x.roll(1, 1).to_host::<i64>()?, [3, 1, 2, 6, 4, 5]);
@@ -94,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dim_that_is_none_is_refused() {
+    fn dim_out_of_range_is_refused() {
         assert!(Roll::along(2, 2, 1).is_err());
     }
 }

@@ -1,13 +1,16 @@
-//! y = the nearest integer, the even one of two.
+//! Elementwise rounding to the nearest integer, halves to the even one.
 
 use super::{Case, Input};
-use crate::op::{Local, Op, Pieces};
-use crate::piece::Piece;
+use crate::op::{ForwardContext, Op, LocalTensors};
+use crate::local_tensor::LocalTensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::elementary::ROUND;
 use std::rc::Rc;
 
-/// `..m -> ..m`, any float. Not differentiable: the slope is 0 wherever there is one.
+/// Elementwise rounding to the nearest integer, halves to the even one (as `torch.round`, not as `f64::round`).
+///
+/// `..m -> ..m`, any float dtype. Not differentiable: the slope is 0 wherever it exists.
+#[doc(alias = "round_ties_even")]
 #[derive(Debug)]
 pub struct Round;
 
@@ -24,7 +27,7 @@ impl Op for Round {
         &[false]
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         local.launch(&ROUND, &[x[0]], &[])
     }
 }
@@ -40,7 +43,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn by_hand() {
+    fn matches_values_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[5], &[-1.5f64, 0.5, 2.5, 2.6, f64::NAN])?;
             let y = x.round().to_host::<f64>()?;

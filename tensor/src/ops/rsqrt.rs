@@ -1,14 +1,16 @@
-//! y = 1 / sqrt(x).
+//! Elementwise reciprocal square root: y = 1 / sqrt(x).
 
-use super::pointwise::PointwiseBackward;
+use super::unary_backward::UnaryBackward;
 use super::{Case, Input};
-use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
-use crate::piece::Piece;
+use crate::op::{Cotangents, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp};
+use crate::local_tensor::LocalTensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::elementary::{RSQRT, RSQRT_GRAD};
 use std::rc::Rc;
 
-/// `..m -> ..m`, any float. dx = -g y^3 / 2. Infinity at 0, not a number below.
+/// Elementwise reciprocal square root: y = 1 / sqrt(x).
+///
+/// `..m -> ..m`, any float dtype. Gradient: dx = -g y^3 / 2. Infinity at 0, NaN below.
 #[derive(Debug)]
 pub struct Rsqrt;
 
@@ -21,16 +23,16 @@ impl Op for Rsqrt {
         "..m -> ..m"
     }
 
-    fn keeps(&self) -> Keeps {
-        Keeps { inputs: &[], outputs: &[0] }
+    fn saved_for_backward(&self) -> SavedForBackward {
+        SavedForBackward { inputs: &[], outputs: &[0] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         local.launch(&RSQRT, &[x[0]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|_| PointwiseBackward::of(&RSQRT_GRAD, cx.output(0), &cx.grad(0)))
+        cx.cotangents(|_| UnaryBackward::of(&RSQRT_GRAD, cx.output(0), &cx.grad(0)))
     }
 }
 
@@ -45,7 +47,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn by_hand() {
+    fn matches_values_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[4], &[4.0f64, 0.0, -1.0, f64::INFINITY])?;
             let y = x.rsqrt().to_host::<f64>()?;

@@ -1,22 +1,25 @@
-//! y = c x for a number c.
+//! Elementwise multiplication with a number: y = c x.
 
 use super::{Case, Input};
-use crate::op::{Cotangents, Fixed, Local, Op, Pieces, Vjp};
-use crate::piece::Piece;
+use crate::op::{Cotangents, PlanKey, ForwardContext, Op, LocalTensors, Vjp};
+use crate::local_tensor::LocalTensor;
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::Scalar;
 use shardgrad_kernels::op::unary::SCALE;
 use std::rc::Rc;
 
-/// `..m -> ..m`, any float. Linear: a pending sum stays pending. dx = c g.
+/// Elementwise multiplication with a number: y = c x.
+///
+/// `..m -> ..m`, any float dtype. Linear: a partial sum stays partial. Gradient: dx = c g.
+#[doc(alias = "mul_scalar")]
 #[derive(Debug)]
 pub struct Scale {
-    /// The factor, rounded to the accumulator of the dtype.
+    /// c, rounded to the accumulator of the dtype.
     pub factor: f64,
 }
 
-/// c x of a plain tensor.
+/// c x, for the vjps of other ops.
 pub(super) fn scale(x: &Tensor, factor: f64) -> Tensor {
     Tensor::result(Rc::new(Scale { factor }), &[x])
 }
@@ -32,20 +35,20 @@ impl Op for Scale {
         SIGNATURE
     }
 
-    fn fixed(&self) -> Option<Fixed> {
-        Some(Fixed::of::<Scale>(SIGNATURE))
+    fn plan_key(&self) -> Option<PlanKey> {
+        Some(PlanKey::of::<Scale>(SIGNATURE))
     }
 
     fn linear_in(&self) -> &'static [&'static [usize]] {
         &[&[0]]
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         local.launch(&SCALE, &[x[0]], &[Scalar::Real(self.factor)])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|_| scale(&cx.grad(0), self.factor))
+        cx.cotangents(|_| scale(&cx.grad(0), self.factor))
     }
 }
 
@@ -60,7 +63,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn by_hand() {
+    fn matches_values_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[2], &[1.0f64, -2.0])?;
             assert_eq!(x.scale(-0.5).to_host::<f64>()?, [-0.5, 1.0]);

@@ -1,14 +1,18 @@
-//! y = 1 / (1 + exp(-x)).
+//! Elementwise logistic sigmoid: y = 1 / (1 + exp(-x)).
 
-use super::pointwise::PointwiseBackward;
+use super::unary_backward::UnaryBackward;
 use super::{Case, Input};
-use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
-use crate::piece::Piece;
+use crate::op::{Cotangents, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp};
+use crate::local_tensor::LocalTensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::unary::{SIGMOID, SIGMOID_GRAD};
 use std::rc::Rc;
 
-/// `..m -> ..m`, any float. dx = g y (1 - y). 0 and 1 at the infinities.
+/// Logistic sigmoid, elementwise: y = 1 / (1 + exp(-x)).
+///
+/// `..m -> ..m`, any float dtype. Gradient: dx = g y (1 - y). 0 and 1 at -infinity and infinity.
+#[doc(alias = "logistic")]
+#[doc(alias = "expit")]
 #[derive(Debug)]
 pub struct Sigmoid;
 
@@ -21,16 +25,16 @@ impl Op for Sigmoid {
         "..m -> ..m"
     }
 
-    fn keeps(&self) -> Keeps {
-        Keeps { inputs: &[], outputs: &[0] }
+    fn saved_for_backward(&self) -> SavedForBackward {
+        SavedForBackward { inputs: &[], outputs: &[0] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         local.launch(&SIGMOID, &[x[0]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|_| PointwiseBackward::of(&SIGMOID_GRAD, cx.output(0), &cx.grad(0)))
+        cx.cotangents(|_| UnaryBackward::of(&SIGMOID_GRAD, cx.output(0), &cx.grad(0)))
     }
 }
 
@@ -45,7 +49,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn by_hand() {
+    fn matches_values_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[4], &[0.0f64, 1.0, f64::NEG_INFINITY, f64::INFINITY])?;
             let y = x.sigmoid().to_host::<f64>()?;

@@ -1,13 +1,16 @@
-//! y = -1, 0 or 1: the sign of x.
+//! Elementwise sign: y = -1, 0 or 1.
 
 use super::{Case, Input};
-use crate::op::{Local, Op, Pieces};
-use crate::piece::Piece;
+use crate::op::{ForwardContext, Op, LocalTensors};
+use crate::local_tensor::LocalTensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::elementary::SIGN;
 use std::rc::Rc;
 
-/// `..m -> ..m`, any float. Not differentiable. Zeros and not-a-number are their own sign.
+/// Elementwise sign: y = -1, 0 or 1.
+///
+/// `..m -> ..m`, any float dtype. Not differentiable. A zero keeps its sign bit and NaN stays NaN.
+#[doc(alias = "signum")]
 #[derive(Debug)]
 pub struct Sign;
 
@@ -24,7 +27,7 @@ impl Op for Sign {
         &[false]
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         local.launch(&SIGN, &[x[0]], &[])
     }
 }
@@ -40,7 +43,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn by_hand() {
+    fn matches_values_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[4], &[-2.5f64, 0.0, 3.0, f64::NAN])?;
             let y = x.sign().to_host::<f64>()?;

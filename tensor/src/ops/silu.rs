@@ -1,14 +1,17 @@
-//! y = x / (1 + exp(-x)).
+//! Elementwise SiLU (swish): y = x / (1 + exp(-x)) = x sigmoid(x).
 
-use super::pointwise::PointwiseBackward;
+use super::unary_backward::UnaryBackward;
 use super::{Case, Input};
-use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
-use crate::piece::Piece;
+use crate::op::{Cotangents, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp};
+use crate::local_tensor::LocalTensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::unary::{SILU, SILU_GRAD};
 use std::rc::Rc;
 
-/// `..m -> ..m`, any float. dx = g y'(x).
+/// Sigmoid linear unit (swish), elementwise: y = x sigmoid(x) = x / (1 + exp(-x)).
+///
+/// `..m -> ..m`, any float dtype. Gradient: dx = g y'(x).
+#[doc(alias = "swish")]
 #[derive(Debug)]
 pub struct Silu;
 
@@ -21,16 +24,16 @@ impl Op for Silu {
         "..m -> ..m"
     }
 
-    fn keeps(&self) -> Keeps {
-        Keeps { inputs: &[0], outputs: &[] }
+    fn saved_for_backward(&self) -> SavedForBackward {
+        SavedForBackward { inputs: &[0], outputs: &[] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         local.launch(&SILU, &[x[0]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|_| PointwiseBackward::of(&SILU_GRAD, cx.input(0), &cx.grad(0)))
+        cx.cotangents(|_| UnaryBackward::of(&SILU_GRAD, cx.input(0), &cx.grad(0)))
     }
 }
 
@@ -45,7 +48,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn by_hand() {
+    fn matches_values_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[2], &[0.0f64, 1.0])?;
             assert_eq!(x.silu().to_host::<f64>()?[0], 0.0);

@@ -1,14 +1,16 @@
-//! y = sin(x), x in radians.
+//! Elementwise sine: y = sin(x), x in radians.
 
-use super::pointwise::PointwiseBackward;
+use super::unary_backward::UnaryBackward;
 use super::{Case, Input};
-use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
-use crate::piece::Piece;
+use crate::op::{Cotangents, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp};
+use crate::local_tensor::LocalTensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::elementary::{SIN, SIN_GRAD};
 use std::rc::Rc;
 
-/// `..m -> ..m`, any float. dx = g cos(x). Not a number at the infinities.
+/// Elementwise sine: y = sin(x), x in radians.
+///
+/// `..m -> ..m`, any float dtype. Gradient: dx = g cos(x). NaN at +-infinity.
 #[derive(Debug)]
 pub struct Sin;
 
@@ -21,16 +23,16 @@ impl Op for Sin {
         "..m -> ..m"
     }
 
-    fn keeps(&self) -> Keeps {
-        Keeps { inputs: &[0], outputs: &[] }
+    fn saved_for_backward(&self) -> SavedForBackward {
+        SavedForBackward { inputs: &[0], outputs: &[] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         local.launch(&SIN, &[x[0]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|_| PointwiseBackward::of(&SIN_GRAD, cx.input(0), &cx.grad(0)))
+        cx.cotangents(|_| UnaryBackward::of(&SIN_GRAD, cx.input(0), &cx.grad(0)))
     }
 }
 
@@ -45,7 +47,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn by_hand() {
+    fn matches_values_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[3], &[0.0f64, 1.0, f64::INFINITY])?;
             let y = x.sin().to_host::<f64>()?;

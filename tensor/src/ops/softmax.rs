@@ -1,18 +1,20 @@
-//! y_i = exp(x_i - max x) / sum_j exp(x_j - max x) over the last dim.
+//! Softmax over the last dim: y_i = exp(x_i - max x) / sum_j exp(x_j - max x).
 
 use super::{Case, Input};
-use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
-use crate::piece::Piece;
+use crate::op::{Cotangents, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp};
+use crate::local_tensor::LocalTensor;
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::softmax::{BACKWARD, FORWARD};
 use std::rc::Rc;
 
-/// `..m d! -> ..m d!`: the last dim must be whole. Any float. dx = y (g - sum_j y_j g_j).
+/// Softmax over the last dim: y_i = exp(x_i - max x) / sum_j exp(x_j - max x); `..m d! -> ..m d!`.
+///
+/// Any float dtype. The last dim must not be sharded. Gradient: dx = y (g - sum_j y_j g_j).
 #[derive(Debug)]
 pub struct Softmax;
 
-/// The cotangent of the argument from the result and its cotangent, in which it is linear.
+/// Backward of [`Softmax`]: the cotangent of x from y and the cotangent of y; linear in the last.
 #[derive(Debug)]
 struct SoftmaxBackward;
 
@@ -25,16 +27,16 @@ impl Op for Softmax {
         "..m d! -> ..m d!"
     }
 
-    fn keeps(&self) -> Keeps {
-        Keeps { inputs: &[], outputs: &[0] }
+    fn saved_for_backward(&self) -> SavedForBackward {
+        SavedForBackward { inputs: &[], outputs: &[0] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         local.launch(&FORWARD, &[&x[0].contiguous(local.rank)?], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|_| Tensor::result(Rc::new(SoftmaxBackward), &[cx.output(0), &cx.grad(0)]))
+        cx.cotangents(|_| Tensor::result(Rc::new(SoftmaxBackward), &[cx.output(0), &cx.grad(0)]))
     }
 }
 
@@ -51,7 +53,7 @@ impl Op for SoftmaxBackward {
         &[&[1]]
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         let x = local.contiguous(x)?;
         local.launch(&BACKWARD, &[&x[0], &x[1]], &[])
     }
@@ -75,7 +77,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn rows_by_hand() {
+    fn matches_rows_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[2, 2], &[0.0f64, 3f64.ln(), 800.0, 800.0])?;
             let y = x.softmax().to_host::<f64>()?;

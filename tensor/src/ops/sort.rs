@@ -1,21 +1,23 @@
-//! The elements of a dim in order, with the places where they stood.
+//! Elements of a dim in order, with the indices of their source positions.
 
 use super::gather::ScatterAdd;
-use super::labels::{check_dim, letters_with};
+use super::labels::{check_dim, dim_labels_with};
 use super::{Case, Input};
 use crate::dim::Dim;
-use crate::op::{Cotangents, DTypes, Keeps, Local, Op, Pieces, Vjp};
-use crate::piece::{Piece, launch};
+use crate::op::{Cotangents, DTypes, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp};
+use crate::local_tensor::{LocalTensor, launch};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::sort::SORT;
 use shardgrad_kernels::{DType, Dims, Scalar};
 use std::rc::Rc;
 
-/// `a x! c -> a x! c, a x! c`: values like x (any dtype) and places (i64). dx = g of the values, each at its place.
+/// Sorts along a dim: values (any dtype) and the i64 indices of their source positions; `a x! c -> a x! c, a x! c`.
 ///
-/// The order is stable in both directions: of equal elements (0 and -0 are equal) the one with the lower place stands
-/// first. Not-a-number is larger than all numbers and equal to itself: last ascending, first descending.
+/// The sort is stable in both directions: of equal elements (0 and -0 are equal) the one with the lower index comes
+/// first. NaN is larger than all numbers and equal to itself: last ascending, first descending. The dim must not be
+/// sharded. Gradient: dx = g of the values, scattered to the source positions.
+#[doc(alias = "argsort")]
 #[derive(Debug)]
 pub struct Sort {
     signature: String,
@@ -24,43 +26,43 @@ pub struct Sort {
 }
 
 impl Sort {
-    /// Along dim `dim` of a tensor of `ndim` dims.
+    /// The sort along dim `dim` of a tensor of `ndim` dims.
     ///
     /// # Errors
-    /// Of kind `Kind::Shape` if there is no such dim.
+    /// `Kind::Shape` if the dim is out of range.
     pub fn along(ndim: usize, dim: usize, descending: bool) -> Result<Rc<dyn Op>> {
         check_dim("sort", ndim, dim)?;
-        let tensor = letters_with(ndim, dim, "x!");
+        let tensor = dim_labels_with(ndim, dim, "x!");
         Ok(Rc::new(Sort { signature: format!("{tensor} -> {tensor}, {tensor}"), dim, descending }))
     }
 }
 
-/// The first `count` elements along a dim in order, and their places.
-pub(super) fn ordered(
-    local: &Local<'_>,
-    x: &Piece,
+/// The first `count` elements along a dim in sorted order, and the indices of their source positions.
+pub(super) fn sort_prefix(
+    local: &ForwardContext<'_>,
+    x: &LocalTensor,
     dim: usize,
     count: usize,
     descending: bool,
-) -> Result<Pieces> {
+) -> Result<LocalTensors> {
     let ndim = x.view.ndim();
     let last: Dims = (0..ndim).filter(|&d| d != dim).chain([dim]).collect();
-    let x = x.viewed(x.view.permute(&last)).contiguous(local.rank)?;
+    let x = x.with_view(x.view.permute(&last)).contiguous(local.rank)?;
     let mut shape = x.view.shape.clone();
     shape[ndim - 1] = count;
-    let mut values = Piece::alloc(local.rank, x.dtype, &shape)?;
-    let mut places = Piece::alloc(local.rank, DType::I64, &shape)?;
+    let mut values = LocalTensor::alloc(local.rank, x.dtype, &shape)?;
+    let mut indices = LocalTensor::alloc(local.rank, DType::I64, &shape)?;
     let scalars = [Scalar::Int(descending.into())];
-    launch(local.rank, &SORT, &[&x], &mut [&mut values, &mut places], &scalars)?;
+    launch(local.rank, &SORT, &[&x], &mut [&mut values, &mut indices], &scalars)?;
     let back: Dims = (0..dim).chain([ndim - 1]).chain(dim..ndim - 1).collect();
-    Ok([values, places].into_iter().map(|p| p.viewed(p.view.permute(&back))).collect())
+    Ok([values, indices].into_iter().map(|p| p.with_view(p.view.permute(&back))).collect())
 }
 
-/// The cotangent of what was ordered: g of the values, each at its place.
-pub(super) fn unordered(cx: &Vjp<'_>, dim: usize) -> Cotangents {
-    let target = Dim::whole(cx.input_layouts[0].extent(dim));
+/// The cotangent of the sorted tensor: g of the values, scattered to the source positions.
+pub(super) fn sort_vjp(cx: &Vjp<'_>, dim: usize) -> Cotangents {
+    let target = Dim::unsharded(cx.input_layouts[0].extent(dim));
     let op = ScatterAdd::of(cx.input_layouts[0].ndim(), dim, target, false);
-    cx.each(|i| Tensor::apply_with(op.clone(), &[&cx.grad(0), cx.output(1)], cx.goal(i)))
+    cx.cotangents(|i| Tensor::apply_with(op.clone(), &[&cx.grad(0), cx.output(1)], cx.cotangent_layout(i)))
 }
 
 impl Op for Sort {
@@ -72,20 +74,20 @@ impl Op for Sort {
         &self.signature
     }
 
-    fn keeps(&self) -> Keeps {
-        Keeps { inputs: &[], outputs: &[1] }
+    fn saved_for_backward(&self) -> SavedForBackward {
+        SavedForBackward { inputs: &[], outputs: &[1] }
     }
 
     fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
         Ok([inputs[0], DType::I64][..].into())
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        ordered(local, x[0], self.dim, x[0].view.shape[self.dim], self.descending)
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
+        sort_prefix(local, x[0], self.dim, x[0].view.shape[self.dim], self.descending)
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        unordered(cx, self.dim)
+        sort_vjp(cx, self.dim)
     }
 }
 
@@ -110,12 +112,12 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn orders_by_hand() {
+    fn matches_orders_written_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[2, 3], &[3i64, 1, 3, -5, 0, -7])?;
-            let (values, places) = x.sort(1, false);
+            let (values, indices) = x.sort(1, false);
             assert_eq!(values.to_host::<i64>()?, [1, 3, 3, -7, -5, 0]);
-            assert_eq!(places.to_host::<i64>()?, [1, 0, 2, 2, 0, 1]);
+            assert_eq!(indices.to_host::<i64>()?, [1, 0, 2, 2, 0, 1]);
             assert_eq!(x.argsort(1, true).to_host::<i64>()?, [0, 2, 1, 1, 0, 2]);
             assert_eq!(x.sort(0, false).0.to_host::<i64>()?, [-5, 0, -7, 3, 1, 3]);
             Ok(())
@@ -124,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn not_a_number_is_larger_than_all_numbers() {
+    fn nan_is_larger_than_all_numbers() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[4], &[f32::NAN, f32::INFINITY, 0.0, -0.0])?;
             assert_eq!(x.argsort(0, false).to_host::<i64>()?, [2, 3, 1, 0]);

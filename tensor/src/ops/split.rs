@@ -1,13 +1,13 @@
-//! Parts of a whole dim one after another: the inverse of concatenation.
+//! Consecutive ranges of an unsharded dim as separate tensors: the inverse of concatenation.
 
 use super::concat::Concat;
-use super::labels::{check_count, check_dim, letters_with, misuse, whole};
+use super::labels::{check_num_tensors, check_dim, dim_labels_with, invalid_argument, unsplit};
 use super::{Case, Input};
 use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
-use crate::op::{Cotangents, DTypes, Local, Op, Pieces, Vjp, infer_by_signature, unwind};
-use crate::piece::Piece;
+use crate::op::{Cotangents, DTypes, ForwardContext, Op, LocalTensors, Vjp, infer_by_signature, unwind};
+use crate::local_tensor::LocalTensor;
 use crate::refusal::Refusal;
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
@@ -15,8 +15,12 @@ use shardgrad_kernels::{DType, Dims};
 use smallvec::SmallVec;
 use std::rc::Rc;
 
-/// `a x! c -> a y0 c, a y1 c, ..`: views, no element moves. Any dtype. Linear. dx = the cotangents of all parts one
-/// after another.
+/// Splits a dim into consecutive ranges of given sizes, as views: `a x! c -> a y0 c, a y1 c, ..`.
+///
+/// Any dtype; no element moves. The dim must not be sharded. Linear. Gradient: dx = the cotangents of all ranges,
+/// concatenated.
+#[doc(alias = "chunk")]
+#[doc(alias = "split_with_sizes")]
 #[derive(Debug)]
 pub struct Split {
     signature: String,
@@ -25,19 +29,19 @@ pub struct Split {
 }
 
 impl Split {
-    /// Parts of these sizes of dim `dim`, which has `extent` elements, of a tensor of `ndim` dims.
+    /// The ranges of sizes `sizes` of dim `dim`, which has `extent` elements, of a tensor of `ndim` dims.
     ///
     /// # Errors
-    /// Of kind `Kind::Shape` if there is no such dim, the sizes do not add up to it, or there are no or more than 16 parts.
+    /// `Kind::Shape` if the dim is out of range, the sizes do not add up to its extent, or there are not 1 to 16 sizes.
     pub fn along(ndim: usize, extent: usize, dim: usize, sizes: &[usize]) -> Result<Rc<dyn Op>> {
         check_dim("split", ndim, dim)?;
-        check_count("split", sizes.len())?;
+        check_num_tensors("split", sizes.len())?;
         if sizes.iter().try_fold(0usize, |sum, &n| sum.checked_add(n)) != Some(extent) {
-            return misuse(format!("split: {sizes:?} do not add up to the {extent} elements of dim {dim}"));
+            return invalid_argument(format!("split: the sizes {sizes:?} do not add up to the {extent} elements of dim {dim}"));
         }
         let parts: Vec<String> =
-            (0..sizes.len()).map(|i| letters_with(ndim, dim, &format!("y{i}"))).collect();
-        let signature = format!("{} -> {}", letters_with(ndim, dim, "x!"), parts.join(", "));
+            (0..sizes.len()).map(|i| dim_labels_with(ndim, dim, &format!("y{i}"))).collect();
+        let signature = format!("{} -> {}", dim_labels_with(ndim, dim, "x!"), parts.join(", "));
         Ok(Rc::new(Split { signature, dim, sizes: sizes.into() }))
     }
 }
@@ -69,27 +73,27 @@ impl Op for Split {
         let part = |&size: &usize| {
             let mut shape = args[0].shape();
             shape[self.dim] = size;
-            whole(args[0], dtypes[0], &shape)
+            unsplit(args[0], dtypes[0], &shape)
         };
         let parts: Vec<Option<Layout>> = self.sizes.iter().map(part).collect();
         infer_by_signature(self, context, args, dtypes, &parts)
     }
 
-    fn forward(&self, _: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, _: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         let mut start = 0;
         let part = |&size: &usize| {
             start += size;
-            x[0].viewed(x[0].view.narrow(self.dim, start - size, start))
+            x[0].with_view(x[0].view.narrow(self.dim, start - size, start))
         };
         Ok(self.sizes.iter().map(part).collect())
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|i| {
+        cx.cotangents(|i| {
             let grads: Vec<Tensor> = (0..self.sizes.len()).map(|k| cx.grad(k)).collect();
             let grads: Vec<&Tensor> = grads.iter().collect();
             let op = unwind(Concat::along(cx.input_layouts[0].ndim(), self.dim, grads.len()));
-            Tensor::apply_with(op, &grads, cx.goal(i))
+            Tensor::apply_with(op, &grads, cx.cotangent_layout(i))
         })
     }
 }
@@ -97,7 +101,7 @@ impl Op for Split {
 pub(super) fn cases() -> Vec<Case> {
     let case = |shape: &[usize], dim, sizes: &[usize]| {
         let op = Split::along(shape.len(), shape[dim], dim, sizes).expect("sizes of the case");
-        Case::fixed(op, vec![Input::real(shape)]).exact()
+        Case::fixed_shape(op, vec![Input::real(shape)]).exact()
     };
     vec![
         case(&[5, 7], 1, &[2, 5]),
@@ -114,7 +118,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn parts_by_hand() {
+    fn matches_ranges_written_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[2, 3], &[1i64, 2, 3, 4, 5, 6])?;
             let parts = x.split(1, &[1, 2]);

@@ -1,15 +1,17 @@
-//! y = sqrt(x).
+//! Elementwise square root: y = sqrt(x).
 
 use super::div::div;
 use super::scale::scale;
 use super::{Case, Input};
-use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
-use crate::piece::Piece;
+use crate::op::{Cotangents, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp};
+use crate::local_tensor::LocalTensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::unary::SQRT;
 use std::rc::Rc;
 
-/// `..m -> ..m`, any float. dx = g / (2 y).
+/// Elementwise square root: y = sqrt(x).
+///
+/// `..m -> ..m`, any float dtype. Gradient: dx = g / (2 y). NaN where x < 0.
 #[derive(Debug)]
 pub struct Sqrt;
 
@@ -22,16 +24,16 @@ impl Op for Sqrt {
         "..m -> ..m"
     }
 
-    fn keeps(&self) -> Keeps {
-        Keeps { inputs: &[], outputs: &[0] }
+    fn saved_for_backward(&self) -> SavedForBackward {
+        SavedForBackward { inputs: &[], outputs: &[0] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         local.launch(&SQRT, &[x[0]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|_| scale(&div(&cx.grad(0), cx.output(0)), 0.5))
+        cx.cotangents(|_| scale(&div(&cx.grad(0), cx.output(0)), 0.5))
     }
 }
 
@@ -46,7 +48,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn by_hand() {
+    fn matches_values_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[2], &[4.0f64, 2.25])?;
             assert_eq!(x.sqrt().to_host::<f64>()?, [2.0, 1.5]);

@@ -1,15 +1,17 @@
-//! y = x^2.
+//! Elementwise square: y = x^2.
 
 use super::mul::mul;
 use super::scale::scale;
 use super::{Case, Input};
-use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
-use crate::piece::Piece;
+use crate::op::{Cotangents, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp};
+use crate::local_tensor::LocalTensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::unary::SQUARE;
 use std::rc::Rc;
 
-/// `..m -> ..m`, any float. dx = 2 g x.
+/// Elementwise square: y = x^2.
+///
+/// `..m -> ..m`, any float dtype. Gradient: dx = 2 g x.
 #[derive(Debug)]
 pub struct Square;
 
@@ -22,16 +24,16 @@ impl Op for Square {
         "..m -> ..m"
     }
 
-    fn keeps(&self) -> Keeps {
-        Keeps { inputs: &[0], outputs: &[] }
+    fn saved_for_backward(&self) -> SavedForBackward {
+        SavedForBackward { inputs: &[0], outputs: &[] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         local.launch(&SQUARE, &[x[0]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|_| scale(&mul(&cx.grad(0), cx.input(0)), 2.0))
+        cx.cotangents(|_| scale(&mul(&cx.grad(0), cx.input(0)), 2.0))
     }
 }
 
@@ -46,7 +48,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn by_hand() {
+    fn matches_values_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[2], &[3.0f64, -0.5])?;
             assert_eq!(x.square().to_host::<f64>()?, [9.0, 0.25]);

@@ -1,30 +1,32 @@
-//! z = x - y, elementwise. Shapes are aligned at the last dim; missing dims and extents of 1 are repeated.
+//! Elementwise difference of two tensors: z = x - y. Shapes broadcast as in NumPy.
 
 use super::broadcast::Broadcast;
 use super::neg::neg;
 use super::{Case, Input};
-use crate::op::{Cotangents, Fixed, Local, Op, Pieces, Vjp};
-use crate::piece::Piece;
+use crate::op::{Cotangents, PlanKey, ForwardContext, Op, LocalTensors, Vjp};
+use crate::local_tensor::LocalTensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::binary::SUB;
 use std::rc::Rc;
 
-/// Shapes and dtypes as [`Add`](super::add::Add).
+/// Elementwise difference of two tensors: z = x - y.
 ///
-/// dx = g, dy = -g; summed over the leading dims for the repeated argument.
+/// Shapes and dtypes as for [`Add`](super::add::Add). Gradient: dx = g, dy = -g; summed over the broadcast dims of an
+/// argument. Linear in both jointly.
+#[doc(alias = "subtract")]
 #[derive(Debug)]
 pub struct Sub {
     shape: Broadcast,
 }
 
 impl Sub {
-    /// The difference of tensors of some shapes.
+    /// The difference of two tensors of these shapes.
     #[must_use]
     pub fn between(first: &[usize], second: &[usize]) -> Sub {
         Sub { shape: Broadcast::between(first, second) }
     }
 
-    /// The same from numbers of dims alone: no extent of 1 is repeated.
+    /// The same from the numbers of dims: dims of extent 1 are not broadcast.
     #[must_use]
     pub fn of(first: usize, second: usize) -> Rc<dyn Op> {
         Rc::new(Sub { shape: Broadcast::of(first, second) })
@@ -40,21 +42,21 @@ impl Op for Sub {
         self.shape.signature()
     }
 
-    fn fixed(&self) -> Option<Fixed> {
-        self.shape.fixed::<Sub>()
+    fn plan_key(&self) -> Option<PlanKey> {
+        self.shape.plan_key::<Sub>()
     }
 
     fn linear_in(&self) -> &'static [&'static [usize]] {
         &[&[0, 1]]
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         Broadcast::launch(local, &SUB, x, &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|i| {
-            let cotangent = self.shape.reduced(cx, cx.grad(0), i);
+        cx.cotangents(|i| {
+            let cotangent = self.shape.sum_to_argument(cx, cx.grad(0), i);
             if i == 0 { cotangent } else { neg(&cotangent) }
         })
     }
@@ -66,9 +68,9 @@ pub(super) fn cases() -> Vec<Case> {
         Case::new(Sub::of(2, 2), vec![real(&[5, 3]), real(&[5, 3])]).exact(),
         Case::new(Sub::of(2, 1), vec![real(&[5, 8]), real(&[8])]).exact(),
         Case::new(Sub::of(1, 2), vec![real(&[5]), real(&[3, 5])]).exact(),
-        Case::fixed(Rc::new(Sub::between(&[5, 1], &[3])), vec![real(&[5, 1]), real(&[3])]).exact(),
-        Case::fixed(Rc::new(Sub::between(&[1, 3], &[5, 1])), vec![real(&[1, 3]), real(&[5, 1])]).exact(),
-        Case::fixed(Rc::new(Sub::between(&[2, 5, 3], &[5, 1])), vec![real(&[2, 5, 3]), real(&[5, 1])])
+        Case::fixed_shape(Rc::new(Sub::between(&[5, 1], &[3])), vec![real(&[5, 1]), real(&[3])]).exact(),
+        Case::fixed_shape(Rc::new(Sub::between(&[1, 3], &[5, 1])), vec![real(&[1, 3]), real(&[5, 1])]).exact(),
+        Case::fixed_shape(Rc::new(Sub::between(&[2, 5, 3], &[5, 1])), vec![real(&[2, 5, 3]), real(&[5, 1])])
             .exact(),
     ]
 }
@@ -80,7 +82,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn differences_by_hand() {
+    fn matches_differences_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[2, 2], &[1.0f32, 2.0, 3.0, 4.0])?;
             let b = Tensor::from_host(rank, &[2], &[10.0f32, 20.0])?;

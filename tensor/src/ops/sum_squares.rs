@@ -1,15 +1,19 @@
-//! y = the sum of the squares of all elements, in f64.
+//! Sum of the squares of all elements, in f64: the squared L2 norm.
 
 use super::{Case, Input};
-use crate::op::{DTypes, Local, Op, Pieces, common_float};
-use crate::piece::Piece;
+use crate::op::{DTypes, ForwardContext, Op, LocalTensors, common_float};
+use crate::local_tensor::LocalTensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::DType;
 use shardgrad_kernels::op::reduce::SUM_SQUARES;
 use smallvec::SmallVec;
 
-/// `..m -> `: any float; the result is an f64 scalar, pending over the axes that split x. Not linear: a pending x is
-/// completed. Not differentiable: it serves norms; for a loss use `x.square().sum()`.
+/// Sum of the squares of all elements as an f64 scalar, the squared L2 norm: `..m -> `.
+///
+/// Any float dtype. The result is a partial sum over the mesh axes that shard x. Not linear: a partial x is reduced
+/// first. Not differentiable, since it serves gradient norms; for a loss use `x.square().sum()`.
+#[doc(alias = "norm")]
+#[doc(alias = "grad_norm")]
 #[derive(Debug)]
 pub struct SumSquares;
 
@@ -31,7 +35,7 @@ impl Op for SumSquares {
         Ok(SmallVec::from_slice(&[DType::F64]))
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         local.launch(&SUM_SQUARES, &[x[0]], &[])
     }
 }
@@ -51,7 +55,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn by_hand() {
+    fn matches_values_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[2, 2], &[1.0f32, -2.0, 3.0, 0.5])?;
             assert_eq!(x.sum_squares().to_host::<f64>()?, [14.25]);

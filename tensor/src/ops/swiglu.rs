@@ -1,20 +1,26 @@
-//! y = silu(g) u with silu(g) = g / (1 + exp(-g)).
+//! SwiGLU activation: y = silu(g) u with silu(g) = g / (1 + exp(-g)), elementwise.
 
 use super::{Case, Input};
-use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
-use crate::piece::Piece;
+use crate::op::{Cotangents, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp};
+use crate::local_tensor::LocalTensor;
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::swiglu::{BACKWARD, FORWARD};
 use std::rc::Rc;
 
-/// `..m, ..m -> ..m` on g and u, one float dtype. With s = 1 / (1 + exp(-g)): dg = dy u s (1 + g (1 - s)), du = dy g s.
+/// SwiGLU activation, elementwise: y = silu(g) u with silu(g) = g / (1 + exp(-g)).
 ///
-/// A pending u is completed, since the one backward kernel serves both cotangents.
+/// `..m, ..m -> ..m` on gate g and u of one float dtype. Gradient, with s = 1 / (1 + exp(-g)): dg = dy u s (1 + g (1 -
+/// s)), du = dy g s. One backward kernel computes both, so a partial u is reduced first, although y is linear in u.
+///
+/// Source: Shazeer, arXiv 2002.05202.
+#[doc(alias = "silu_and_mul")]
+#[doc(alias = "gated linear unit")]
+#[doc(alias = "GLU")]
 #[derive(Debug)]
 pub struct SwiGlu;
 
-/// Both cotangents, linear in that of the result.
+/// Backward of [`SwiGlu`]: dg and du, linear in dy.
 #[derive(Debug)]
 struct SwiGluBackward;
 
@@ -27,17 +33,17 @@ impl Op for SwiGlu {
         "..m, ..m -> ..m"
     }
 
-    fn keeps(&self) -> Keeps {
-        Keeps { inputs: &[0, 1], outputs: &[] }
+    fn saved_for_backward(&self) -> SavedForBackward {
+        SavedForBackward { inputs: &[0, 1], outputs: &[] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         local.launch(&FORWARD, &[x[0], x[1]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         let grads = Tensor::results(Rc::new(SwiGluBackward), &[cx.input(0), cx.input(1), &cx.grad(0)]);
-        cx.each(|i| grads[i].clone())
+        cx.cotangents(|i| grads[i].clone())
     }
 }
 
@@ -54,7 +60,7 @@ impl Op for SwiGluBackward {
         &[&[2]]
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         let x = local.contiguous(x)?;
         local.launch(&BACKWARD, &[&x[0], &x[1], &x[2]], &[])
     }
@@ -75,7 +81,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn by_hand() {
+    fn matches_values_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             // e^-g = 1/3 where g = ln 3, so that s is 3/4.
             let g = Tensor::from_host(rank, &[2], &[3f64.ln(), 0.0])?;

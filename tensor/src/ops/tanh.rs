@@ -1,14 +1,16 @@
-//! y = tanh(x).
+//! Elementwise hyperbolic tangent: y = tanh(x).
 
-use super::pointwise::PointwiseBackward;
+use super::unary_backward::UnaryBackward;
 use super::{Case, Input};
-use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
-use crate::piece::Piece;
+use crate::op::{Cotangents, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp};
+use crate::local_tensor::LocalTensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::unary::{TANH, TANH_GRAD};
 use std::rc::Rc;
 
-/// `..m -> ..m`, any float. dx = g (1 - y^2).
+/// Hyperbolic tangent, elementwise: y = tanh(x).
+///
+/// `..m -> ..m`, any float dtype. Gradient: dx = g (1 - y^2).
 #[derive(Debug)]
 pub struct Tanh;
 
@@ -21,16 +23,16 @@ impl Op for Tanh {
         "..m -> ..m"
     }
 
-    fn keeps(&self) -> Keeps {
-        Keeps { inputs: &[], outputs: &[0] }
+    fn saved_for_backward(&self) -> SavedForBackward {
+        SavedForBackward { inputs: &[], outputs: &[0] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         local.launch(&TANH, &[x[0]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|_| PointwiseBackward::of(&TANH_GRAD, cx.output(0), &cx.grad(0)))
+        cx.cotangents(|_| UnaryBackward::of(&TANH_GRAD, cx.output(0), &cx.grad(0)))
     }
 }
 
@@ -45,7 +47,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn by_hand() {
+    fn matches_values_computed_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[2], &[0.0f64, 1.0])?;
             assert_eq!(x.tanh().to_host::<f64>()?[0], 0.0);

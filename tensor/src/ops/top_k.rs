@@ -1,23 +1,24 @@
-//! The k largest (or smallest) elements of a dim in order, with the places where they stood.
+//! The k largest or smallest elements of a dim in order, with the indices of their source positions.
 
-use super::labels::{check_dim, letters_with, misuse, whole};
-use super::sort::{ordered, unordered};
+use super::labels::{check_dim, dim_labels_with, invalid_argument, unsplit};
+use super::sort::{sort_prefix, sort_vjp};
 use super::{Case, Input};
 use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
-use crate::op::{Cotangents, DTypes, Keeps, Local, Op, Pieces, Vjp, infer_by_signature};
-use crate::piece::Piece;
+use crate::op::{Cotangents, DTypes, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp, infer_by_signature};
+use crate::local_tensor::LocalTensor;
 use crate::refusal::Refusal;
 use shardgrad_dist::Result;
 use shardgrad_kernels::DType;
 use std::rc::Rc;
 
-/// `a x! c -> a y c, a y c`: values like x (any dtype) and places (i64). dx = g of the values, each at its place, zero
-/// elsewhere.
+/// The k largest (or smallest) elements along a dim: values (any dtype) and the i64 indices of their source positions.
 ///
-/// The largest come in descending order, the smallest in ascending order. Of equal elements (0 and -0 are equal) the ones
-/// with the lowest places are taken, lowest first. Not-a-number is larger than all numbers.
+/// `a x! c -> a y c, a y c`. The largest come in descending order, the smallest in ascending order. Of equal elements
+/// (0 and -0 are equal) those with the lowest indices are taken, lowest first. NaN is larger than all numbers. The dim
+/// must not be sharded. Gradient: dx = g of the values, scattered to the source positions, 0 elsewhere.
+#[doc(alias = "topk")]
 #[derive(Debug)]
 pub struct TopK {
     signature: String,
@@ -27,17 +28,17 @@ pub struct TopK {
 }
 
 impl TopK {
-    /// So many elements of dim `dim`, which has `extent`, of a tensor of `ndim` dims.
+    /// The first `k` elements along dim `dim`, which has extent `extent`, of a tensor of `ndim` dims.
     ///
     /// # Errors
-    /// Of kind `Kind::Shape` if there is no such dim, or it has fewer elements.
+    /// `Kind::Shape` if the dim is out of range or has fewer than `k` elements.
     pub fn along(ndim: usize, extent: usize, dim: usize, k: usize, largest: bool) -> Result<Rc<dyn Op>> {
         check_dim("top_k", ndim, dim)?;
         if k > extent {
-            return misuse(format!("top_k: {k} of the {extent} elements of dim {dim}"));
+            return invalid_argument(format!("top_k: k = {k} exceeds the {extent} elements of dim {dim}"));
         }
-        let picked = letters_with(ndim, dim, "y");
-        let signature = format!("{} -> {picked}, {picked}", letters_with(ndim, dim, "x!"));
+        let picked = dim_labels_with(ndim, dim, "y");
+        let signature = format!("{} -> {picked}, {picked}", dim_labels_with(ndim, dim, "x!"));
         Ok(Rc::new(TopK { signature, dim, k, largest }))
     }
 }
@@ -51,8 +52,8 @@ impl Op for TopK {
         &self.signature
     }
 
-    fn keeps(&self) -> Keeps {
-        Keeps { inputs: &[], outputs: &[1] }
+    fn saved_for_backward(&self) -> SavedForBackward {
+        SavedForBackward { inputs: &[], outputs: &[1] }
     }
 
     fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
@@ -68,23 +69,23 @@ impl Op for TopK {
     ) -> Result<Rc<Inference>, Refusal> {
         let mut shape = args[0].shape();
         shape[self.dim] = self.k;
-        let want = [0, 1].map(|i| whole(args[0], dtypes[i], &shape));
+        let want = [0, 1].map(|i| unsplit(args[0], dtypes[i], &shape));
         infer_by_signature(self, context, args, dtypes, &want)
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        ordered(local, x[0], self.dim, self.k, self.largest)
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
+        sort_prefix(local, x[0], self.dim, self.k, self.largest)
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        unordered(cx, self.dim)
+        sort_vjp(cx, self.dim)
     }
 }
 
 pub(super) fn cases() -> Vec<Case> {
     let case = |dim, k, largest, shape: &[usize]| {
         let op = TopK::along(shape.len(), shape[dim], dim, k, largest).expect("a dim of the case");
-        Case::fixed(op, vec![Input::distinct(shape)]).exact()
+        Case::fixed_shape(op, vec![Input::distinct(shape)]).exact()
     };
     vec![
         case(1, 3, true, &[5, 7]),
@@ -103,21 +104,21 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn of_ties_the_lowest_place_comes_first() {
+    fn the_lowest_index_of_ties_comes_first() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[5], &[1.0f32, 4.0, 2.0, 4.0, 1.0])?;
-            let (values, places) = x.top_k(0, 3, true);
+            let (values, indices) = x.top_k(0, 3, true);
             assert_eq!(values.to_host::<f32>()?, [4.0, 4.0, 2.0]);
-            assert_eq!(places.to_host::<i64>()?, [1, 3, 2]);
-            let (values, places) = x.top_k(0, 1, false);
-            assert_eq!((values.to_host::<f32>()?, places.to_host::<i64>()?), (vec![1.0], vec![0]));
+            assert_eq!(indices.to_host::<i64>()?, [1, 3, 2]);
+            let (values, indices) = x.top_k(0, 1, false);
+            assert_eq!((values.to_host::<f32>()?, indices.to_host::<i64>()?), (vec![1.0], vec![0]));
             Ok(())
         })
         .unwrap();
     }
 
     #[test]
-    fn more_than_there_are_is_refused() {
+    fn k_above_the_extent_is_refused() {
         assert!(TopK::along(1, 2, 0, 3, true).is_err());
         assert!(TopK::along(1, 2, 1, 1, true).is_err());
     }

@@ -1,21 +1,26 @@
-//! y_(.., i, j) = x_(.., i, j) on one side of a diagonal, j - i >= d (`triu`) or j - i <= d (`tril`), zero on the other.
+//! Upper or lower triangle of matrices: y_(.., i, j) = x_(.., i, j) where j - i >= d (`triu`) or j - i <= d (`tril`),
+//! else 0.
 
 use super::{Case, Input};
-use crate::op::{Cotangents, DTypes, Local, Op, Pieces, Vjp};
-use crate::piece::Piece;
+use crate::op::{Cotangents, DTypes, ForwardContext, Op, LocalTensors, Vjp};
+use crate::local_tensor::LocalTensor;
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::triangular::TRIANGULAR;
 use shardgrad_kernels::{DType, Scalar};
 use std::rc::Rc;
 
-/// `..m r c -> ..m r c`: any dtype; rows and columns are counted in the global tensor, so both may be split. Linear.
-/// dx = the same side of g. What is not kept is zero even where x is not a number.
+/// Upper or lower triangle of the matrices in the last two dims; elements outside become 0: `..m r c -> ..m r c`.
+///
+/// Any dtype. Rows and columns are counted in the global tensor, so both may be sharded. Linear. Gradient: dx = the
+/// same triangle of g. Elements outside are 0 even where x is NaN.
+#[doc(alias = "triu")]
+#[doc(alias = "tril")]
 #[derive(Clone, Debug)]
 pub struct Triangle {
-    /// Whether the upper side is kept.
+    /// Whether the upper triangle is kept, otherwise the lower.
     pub is_upper: bool,
-    /// The diagonal, which is kept too: 0 the main one, 1 the one above it.
+    /// d, the bounding diagonal, which is kept: 0 for the main one, 1 for the one above it.
     pub diagonal: i64,
 }
 
@@ -36,7 +41,7 @@ impl Op for Triangle {
         Ok(inputs.into())
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         let [row, col] = ["r", "c"].map(|label| Scalar::Int(local.label(label).1.start as i64));
         let scalars = [Scalar::Int(self.is_upper.into()), Scalar::Int(self.diagonal), row, col];
         local.launch(&TRIANGULAR, &[&x[0].contiguous(local.rank)?], &scalars)
@@ -44,7 +49,7 @@ impl Op for Triangle {
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         let op: Rc<dyn Op> = Rc::new(self.clone());
-        cx.each(|_| Tensor::result(op.clone(), &[&cx.grad(0)]))
+        cx.cotangents(|_| Tensor::result(op.clone(), &[&cx.grad(0)]))
     }
 }
 
@@ -67,7 +72,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn sides_by_hand() {
+    fn matches_triangles_written_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[2, 3], &[1i64, 2, 3, 4, 5, 6])?;
             assert_eq!(x.triu(0).to_host::<i64>()?, [1, 2, 3, 0, 5, 6]);

@@ -1,12 +1,12 @@
-//! The slices of a tensor along a dim, which disappears, and their transpose: tensors side by side along a new dim.
+//! Slices of a tensor along a dim, which disappears, and the transpose: stacking of tensors along a new dim.
 
-use super::labels::{check_count, check_dim, jointly, letter, letters_with, one_dtype, whole};
+use super::labels::{check_num_tensors, check_dim, linear_jointly, dim_label, dim_labels_with, common_dtype, unsplit};
 use super::{Case, Input};
 use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
-use crate::op::{Cotangents, DTypes, Local, Op, Pieces, Vjp, infer_by_signature};
-use crate::piece::Piece;
+use crate::op::{Cotangents, DTypes, ForwardContext, Op, LocalTensors, Vjp, infer_by_signature};
+use crate::local_tensor::LocalTensor;
 use crate::refusal::Refusal;
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
@@ -14,8 +14,11 @@ use shardgrad_kernels::DType;
 use smallvec::SmallVec;
 use std::rc::Rc;
 
-/// `a b! c -> a c, a c, ..`: as many results as the dim, which must be whole, has elements; views, no element moves.
-/// Any dtype. Linear. dx = the cotangents of all results side by side.
+/// Slices of a tensor along a dim, which disappears, as views: `a b! c -> a c, a c, ..`.
+///
+/// One result per element of the dim, which must not be sharded. Any dtype; no element moves. Linear. Gradient: dx =
+/// the cotangents of all results, stacked.
+#[doc(alias = "unstack")]
 #[derive(Debug)]
 pub struct Unbind {
     signature: String,
@@ -25,20 +28,20 @@ pub struct Unbind {
 }
 
 impl Unbind {
-    /// The `count` slices along a dim of a tensor of `ndim` dims.
+    /// The `count` slices along dim `dim` of a tensor of `ndim` dims.
     ///
     /// # Errors
-    /// Of kind `Kind::Shape` if there is no such dim, or it has no or more than 16 elements.
+    /// `Kind::Shape` if the dim is out of range or does not have 1 to 16 elements.
     pub fn along(ndim: usize, dim: usize, count: usize) -> Result<Rc<dyn Op>> {
         check_dim("unbind", ndim, dim)?;
-        check_count("unbind", count)?;
+        check_num_tensors("unbind", count)?;
         Ok(Unbind::of(ndim, dim, count))
     }
 
     fn of(ndim: usize, dim: usize, count: usize) -> Rc<dyn Op> {
-        let whole = format!("{}!", letter(dim));
-        let parts = vec![letters_with(ndim, dim, ""); count].join(", ");
-        let signature = format!("{} -> {parts}", letters_with(ndim, dim, &whole));
+        let unsharded = format!("{}!", dim_label(dim));
+        let parts = vec![dim_labels_with(ndim, dim, ""); count].join(", ");
+        let signature = format!("{} -> {parts}", dim_labels_with(ndim, dim, &unsharded));
         Rc::new(Unbind { signature, ndim, dim, count })
     }
 }
@@ -60,23 +63,24 @@ impl Op for Unbind {
         Ok(SmallVec::from_elem(inputs[0], num_outputs))
     }
 
-    fn forward(&self, _: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, _: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         debug_assert_eq!(x[0].view.shape[self.dim], self.count, "the op was made for this extent");
-        Ok((0..self.count).map(|i| x[0].viewed(x[0].view.select(self.dim, i))).collect())
+        Ok((0..self.count).map(|i| x[0].with_view(x[0].view.select(self.dim, i))).collect())
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|_| {
+        cx.cotangents(|_| {
             let grads: Vec<Tensor> = (0..self.count).map(|i| cx.grad(i)).collect();
             let grads: Vec<&Tensor> = grads.iter().collect();
             let op = Stack::of(self.ndim - 1, self.dim, self.count);
-            Tensor::apply_with(op, &grads, cx.goal(0))
+            Tensor::apply_with(op, &grads, cx.cotangent_layout(0))
         })
     }
 }
 
-/// `a c, a c, .. -> a b c`: a new dim, whole, with one slice per argument. One dtype, any. Linear jointly.
-/// The cotangents are the slices of g.
+/// Stacks tensors along a new dim, which is unsharded: `a c, a c, .. -> a b c`.
+///
+/// One dtype of any kind. Linear in all arguments jointly. Gradient: the cotangent of an argument is its slice of g.
 #[derive(Debug)]
 pub struct Stack {
     signature: String,
@@ -85,19 +89,19 @@ pub struct Stack {
 }
 
 impl Stack {
-    /// `count` tensors of `ndim` dims along a new dim, counted in the result.
+    /// The stack of `count` tensors of `ndim` dims along a new dim, counted in the result.
     ///
     /// # Errors
-    /// Of kind `Kind::Shape` if the result has no such dim, or there are no or more than 16 arguments.
+    /// `Kind::Shape` if the dim is out of range in the result or there are not 1 to 16 arguments.
     pub fn along(ndim: usize, dim: usize, count: usize) -> Result<Rc<dyn Op>> {
         check_dim("stack", ndim + 1, dim)?;
-        check_count("stack", count)?;
+        check_num_tensors("stack", count)?;
         Ok(Stack::of(ndim, dim, count))
     }
 
     fn of(ndim: usize, dim: usize, count: usize) -> Rc<dyn Op> {
-        let parts = vec![letters_with(ndim + 1, dim, ""); count].join(", ");
-        let signature = format!("{parts} -> {}", letters_with(ndim + 1, dim, letter(dim)));
+        let parts = vec![dim_labels_with(ndim + 1, dim, ""); count].join(", ");
+        let signature = format!("{parts} -> {}", dim_labels_with(ndim + 1, dim, dim_label(dim)));
         Rc::new(Stack { signature, dim, count })
     }
 }
@@ -112,11 +116,11 @@ impl Op for Stack {
     }
 
     fn linear_in(&self) -> &'static [&'static [usize]] {
-        jointly(self.count)
+        linear_jointly(self.count)
     }
 
     fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
-        one_dtype(inputs)
+        common_dtype(inputs)
     }
 
     fn infer(
@@ -133,14 +137,14 @@ impl Op for Stack {
         if shape.len() >= self.dim {
             shape.insert(self.dim, self.count);
         }
-        infer_by_signature(self, context, args, dtypes, &[whole(args[0], dtypes[0], &shape)])
+        infer_by_signature(self, context, args, dtypes, &[unsplit(args[0], dtypes[0], &shape)])
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         let mut out = local.output(0)?;
-        for (i, piece) in x.iter().enumerate() {
+        for (i, tensor) in x.iter().enumerate() {
             let at = out.view.select(self.dim, i);
-            out.write(local.rank, at, piece)?;
+            out.write(local.rank, at, tensor)?;
         }
         Ok([out].into_iter().collect())
     }
@@ -148,14 +152,14 @@ impl Op for Stack {
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         let op = Unbind::of(cx.output_layouts[0].ndim(), self.dim, self.count);
         let parts = Tensor::results(op, &[&cx.grad(0)]);
-        cx.each(|i| parts[i].clone())
+        cx.cotangents(|i| parts[i].clone())
     }
 }
 
 pub(super) fn cases() -> Vec<Case> {
     let unbind = |dim: usize, input: Input| {
         let op = Unbind::of(input.shape().len(), dim, input.shape()[dim]);
-        Case::fixed(op, vec![input]).exact()
+        Case::fixed_shape(op, vec![input]).exact()
     };
     let stack = |dim, count, shape: &[usize]| {
         Case::new(Stack::of(shape.len(), dim, count), vec![Input::real(shape); count]).exact()
@@ -180,7 +184,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
 
     #[test]
-    fn slices_by_hand() {
+    fn matches_slices_written_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[2, 3], &[1.0f32, 2.0, 3.0, 4.0, 5.0, 6.0])?;
             let columns = x.unbind(1);
@@ -193,13 +197,13 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_unbound_is_refused() {
+    fn dim_out_of_range_and_17_slices_are_refused() {
         assert!(Unbind::along(2, 2, 3).is_err());
         assert!(Unbind::along(2, 0, 17).is_err());
     }
 
     #[test]
-    fn stacks_by_hand() {
+    fn matches_stacks_written_by_hand() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[2], &[1.0f32, 2.0])?;
             let y = Tensor::from_host(rank, &[2], &[3.0f32, 4.0])?;

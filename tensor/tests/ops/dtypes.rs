@@ -1,42 +1,42 @@
-//! Ops in the narrower floats: the dtypes of the results, and their values to rounding.
+//! Ops in f32, bf16 and f16: dtypes of the results, and values up to rounding.
 
-use crate::rows::{cases, standards};
+use crate::layouts::{cases, references};
 use shardgrad_dist::{Mesh, Result, World};
 use shardgrad_kernels::DType;
-use shardgrad_tensor::check::Global;
+use shardgrad_tensor::check::GlobalTensor;
 use shardgrad_tensor::op::DTypes;
 use shardgrad_tensor::ops::{Input, OPS};
 use shardgrad_tensor::{Layout, Tensor, op};
 use std::panic::Location;
 
 #[test]
-fn narrower_floats_agree_to_rounding() {
-    let standards = standards(OPS);
+fn narrower_floats_agree_up_to_rounding() {
+    let references = references(OPS);
     World::run(Mesh::single(), |rank| {
         for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::BF16, 0.04), (DType::F16, 0.005)] {
             // A cast is made for one dtype.
-            for (entry, standards) in OPS.iter().zip(&standards).filter(|(e, _)| e.name != "cast") {
-                for (case, standard) in cases(entry).iter().zip(standards) {
+            for (entry, references) in OPS.iter().zip(&references).filter(|(e, _)| e.name != "cast") {
+                for (case, reference) in cases(entry).iter().zip(references) {
                     let is_far = |input: &Input| matches!(input, Input::Offset(_, x) if *x != 0.0);
                     let is_far = case.inputs.iter().any(is_far);
                     if is_far && dtype.size() == 2 {
-                        // 16-bit floats hold no fractions beside numbers so large.
+                        // 16-bit floats cannot represent fractions of numbers that large.
                         continue;
                     }
                     let tolerance = if is_far { 1e-3 } else { tolerance };
-                    let narrow = |g: &Global| Global {
+                    let narrow = |g: &GlobalTensor| GlobalTensor {
                         dtype: if g.dtype.is_float() { dtype } else { g.dtype },
                         ..g.clone()
                     };
-                    let inputs: Vec<Global> = standard.inputs.iter().map(narrow).collect();
+                    let inputs: Vec<GlobalTensor> = reference.inputs.iter().map(narrow).collect();
                     let whole =
-                        |g: &Global| g.place(rank, &Layout::invariant(rank.mesh(), g.dtype, &g.shape));
+                        |g: &GlobalTensor| g.distribute(rank, &Layout::invariant(rank.mesh(), g.dtype, &g.shape));
                     let args: Vec<Tensor> = inputs.iter().map(whole).collect::<Result<_>>()?;
                     let refs: Vec<&Tensor> = args.iter().collect();
                     let outputs = op::apply(&*case.op, &refs, &[], Location::caller())?;
                     let given: DTypes = inputs.iter().map(|g| g.dtype).collect();
                     let ruled = case.op.dtypes(&given, outputs.len())?;
-                    for (i, (y, want)) in outputs.iter().zip(&standard.outputs).enumerate() {
+                    for (i, (y, want)) in outputs.iter().zip(&reference.outputs).enumerate() {
                         assert_eq!(y.dtype(), ruled[i], "{:?} output {i}", case.op);
                         for (got, want) in y.to_f64()?.iter().zip(&want.data) {
                             let near = (got - want).abs() <= tolerance * (1.0 + want.abs()) || got == want;

@@ -1,4 +1,4 @@
-//! Products of f32 matrices by the crate gemm: reads shapes, a line each, and says how fast each is.
+//! f32 matmuls by the crate gemm: reads one shape per line and prints the rate of each.
 //! `benches/products.py` runs it, with as many threads for rayon as it names here.
 
 use gemm::Parallelism;
@@ -7,7 +7,7 @@ use std::io::stdin;
 use std::time::Instant;
 
 const USAGE: &str =
-    "usage: THREADS SECONDS, and lines of M K N and `plain`, `b turned` or `a turned` to read";
+    "usage: THREADS SECONDS, and lines of M K N and `plain`, `b transposed` or `a transposed` to read";
 /// So many operations make a sample that the clock can tell.
 const SAMPLE: f64 = 5e6;
 /// Samples of a shape, of which the median counts.
@@ -27,9 +27,9 @@ struct Matrix {
 
 impl Matrix {
     /// Random numbers of -1 to 1, in memory row by row, or column by column.
-    fn random([rows, cols]: [usize; 2], turned: bool, seed: usize) -> Matrix {
+    fn random([rows, cols]: [usize; 2], transposed: bool, seed: usize) -> Matrix {
         let number = |i: usize| ((i * 7919 + seed * 104_729) % 2001) as f32 / 1000.0 - 1.0;
-        let strides = if turned { [1, rows] } else { [cols, 1] };
+        let strides = if transposed { [1, rows] } else { [cols, 1] };
         Matrix { data: (0..rows * cols).map(number).collect(), strides }
     }
 
@@ -47,16 +47,16 @@ struct Product {
 }
 
 impl Product {
-    /// From a line such as `128 64 128 b turned`.
+    /// From a line such as `128 64 128 b transposed`.
     fn of(line: &str) -> Option<Product> {
         let mut words = line.splitn(4, ' ');
         let mut extent = || words.next()?.parse().ok().filter(|n| (1..=EXTENT_MAX).contains(n));
         let [m, k, n]: [usize; 3] = [extent()?, extent()?, extent()?];
-        let turned = words.next()?;
-        ["plain", "b turned", "a turned"].contains(&turned).then(|| Product {
+        let transposed = words.next()?;
+        ["plain", "b transposed", "a transposed"].contains(&transposed).then(|| Product {
             extents: [m, k, n],
-            a: Matrix::random([m, k], turned == "a turned", 1),
-            b: Matrix::random([k, n], turned == "b turned", 2),
+            a: Matrix::random([m, k], transposed == "a transposed", 1),
+            b: Matrix::random([k, n], transposed == "b transposed", 2),
             c: Matrix { data: vec![0.0; m * n], strides: [n, 1] },
         })
     }
@@ -125,11 +125,11 @@ mod tests {
 
     #[test]
     fn products_are_right_however_operands_lie() {
-        for turned in ["plain", "b turned", "a turned"] {
-            let mut product = Product::of(&format!("5 70 33 {turned}")).unwrap();
+        for transposed in ["plain", "b transposed", "a transposed"] {
+            let mut product = Product::of(&format!("5 70 33 {transposed}")).unwrap();
             assert!(!product.is_right(), "nothing is formed yet");
             product.form(Parallelism::None);
-            assert!(product.is_right(), "{turned}");
+            assert!(product.is_right(), "{transposed}");
             product.c.data[0] = f32::NAN;
             assert!(!product.is_right());
         }
@@ -137,7 +137,7 @@ mod tests {
 
     #[test]
     fn what_is_no_shape_is_refused() {
-        for line in ["", "1 2 3", "1 2 3 turned", "0 2 3 plain", "1 2 x plain", "1 2 70000 plain"] {
+        for line in ["", "1 2 3", "1 2 3 transposed", "0 2 3 plain", "1 2 x plain", "1 2 70000 plain"] {
             assert!(Product::of(line).is_none(), "{line}");
         }
     }

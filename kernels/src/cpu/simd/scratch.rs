@@ -1,7 +1,7 @@
 //! Scratch memory of tasks, reused from task to task: steady-state steps allocate none from the system.
 
 use crate::dtype::Float;
-use crate::host_vec::filled;
+use crate::host_vec::filled_or_unwind;
 use std::fmt;
 
 /// One cache line, so that packed vectors are aligned.
@@ -19,7 +19,7 @@ impl Scratch {
         let lines = (len * size_of::<R>()).div_ceil(size_of::<Line>());
         if self.0.len() < lines {
             self.0 = Vec::new();
-            self.0 = filled(Line([0; 64]), lines);
+            self.0 = filled_or_unwind(Line([0; 64]), lines);
         }
         self.0.as_mut_ptr().cast()
     }

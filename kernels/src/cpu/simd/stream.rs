@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn only_large_outputs_pass_the_caches_by() {
+    fn only_large_outputs_use_nontemporal_stores() {
         assert!(
             StreamingStores::of::<f32>(LARGE_BYTES / 4).is_some()
                 && StreamingStores::of::<f32>(LARGE_BYTES / 4 - 1).is_none()

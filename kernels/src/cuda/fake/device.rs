@@ -1,5 +1,5 @@
-//! Kernels' own cases on a card: with `SHARDGRAD_KERNELS_ON=cuda` every case of every kernel with a plan runs on the first card
-//! of the machine too, with `SHARDGRAD_KERNELS_ON=fake` on the fake one.
+//! Runs the test cases of kernels on a GPU too: on the first GPU of the machine with `SHARDGRAD_KERNELS_ON=cuda`, on the fake GPU with
+//! `SHARDGRAD_KERNELS_ON=fake`.
 
 use crate::backend::Backend;
 use crate::buffer::Buffer;
@@ -8,42 +8,42 @@ use crate::error::KernelError;
 use crate::kernel::{Arg, ArgMut, Kernel, Launch};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-/// A card of which one test has the turn, since faults are reported to whoever looks next.
-struct Turns(Mutex<Arc<dyn Backend>>);
+/// A GPU for one test at a time, because the next download reports the faults of all.
+struct ExclusiveGpu(Mutex<Arc<dyn Backend>>);
 
-/// The card that was asked for.
-fn card() -> Option<&'static Turns> {
-    static CARD: OnceLock<Option<Turns>> = OnceLock::new();
+/// Returns the requested GPU.
+fn gpu() -> Option<&'static ExclusiveGpu> {
+    static CARD: OnceLock<Option<ExclusiveGpu>> = OnceLock::new();
     let open = || {
-        let places = match &*std::env::var("SHARDGRAD_KERNELS_ON").unwrap_or_default() {
+        let paths = match &*std::env::var("SHARDGRAD_KERNELS_ON").unwrap_or_default() {
             "" => return None,
             "cuda" => SearchPaths::from_env(),
             "fake" => {
-                // The folder stays for the run of the tests.
-                let folder = Box::leak(Box::new(super::card("")?));
-                folder.places()
+                // The folder is deleted by no one: it lives as long as the test process.
+                let folder = Box::leak(Box::new(super::gpu("")?));
+                folder.search_paths()
             }
-            other => panic!("SHARDGRAD_KERNELS_ON={other}; it may be cuda or fake"),
+            other => panic!("SHARDGRAD_KERNELS_ON={other}: must be cuda or fake"),
         };
-        let machine = CudaDevice::open(&places, 0).unwrap_or_else(|e| panic!("{e}"));
-        Some(Turns(Mutex::new(
-            crate::provider::BackendProvider::backend(&*machine, crate::provider::BackendConfig::default())
+        let provider = CudaDevice::open(&paths, 0).unwrap_or_else(|e| panic!("{e}"));
+        Some(ExclusiveGpu(Mutex::new(
+            crate::provider::BackendProvider::backend(&*provider, crate::provider::BackendConfig::default())
                 .unwrap_or_else(|e| panic!("{e}")),
         )))
     };
     CARD.get_or_init(open).as_ref()
 }
 
-/// Runs a launch on copies of its operands on the card, if one was asked for.
+/// Runs a launch on copies of its operands on the requested GPU; `None` without a request.
 pub(crate) fn run(kernel: &Kernel, launch: &mut Launch<'_>) -> Option<Result<(), KernelError>> {
-    let card = card()?.0.lock().unwrap_or_else(PoisonError::into_inner);
-    Some(copied(&**card, kernel, launch))
+    let gpu = gpu()?.0.lock().unwrap_or_else(PoisonError::into_inner);
+    Some(run_on_copies(&**gpu, kernel, launch))
 }
 
-fn copied(card: &dyn Backend, kernel: &Kernel, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+fn run_on_copies(gpu: &dyn Backend, kernel: &Kernel, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let up = |x: &Buffer| -> Result<Buffer, KernelError> {
-        let mut copy = card.alloc(x.bytes())?;
-        card.upload(x.as_slice::<u8>(), &mut copy)?;
+        let mut copy = gpu.alloc(x.bytes())?;
+        gpu.upload(x.as_slice::<u8>(), &mut copy)?;
         Ok(copy)
     };
     let read = launch.inputs.iter().map(|x| up(x.buffer)).collect::<Result<Vec<Buffer>, KernelError>>()?;
@@ -54,9 +54,9 @@ fn copied(card: &dyn Backend, kernel: &Kernel, launch: &mut Launch<'_>) -> Resul
     let mut outputs: Vec<ArgMut<'_>> = (launch.outputs.iter().zip(&mut written))
         .map(|(y, buffer)| ArgMut { buffer, dtype: y.dtype, view: y.view })
         .collect();
-    card.launch(kernel, &mut Launch { inputs: &inputs, outputs: &mut outputs, scalars: launch.scalars })?;
+    gpu.launch(kernel, &mut Launch { inputs: &inputs, outputs: &mut outputs, scalars: launch.scalars })?;
     for (y, buffer) in launch.outputs.iter_mut().zip(&written) {
-        card.download(buffer, y.buffer.as_mut::<u8>().expect("an output buffer has one handle"))?;
+        gpu.download(buffer, y.buffer.as_mut::<u8>().expect("an output buffer has one handle"))?;
     }
-    if written.is_empty() { card.synchronize() } else { Ok(()) }
+    if written.is_empty() { gpu.synchronize() } else { Ok(()) }
 }

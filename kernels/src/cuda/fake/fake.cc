@@ -1,9 +1,9 @@
-// Driver, run-time compiler and library of products of a card that is this process: for tests where there is no card. One
-// file under three names. Streams are threads that begin late, so that work which is not ordered by an event is seen to be.
-// A module is the text of a program; an entry is compiled by g++ against shim.h when it is asked for.
+// A fake CUDA driver, NVRTC and cuBLASLt that run on the host, for tests without a GPU: one library under three names. Streams are
+// threads with random delays, so that missing events show. A module is the source of a program; g++ compiles an entry against
+// shim.h when the entry is requested.
 //
-// Words in the file fake.txt of its folder change what it is: driver=12080, nvrtc=12, blas=120900, no-card, old-card, small-card,
-// no-start, no-graph, lost, unordered (events are ignored), plain-products (products have no endings).
+// Options, as words in fake.txt in the folder of the library: driver=12080, nvrtc=12, blas=120900, no-gpu, old-gpu, small-gpu,
+// no-start, no-graph, lost, unordered (events are ignored), plain-products (cuBLASLt has no epilogues).
 #include <dlfcn.h>
 #include <pthread.h>
 #include <unistd.h>
@@ -29,7 +29,7 @@ typedef unsigned long long Address;
 
 namespace {
 
-// The folder of this file, where shim.h and shim.cc lie too.
+// The folder of this library, which contains shim.h and shim.cc.
 std::string folder() {
     Dl_info info;
     dladdr(reinterpret_cast<void *>(&folder), &info);
@@ -51,12 +51,12 @@ int number(const char *word, int usual) {
     return at == std::string::npos ? usual : atoi(words().c_str() + at + strlen(word));
 }
 
-// Never taken down: a stream that nobody destroyed still waits when the process ends.
+// Never destroyed: a leaked stream still waits when the process ends.
 std::mutex &lock = *new std::mutex;
 std::condition_variable &changed = *new std::condition_variable;
 
 struct Event {
-    // Whether the point is reached, once for each time that it was recorded.
+    // Whether the last recorded point is reached.
     std::shared_ptr<bool> reached = std::make_shared<bool>(true);
 };
 
@@ -64,8 +64,8 @@ typedef std::vector<std::function<void()>> Work;
 
 struct Stream {
     std::deque<std::function<void()>> work;
-    // Where work is noted instead, if it is.
-    std::unique_ptr<Work> noted;
+    // The captured work, during capture.
+    std::unique_ptr<Work> captured;
     bool busy = false, ends = false;
     std::thread thread;
     unsigned draws = 1;
@@ -90,7 +90,7 @@ struct Stream {
     }
     void give(std::function<void()> next) {
         std::lock_guard<std::mutex> held(lock);
-        if (noted) return noted->push_back(std::move(next));
+        if (captured) return captured->push_back(std::move(next));
         work.push_back(std::move(next));
         changed.notify_all();
     }
@@ -116,7 +116,7 @@ std::string failure;
 
 Stream *stream_of(void *handle) { return static_cast<Stream *>(handle); }
 
-size_t card_bytes() { return is("small-card") ? size_t(160) << 20 : size_t(4) << 30; }
+size_t gpu_bytes() { return is("small-gpu") ? size_t(160) << 20 : size_t(4) << 30; }
 
 struct Grid {
     uint32_t blocks[3];
@@ -124,10 +124,10 @@ struct Grid {
     uint32_t shared_bytes;
     uint64_t order;
 };
-typedef const char *(*Door)(void *const *args, const Grid *grid);
+typedef const char *(*EntryFn)(void *const *args, const Grid *grid);
 struct Function {
     std::string name;
-    Door door;
+    EntryFn call;
     const unsigned *sizes;
     unsigned count;
     int shared_max = 48 << 10;
@@ -139,7 +139,7 @@ bool compile(const std::string &text, const std::string &entry, Function *to) {
         "template <class... P, void (*F)(P...)> struct FakeSizes<F> {\n"
         "    static constexpr unsigned sizes[] = {unsigned(sizeof(P))..., 0};\n"
         "    static constexpr unsigned count = sizeof...(P);\n};\n"
-        "extern \"C\" __attribute__((visibility(\"default\"))) const char *fake_door(void *const *args, const shim::Grid *grid) {\n"
+        "extern \"C\" __attribute__((visibility(\"default\"))) const char *fake_call(void *const *args, const shim::Grid *grid) {\n"
         "    return shim::run(shim::Entry<&" + entry + ">::body, args, *grid);\n}\n"
         "extern \"C\" __attribute__((visibility(\"default\"))) unsigned fake_count() { return FakeSizes<&" + entry + ">::count; }\n"
         "extern \"C\" __attribute__((visibility(\"default\"))) const unsigned *fake_sizes() { return FakeSizes<&" + entry + ">::sizes; }\n";
@@ -157,7 +157,7 @@ bool compile(const std::string &text, const std::string &entry, Function *to) {
     void *library = dlopen((stem + ".so").c_str(), RTLD_NOW | RTLD_LOCAL);
     if (!library) return false;
     to->name = entry;
-    to->door = reinterpret_cast<Door>(dlsym(library, "fake_door"));
+    to->call = reinterpret_cast<EntryFn>(dlsym(library, "fake_call"));
     to->sizes = reinterpret_cast<const unsigned *(*)()>(dlsym(library, "fake_sizes"))();
     to->count = reinterpret_cast<unsigned (*)()>(dlsym(library, "fake_count"))();
     return true;
@@ -170,18 +170,18 @@ bool compile(const std::string &text, const std::string &entry, Function *to) {
 // ---- the driver ----
 
 API int cuDriverGetVersion(int *version) { return *version = number("driver=", 13000), 0; }
-API int cuInit(unsigned) { return is("no-start") ? 999 : is("no-card") ? 100 : 0; }
+API int cuInit(unsigned) { return is("no-start") ? 999 : is("no-gpu") ? 100 : 0; }
 API int cuGetErrorName(int code, const char **name) {
     *name = code == 2 ? "CUDA_ERROR_OUT_OF_MEMORY" : code == 100 ? "CUDA_ERROR_NO_DEVICE" :
         code == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : code == 719 ? "CUDA_ERROR_LAUNCH_FAILED" : "CUDA_ERROR_UNKNOWN";
     return 0;
 }
 API int cuDeviceGetCount(int *count) { return *count = 1, 0; }
-API int cuDeviceGet(int *device, int card) { return *device = card, card == 0 ? 0 : 101; }
-API int cuDeviceGetName(char *name, int bytes, int) { return snprintf(name, bytes, "fake card"), 0; }
-API int cuDeviceTotalMem_v2(size_t *bytes, int) { return *bytes = card_bytes(), 0; }
+API int cuDeviceGet(int *device, int number) { return *device = number, number == 0 ? 0 : 101; }
+API int cuDeviceGetName(char *name, int bytes, int) { return snprintf(name, bytes, "fake GPU"), 0; }
+API int cuDeviceTotalMem_v2(size_t *bytes, int) { return *bytes = gpu_bytes(), 0; }
 API int cuDeviceGetAttribute(int *value, int which, int) {
-    *value = which == 75 ? (is("old-card") ? 7 : 9) : which == 76 ? 0 : which == 16 ? 132 : which == 97 ? 227 << 10 : 0;
+    *value = which == 75 ? (is("old-gpu") ? 7 : 9) : which == 76 ? 0 : which == 16 ? 132 : which == 97 ? 227 << 10 : 0;
     return 0;
 }
 API int cuDevicePrimaryCtxRetain(void **context, int) { return *context = &lock, 0; }
@@ -190,7 +190,7 @@ API int cuCtxSetCurrent(void *) { return lost; }
 API int cuCtxSynchronize() {
     std::unique_lock<std::mutex> held(lock);
     for (auto &[s, _] : streams)
-        if (s->noted) return 900;
+        if (s->captured) return 900;
     changed.wait(held, [&] {
         for (auto &[s, _] : streams)
             if (!s->work.empty() || s->busy) return false;
@@ -200,7 +200,7 @@ API int cuCtxSynchronize() {
 }
 API int cuMemAlloc_v2(Address *address, size_t bytes) {
     std::lock_guard<std::mutex> held(lock);
-    if (in_use + bytes > card_bytes()) return 2;
+    if (in_use + bytes > gpu_bytes()) return 2;
     void *start = nullptr;
     if (posix_memalign(&start, 512, bytes) != 0) return 2;
     memset(start, 0xff, bytes);
@@ -221,7 +221,7 @@ API int cuMemFree_v2(Address address) {
 }
 API int cuMemHostAlloc(void **start, size_t bytes, unsigned) { return posix_memalign(start, 4096, bytes) ? 2 : 0; }
 API int cuMemFreeHost(void *start) { return cuCtxSynchronize(), free(start), 0; }
-// A copy reads its source when its turn comes, as a card does.
+// As on a GPU, an async copy reads its source when the stream reaches it.
 API int cuMemcpyHtoDAsync_v2(Address to, const void *from, size_t bytes, void *stream) {
     stream_of(stream)->give([=] { memcpy(reinterpret_cast<void *>(to), from, bytes); });
     return 0;
@@ -251,20 +251,20 @@ API int cuStreamDestroy_v2(void *stream) {
     return 0;
 }
 API int cuStreamSynchronize(void *stream) {
-    if (stream_of(stream)->noted) return 900;
+    if (stream_of(stream)->captured) return 900;
     stream_of(stream)->finish();
     return lost;
 }
 API int cuStreamBeginCapture_v2(void *stream, int mode) {
-    if (stream_of(stream)->noted || mode != 2) return 900;
+    if (stream_of(stream)->captured || mode != 2) return 900;
     std::lock_guard<std::mutex> held(lock);
-    stream_of(stream)->noted.reset(new Work);
+    stream_of(stream)->captured.reset(new Work);
     return 0;
 }
 API int cuStreamEndCapture(void *stream, void **graph) {
     std::lock_guard<std::mutex> held(lock);
-    if (!stream_of(stream)->noted) return 901;
-    *graph = stream_of(stream)->noted.release();
+    if (!stream_of(stream)->captured) return 901;
+    *graph = stream_of(stream)->captured.release();
     return 0;
 }
 API int cuGraphInstantiateWithFlags(void **program, void *graph, unsigned long long) {
@@ -336,15 +336,15 @@ API int cuLaunchKernel(void *handle, unsigned x, unsigned y, unsigned z, unsigne
         std::vector<void *> pointers;
         for (auto &value : values) pointers.push_back(value.data());
         const Grid grid = {{x, y, z}, threads, shared_bytes, 0};
-        if (const char *message = function->door(pointers.data(), &grid)) {
-            fprintf(stderr, "fake card: %s: %s\n", function->name.c_str(), message);
+        if (const char *message = function->call(pointers.data(), &grid)) {
+            fprintf(stderr, "fake GPU: %s: %s\n", function->name.c_str(), message);
             lost = 719;
         }
     });
     return 0;
 }
 
-// ---- the compiler: machine code is the text ----
+// ---- NVRTC: the machine code is the source text ----
 
 API int nvrtcVersion(int *major, int *minor) {
     *major = number("nvrtc=", 13);
@@ -362,7 +362,7 @@ API int nvrtcGetCUBIN(void *program, char *to) { return strcpy(to, static_cast<s
 API int nvrtcGetProgramLogSize(void *, size_t *bytes) { return *bytes = 8, 0; }
 API int nvrtcGetProgramLog(void *, char *to) { return strcpy(to, "the log"), 0; }
 
-// ---- products: columns behind each other, sums in f64 ----
+// ---- cuBLASLt: column-major products, accumulated in f64 ----
 
 namespace {
 
@@ -374,8 +374,8 @@ struct Layout {
 };
 struct Matmul {
     int compute, transposed[2] = {0, 0}, epilogue = 1;
-    void *columns = nullptr, *whole = nullptr;
-    int64_t whole_lead = 0, whole_step = 0;
+    void *bias = nullptr, *aux = nullptr;
+    int64_t aux_leading_dim = 0, aux_batch_stride = 0;
 };
 
 double gelu_gate(double x) { return 1 / (1 + exp(-2 * 0.7978845608028654 * (x + 0.044715 * x * x * x))); }
@@ -413,8 +413,8 @@ void put(void *at, int type, size_t i, double x) {
     }
 }
 
-// What is left of an operand of f32 in TF32 (77) or bf16 (75), by a whole number of bits behind the point.
-double left(double x, int compute) {
+// Rounds an operand of f32 to TF32 (compute type 77) or bf16 (75).
+double rounded_operand(double x, int compute) {
     if (compute != 75 && compute != 77) return x;
     int exponent;
     const double scale = compute == 77 ? 2048.0 : 256.0, fraction = frexp(x, &exponent);
@@ -434,10 +434,10 @@ API int cublasLtMatmulDescSetAttribute(void *product, int which, const void *x, 
     switch (which) {
         case 3: case 4: return take(&p->transposed[which - 3], 4);
         case 7: return take(&p->epilogue, 4);
-        case 8: return take(&p->columns, 8);
-        case 11: return take(&p->whole, 8);
-        case 12: return take(&p->whole_lead, 8);
-        case 13: return take(&p->whole_step, 8);
+        case 8: return take(&p->bias, 8);
+        case 11: return take(&p->aux, 8);
+        case 12: return take(&p->aux_leading_dim, 8);
+        case 13: return take(&p->aux_batch_stride, 8);
     }
     return 7;
 }
@@ -477,7 +477,7 @@ API int cublasLtMatmul(void *, void *product, const void *alpha, const void *a, 
         workspace_bytes && w.type == z.type && w.rows == m && w.columns == n && w.count == z.count;
     if (!fits) return 7;
     const bool sums_rows = p.epilogue == 208 || p.epilogue == 256, known = p.epilogue == 1 || p.epilogue == 4 || p.epilogue == 164 || sums_rows;
-    if (!known || (sums_rows && z.count != 1) || (p.epilogue != 1 && !p.columns) || ((p.epilogue & 128) && p.epilogue != 256 && !p.whole))
+    if (!known || (sums_rows && z.count != 1) || (p.epilogue != 1 && !p.bias) || ((p.epilogue & 128) && p.epilogue != 256 && !p.aux))
         return 7;
     stream_of(stream)->give([=] {
         std::vector<double> sums(m, 0.0);
@@ -486,19 +486,19 @@ API int cublasLtMatmul(void *, void *product, const void *alpha, const void *a, 
                 for (uint64_t i = 0; i < m; ++i) {
                     double sum = 0;
                     for (uint64_t l = 0; l < k; ++l)
-                        sum += left(value(a, x.type, g * x.step + (p.transposed[0] ? i * x.lead + l : l * x.lead + i)), p.compute) *
-                            left(value(b, y.type, g * y.step + (p.transposed[1] ? l * y.lead + j : j * y.lead + l)), p.compute);
+                        sum += rounded_operand(value(a, x.type, g * x.step + (p.transposed[0] ? i * x.lead + l : l * x.lead + i)), p.compute) *
+                            rounded_operand(value(b, y.type, g * y.step + (p.transposed[1] ? l * y.lead + j : j * y.lead + l)), p.compute);
                     if (share == 1) sum += value(c, w.type, g * w.step + j * w.lead + i);
-                    const size_t epilogue_operands = g * p.whole_step + j * p.whole_lead + i;
-                    if (p.epilogue == 4 || p.epilogue == 164) sum += value(p.columns, z.type, i);
-                    if (p.epilogue == 164) put(p.whole, z.type, epilogue_operands, sum), sum *= gelu_gate(sum);
-                    if (p.epilogue == 208) sum *= gelu_slope(value(p.whole, z.type, epilogue_operands)), sums[i] += sum;
+                    const size_t aux_index = g * p.aux_batch_stride + j * p.aux_leading_dim + i;
+                    if (p.epilogue == 4 || p.epilogue == 164) sum += value(p.bias, z.type, i);
+                    if (p.epilogue == 164) put(p.aux, z.type, aux_index, sum), sum *= gelu_gate(sum);
+                    if (p.epilogue == 208) sum *= gelu_slope(value(p.aux, z.type, aux_index)), sums[i] += sum;
                     put(d, z.type, g * z.step + j * z.lead + i, sum);
                 }
         if (p.epilogue == 256)
             for (uint64_t i = 0; i < m; ++i)
                 for (uint64_t l = 0; l < k; ++l) sums[i] += value(a, x.type, p.transposed[0] ? i * x.lead + l : l * x.lead + i);
-        for (uint64_t i = 0; i < m && (p.epilogue == 208 || p.epilogue == 256); ++i) put(p.columns, z.type, i, sums[i]);
+        for (uint64_t i = 0; i < m && (p.epilogue == 208 || p.epilogue == 256); ++i) put(p.bias, z.type, i, sums[i]);
     });
     return 0;
 }

@@ -1,4 +1,4 @@
-//! A card for tests: `fake.cc`, compiled by g++ and found by the back end as it finds NVIDIA's libraries.
+//! A fake GPU for tests: `fake.cc`, compiled by g++, which the back end loads in place of NVIDIA's libraries.
 
 pub(crate) mod device;
 
@@ -15,7 +15,7 @@ const FAKE: &str = include_str!("fake.cc");
 const SHIM: [(&str, &str); 2] =
     [("shim.h", include_str!("../../gpu/shim/shim.h")), ("shim.cc", include_str!("../../gpu/shim/shim.cc"))];
 
-/// Compiles a text to a library.
+/// Compiles C++ source to a shared library.
 pub(super) fn library(text: &str, to: &Path) {
     let source = to.with_extension("cc");
     fs::write(&source, text).unwrap();
@@ -24,13 +24,13 @@ pub(super) fn library(text: &str, to: &Path) {
     assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
 }
 
-/// A folder with libraries in it, deleted when dropped.
+/// A temporary folder of libraries, deleted on drop.
 #[derive(Debug)]
 pub(super) struct Folder(pub(super) PathBuf);
 
 impl Folder {
     pub(super) fn new() -> Folder {
-        // Never a name again: what the loader has opened under a name it gives for ever.
+        // Names are never reused: the loader keeps returning the library that it opened first under a name.
         let name = |n: u32| {
             let nanos = UNIX_EPOCH.elapsed().map_or(0, |since| since.as_nanos());
             std::env::temp_dir().join(format!("shardgrad-fake-{}-{nanos}-{n}", std::process::id()))
@@ -39,8 +39,8 @@ impl Folder {
         Folder(folder)
     }
 
-    /// SearchPaths where every library is looked for in this folder, without a cache.
-    pub(super) fn places(&self) -> SearchPaths {
+    /// Returns search paths with every library in this folder, without a cache.
+    pub(super) fn search_paths(&self) -> SearchPaths {
         let named = ["SHARDGRAD_CUDA_PATH", "SHARDGRAD_NVRTC_PATH", "SHARDGRAD_CUBLASLT_PATH"];
         SearchPaths { named: named.map(|name| (name, self.0.clone())).into(), ..SearchPaths::default() }
     }
@@ -52,17 +52,18 @@ impl Drop for Folder {
     }
 }
 
-/// Whether g++ is missing, which is then said.
+/// Returns whether g++ is missing, and reports that on stderr.
 pub(super) fn is_skipped() -> bool {
     let is_missing = !compiler_is_found();
     if is_missing {
-        let _ = writeln!(std::io::stderr(), "skipped: no g++ for a fake card");
+        let _ = writeln!(std::io::stderr(), "skipped: no g++ for a fake GPU");
     }
     is_missing
 }
 
-/// A folder with all libraries of a fake card that these words change; `None`, with a line that says so, without g++.
-pub(super) fn card(words: &str) -> Option<Folder> {
+/// Creates a folder with the libraries of a fake GPU with these options (`fake.cc` lists them); `None`, with a line on stderr, without
+/// g++.
+pub(super) fn gpu(words: &str) -> Option<Folder> {
     static BUILT: OnceLock<Vec<u8>> = OnceLock::new();
     if is_skipped() {
         return None;

@@ -1,4 +1,4 @@
-//! Compiles programs for the host, once each: the results are kept beside the test binary, named by a hash of their text.
+//! Compiles programs for the host, once each, into a cache next to the test binary; files are named by a hash of the source.
 
 use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};
@@ -7,7 +7,7 @@ use std::process::Command;
 
 const HEADER: &str = include_str!("shim.h");
 const RUNTIME: &str = include_str!("shim.cc");
-/// Contraction is off: what a kernel fuses it fuses by name.
+/// Contraction is off: kernels call fma explicitly.
 const FLAGS: [&str; 10] = [
     "-std=c++17",
     "-O1",
@@ -21,48 +21,49 @@ const FLAGS: [&str; 10] = [
     "-w",
 ];
 
-/// Whether there is a compiler for the host. It is looked for, not started: every case asks.
+/// Returns whether g++ is on the path. Every case asks, so the compiler is not started.
 pub(crate) fn compiler_is_found() -> bool {
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path).any(|folder| folder.join("g++").is_file())
 }
 
-/// The library of a program (macros and source, without the prelude) with doors to some of its entries.
+/// Returns the shared library of a program (macros and source, without the prelude), with exported functions for these entries.
 pub(super) fn library(body: &str, entries: &[&str]) -> Result<PathBuf, String> {
     let folder = folder()?;
-    let header = made(&folder, &[HEADER, crate::gpu::PRELUDE], "hpp.gch", |to| {
-        // The compiler looks for `x.hpp.gch` where a text includes `x.hpp`.
+    let header = build_cached(&folder, &[HEADER, crate::gpu::PRELUDE], "hpp.gch", |to| {
+        // The compiler uses `x.hpp.gch` where a source includes `x.hpp`.
         let text = to.with_extension("txt");
         write(&text, &format!("{HEADER}\n#line 1 \"prelude.cuh\"\n{}", crate::gpu::PRELUDE))?;
-        compile(&folder, &["-x", "c++-header", name(&text)?, "-o", name(to)?])
+        compile(&folder, &["-x", "c++-header", path_str(&text)?, "-o", path_str(to)?])
     })?;
-    let runtime = made(&folder, &[HEADER, RUNTIME], "o", |to| {
+    let runtime = build_cached(&folder, &[HEADER, RUNTIME], "o", |to| {
         write(&folder.join("shim.h"), HEADER)?;
         let text = to.with_extension("cc");
         write(&text, RUNTIME)?;
-        compile(&folder, &["-O2", "-c", name(&text)?, "-o", name(to)?])
+        compile(&folder, &["-O2", "-c", path_str(&text)?, "-o", path_str(to)?])
     })?;
-    let mut text = format!("#include \"{}\"\n{body}\n", name(&header.with_extension(""))?);
+    let mut text = format!("#include \"{}\"\n{body}\n", path_str(&header.with_extension(""))?);
     entries.iter().for_each(|entry| text += &format!("SHIM_ENTRY({entry})\n"));
-    made(&folder, &[&text], "so", |to| {
+    build_cached(&folder, &[&text], "so", |to| {
         let source = to.with_extension("cc");
         write(&source, &text)?;
-        // A program stays open: it and the libraries that it needs would be linked anew for every launch.
+        // Never unloaded: otherwise every launch would link the program and its libraries again.
         let stays = "-Wl,-z,nodelete";
-        compile(&folder, &["-shared", stays, name(&source)?, name(&runtime)?, "-o", name(to)?])
+        compile(&folder, &["-shared", stays, path_str(&source)?, path_str(&runtime)?, "-o", path_str(to)?])
     })
 }
 
-/// Where compiled programs are kept.
+/// Returns the cache folder of compiled programs.
 pub(super) fn folder() -> Result<PathBuf, String> {
     let binary = std::env::current_exe().map_err(|e| e.to_string())?;
-    let folder = binary.parent().expect("a binary lies in a folder").join("shim");
+    let folder = binary.parent().expect("a binary has a folder").join("shim");
     std::fs::create_dir_all(&folder).map_err(|e| e.to_string())?;
     Ok(folder)
 }
 
-/// The file that belongs to these texts; `make` makes it under another name first, so that nobody sees half of it.
-fn made(
+/// Returns the cached file of these sources. If it is missing, `make` writes it under another name first, so that no test reads a
+/// partial file.
+fn build_cached(
     folder: &Path,
     texts: &[&str],
     extension: &str,
@@ -95,6 +96,6 @@ fn write(path: &Path, text: &str) -> Result<(), String> {
     std::fs::write(path, text).map_err(|e| e.to_string())
 }
 
-fn name(path: &Path) -> Result<&str, String> {
-    path.to_str().ok_or_else(|| format!("{} is no text", path.display()))
+fn path_str(path: &Path) -> Result<&str, String> {
+    path.to_str().ok_or_else(|| format!("{} is not valid UTF-8", path.display()))
 }

@@ -1,10 +1,10 @@
-//! A program that was compiled for the host, and the call of one of its entries.
+//! Calls an entry of a program that was compiled for the host.
 
 use libloading::Library;
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::path::Path;
 
-/// The part of a grid that the shim reads; `shim::Grid` of `shim.h`.
+/// The part of a grid that the shim reads: `shim::Grid` of `shim.h`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RawGrid {
@@ -14,7 +14,7 @@ pub(super) struct RawGrid {
     pub(super) order: u64,
 }
 
-/// One argument as it lies in memory, with the letter by which `shim.h` knows its type.
+/// An argument of a call; `shim.h` identifies its type by a letter.
 #[derive(Debug)]
 pub(super) enum RawArg {
     /// `p`.
@@ -63,7 +63,7 @@ impl RawArg {
     }
 }
 
-/// What `SHIM_ENTRY` of `shim.h` makes of an entry.
+/// The function that `SHIM_ENTRY` of `shim.h` defines for an entry.
 type Entry = unsafe extern "C" fn(
     *const *const c_void,
     *const c_char,
@@ -72,8 +72,8 @@ type Entry = unsafe extern "C" fn(
     *const RawGrid,
 ) -> *const c_char;
 
-/// Runs an entry of a compiled program; the error is the shim's message. Pointers among the arguments lead to memory
-/// that is aligned for the kernel's types and that nobody else uses during the call.
+/// Runs an entry of a compiled program; the error is the message of the shim. Pointer arguments must be aligned for the kernel's types,
+/// and their memory must not be used elsewhere during the call.
 pub(super) fn run(library: &Path, entry: &str, args: &[RawArg], grid: &RawGrid) -> Result<(), String> {
     let addresses: Vec<*const c_void> = args.iter().map(RawArg::address).collect();
     let letters =
@@ -82,15 +82,15 @@ pub(super) fn run(library: &Path, entry: &str, args: &[RawArg], grid: &RawGrid) 
     // SAFETY: the library was compiled by this test from our own sources; its initialisers touch its own data only.
     let library = unsafe { Library::new(library) }.map_err(|e| e.to_string())?;
     let symbol = format!("shim_{entry}");
-    // SAFETY: `SHIM_ENTRY` gives every symbol of this name this very type.
+    // SAFETY: `SHIM_ENTRY` declares every symbol of this name with this type.
     let code = unsafe { library.get::<Entry>(symbol.as_bytes()) }.map_err(|e| e.to_string())?;
     let count = args.len() as u32;
-    // SAFETY: the entry compares letters and sizes before it reads an argument, so it reads as much as lies at each
-    // address. What kernels do with pointers is what is being tested; guards around all memory show writes that stray.
+    // SAFETY: the entry compares letters and sizes before it reads an argument, so it reads within each argument. The accesses
+    // of kernels through pointers are under test; guards around all memory detect writes out of bounds.
     let message = unsafe { code(addresses.as_ptr(), letters.as_ptr(), sizes.as_ptr(), count, grid) };
     if message.is_null() {
         return Ok(());
     }
-    // SAFETY: the shim returns a text that ends in zero and lives until the thread's next launch.
+    // SAFETY: the shim returns a zero-terminated text that lives until the thread's next launch.
     Err(unsafe { CStr::from_ptr(message) }.to_string_lossy().into_owned())
 }

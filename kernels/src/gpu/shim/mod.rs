@@ -1,9 +1,9 @@
-//! Runs plans on the host, for tests: each program is compiled by g++ against `shim.h`, where the threads of a block are
-//! fibers, and works on copies of the operands between guards.
+//! Runs launch plans on the host, for tests: g++ compiles each program against `shim.h`, which runs the threads of a block as fibers, on
+//! copies of the operands between guards.
 
 mod build;
 mod load;
-mod devices;
+mod occupancy;
 
 pub(crate) use build::compiler_is_found;
 
@@ -15,17 +15,17 @@ use crate::op::batched_matmul::BATCHED_MATMUL;
 use load::{RawArg, RawGrid};
 use std::collections::BTreeMap;
 
-/// In which order threads run between waits; every order must give the same bits.
+/// The orders in which threads run between waits; every order must give the same bits.
 pub(crate) const ORDERS: [u64; 3] = [0, 1, 7];
 
-/// Bytes before and behind each piece of memory that no kernel may change.
+/// Guard bytes before and after each operand, which no kernel may change.
 const GUARD: usize = 4096;
-/// As on a device.
+/// The alignment of operands, as on a GPU.
 const ALIGNMENT: usize = 256;
-/// As not-a-number and as an index that points far outside: what is read beyond a piece of memory shows in results.
+/// The byte of unused memory: NaN as a float, and out of range as an index, so that reads out of bounds show in results.
 const STALE: u8 = 0xff;
 
-/// A copy of some memory between guards.
+/// A copy of an operand between guards.
 struct Guarded {
     memory: Vec<u8>,
     start: usize,
@@ -57,7 +57,7 @@ impl Guarded {
         RawArg::Pointer(self.memory[self.start..].as_mut_ptr().wrapping_add(offset))
     }
 
-    fn is_whole(&self) -> bool {
+    fn guards_are_intact(&self) -> bool {
         let guards = [&self.memory[..self.start], &self.memory[self.start + self.bytes..]];
         guards.iter().all(|guard| guard.iter().all(|&byte| byte == STALE))
     }
@@ -72,7 +72,7 @@ struct Memory {
 }
 
 impl Memory {
-    /// An argument of a grid as it lies in memory.
+    /// Returns an argument of a grid as the call takes it.
     fn argument(&mut self, launch: &Launch<'_>, arg: &GridArg) -> RawArg {
         match arg {
             GridArg::Input(i) => {
@@ -101,17 +101,17 @@ impl Memory {
     }
 }
 
-/// Words of `Fault` of the prelude: lock and found, index, position, rows.
+/// Bytes of a `Fault` of the prelude: lock and found, index, position, rows.
 const FAULT_BYTES: usize = 32;
 
-/// Makes the plan of a launch and runs it. The error is what the plan, the compiler, the shim or the guards say, or that
-/// an index points outside. Gives the allowance of the plan.
+/// Plans and runs a launch; returns the extra ulps of the plan. Errors come from the plan, the compiler, the shim or the guards, or
+/// report an index out of range.
 pub(crate) fn run(kernel: &Kernel, launch: &mut Launch<'_>, order: u64) -> Result<f64, String> {
     run_planned(kernel, &plan(kernel, launch, SHARED_BYTES_MAX)?, launch, order)
 }
 
-/// As [`run`], as the kernel is planned for cards with little shared memory; none where that is no other plan.
-pub(crate) fn run_on_small_card(
+/// Runs the plan for GPUs with little shared memory; `None` if that is the same plan. Otherwise as [`run`].
+pub(crate) fn run_with_small_shared_memory(
     kernel: &Kernel,
     launch: &mut Launch<'_>,
     order: u64,
@@ -121,7 +121,7 @@ pub(crate) fn run_on_small_card(
     Some(run_planned(kernel, &small, launch, order))
 }
 
-/// What a block has at most on the cards that have most, and on those of 8.6, 8.9 and 12.0.
+/// The most shared memory per block on capability 9.0, and on 8.6, 8.9 and 12.0.
 const SHARED_BYTES_MAX: u32 = 227 << 10;
 const SHARED_BYTES_MIN: u32 = 99 << 10;
 
@@ -133,7 +133,7 @@ fn plan(kernel: &Kernel, launch: &Launch<'_>, shared_bytes_max: u32) -> Result<L
         plan.steps().iter().map(|step| if let Step::Grid(grid) = step { grid.shared_bytes } else { 0 }).max();
     match most.filter(|bytes| *bytes > shared_bytes_max) {
         Some(bytes) => {
-            Err(format!("a block takes {bytes} bytes of shared memory where it has {shared_bytes_max}"))
+            Err(format!("a block uses {bytes} bytes of shared memory; the limit is {shared_bytes_max}"))
         }
         None => Ok(plan),
     }
@@ -159,21 +159,21 @@ fn run_planned(
                 let body = grid.body(gpu.source);
                 let library = build::library(&body, &entries[&body])?;
                 let text = grid.program(gpu.source);
-                devices::check(kernel.name, grid, &text, &build::folder()?, plan.shared_bytes_max())?;
+                occupancy::check(kernel.name, grid, &text, &build::folder()?, plan.shared_bytes_max())?;
                 run_grid(grid, launch, &mut memory, &library, order)
                     .map_err(|e| format!("{} {:?}: {e}", grid.entry, grid.defines))?;
             }
             Step::Matmul(product) if product.epilogue == Epilogue::Plain => {
-                run_product(*product, launch, &mut memory)?;
+                run_matmul(*product, launch, &mut memory)?;
             }
-            Step::Matmul(_) => by_reference(kernel, launch, &mut memory)?,
+            Step::Matmul(_) => run_reference(kernel, launch, &mut memory)?,
         }
     }
-    finish(kernel, launch, &memory)?;
-    Ok(plan.allowance())
+    check_and_copy_back(kernel, launch, &memory)?;
+    Ok(plan.extra_ulps())
 }
 
-/// The entries that a plan runs, by the text of the program.
+/// Returns the entries that a plan runs, by program.
 fn entries<'a>(plan: &'a LaunchPlan, source: &str) -> BTreeMap<String, Vec<&'a str>> {
     let mut entries = BTreeMap::<String, Vec<&str>>::new();
     for step in plan.steps() {
@@ -196,15 +196,15 @@ fn run_grid(
 ) -> Result<(), String> {
     let [x, y, z] = grid.blocks;
     if x > i32::MAX as u32 || y.max(z) > 65_535 {
-        return Err(format!("a device has no grid of {x} x {y} x {z} blocks"));
+        return Err(format!("a grid of {x} x {y} x {z} blocks exceeds the limits of a device"));
     }
     let args: Vec<RawArg> = grid.args.iter().map(|arg| memory.argument(launch, arg)).collect();
     let raw = RawGrid { blocks: grid.blocks, threads: grid.threads, shared_bytes: grid.shared_bytes, order };
     load::run(library, grid.entry, &args, &raw)
 }
 
-/// A product by the reference of the kernel that is one.
-fn run_product(product: Matmul, launch: &mut Launch<'_>, memory: &mut Memory) -> Result<(), String> {
+/// Runs a product by the reference of `batched_matmul`.
+fn run_matmul(product: Matmul, launch: &mut Launch<'_>, memory: &mut Memory) -> Result<(), String> {
     let inputs: [Arg<'_>; 2] = [product.a, product.b].map(|i| launch.inputs[i]);
     let c = &mut launch.outputs[product.c];
     c.buffer
@@ -218,8 +218,8 @@ fn run_product(product: Matmul, launch: &mut Launch<'_>, memory: &mut Memory) ->
     Ok(())
 }
 
-/// A product with an ending is the whole of its kernel, and the library's to do: here it is what the reference says.
-fn by_reference(kernel: &Kernel, launch: &mut Launch<'_>, memory: &mut Memory) -> Result<(), String> {
+/// Runs the reference of a kernel: a product with an epilogue is a whole kernel, which the device library computes.
+fn run_reference(kernel: &Kernel, launch: &mut Launch<'_>, memory: &mut Memory) -> Result<(), String> {
     (kernel.reference)(&Pool::new(1), launch).map_err(|e| e.to_string())?;
     for (y, made) in launch.outputs.iter().zip(&mut memory.outputs) {
         made.contents_mut().copy_from_slice(y.buffer.as_slice::<u8>());
@@ -227,12 +227,12 @@ fn by_reference(kernel: &Kernel, launch: &mut Launch<'_>, memory: &mut Memory) -
     Ok(())
 }
 
-/// Looks at the guards and at the note of faults, and hands the results out.
-fn finish(kernel: &Kernel, launch: &mut Launch<'_>, memory: &Memory) -> Result<(), String> {
+/// Checks the guards, the inputs and the fault record, then copies the results to the outputs.
+fn check_and_copy_back(kernel: &Kernel, launch: &mut Launch<'_>, memory: &Memory) -> Result<(), String> {
     for (what, all) in
         [("input", &memory.inputs), ("output", &memory.outputs), ("scratch memory", &memory.scratch)]
     {
-        if let Some(i) = all.iter().position(|guarded| !guarded.is_whole()) {
+        if let Some(i) = all.iter().position(|guarded| !guarded.guards_are_intact()) {
             return Err(format!("wrote outside of the memory of {what} {i}"));
         }
     }

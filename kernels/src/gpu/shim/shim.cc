@@ -1,5 +1,5 @@
-// Runs blocks on a host: one fiber for each thread that waits, in an order that the launch chooses. A thread runs until it
-// waits, so a missing barrier shows in one order or another.
+// Runs blocks on a host: one fiber per waiting thread, in the order of the launch. A thread runs until it waits, so that a missing
+// barrier shows in some order.
 #include "shim.h"
 
 #include <cstdarg>
@@ -18,23 +18,23 @@ constexpr size_t GUARD_BYTES = 256;
 constexpr unsigned SHARED_BYTES_MAX = 227 << 10;
 constexpr unsigned char STALE = 0xff;
 
-enum class State { Fresh, Ready, AtBarrier, InWarp, EpilogueOutput };
+enum class State { Fresh, Ready, AtBarrier, InWarp, Finished };
 
 struct Thread {
     State state;
     int line;
     int fiber;
-    // Where the bytes of the warp are spec.
+    // Where the exchanged bytes of the warp go.
     void *all;
 };
 
-// What lanes of a warp that wait for each other have given so far.
-struct Meeting {
+// An exchange in progress among the lanes of a warp.
+struct WarpExchange {
     unsigned mask, arrived, size;
-    // `size` bytes of each lane, one behind the other.
+    // `size` bytes per lane, in order.
     unsigned char given[32 * 64];
 };
-constexpr int MEETINGS = 8;
+constexpr int EXCHANGES = 8;
 
 struct Fiber {
     void *stack_pointer;
@@ -42,7 +42,7 @@ struct Fiber {
 
 struct Block {
     std::vector<Thread> threads;
-    std::vector<Meeting> meetings;
+    std::vector<WarpExchange> exchanges;
     std::vector<Fiber> fibers;
     std::vector<int> idle;
     std::vector<unsigned> order;
@@ -54,18 +54,18 @@ struct Block {
     std::vector<unsigned char> shared;
     size_t shared_at;
     bool failed;
-    // Stacks for all threads of a block, during a launch. The system gives pages as they are touched.
+    // Stacks for all threads of a block, during a launch. The system provides pages on first touch.
     char *stacks;
 };
 Block block;
 // Held during a launch.
 std::mutex turn;
-// Of the last launch of a thread of the host, which reads it when others have their turn.
+// The message of the last launch of this host thread; other threads may launch before it is read.
 __thread char message[512];
 
 }  // namespace
 
-// Saves the registers that a call keeps and the stack pointer, and takes those that `to` left.
+// Context switch: saves the callee-saved registers and the stack pointer, and restores those of `to`.
 extern "C" void shim_switch(void **from, void *to);
 #if defined(__x86_64__)
 asm(R"(
@@ -132,7 +132,7 @@ namespace {
 
 void to_scheduler(Fiber &fiber) { shim_switch(&fiber.stack_pointer, block.scheduler); }
 
-Fiber &own_fiber() { return block.fibers[block.threads[block.current].fiber]; }
+Fiber &current_fiber() { return block.fibers[block.threads[block.current].fiber]; }
 
 void release_barrier_if_all_wait() {
     if (block.num_waiting == 0 || block.num_waiting + block.num_ended < block.threads.size()) return;
@@ -147,22 +147,22 @@ void release_barrier_if_all_wait() {
     block.num_waiting = 0;
 }
 
-void take(unsigned number) {
+void select_thread(unsigned number) {
     block.current = number;
     threadIdx = {number, 0, 0};
 }
 
-// The life of a fiber: one thread after another, until one of them waits or none is left that has not begun.
-void live() {
+// The main function of a fiber: runs fresh threads until one of them waits or none is left.
+void run_threads() {
     for (;;) {
         const int own = block.threads[block.current].fiber;
         block.body(block.args);
-        block.threads[block.current].state = State::EpilogueOutput;
+        block.threads[block.current].state = State::Finished;
         block.threads[block.current].fiber = -1;
         block.num_ended += 1;
         release_barrier_if_all_wait();
         if (block.next_fresh < block.order.size()) {
-            take(block.order[block.next_fresh++]);
+            select_thread(block.order[block.next_fresh++]);
             block.threads[block.current].fiber = own;
             block.threads[block.current].state = State::Ready;
         } else {
@@ -176,12 +176,12 @@ void prepare(Fiber &fiber, size_t number) {
     char *top = block.stacks + (number + 1) * STACK_BYTES - 64;
     void **words = reinterpret_cast<void **>(top - reinterpret_cast<uintptr_t>(top) % 64) - SAVED_WORDS - 2;
 #if defined(__x86_64__)
-    // At the entry of a function the stack is 8 bytes off a multiple of 16.
+    // At function entry the stack pointer is 8 bytes off a multiple of 16.
     words -= 1;
     if ((reinterpret_cast<uintptr_t>(words + RETURN_WORD + 1) & 15) != 8) words -= 1;
 #endif
     for (int i = 0; i <= SAVED_WORDS; ++i) words[i] = nullptr;
-    words[RETURN_WORD] = reinterpret_cast<void *>(&live);
+    words[RETURN_WORD] = reinterpret_cast<void *>(&run_threads);
     fiber.stack_pointer = words;
 }
 
@@ -205,43 +205,43 @@ uint64_t next_random(uint64_t &state) {
     return state ^= state << 17;
 }
 
-void arrange(uint64_t order, uint64_t &state) {
+void order_threads(uint64_t order, uint64_t &state) {
     const unsigned count = unsigned(block.order.size());
     for (unsigned i = 0; i < count; ++i) block.order[i] = order == 1 ? count - 1 - i : i;
     if (order < 2) return;
     for (unsigned i = count; i > 1; --i) std::swap(block.order[i - 1], block.order[next_random(state) % i]);
 }
 
-// Runs the threads of one block to their ends.
+// Runs all threads of a block to completion.
 void run_block(const shim::Grid &grid, uint64_t &random) {
     block.threads.assign(grid.threads, Thread{State::Fresh, 0, -1, nullptr});
-    block.meetings.resize((grid.threads + 31) / 32 * MEETINGS);
-    for (Meeting &meeting : block.meetings) meeting.arrived = 0;
+    block.exchanges.resize((grid.threads + 31) / 32 * EXCHANGES);
+    for (WarpExchange &exchange_state : block.exchanges) exchange_state.arrived = 0;
     block.order.resize(grid.threads);
     block.next_fresh = block.num_waiting = block.num_ended = 0;
-    arrange(grid.order, random);
+    order_threads(grid.order, random);
     while (block.next_fresh < grid.threads && !block.failed) {
         const int fiber = free_fiber();
-        take(block.order[block.next_fresh++]);
+        select_thread(block.order[block.next_fresh++]);
         block.threads[block.current].fiber = fiber;
         block.threads[block.current].state = State::Ready;
         resume(block.fibers[fiber]);
     }
     while (block.num_ended < grid.threads && !block.failed) {
         bool moved = false;
-        if (grid.order >= 2) arrange(grid.order, random);
+        if (grid.order >= 2) order_threads(grid.order, random);
         for (size_t i = 0; i < block.order.size() && !block.failed; ++i) {
             Thread &thread = block.threads[block.order[i]];
             if (thread.state != State::Ready) continue;
             moved = true;
-            take(block.order[i]);
+            select_thread(block.order[i]);
             resume(block.fibers[thread.fiber]);
         }
         if (!moved && !block.failed) {
             for (unsigned i = 0; i < grid.threads; ++i) {
                 const Thread &thread = block.threads[i];
-                if (thread.state == State::EpilogueOutput) continue;
-                snprintf(message, sizeof message, "thread %u waits at line %d for threads that never come (%s)", i,
+                if (thread.state == State::Finished) continue;
+                snprintf(message, sizeof message, "thread %u waits at line %d for threads that never arrive (%s)", i,
                          thread.line, thread.state == State::AtBarrier ? "__syncthreads" : "lanes of its warp");
                 block.failed = true;
                 break;
@@ -280,48 +280,48 @@ void barrier(int line) {
     thread.line = line;
     block.num_waiting += 1;
     release_barrier_if_all_wait();
-    // The last one waits for a turn too: else it would always be the first behind a barrier.
-    to_scheduler(own_fiber());
+    // The last thread yields too: otherwise it would always run first after a barrier.
+    to_scheduler(current_fiber());
 }
 
 void exchange(unsigned mask, const void *mine, unsigned size, void *all) {
     const unsigned own = lane(), warp = block.current / 32;
-    if (!(mask >> own & 1)) fail("lane %u is not in the mask %#x that it gives", own, mask);
-    if (size > 64) fail("a lane gives %u bytes, at most 64", size);
-    Meeting *meeting = nullptr;
-    for (int i = 0; i < MEETINGS && !meeting; ++i) {
-        Meeting &candidate = block.meetings[warp * MEETINGS + i];
-        if (candidate.arrived != 0 && candidate.mask == mask) meeting = &candidate;
+    if (!(mask >> own & 1)) fail("lane %u is not in its own mask %#x", own, mask);
+    if (size > 64) fail("a lane exchanges %u bytes; the limit is 64", size);
+    WarpExchange *exchange_state = nullptr;
+    for (int i = 0; i < EXCHANGES && !exchange_state; ++i) {
+        WarpExchange &candidate = block.exchanges[warp * EXCHANGES + i];
+        if (candidate.arrived != 0 && candidate.mask == mask) exchange_state = &candidate;
     }
-    for (int i = 0; i < MEETINGS && !meeting; ++i) {
-        Meeting &candidate = block.meetings[warp * MEETINGS + i];
-        if (candidate.arrived == 0) meeting = &candidate;
+    for (int i = 0; i < EXCHANGES && !exchange_state; ++i) {
+        WarpExchange &candidate = block.exchanges[warp * EXCHANGES + i];
+        if (candidate.arrived == 0) exchange_state = &candidate;
     }
-    if (!meeting) fail("lanes of one warp wait for each other under more than %d masks", MEETINGS);
-    if (meeting->arrived == 0) {
-        meeting->mask = mask;
-        meeting->size = size;
-        memset(meeting->given, 0, 32 * size);
+    if (!exchange_state) fail("lanes of one warp wait for each other under more than %d masks", EXCHANGES);
+    if (exchange_state->arrived == 0) {
+        exchange_state->mask = mask;
+        exchange_state->size = size;
+        memset(exchange_state->given, 0, 32 * size);
     }
-    if (meeting->arrived >> own & 1) fail("lane %u is at two places at once", own);
-    if (meeting->size != size) fail("lanes of one warp exchange %u and %u bytes at once", meeting->size, size);
-    memcpy(meeting->given + own * size, mine, size);
-    meeting->arrived |= 1u << own;
+    if (exchange_state->arrived >> own & 1) fail("lane %u is at two places at once", own);
+    if (exchange_state->size != size) fail("lanes of one warp exchange %u and %u bytes at once", exchange_state->size, size);
+    memcpy(exchange_state->given + own * size, mine, size);
+    exchange_state->arrived |= 1u << own;
     Thread &thread = block.threads[block.current];
     thread.all = all;
     thread.line = 0;
-    if (meeting->arrived == mask) {
+    if (exchange_state->arrived == mask) {
         for (unsigned i = 0; i < 32; ++i) {
             if (!(mask >> i & 1)) continue;
             Thread &other = block.threads[warp * 32 + i];
-            memcpy(other.all, meeting->given, 32 * size);
+            memcpy(other.all, exchange_state->given, 32 * size);
             other.state = State::Ready;
         }
-        meeting->arrived = 0;
+        exchange_state->arrived = 0;
     } else {
         thread.state = State::InWarp;
     }
-    to_scheduler(own_fiber());
+    to_scheduler(current_fiber());
 }
 
 void *dynamic_shared() { return block.shared.data() + block.shared_at; }
@@ -346,7 +346,7 @@ const char *run(Body body, void *const *args, const Grid &grid) {
     const std::lock_guard<std::mutex> held(turn);
     uint64_t random = grid.order * 0x9e3779b97f4a7c15ull + 1;
     block.stacks = static_cast<char *>(malloc(grid.threads * STACK_BYTES));
-    if (block.stacks == nullptr) return "there is no memory for stacks";
+    if (block.stacks == nullptr) return "out of memory for stacks";
     block.fibers.clear();
     block.idle.clear();
     block.body = body;

@@ -1,7 +1,6 @@
-// What CUDA C++ has built in, for a host: the threads of a block are fibers of one thread, which switch where they wait for
-// each other. Stands before prelude.cuh; shim.cc is the other half. The elementary functions are those of the host's libm.
-// Each program has state of its own, and its launches take turns: programs run beside each other, and nothing has to be looked up by
-// the thread of the host.
+// The built-ins of CUDA C++ for a host: the threads of a block are fibers of one host thread, which switch where they wait for each
+// other. Precedes prelude.cuh; shim.cc is the implementation. Elementary functions are those of the host's libm.
+// Each program has its own state, so that programs run in parallel; launches of one program run one at a time.
 #pragma once
 #define SHARDGRAD_SHIM 1
 
@@ -48,36 +47,36 @@ SHIM_VECTORS(long long, longlong)
 SHIM_VECTORS(unsigned short, ushort)
 #undef SHIM_VECTORS
 
-// Hidden, so that they are read without a table.
+// Hidden visibility: accessed without the global offset table.
 #define SHIM_OWN __attribute__((visibility("hidden")))
 SHIM_OWN extern uint3 threadIdx, blockIdx;
 SHIM_OWN extern dim3 blockDim, gridDim;
 
 namespace shim {
 
-// One launch: blocks, threads of a block, bytes of shared memory, and the order in which threads run.
+// A launch: blocks, threads per block, bytes of dynamic shared memory, and the order in which threads run.
 struct Grid {
     uint32_t blocks[3];
     uint32_t threads;
     uint32_t shared_bytes;
-    // 0: as they are numbered; 1: backwards; else shuffled by this seed, anew at every turn.
+    // 0: by number; 1: backwards; else shuffled by this seed, again after every wait.
     uint64_t order;
 };
 
-// Ends the launch with a message.
+// Aborts the launch with a message.
 [[noreturn]] void fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
-// All threads of the block that have not ended wait for each other, at one line of the text.
+// Waits for all threads of the block that have not finished, at one source line.
 void barrier(int line);
 
-// The lanes of `mask` wait for each other; each gives `size` bytes (64 at most) and gets those of all 32 lanes in order, zeros
-// for lanes outside of the mask.
+// Exchanges `size` bytes (at most 64) among the lanes of `mask`: each lane gets the bytes of all 32 lanes in order, zeros for lanes
+// outside the mask.
 void exchange(unsigned mask, const void *mine, unsigned size, void *all);
 
-// The shared memory that the launch sized.
+// Returns the dynamic shared memory.
 void *dynamic_shared();
 
-// An address that a device refuses ends the launch.
+// Aborts the launch on a misaligned address.
 inline void aligned(const void *at, size_t bytes) {
     if (reinterpret_cast<uintptr_t>(at) % bytes != 0) fail("address %p is no multiple of %zu", at, bytes);
 }
@@ -85,7 +84,7 @@ inline void aligned(const void *at, size_t bytes) {
 inline unsigned lane() { return threadIdx.x % 32; }
 
 template <class V> V from_lane(unsigned mask, V mine, unsigned from, unsigned width) {
-    static_assert(sizeof(V) <= 64, "a lane gives 64 bytes at most");
+    static_assert(sizeof(V) <= 64, "a lane exchanges at most 64 bytes");
     alignas(16) unsigned char all[32 * sizeof(V)];
     exchange(mask, &mine, sizeof(V), all);
     const unsigned at = lane() / width * width + from % width;
@@ -136,7 +135,7 @@ template <class V> unsigned __match_any_sync(unsigned mask, V x) {
     return same;
 }
 
-// Fibers switch only where they wait, so plain reads and writes are atomic. Floats have no atomics: sums would depend on the order.
+// Fibers switch only where they wait, so plain reads and writes are atomic. There are no float atomics: sums would depend on the order.
 template <class V> V shim_swap(V *at, V x) {
     static_assert(V(3) / V(2) == V(1), "atomics are for integers");
     const V old = *at;
@@ -161,7 +160,7 @@ inline void __threadfence() {}
 inline void __threadfence_block() {}
 
 template <class To, class From> To shim_bits(From x) {
-    static_assert(sizeof(To) == sizeof(From), "bits are kept");
+    static_assert(sizeof(To) == sizeof(From), "both types have the same size");
     To y;
     memcpy(&y, &x, sizeof y);
     return y;
@@ -209,13 +208,13 @@ namespace shim {
 
 typedef void (*Body)(void *const *args);
 
-// Runs all blocks; null, or what went wrong.
+// Runs all blocks; returns null, or an error message.
 const char *run(Body body, void *const *args, const Grid &grid);
-// Refuses arguments that are not those of the entry; null if they are.
+// Compares arguments with the parameters of the entry; returns null, or an error message.
 const char *compare(const char *kinds, const unsigned *sizes, unsigned count, const char *given_kinds,
                     const unsigned *given_sizes, unsigned given_count);
 
-// What an argument is, in the letters that the host sends.
+// The letter of an argument type, as the host sends it.
 template <class P> constexpr char kind_of() {
     if (std::is_pointer<P>::value) return 'p';
     if (std::is_class<P>::value) return 's';
@@ -240,7 +239,7 @@ template <class... P, void (*F)(P...)> struct Entry<F> {
 
 }  // namespace shim
 
-// The door to one entry of a program.
+// Exports one entry of a program.
 #define SHIM_ENTRY(name)                                                                                \
     extern "C" __attribute__((visibility("default"))) const char *shim_##name(                          \
         void *const *shim_args, const char *shim_kinds, const unsigned *shim_sizes, unsigned shim_count, \

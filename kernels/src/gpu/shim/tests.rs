@@ -1,4 +1,4 @@
-//! Sums by a block of threads, with faults to be found: what the shim is worth.
+//! Tests of the shim: block sums with planted bugs, which the shim must detect.
 
 use super::*;
 use crate::dtype::DType;
@@ -7,7 +7,7 @@ use crate::match_float;
 use crate::op::kernel_check::{Case, Kind, values};
 use std::io::Write as _;
 
-/// One block adds up 200 numbers; a macro plants a fault.
+/// One block sums 200 numbers; the macro `FAULT` plants a bug.
 const SOURCE: &str = r#"
 extern "C" __global__ void total(const T *x, T *y, int n) {
     __shared__ acc_t<T> parts[256];
@@ -70,16 +70,16 @@ fn verdict<const FAULT: usize>() -> Result<(), String> {
 }
 
 #[test]
-fn what_is_skipped_is_said() {
+fn missing_compilers_are_reported() {
     if !compiler_is_found() {
         writeln!(std::io::stderr(), "skipped: no g++, so no GPU kernel is run on the host").unwrap();
-    } else if !devices::compiler_is_found() {
-        writeln!(std::io::stderr(), "skipped: no NVRTC, so no GPU kernel is compiled for cards").unwrap();
+    } else if !occupancy::compiler_is_found() {
+        writeln!(std::io::stderr(), "skipped: no NVRTC, so no kernel is compiled for GPUs").unwrap();
     }
 }
 
 #[test]
-fn a_right_kernel_passes_and_planted_faults_are_found() {
+fn correct_kernel_passes_and_planted_bugs_are_found() {
     if !compiler_is_found() {
         return;
     }
@@ -87,8 +87,8 @@ fn a_right_kernel_passes_and_planted_faults_are_found() {
     for (what, found) in [
         ("a missing barrier", verdict::<1>()),
         ("a missing barrier in a loop", verdict::<2>()),
-        ("a write beside the output", verdict::<3>()),
-        ("a read beside the element", verdict::<4>()),
+        ("a write out of bounds", verdict::<3>()),
+        ("a read of the wrong element", verdict::<4>()),
         ("a barrier that some threads miss", verdict::<5>()),
         ("a misaligned vector", verdict::<6>()),
         ("an argument of another type", verdict::<7>()),

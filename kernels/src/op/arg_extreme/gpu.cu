@@ -1,4 +1,5 @@
-// Where the largest or smallest element of a row stands. Macros: T, storage; LARGEST; WIDTH threads of a row, 32 or 256.
+// The position of the largest or smallest element of a row (argmax, argmin). Macros: T, storage type; LARGEST; WIDTH, threads per row, 32
+// or 256.
 
 constexpr int THREADS = 256;
 constexpr int ROWS = THREADS / WIDTH;
@@ -9,7 +10,7 @@ struct Candidate {
     i64 at;
 };
 
-// The better of two; of equal ones the first; not-a-number is better than all numbers.
+// Returns the better of two candidates; of equal ones the first. NaN is better than all numbers.
 __device__ __forceinline__ Candidate better(Candidate a, Candidate b) {
     const bool a_nan = a.value != a.value, b_nan = b.value != b.value;
     const bool a_wins = LARGEST ? a.value > b.value : a.value < b.value, b_wins = LARGEST ? b.value > a.value : b.value < a.value;
@@ -33,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) arg_extreme(const T *__res
     __shared__ i64 places[THREADS / WARP];
     const i64 row = i64(blockIdx.x) * ROWS + threadIdx.x / WIDTH;
     const int own = threadIdx.x % WIDTH, lane = threadIdx.x % WARP;
-    // Behind all elements, and no better than any.
+    // Not better than any element, at a position after all of them.
     Candidate best = {LARGEST ? -infinity<A>() : infinity<A>(), 0x7fffffffffffffffll};
     if (row < rows) {
         for (i64 i = own; i < n; i += WIDTH) best = better(best, Candidate{widen(x[row * n + i]), i});

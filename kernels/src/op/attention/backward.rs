@@ -1,7 +1,7 @@
 //! The backward of attention on the CPU: one task per batch element and key head. Probabilities are recomputed from the scores and the
 //! saved log-sum-exp.
 
-use super::strips::{Queries, in_strips, turn};
+use super::strips::{Queries, in_strips, transpose_strips};
 use super::tile::{KEYS, Operand, Pairs, QUERIES, rows, with_operand};
 use super::{Head, Problem};
 use crate::cpu::math::Maths;
@@ -230,8 +230,8 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
     /// Multiplies the tile in strips with the keys that it sees.
     fn walk_strips(&mut self, problem: &Problem, scratch: &mut Scratch, [first, queries]: [usize; 2]) {
         let (c, whole) = (problem.c, in_strips::<P>(queries) * problem.c);
-        turn(self.q, c, &mut self.transposed[0][..whole]);
-        turn(self.d_out, c, &mut self.transposed[1][..whole]);
+        transpose_strips(self.q, c, &mut self.transposed[0][..whole]);
+        transpose_strips(self.d_out, c, &mut self.transposed[1][..whole]);
         for pairs in Pairs::of(*problem, first, queries) {
             let [k, v] = self.keys.each_ref().map(|keys| &keys[pairs.first_key * c..]);
             let [q, d_out] = self.transposed.each_ref().map(|transposed| &transposed[..whole]);

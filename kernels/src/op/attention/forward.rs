@@ -1,6 +1,6 @@
 //! Attention on the CPU: one task per head and tile of queries; keys in tiles, with online softmax (a running maximum and sum).
 
-use super::strips::{Queries, in_strips, turn};
+use super::strips::{Queries, in_strips, transpose_strips};
 use super::tile::{KEYS, Operand, Pairs, QUERIES, with_operand};
 use super::{FORWARD, Head, Problem};
 use crate::cpu::math::Maths;
@@ -136,7 +136,7 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
         [first, queries]: [usize; 2],
     ) {
         let c = problem.c;
-        turn(self.q, c, self.transposed);
+        transpose_strips(self.q, c, self.transposed);
         for pairs in Pairs::of(*problem, first, queries) {
             let q = Queries { transposed: &*self.transposed, rows: &*self.q };
             pairs.score_strips(problem, scratch, q, k.matrix(pairs.first_key), self.scores);

@@ -21,7 +21,7 @@ pub(super) fn in_strips<P: Operand>(queries: usize) -> usize {
 }
 
 /// Transposes the queries, rows of c channels, that fill strips: `transposed` has room for these.
-pub(super) fn turn<P: Operand>(rows: &[P], c: usize, transposed: &mut [P::Acc]) {
+pub(super) fn transpose_strips<P: Operand>(rows: &[P], c: usize, transposed: &mut [P::Acc]) {
     pack_row_panels(rows, c, STRIP, transposed);
 }
 

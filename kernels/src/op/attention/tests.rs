@@ -58,7 +58,7 @@ fn matches_known_values() {
     near(&past[0], [20.0, 20.0, 0.0, 0.0]);
 }
 
-fn agree(shape: [usize; 6], scalars: &[Scalar], dtypes: &[DType]) {
+fn check_fast_path(shape: [usize; 6], scalars: &[Scalar], dtypes: &[DType]) {
     let [b, t, s, g, r, c] = shape;
     let (of_queries, of_keys) = ([b, t, g, r, c], [b, s, g, c]);
     let inputs = inputs(shape);
@@ -84,7 +84,7 @@ fn agree(shape: [usize; 6], scalars: &[Scalar], dtypes: &[DType]) {
 }
 
 /// Of one tensor, parts of which are q, k and v: the same bits as apart, and within the bound on cards.
-fn agree_joined([b, t, g, c]: [usize; 4], scalars: &[Scalar], dtypes: &[DType]) {
+fn check_joined_backward([b, t, g, c]: [usize; 4], scalars: &[Scalar], dtypes: &[DType]) {
     let (all, of_queries, of_keys) = ([b, t, 3, g, c], [b, t, g, 1, c], [b, t, g, c]);
     let qkv = values(5, all.iter().product());
     let part = |i: usize| Strides::contiguous(&all).select(2, i);
@@ -112,62 +112,62 @@ fn agree_joined([b, t, g, c]: [usize; 4], scalars: &[Scalar], dtypes: &[DType]) 
 }
 
 #[test]
-fn cotangents_of_one_tensor_lie_in_one() {
-    agree_joined([1, 1, 1, 1], &scalars(1.0, true, 0), &DType::FLOATS);
-    agree_joined([2, 5, 3, 4], &scalars(0.5, true, 0), &DType::FLOATS);
-    agree_joined([2, 70, 2, 8], &scalars(0.3, false, 0), &[DType::F32, DType::BF16]);
-    agree_joined([1, 130, 2, 16], &windowed(0.25, 0, 40), &[DType::F64, DType::F16]);
-    agree_joined([1, 45, 3, 64], &scalars(0.125, true, 0), &[DType::BF16]);
-    agree_joined([1, 9, 2, 136], &scalars(0.1, true, 0), &[DType::F32, DType::BF16]);
+fn joined_backward_matches_separate_cotangents() {
+    check_joined_backward([1, 1, 1, 1], &scalars(1.0, true, 0), &DType::FLOATS);
+    check_joined_backward([2, 5, 3, 4], &scalars(0.5, true, 0), &DType::FLOATS);
+    check_joined_backward([2, 70, 2, 8], &scalars(0.3, false, 0), &[DType::F32, DType::BF16]);
+    check_joined_backward([1, 130, 2, 16], &windowed(0.25, 0, 40), &[DType::F64, DType::F16]);
+    check_joined_backward([1, 45, 3, 64], &scalars(0.125, true, 0), &[DType::BF16]);
+    check_joined_backward([1, 9, 2, 136], &scalars(0.1, true, 0), &[DType::F32, DType::BF16]);
     for empty in [[0, 3, 2, 4], [2, 0, 2, 4], [2, 3, 0, 4], [2, 3, 2, 0]] {
-        agree_joined(empty, &scalars(0.5, true, 0), &[DType::F32]);
+        check_joined_backward(empty, &scalars(0.5, true, 0), &[DType::F32]);
     }
 }
 
 #[test]
 fn fast_path_matches_the_reference() {
-    agree([1, 1, 1, 1, 1, 1], &scalars(1.0, false, 0), &DType::FLOATS);
-    agree([2, 5, 7, 2, 3, 4], &scalars(0.5, true, 1), &DType::FLOATS);
-    agree([1, 70, 70, 2, 1, 16], &scalars(0.25, true, 0), &DType::FLOATS);
+    check_fast_path([1, 1, 1, 1, 1, 1], &scalars(1.0, false, 0), &DType::FLOATS);
+    check_fast_path([2, 5, 7, 2, 3, 4], &scalars(0.5, true, 1), &DType::FLOATS);
+    check_fast_path([1, 70, 70, 2, 1, 16], &scalars(0.25, true, 0), &DType::FLOATS);
     // Strips of queries, some left over, heads of more channels than are read in place, keys in front and at the back.
-    agree([1, 100, 130, 1, 2, 72], &scalars(0.1, true, 30), &[DType::F32, DType::F16]);
-    agree([1, 64, 90, 1, 1, 40], &scalars(0.1, true, -20), &[DType::F32, DType::F64]);
-    agree([1, 130, 150, 1, 2, 8], &scalars(0.3, false, 0), &[DType::F32, DType::BF16]);
-    agree([1, 67, 140, 1, 1, 9], &scalars(0.3, true, 73), &[DType::F32, DType::F64]);
-    agree([1, 1, 300, 2, 2, 20], &scalars(0.2, true, 299), &[DType::F32, DType::BF16]);
+    check_fast_path([1, 100, 130, 1, 2, 72], &scalars(0.1, true, 30), &[DType::F32, DType::F16]);
+    check_fast_path([1, 64, 90, 1, 1, 40], &scalars(0.1, true, -20), &[DType::F32, DType::F64]);
+    check_fast_path([1, 130, 150, 1, 2, 8], &scalars(0.3, false, 0), &[DType::F32, DType::BF16]);
+    check_fast_path([1, 67, 140, 1, 1, 9], &scalars(0.3, true, 73), &[DType::F32, DType::F64]);
+    check_fast_path([1, 1, 300, 2, 2, 20], &scalars(0.2, true, 299), &[DType::F32, DType::BF16]);
 }
 
 #[test]
-fn heads_of_real_models_agree() {
-    agree([1, 70, 150, 1, 2, 64], &scalars(0.125, true, 80), &[DType::BF16]);
-    agree([1, 130, 70, 1, 1, 128], &scalars(0.09, false, 0), &[DType::BF16]);
-    agree([1, 150, 150, 1, 1, 128], &windowed(0.09, 0, 90), &[DType::F16]);
-    agree([1, 33, 140, 1, 3, 80], &scalars(0.1, true, 107), &[DType::F16]);
+fn heads_of_real_models_match_the_reference() {
+    check_fast_path([1, 70, 150, 1, 2, 64], &scalars(0.125, true, 80), &[DType::BF16]);
+    check_fast_path([1, 130, 70, 1, 1, 128], &scalars(0.09, false, 0), &[DType::BF16]);
+    check_fast_path([1, 150, 150, 1, 1, 128], &windowed(0.09, 0, 90), &[DType::F16]);
+    check_fast_path([1, 33, 140, 1, 3, 80], &scalars(0.1, true, 107), &[DType::F16]);
     // Groups that programs know, in rows that are read 16 bytes at a time.
-    agree([1, 45, 100, 1, 4, 64], &scalars(0.125, true, 55), &[DType::BF16]);
-    agree([1, 20, 70, 2, 8, 128], &scalars(0.09, true, 50), &[DType::BF16]);
+    check_fast_path([1, 45, 100, 1, 4, 64], &scalars(0.125, true, 55), &[DType::BF16]);
+    check_fast_path([1, 20, 70, 2, 8, 128], &scalars(0.09, true, 50), &[DType::BF16]);
     // What no tile takes: long heads, and scales that turn maxima around.
-    agree([1, 9, 20, 1, 2, 136], &scalars(0.1, true, 11), &[DType::F32, DType::BF16]);
-    agree([1, 9, 20, 1, 2, 24], &scalars(-0.2, true, 11), &[DType::BF16, DType::F16]);
+    check_fast_path([1, 9, 20, 1, 2, 136], &scalars(0.1, true, 11), &[DType::F32, DType::BF16]);
+    check_fast_path([1, 9, 20, 1, 2, 24], &scalars(-0.2, true, 11), &[DType::BF16, DType::F16]);
 }
 
 #[test]
-fn the_fast_path_agrees_within_windows() {
+fn fast_path_matches_the_reference_with_sliding_windows() {
     // Windows shorter and longer than a tile of keys, over borders of tiles of both kinds, and whole tiles before them.
     for window in [1, 2, 3, 63, 64, 65, 130, 1000] {
-        agree([1, 150, 150, 1, 2, 8], &windowed(0.3, 0, window), &[DType::F32]);
+        check_fast_path([1, 150, 150, 1, 2, 8], &windowed(0.3, 0, window), &[DType::F32]);
     }
-    agree([2, 5, 7, 2, 3, 4], &windowed(0.5, 1, 3), &DType::FLOATS);
-    agree([1, 300, 300, 2, 1, 16], &windowed(0.25, 0, 70), &[DType::F32, DType::BF16]);
-    agree([1, 67, 340, 1, 1, 9], &windowed(0.3, 273, 100), &[DType::F32, DType::F64]);
-    agree([1, 1, 300, 2, 2, 20], &windowed(0.2, 299, 20), &[DType::F32, DType::BF16]);
+    check_fast_path([2, 5, 7, 2, 3, 4], &windowed(0.5, 1, 3), &DType::FLOATS);
+    check_fast_path([1, 300, 300, 2, 1, 16], &windowed(0.25, 0, 70), &[DType::F32, DType::BF16]);
+    check_fast_path([1, 67, 340, 1, 1, 9], &windowed(0.3, 273, 100), &[DType::F32, DType::F64]);
+    check_fast_path([1, 1, 300, 2, 2, 20], &windowed(0.2, 299, 20), &[DType::F32, DType::BF16]);
     // Queries before the first key, and so far behind the last that the window has left it.
-    agree([1, 9, 6, 1, 2, 3], &windowed(1.0, -4, 2), &DType::FLOATS);
-    agree([1, 200, 40, 1, 1, 3], &windowed(1.0, 0, 10), &DType::FLOATS);
+    check_fast_path([1, 9, 6, 1, 2, 3], &windowed(1.0, -4, 2), &DType::FLOATS);
+    check_fast_path([1, 200, 40, 1, 1, 3], &windowed(1.0, 0, 10), &DType::FLOATS);
 }
 
 #[test]
-fn a_window_costs_what_it_shows() {
+fn sliding_window_cost_counts_visible_keys() {
     let pairs = |t: usize, s: usize, causal, t_start, window| -> usize {
         let problem = Problem { b: 1, t, g: 1, r: 1, c: 1, s, scale: 1.0, causal, t_start, window };
         (0..t).map(|i| problem.visible(i).len()).sum()
@@ -188,13 +188,13 @@ fn a_window_costs_what_it_shows() {
 
 #[test]
 fn queries_without_keys_and_empty_extents() {
-    agree([1, 9, 6, 1, 2, 3], &scalars(1.0, true, -4), &DType::FLOATS);
-    agree([1, 3, 6, 1, 1, 3], &scalars(1.0, true, -40), &DType::FLOATS);
+    check_fast_path([1, 9, 6, 1, 2, 3], &scalars(1.0, true, -4), &DType::FLOATS);
+    check_fast_path([1, 3, 6, 1, 1, 3], &scalars(1.0, true, -40), &DType::FLOATS);
     for empty in 0..6 {
         let mut shape = [2, 3, 3, 2, 2, 4];
         shape[empty] = 0;
-        agree(shape, &scalars(0.5, false, 0), &[DType::F32]);
-        agree(shape, &scalars(0.5, true, 0), &[DType::F32]);
+        check_fast_path(shape, &scalars(0.5, false, 0), &[DType::F32]);
+        check_fast_path(shape, &scalars(0.5, true, 0), &[DType::F32]);
     }
 }
 
@@ -213,7 +213,7 @@ fn special_values() {
 }
 
 #[test]
-fn maxima_that_move_far_and_near() {
+fn softmax_is_stable_when_the_maximum_grows() {
     // Scores that rise, fall and hardly move along the keys: a row is measured anew where it outgrows its origin, and the
     // rows beside it are not.
     for c in [8, 72] {
@@ -292,7 +292,7 @@ fn narrowed(value: &Value, dim: usize, range: std::ops::Range<usize>) -> Value {
 }
 
 #[test]
-fn the_bits_of_a_head_depend_on_nothing_else() {
+fn bits_of_a_head_do_not_depend_on_other_heads() {
     let inputs = inputs([2, 100, 100, 3, 2, 20]);
     let d_out = Value::real(&inputs[0].shape, &values(4, inputs[0].data.len()));
     let scalars = scalars(0.2, true, 0);
@@ -311,7 +311,7 @@ fn the_bits_of_a_head_depend_on_nothing_else() {
 }
 
 #[test]
-fn the_bits_of_a_query_do_not_depend_on_the_other_queries() {
+fn bits_of_a_query_do_not_depend_on_other_queries() {
     let inputs = inputs([1, 150, 150, 1, 2, 20]);
     let [q, k, v] = &inputs;
     let d_out = Value::real(&q.shape, &values(4, q.data.len()));
@@ -331,7 +331,7 @@ fn the_bits_of_a_query_do_not_depend_on_the_other_queries() {
 }
 
 #[test]
-fn more_sequences_than_a_grid_has_blocks_for_are_refused() {
+fn too_many_sequences_for_a_grid_are_an_error() {
     let memory = crate::buffer::Allocator::default();
     let plan = |b: usize| {
         let views = [&[b, 1, 1, 1, 1][..], &[b, 1, 1, 1], &[b, 1, 1, 1]].map(Strides::contiguous);

@@ -1,4 +1,4 @@
-// What a sum over nothing is. Products are the library's.
+// Zeros, for products with k = 0. All other products run in the library of the device.
 
 struct Layout {
     i64 m, n, g_step, m_step, n_step;

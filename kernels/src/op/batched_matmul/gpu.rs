@@ -16,7 +16,7 @@ pub(super) fn batched_matmul(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Resu
         return Ok(());
     }
     if launch.inputs[0].view.shape[2] > 0 {
-        plan.product(Matmul { a: 0, b: 1, c: 0, epilogue: Epilogue::Plain });
+        plan.matmul(Matmul { a: 0, b: 1, c: 0, epilogue: Epilogue::Plain });
         return Ok(());
     }
     let [g_step, m_step, n_step] = strides(c);

@@ -115,7 +115,7 @@ mod tests {
     const ALL: [&Kernel; 6] = [&ADD, &SUB, &MUL, &DIV, &MAXIMUM, &MINIMUM];
 
     #[test]
-    fn by_hand() {
+    fn matches_known_values() {
         let (a, b) = (Value::real(&[3], &[1.0, -2.0, 3.0]), Value::real(&[3], &[4.0, 5.0, -0.5]));
         let run = |kernel| evaluate(kernel, &[a.clone(), b.clone()], &[&[3]], &[]).remove(0);
         assert_eq!(run(&ADD), [5.0, 3.0, 2.5]);
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn gradients_by_hand_and_fast() {
+    fn gradients_match_known_values_and_the_reference() {
         let at = |kernel, a: f64, b: f64| {
             let inputs = [a, b, 2.0].map(|x| Value::real(&[1], &[x]));
             evaluate(kernel, &inputs, &[&[1]], &[]).remove(0)[0]
@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn fast_paths_agree_however_the_operands_lie() {
+    fn fast_paths_match_the_reference_on_all_strides() {
         let shape = [3, 5, 33];
         let (a, b) = (values(1, 495), values(2, 495));
         let views = |memory: &[f64]| {
@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn many_tasks_and_updates() {
+    fn fast_paths_match_the_reference_over_many_tasks() {
         let (x, y, n) = (values(1, 50_000), values(2, 50_000), 50_000);
         Case::new(&ADD).input(&[n], &x).input(&[n], &y).output(&[n]).run();
         let view = Strides::contiguous(&[100, 500]);
@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn integers_wrap_and_other_dtypes_are_refused() {
+    fn integers_wrap_and_other_dtypes_are_errors() {
         let (a, b) = ([i64::MAX as f64, 7.0, -3.0], [1.0, -9.0, 2.0]);
         for kernel in [&ADD, &SUB, &MUL, &MAXIMUM, &MINIMUM] {
             Case::new(kernel).input(&[3], &a).input(&[3], &b).output(&[3]).run_for(&[DType::I64]);

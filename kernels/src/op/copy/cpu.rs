@@ -1,6 +1,6 @@
 //! Copies on the CPU, in runs: contiguous, strided, or transposed in tiles.
 
-use super::{convert, truth_of};
+use super::{convert, nonzero};
 use crate::cpu::simd::stream::StreamingStores;
 use crate::cpu::simd::transpose::{StridedRows, transpose};
 use crate::cpu::{Pool, vectorized};
@@ -37,8 +37,8 @@ pub(super) fn copy(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelErr
                     4 => each::<f32, f32, _>(pool, x, y, #[inline(always)] |x| x, squares),
                     _ => each::<i64, i64, _>(pool, x, y, #[inline(always)] |x| x, tiles),
                 },
-                (_, DType::Bool) => match_dtype!(x.dtype, S => one_by_one::<S, u8>(pool, x, y, truth_of)),
-                _ => match_dtype!(x.dtype, S => match_dtype!(y.dtype, D => one_by_one::<S, D>(pool, x, y, convert))),
+                (_, DType::Bool) => match_dtype!(x.dtype, S => copy_elements::<S, u8>(pool, x, y, nonzero)),
+                _ => match_dtype!(x.dtype, S => match_dtype!(y.dtype, D => copy_elements::<S, D>(pool, x, y, convert))),
             }
         };
     }
@@ -56,7 +56,7 @@ pub(super) fn copy(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelErr
 }
 
 /// Two matrices of one shape: x with contiguous columns, y with contiguous rows.
-struct Turned<'m, S, D> {
+struct TransposedCopy<'m, S, D> {
     x: StridedRows<&'m [S]>,
     y: StridedRows<&'m mut [D]>,
     extents: [usize; 2],
@@ -68,13 +68,13 @@ fn each<S: Element, D: Element, F: Fn(S) -> D + Sync>(
     x: &Arg<'_>,
     y: &mut ArgMut<'_>,
     f: F,
-    matrix: impl Fn(Turned<'_, S, D>, Option<&StreamingStores>, &F) + Sync,
+    matrix: impl Fn(TransposedCopy<'_, S, D>, Option<&StreamingStores>, &F) + Sync,
 ) {
     let from = x.buffer.as_slice::<S>();
     let iter = StridedIter::in_memory_order([y.view, x.view]);
     let (dims, inner) = (iter.dims(), iter.dims().len() - 1);
-    let side_by_side = dims[..inner].iter().position(|&(_, [_, step])| step == 1);
-    let transposed = side_by_side.filter(|_| matches!(iter.steps(), [1, step] if step > 1));
+    let contiguous_in_x = dims[..inner].iter().position(|&(_, [_, step])| step == 1);
+    let transposed = contiguous_in_x.filter(|_| matches!(iter.steps(), [1, step] if step > 1));
     let numel = iter.numel();
     let rows_min = match transposed {
         Some(0) => (dims[0].0 / pool.num_threads()).clamp(1, ROWS).next_multiple_of(TILE),
@@ -84,14 +84,14 @@ fn each<S: Element, D: Element, F: Fn(S) -> D + Sync>(
         let stream = StreamingStores::of::<D>(numel);
         match transposed {
             Some(transposed) => {
-                turn(iter, transposed, from, to, start, |transposed| matrix(transposed, stream.as_ref(), &f))
+                transpose_matrices(iter, transposed, from, to, start, |transposed| matrix(transposed, stream.as_ref(), &f))
             }
             None => runs(iter, from, to, start, stream.as_ref(), &f),
         }
     });
 }
 
-fn one_by_one<S: Element, D: Element>(pool: &Pool, x: &Arg<'_>, y: &mut ArgMut<'_>, f: fn(S) -> D) {
+fn copy_elements<S: Element, D: Element>(pool: &Pool, x: &Arg<'_>, y: &mut ArgMut<'_>, f: fn(S) -> D) {
     let from = x.buffer.as_slice::<S>();
     let iter = StridedIter::in_memory_order([y.view, x.view]);
     let [to_step, from_step] = iter.steps();
@@ -120,7 +120,7 @@ fn runs<S: Element, D: Element>(
                 vectorized(
                     #[inline(always)]
                     || match stream {
-                        Some(stream) if length >= RUN => past_caches(from, to, stream, f),
+                        Some(stream) if length >= RUN => copy_nontemporal(from, to, stream, f),
                         _ => to.iter_mut().zip(from).for_each(|(to, from)| *to = f(*from)),
                     },
                 );
@@ -133,7 +133,7 @@ fn runs<S: Element, D: Element>(
 
 /// Converts a long run, piece by piece.
 #[inline(always)]
-fn past_caches<S: Element, D: Element>(
+fn copy_nontemporal<S: Element, D: Element>(
     from: &[S],
     to: &mut [D],
     stream: &StreamingStores,
@@ -147,13 +147,13 @@ fn past_caches<S: Element, D: Element>(
 }
 
 /// Transposes matrix after matrix: the innermost dim is contiguous in y, the dim `transposed` in x.
-fn turn<S: Element, D: Element>(
+fn transpose_matrices<S: Element, D: Element>(
     iter: &StridedIter<2>,
     transposed: usize,
     from: &[S],
     to: &mut [D],
     start: usize,
-    matrix: impl Fn(Turned<'_, S, D>),
+    matrix: impl Fn(TransposedCopy<'_, S, D>),
 ) {
     let (rows, [row_step, _]) = iter.dims()[transposed];
     let (cols, [_, col_step]) = iter.dims()[iter.dims().len() - 1];
@@ -163,14 +163,14 @@ fn turn<S: Element, D: Element>(
         for other in 0..length {
             let x = StridedRows { memory: &from[from_at + other * from_step..], step: col_step };
             let y = StridedRows { memory: &mut to[to_at + other * to_step - start..], step: row_step };
-            matrix(Turned { x, y, extents: [rows, cols] });
+            matrix(TransposedCopy { x, y, extents: [rows, cols] });
         }
     });
 }
 
 /// Transposes 32-bit elements of one dtype in registers.
 fn squares(
-    Turned { x, y, extents }: Turned<'_, f32, f32>,
+    TransposedCopy { x, y, extents }: TransposedCopy<'_, f32, f32>,
     stream: Option<&StreamingStores>,
     _: &impl Fn(f32) -> f32,
 ) {
@@ -179,7 +179,7 @@ fn squares(
 
 /// Transposes tile after tile, so that whole cache lines of both sides are used.
 fn tiles<S: Element, D: Element, F: Fn(S) -> D>(
-    Turned { x, y, extents: [rows, cols] }: Turned<'_, S, D>,
+    TransposedCopy { x, y, extents: [rows, cols] }: TransposedCopy<'_, S, D>,
     _: Option<&StreamingStores>,
     f: &F,
 ) {

@@ -1,13 +1,13 @@
-// y = x in the dtype of y. Macros: FROM, TO, storage types; TRUTH, whether y holds compare_select values; VEC elements of a vector;
-// DIMS; INDEX, the type in which places are counted.
+// y = x in the dtype of y. Macros: FROM, TO, storage types; TO_BOOL, whether y is bool; VEC, elements per vector; DIMS; INDEX, index
+// type.
 
 constexpr int THREADS = 256;
-// Vectors of a thread.
-constexpr int AT_ONCE = 2;
-// Rows and columns of a tile that is transposed, and columns that keep the tile's columns in different banks.
+// Vectors per thread.
+constexpr int UNROLL = 2;
+// The side of a transposed tile, and the padding that puts a column of the tile in different banks.
 constexpr int TILE = sizeof(FROM) == 8 ? 32 : 64;
 constexpr int PADDING = sizeof(FROM) >= 4 ? 1 : 4 / sizeof(FROM);
-constexpr int TURNED_AT_ONCE = THREADS / TILE;
+constexpr int TRANSPOSED_ROWS_PER_PASS = THREADS / TILE;
 
 __device__ __forceinline__ double to_f64(double x) { return x; }
 __device__ __forceinline__ double to_f64(float x) { return x; }
@@ -16,10 +16,10 @@ __device__ __forceinline__ double to_f64(f16 x) { return widen(x); }
 __device__ __forceinline__ double to_f64(i64 x) { return double(x); }
 __device__ __forceinline__ double to_f64(u8 x) { return x; }
 
-// Nearest for floats; towards zero and saturating for integers, where not-a-number is 0.
+// Converts to nearest for floats; towards zero, saturating and NaN to 0 for integers.
 template <class To> struct Nearest {
     template <class S> static __device__ __forceinline__ To of(S x) { return from_f64<To>(to_f64(x)); }
-    // One rounding from f32, too, since that holds these exactly.
+    // One rounding from f32, which represents these types exactly.
     static __device__ __forceinline__ To of(float x) { return narrow_float(x); }
     static __device__ __forceinline__ To of(bf16 x) { return narrow_float(widen(x)); }
     static __device__ __forceinline__ To of(f16 x) { return narrow_float(widen(x)); }
@@ -51,36 +51,36 @@ template <class Same> struct Convert<Same, Same> {
 };
 
 __device__ __forceinline__ TO convert(FROM x) {
-#if TRUTH
+#if TO_BOOL
     return TO(to_f64(x) != 0.0);
 #else
     return Convert<FROM, TO>::of(x);
 #endif
 }
 
-// Extents, outermost first, the innermost counted in vectors, and distances in elements.
+// Extents, outermost first, the innermost in vectors; strides in elements.
 struct Walk {
     i64 extent[DIMS];
     i64 to[DIMS];
     i64 from[DIMS];
 };
 
-// The elements in the order of y's memory.
+// Copies elements in the memory order of y.
 extern "C" __global__ void __launch_bounds__(THREADS) copy(const FROM *__restrict__ x, TO *__restrict__ y, Walk walk, i64 numel) {
-    const i64 block = i64(blockIdx.x) * (THREADS * AT_ONCE) + threadIdx.x, whole = numel / VEC;
-    Vec<FROM, VEC> in[AT_ONCE];
-    i64 to[AT_ONCE];
+    const i64 block = i64(blockIdx.x) * (THREADS * UNROLL) + threadIdx.x, whole = numel / VEC;
+    Vec<FROM, VEC> in[UNROLL];
+    i64 to[UNROLL];
     walk.to[DIMS - 1] *= VEC;
     const i64 step = walk.from[DIMS - 1];
     walk.from[DIMS - 1] *= VEC;
 #pragma unroll
-    for (int u = 0; u < AT_ONCE; ++u) {
+    for (int u = 0; u < UNROLL; ++u) {
         const i64 item = block + u * THREADS;
         if (item >= whole) break;
         INDEX at[DIMS];
-        split(INDEX(item), walk.extent, at);
-        to[u] = place_of(at, walk.to);
-        const FROM *from = x + place_of(at, walk.from);
+        unravel(INDEX(item), walk.extent, at);
+        to[u] = offset_of(at, walk.to);
+        const FROM *from = x + offset_of(at, walk.from);
         if (VEC == 1 || step != 0) {
             in[u] = load<VEC>(from);
         } else {
@@ -90,24 +90,24 @@ extern "C" __global__ void __launch_bounds__(THREADS) copy(const FROM *__restric
         }
     }
 #pragma unroll
-    for (int u = 0; u < AT_ONCE; ++u) {
+    for (int u = 0; u < UNROLL; ++u) {
         if (block + u * THREADS >= whole) break;
         Vec<TO, VEC> out;
 #pragma unroll
         for (int i = 0; i < VEC; ++i) out.at[i] = convert(in[u].at[i]);
         store(y + to[u], out);
     }
-    // What is left of a row that no vector holds: there is one dim then.
+    // The elements after the last whole vector; there is one dim then.
     const i64 last = whole * VEC + block;
     if (VEC > 1 && last < numel) y[last] = convert(x[last * step]);
 }
 
-// Rows lie side by side in x, columns in y.
-struct Turned {
+// A transposed copy: rows are contiguous in x, columns in y.
+struct TransposeWalk {
     i64 rows, cols;
-    // Distance of rows in y, of columns in x.
+    // Stride of rows in y, of columns in x.
     i64 row_step, col_step;
-    // Tiles that cover the rows and the columns.
+    // Numbers of tiles along rows and columns.
     i64 row_tiles, col_tiles;
     // The other dims.
     i64 extent[DIMS];
@@ -115,24 +115,24 @@ struct Turned {
     i64 from[DIMS];
 };
 
-// Tile after tile through shared memory, so that both sides are read and written in whole lines.
-extern "C" __global__ void __launch_bounds__(THREADS) turn(const FROM *__restrict__ x, TO *__restrict__ y, Turned walk) {
+// Transposes a tile through shared memory, so that reads and writes are coalesced.
+extern "C" __global__ void __launch_bounds__(THREADS) transpose(const FROM *__restrict__ x, TO *__restrict__ y, TransposeWalk walk) {
     __shared__ FROM tile[TILE][TILE + PADDING];
     const INDEX tiles = INDEX(walk.row_tiles) * INDEX(walk.col_tiles), number = blockIdx.x % tiles;
     INDEX at[DIMS];
-    split(INDEX(blockIdx.x) / tiles, walk.extent, at);
+    unravel(INDEX(blockIdx.x) / tiles, walk.extent, at);
     const i64 row = i64(number % INDEX(walk.row_tiles)) * TILE, col = i64(number / INDEX(walk.row_tiles)) * TILE;
-    x += place_of(at, walk.from) + row + col * walk.col_step;
-    y += place_of(at, walk.to) + row * walk.row_step + col;
+    x += offset_of(at, walk.from) + row + col * walk.col_step;
+    y += offset_of(at, walk.to) + row * walk.row_step + col;
     const i64 rows = walk.rows - row, cols = walk.cols - col;
     const int fast = threadIdx.x % TILE, slow = threadIdx.x / TILE;
 #pragma unroll
-    for (int i = 0; i < TILE; i += TURNED_AT_ONCE) {
+    for (int i = 0; i < TILE; i += TRANSPOSED_ROWS_PER_PASS) {
         if (fast < rows && slow + i < cols) tile[slow + i][fast] = x[(slow + i) * walk.col_step + fast];
     }
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < TILE; i += TURNED_AT_ONCE) {
+    for (int i = 0; i < TILE; i += TRANSPOSED_ROWS_PER_PASS) {
         if (fast < cols && slow + i < rows) y[(slow + i) * walk.row_step + fast] = convert(tile[fast][slow + i]);
     }
 }

@@ -11,11 +11,11 @@ pub(super) const SOURCE: &str = include_str!("gpu.cu");
 
 /// Threads per block and vectors per thread; the same constants as in the source.
 const THREADS: usize = 256;
-const AT_ONCE: usize = 2;
+const UNROLL: usize = 2;
 /// Bytes per load or store of a thread if elements are contiguous.
 const VECTOR_BYTES: usize = 16;
 /// Dims shorter than this are not transposed: most of a tile would be empty.
-const TURNED_MIN: usize = 8;
+const TRANSPOSE_MIN: usize = 8;
 
 type Defines = Vec<(&'static str, Cow<'static, str>)>;
 
@@ -27,28 +27,28 @@ pub(super) fn plan(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), Ker
     }
     let same = x.dtype == y.dtype;
     let name = |dtype| if same { bits_name(dtype) } else { type_name(dtype) };
-    let compare_select = !same && y.dtype == DType::Bool;
+    let to_bool = !same && y.dtype == DType::Bool;
     let defines: Defines = vec![
         ("FROM", name(x.dtype).into()),
         ("TO", name(y.dtype).into()),
-        ("TRUTH", if compare_select { "1".into() } else { "0".into() }),
+        ("TO_BOOL", if to_bool { "1".into() } else { "0".into() }),
     ];
     let sizes = [y.dtype.size(), x.dtype.size()];
     let dims = iter.dims();
     let transposed = dims[..dims.len() - 1].iter().position(|&(_, [_, step])| step == 1);
     match (iter.steps(), transposed) {
         ([1, step], Some(transposed))
-            if step > 1 && dims[transposed].0 >= TURNED_MIN && dims[dims.len() - 1].0 >= TURNED_MIN =>
+            if step > 1 && dims[transposed].0 >= TRANSPOSE_MIN && dims[dims.len() - 1].0 >= TRANSPOSE_MIN =>
         {
-            plan.grid(turn(&iter, transposed, sizes, defines));
+            plan.grid(plan_transpose(&iter, transposed, sizes, defines));
         }
-        _ => plan.grid(straight(&iter, [y.view.offset, x.view.offset], sizes, defines)),
+        _ => plan.grid(plan_vectors(&iter, [y.view.offset, x.view.offset], sizes, defines)),
     }
     Ok(())
 }
 
 /// Plans a copy in vectors: as many elements as 16 bytes hold of the larger dtype, if both sides allow.
-fn straight(iter: &StridedIter<2>, offsets: [usize; 2], sizes: [usize; 2], mut defines: Defines) -> Grid {
+fn plan_vectors(iter: &StridedIter<2>, offsets: [usize; 2], sizes: [usize; 2], mut defines: Defines) -> Grid {
     let dims = iter.dims();
     let ((inner, steps), outer) = dims.split_last().expect("a iter has a dim");
     let vector = VECTOR_BYTES / sizes[0].max(sizes[1]);
@@ -68,7 +68,7 @@ fn straight(iter: &StridedIter<2>, offsets: [usize; 2], sizes: [usize; 2], mut d
         ("INDEX", if u32::try_from(items).is_ok() { "u32".into() } else { "u64".into() }),
     ]);
     let blocks =
-        u32::try_from(items.div_ceil(THREADS * AT_ONCE)).expect("fewer than 2^41 elements fit a device");
+        u32::try_from(items.div_ceil(THREADS * UNROLL)).expect("fewer than 2^41 elements fit a device");
     Grid {
         entry: "copy",
         defines,
@@ -85,7 +85,7 @@ fn straight(iter: &StridedIter<2>, offsets: [usize; 2], sizes: [usize; 2], mut d
 }
 
 /// Plans a transposition in tiles: the dim `transposed` is contiguous in x, the innermost dim in y.
-fn turn(iter: &StridedIter<2>, transposed: usize, sizes: [usize; 2], mut defines: Defines) -> Grid {
+fn plan_transpose(iter: &StridedIter<2>, transposed: usize, sizes: [usize; 2], mut defines: Defines) -> Grid {
     let (rows, [row_step, _]) = iter.dims()[transposed];
     let (cols, [_, col_step]) = iter.dims()[iter.dims().len() - 1];
     let others = iter.without_dim_and_innermost(transposed);
@@ -102,7 +102,7 @@ fn turn(iter: &StridedIter<2>, transposed: usize, sizes: [usize; 2], mut defines
     let mut numbers = [rows, cols, row_step, col_step, row_tiles, col_tiles].map(|n| n as i64).to_vec();
     numbers.extend(padded.numbers());
     Grid {
-        entry: "turn",
+        entry: "transpose",
         defines,
         blocks: [blocks, 1, 1],
         threads: THREADS as u32,

@@ -38,10 +38,10 @@ fn plain(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
         });
         return Ok(());
     }
-    let compare_select = y.dtype == DType::Bool;
+    let is_bool = y.dtype == DType::Bool;
     match_dtype!(x.dtype, S => match_dtype!(y.dtype, D => {
         let (from, to) = (x.buffer.as_slice::<S>(), y.buffer.as_mut::<D>().expect("an output buffer has one handle"));
-        places.for_each(|(at, to_at)| to[to_at] = if compare_select { truth_of(from[at]) } else { convert(from[at]) });
+        places.for_each(|(at, to_at)| to[to_at] = if is_bool { nonzero(from[at]) } else { convert(from[at]) });
     }));
     Ok(())
 }
@@ -54,7 +54,7 @@ fn convert<S: Element, D: Element>(x: S) -> D {
 
 /// Returns 0 for 0, 1 for everything else.
 #[inline(always)]
-fn truth_of<S: Element, D: Element>(x: S) -> D {
+fn nonzero<S: Element, D: Element>(x: S) -> D {
     D::from_f64(f64::from(u8::from(x.to_f64() != 0.0)))
 }
 

@@ -47,7 +47,7 @@ fn every_pair_of_dtypes_agrees_with_the_reference() {
 }
 
 #[test]
-fn any_strides_on_both_sides() {
+fn copies_match_for_all_strides() {
     let full = Strides::contiguous(&[3, 40, 37]);
     let lies = |shape: &[usize]| {
         let gapped: Vec<usize> = shape.iter().map(|n| n + 2).collect();
@@ -74,7 +74,7 @@ fn any_strides_on_both_sides() {
 }
 
 #[test]
-fn many_tasks_and_small_ones() {
+fn copies_match_over_many_and_small_tasks() {
     let x = values(3, 300 * 130);
     let transposed = Strides::contiguous(&[130, 300]).permute(&[1, 0]);
     let case = Case::new(&COPY).input_view(Kind::Tested, transposed, &x).output(&[300, 130]);
@@ -100,15 +100,15 @@ fn equal_dtypes_move_bits() {
 
 /// Contiguous, converting and transposing copies, aligned to cache lines and not; the second thread stores too.
 #[test]
-fn what_passes_the_caches_by_arrives() {
+fn nontemporal_copy_is_exact() {
     let cpu = crate::cpu_backend::Cpu::backend(2);
     let (side, odd) = (2912, 2900);
     let numbers: Vec<f32> = (0..side * side + 1).map(|i| i as f32).collect();
     let x = crate::backend::upload(&*cpu, &numbers).unwrap();
     let from = |view: &Strides, i: usize| numbers[element_offset(view, i)];
-    for (offset, extent, is_turned) in [(0, side, false), (1, side, false), (0, side, true), (1, odd, true)] {
+    for (offset, extent, is_transposed) in [(0, side, false), (1, side, false), (0, side, true), (1, odd, true)] {
         let plain = Strides::contiguous(&[extent, extent]).at(offset);
-        let view = if is_turned { plain.permute(&[1, 0]) } else { plain.clone() };
+        let view = if is_transposed { plain.permute(&[1, 0]) } else { plain.clone() };
         let mut y = crate::backend::upload(&*cpu, &vec![-1f32; side * side + 1]).unwrap();
         let inputs = [Arg { buffer: &x, dtype: DType::F32, view: &view }];
         let outputs = &mut [ArgMut { buffer: &mut y, dtype: DType::F32, view: &plain }];
@@ -116,10 +116,10 @@ fn what_passes_the_caches_by_arrives() {
         let numel = extent * extent;
         assert!(
             (0..numel).all(|i| y.as_slice::<f32>()[offset + i] == from(&view, i)),
-            "{extent} {is_turned}"
+            "{extent} {is_transposed}"
         );
         let rest = &y.as_slice::<f32>()[offset + numel..];
-        assert!(rest.iter().chain(&y.as_slice()[..offset]).all(|&y| y == -1.0), "{extent} {is_turned}");
+        assert!(rest.iter().chain(&y.as_slice()[..offset]).all(|&y| y == -1.0), "{extent} {is_transposed}");
     }
     let (view, mut y) = (Strides::contiguous(&[side * side]), cpu.alloc(8 * side * side).unwrap());
     let inputs = [Arg { buffer: &x, dtype: DType::F32, view: &view }];

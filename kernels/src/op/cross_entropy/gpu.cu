@@ -1,16 +1,16 @@
-// Vocabularies are long and each pass needs a row once, so nothing is held.
+// Cross-entropy of rows of logits. Vocabularies are long and each pass reads a row once, so no chunks are held in registers.
 
-// Chunks of a thread that are on their way at the same time.
-constexpr int AT_ONCE = sizeof(T) == 8 ? 2 : 4;
+// Chunks of a thread in flight.
+constexpr int UNROLL = sizeof(T) == 8 ? 2 : 4;
 
 __device__ __forceinline__ float natural_log(float x) { return logf(x); }
 __device__ __forceinline__ double natural_log(double x) { return log(x); }
 
-// What is taken off before exponentials are formed: where all is negative infinity, terms are 0 and not exp(-inf + inf).
+// The number subtracted before exponentials: 0 if the maximum is -inf, so that terms are 0 instead of exp(-inf + inf) = NaN.
 __device__ __forceinline__ ACC base_of(ACC most) { return most == -infinity<ACC>() ? ACC(0) : most; }
 
-// The largest of some numbers, and the sum of exp(number - it), in one pass: what was summed is scaled when a larger one comes
-// (Milakov and Gimelshein, arXiv 1805.02867). What is not a number is passed over by the maximum and found in the sum.
+// Online softmax (Milakov and Gimelshein, arXiv 1805.02867): the maximum of numbers and the sum of exp(number - maximum) in one pass; the
+// sum is rescaled when the maximum grows. The maximum ignores NaN; the sum propagates it.
 struct Online {
     ACC most = -infinity<ACC>(), sum = 0;
 
@@ -33,20 +33,20 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     const T *from = z + row * n;
     constexpr int STEP = THREADS * WIDTH;
     Online found;
-    int at = place_in_row();
-    for (; at + (AT_ONCE - 1) * STEP + WIDTH <= n; at += AT_ONCE * STEP) {
-        Vec<T, WIDTH> in[AT_ONCE];
+    int at = first_column();
+    for (; at + (UNROLL - 1) * STEP + WIDTH <= n; at += UNROLL * STEP) {
+        Vec<T, WIDTH> in[UNROLL];
 #pragma unroll
-        for (int k = 0; k < AT_ONCE; k++) in[k] = take(from, at + k * STEP, n);
+        for (int k = 0; k < UNROLL; k++) in[k] = load_chunk(from, at + k * STEP, n);
 #pragma unroll
-        for (int k = 0; k < AT_ONCE; k++) {
+        for (int k = 0; k < UNROLL; k++) {
             ACC wide[WIDTH];
             EACH(e) wide[e] = widen(in[k].at[e]);
             found.add(wide);
         }
     }
     for (; at < n; at += STEP) {
-        const auto in = take(from, at, n);
+        const auto in = load_chunk(from, at, n);
         ACC wide[WIDTH];
         EACH(e) wide[e] = is_inside(at, e, n) ? widen(in.at[e]) : -infinity<ACC>();
         found.add(wide);
@@ -70,10 +70,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     ACC base = lse[row], share = d_lse[row], pick = d_picked[row];
     i64 hit = target[row] - v_start;
     EACH_CHUNK(i, at) {
-        // Each thread writes what only it has read.
+        // In place: each thread writes only the elements that it alone has read.
         auto chunk = in.chunk(i, at);
         ACC found[WIDTH];
         EACH(e) found[e] = fused(natural_exp(widen(chunk.at[e]) - base), share, hit == at + e ? pick : ACC(0));
-        put(z + row * n, at, n, found);
+        store_chunk(z + row * n, at, n, found);
     }
 }

@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn gradients_at_corners() {
+    fn gradients_at_non_differentiable_points_match_known_values() {
         let grad = |kernel: &Kernel, x: f64| {
             let inputs = [Value::real(&[1], &[x]), Value::real(&[1], &[2.0])];
             evaluate(kernel, &inputs, &[&[1]], &C).remove(0)[0]

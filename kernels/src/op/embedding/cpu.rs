@@ -5,7 +5,7 @@ use crate::cpu::simd::stream::StreamingStores;
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{Float, Real};
 use crate::error::KernelError;
-use crate::host_vec::filled;
+use crate::host_vec::filled_or_unwind;
 use crate::kernel::Launch;
 use crate::match_float;
 use crate::op::rows::{check_indices, operands, read, rows_per_task, width, write};
@@ -45,7 +45,7 @@ pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kerne
     if d == 0 {
         return Ok(());
     }
-    let mut tokens: Vec<(usize, usize)> = filled((0, 0), index.len());
+    let mut tokens: Vec<(usize, usize)> = filled_or_unwind((0, 0), index.len());
     tokens.clear();
     tokens.extend(index.iter().enumerate().filter_map(|(n, &i)| Some((local(i, v_start, v)?, n))));
     tokens.sort_unstable();
@@ -53,14 +53,14 @@ pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kerne
         let (dy, rows) = (read::<T>(dy), rows_per_task(d));
         pool.chunks(write::<T>(dtable), rows * d, |i, dtable| {
             let start = tokens.partition_point(|&(row, _)| row < i * rows);
-            let mut sums = filled(<T as Float>::Acc::ZERO, LEVELS * d);
+            let mut sums = filled_or_unwind(<T as Float>::Acc::ZERO, LEVELS * d);
             let (tokens, first_row) = (&tokens[start..], i * rows);
             let Some(stream) = StreamingStores::of::<T>(v * d) else {
                 return vectorized(#[inline(always)] || {
                     sum_rows(tokens, first_row, dy, &mut sums, dtable, take_sums);
                 });
             };
-            let mut whole = filled(T::default(), d);
+            let mut whole = filled_or_unwind(T::default(), d);
             vectorized(#[inline(always)] || {
                 sum_rows(tokens, first_row, dy, &mut sums, dtable, |sums, out| {
                     take_sums(sums, &mut whole);

@@ -1,8 +1,8 @@
-// y = value. Macros: S, the bits of an element; VEC elements of a vector; DIMS; INDEX.
+// y = value. Macros: S, the unsigned type of an element; VEC, elements per vector; DIMS; INDEX, index type.
 
 constexpr int THREADS = 256;
 
-// Extents in the order of memory, the innermost counted in vectors, and distances in elements.
+// Extents in memory order, the innermost in vectors; strides in elements.
 struct Walk {
     i64 extent[DIMS];
     i64 to[DIMS];
@@ -14,13 +14,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) fill(S *y, Walk walk, i64 
     walk.to[DIMS - 1] *= VEC;
     if (item < whole) {
         INDEX at[DIMS];
-        split(INDEX(item), walk.extent, at);
+        unravel(INDEX(item), walk.extent, at);
         Vec<S, VEC> out;
 #pragma unroll
         for (int i = 0; i < VEC; ++i) out.at[i] = value;
-        store(y + place_of(at, walk.to), out);
+        store(y + offset_of(at, walk.to), out);
     }
-    // What is left of a row that no vector holds: there is one dim then.
+    // The elements after the last whole vector; there is one dim then.
     const i64 last = whole * VEC + item;
     if (VEC > 1 && last < numel) y[last] = value;
 }

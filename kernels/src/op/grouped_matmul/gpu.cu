@@ -1,5 +1,5 @@
-// Products of rows that lie in groups. A block makes one tile of the result; each of its threads 4 rows of 4 columns, 16 apart.
-// Every sum is formed in the accumulator, in order. Macro: T, storage.
+// Grouped matrix products: each group of rows has its own matrix. A block computes one tile of the result; a thread computes 4 rows of 4
+// columns, at stride 16. Sums are accumulated in order. Macro: T, storage type.
 
 typedef acc_t<T> A;
 
@@ -7,9 +7,9 @@ constexpr int TILE = 64;
 constexpr int STEP = 16;
 constexpr int THREADS = 256;
 constexpr int SIDE = 16;
-constexpr int EACH = TILE / SIDE;
+constexpr int PER_THREAD = TILE / SIDE;
 
-// Rows; groups; a matrix of each is (k, m); distances of groups, rows and columns of the matrices.
+// The number of rows n and groups v; extents (k, m) of a matrix; strides of groups, rows and columns of the matrices.
 struct Layout {
     i64 n, v, k, m, per_group, down, right;
 };
@@ -17,17 +17,16 @@ struct Layout {
 __device__ __forceinline__ float fused(float a, float b, float c) { return fmaf(a, b, c); }
 __device__ __forceinline__ double fused(double a, double b, double c) { return fma(a, b, c); }
 
-// The tile a b: a(i, l) and b(l, j) give elements, zeros outside; put(i, j, sum) takes the sums. DEEP says whether neighbours along
-// l lie side by side in a.
+// Computes the tile a b: a(i, l) and b(l, j) return elements, zeros outside; put(i, j, sum) stores a sum. DEEP: a is contiguous along l.
 template <bool DEEP, class GetA, class GetB, class Put>
 __device__ __forceinline__ void tile_product(i64 depth, GetA a, GetB b, Put put) {
     __shared__ A left[STEP][TILE + 1], right[STEP][TILE + 1];
     const int row = threadIdx.x / SIDE, column = threadIdx.x % SIDE;
-    A sum[EACH][EACH];
+    A sum[PER_THREAD][PER_THREAD];
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) {
+    for (int i = 0; i < PER_THREAD; ++i) {
 #pragma unroll
-        for (int j = 0; j < EACH; ++j) sum[i][j] = A(0);
+        for (int j = 0; j < PER_THREAD; ++j) sum[i][j] = A(0);
     }
     for (i64 first = 0; first < depth; first += STEP) {
 #pragma unroll
@@ -40,30 +39,30 @@ __device__ __forceinline__ void tile_product(i64 depth, GetA a, GetB b, Put put)
         __syncthreads();
 #pragma unroll
         for (int l = 0; l < STEP; ++l) {
-            A of_a[EACH], of_b[EACH];
+            A of_a[PER_THREAD], of_b[PER_THREAD];
 #pragma unroll
-            for (int i = 0; i < EACH; ++i) {
+            for (int i = 0; i < PER_THREAD; ++i) {
                 of_a[i] = left[l][row + i * SIDE];
                 of_b[i] = right[l][column + i * SIDE];
             }
 #pragma unroll
-            for (int i = 0; i < EACH; ++i) {
+            for (int i = 0; i < PER_THREAD; ++i) {
 #pragma unroll
-                for (int j = 0; j < EACH; ++j) sum[i][j] = fused(of_a[i], of_b[j], sum[i][j]);
+                for (int j = 0; j < PER_THREAD; ++j) sum[i][j] = fused(of_a[i], of_b[j], sum[i][j]);
             }
         }
         __syncthreads();
     }
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) {
+    for (int i = 0; i < PER_THREAD; ++i) {
 #pragma unroll
-        for (int j = 0; j < EACH; ++j) put(row + i * SIDE, column + j * SIDE, sum[i][j]);
+        for (int j = 0; j < PER_THREAD; ++j) put(row + i * SIDE, column + j * SIDE, sum[i][j]);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     product(const T *__restrict__ x, const T *__restrict__ w, const i64 *__restrict__ starts, T *__restrict__ y, Layout s) {
-    // What is behind the last group is one more, without a matrix.
+    // The rows after the last group count as one more group, without a matrix.
     i64 tile = blockIdx.x, group = 0, first = 0, end = 0;
     for (; group <= s.v; ++group) {
         first = starts[group];
@@ -72,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (tile < tiles) break;
         tile -= tiles;
     }
-    // The same for the whole block.
+    // Uniform for the block.
     if (group > s.v) return;
     first += tile * TILE;
     const i64 column = i64(blockIdx.y) * TILE;

@@ -4,7 +4,7 @@ use super::{GATHER, LaunchPlan, SCATTER_ADD};
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{DType, Element, Float, Real};
 use crate::error::KernelError;
-use crate::host_vec::filled;
+use crate::host_vec::filled_or_unwind;
 use crate::kernel::Launch;
 use crate::match_dtype;
 use crate::op::rows::{operands, read, rows_per_task, write};
@@ -82,7 +82,7 @@ pub(super) fn scatter_add(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Ke
         };
         ($t:ty, short) => {
             each(pool, &plan, read::<$t>(dy), write::<$t>(dx), |dx, dy| {
-                let mut sums = filled(f32::ZERO, dx.1.len());
+                let mut sums = filled_or_unwind(f32::ZERO, dx.1.len());
                 add_part(&plan, (dx.0, &mut sums), dy, |sum, x: $t| *sum += x.widen());
                 dx.1.iter_mut().zip(sums).for_each(|(dx, sum)| *dx = <$t>::narrow(sum));
             })

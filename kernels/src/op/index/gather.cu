@@ -1,5 +1,5 @@
-// Elements picked by index. Macros: S, the bits of an element; VEC elements of a vector along c; SHARED, whether one list of
-// indices serves every a and c; INDEX.
+// Gathers elements by index. Macros: S, the unsigned type of an element; VEC, elements per vector along c; SHARED, whether all a and c
+// share one list of indices; INDEX, index type.
 
 extern "C" __global__ void __launch_bounds__(THREADS) gather(const S *__restrict__ x, const i64 *__restrict__ index, S *__restrict__ y,
                                                              Fault *fault, Extents e) {

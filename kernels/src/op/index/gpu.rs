@@ -59,7 +59,7 @@ impl Indexed {
         }
         let dy = GridArg::Input(dy);
         let rows = if self.is_shared { 1 } else { a * c };
-        let sorting = Sorting { rows, n, kept: n, is_wide: false };
+        let sorting = Sorting { rows, n, k: n, is_wide: false };
         assert!(sorting.fits() && u32::try_from(v).is_ok(), "places and tokens are counted in 32 bits");
         let vector = if self.is_shared { self.vector() } else { 1 };
         let numbers = self.numbers(vector);

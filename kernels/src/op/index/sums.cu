@@ -1,13 +1,13 @@
-// Sums into places that indices name: tokens are put in order of their places, and those of a place are added up as they stand.
-// Macros: S, storage; A, sums; VEC elements of a vector along c; SHARED, whether one list of indices serves every a and c; INDEX;
-// those of gpu_sort.cu.
+// Scatter-add by index: tokens are sorted by their target row, and those of a row are summed in their original order.
+// Macros: S, storage type; A, accumulator; VEC, elements per vector along c; SHARED, whether all a and c share one list of indices; INDEX,
+// index type; those of gpu_sort.cu.
 
-// Tokens whose terms are on their way at the same time; they divide those that are added up together.
-constexpr int AT_ONCE = 4;
+// Tokens whose terms are in flight at once; divides the number of terms summed per level.
+constexpr int UNROLL = 4;
 
-// The place that an item belongs to.
+// Returns the target row of an item.
 __device__ __forceinline__ i64 owner_of(const Item &item) { return i64(item.bits >> 32); }
-// The first of n items in order that belongs to this place or one behind it.
+// Returns the first of n sorted items with this target row or a later one.
 __device__ __forceinline__ i64 first_of(const Item *items, i64 n, i64 place) {
     i64 low = 0, high = n;
     while (low < high) {
@@ -18,7 +18,7 @@ __device__ __forceinline__ i64 first_of(const Item *items, i64 n, i64 place) {
     return low;
 }
 
-// The tokens of each list of indices; those whose place is not here come last.
+// Sorts tiles of the tokens of each list of indices; tokens with a target row of another rank come last.
 extern "C" __global__ void __launch_bounds__(SORT_THREADS)
     tiles(const i64 *__restrict__ index, Fault *fault, Extents e, Item *__restrict__ to, Runs r) {
     sort_tiles(
@@ -29,17 +29,17 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS)
             const bool is_here = index_fits(fault, i, position, e.v_global) && u64(local) < u64(e.v);
             return item_of(is_here ? u32(local) : ~0u, u32(at));
         },
-        [=](i64 row, i64 run, i64 j, const Item &item) { to[item_place(r, TILE, row, run, j)] = item; });
+        [=](i64 row, i64 run, i64 j, const Item &item) { to[item_index(r, TILE, row, run, j)] = item; });
 }
 
 __device__ __forceinline__ i64 add(i64 a, i64 b) { return i64(u64(a) + u64(b)); }
 __device__ __forceinline__ float add(float a, float b) { return a + b; }
 __device__ __forceinline__ double add(double a, double b) { return a + b; }
 
-// So many terms (and so many of their sums) are added up before they meet the rest, as on the host.
+// Hierarchical summation, as on the CPU: 2^TOGETHER_BITS terms per level, then as many of their sums.
 constexpr int TOGETHER_BITS = 5, LEVELS = 4;
 
-// Hands on the sums that are of as many terms as their level takes, after the term of this number, counted from 1.
+// Adds full levels to the next level, after term number `count`, counted from 1.
 __device__ __forceinline__ void carry(A (&sums)[LEVELS][VEC], u32 count) {
 #pragma unroll
     for (int l = 1; l < LEVELS; ++l) {
@@ -52,7 +52,7 @@ __device__ __forceinline__ void carry(A (&sums)[LEVELS][VEC], u32 count) {
     }
 }
 
-// The sum of all, the highest level first.
+// Returns the sum of all levels, the highest first.
 __device__ __forceinline__ A joined(const A (&sums)[LEVELS][VEC], int i) {
     A sum = sums[LEVELS - 1][i];
 #pragma unroll
@@ -62,7 +62,7 @@ __device__ __forceinline__ A joined(const A (&sums)[LEVELS][VEC], int i) {
 
 // ---- one list of indices for all ----
 
-// starts[i] = the first item of place i or one behind it, for i in 0..=v.
+// Computes starts[i] = the first item of target row i or a later one, for i in 0..=v.
 extern "C" __global__ void __launch_bounds__(THREADS) find_starts(const Item *__restrict__ items, u32 *__restrict__ starts, Extents e) {
     const i64 i = i64(blockIdx.x) * THREADS + threadIdx.x;
     if (i <= e.v) starts[i] = u32(first_of(items, e.n, i));
@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) find_starts(const Item *__
 template <int COUNT> __device__ __forceinline__ void add_tokens(A (&sums)[VEC], const S *dy, const Item *items, const Extents &e) {
     Vec<S, VEC> terms[COUNT];
 #pragma unroll
-    for (int k = 0; k < COUNT; ++k) terms[k] = load<VEC>(dy + i64(place_of(items[k])) * e.c * VEC);
+    for (int k = 0; k < COUNT; ++k) terms[k] = load<VEC>(dy + i64(position_of(items[k])) * e.c * VEC);
 #pragma unroll
     for (int k = 0; k < COUNT; ++k) {
 #pragma unroll
@@ -94,9 +94,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) sum_tokens(const S *__rest
     }
     u32 k = starts[place];
     const u32 first = k, end = starts[place + 1];
-    for (; end - k >= AT_ONCE; k += AT_ONCE) {
-        add_tokens<AT_ONCE>(sums[0], dy, items + k, e);
-        carry(sums, k + AT_ONCE - first);
+    for (; end - k >= UNROLL; k += UNROLL) {
+        add_tokens<UNROLL>(sums[0], dy, items + k, e);
+        carry(sums, k + UNROLL - first);
     }
     for (; k < end; ++k) add_tokens<1>(sums[0], dy, items + k, e);
     Vec<S, VEC> out;
@@ -107,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sum_tokens(const S *__rest
 
 // ---- an index for every element ----
 
-// A few tokens: each place looks at all that may be its own.
+// For few tokens: each target row checks all tokens.
 extern "C" __global__ void __launch_bounds__(THREADS) sum_few(const i64 *__restrict__ index, const S *__restrict__ dy, S *__restrict__ dx,
                                                               Extents e) {
     const i64 item = i64(blockIdx.x) * THREADS + threadIdx.x;
@@ -132,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sum_many(const S *__restri
     A sums[LEVELS][VEC] = {};
     const i64 first = first_of(items, e.n, place);
     for (i64 k = first; k < e.n && owner_of(items[k]) == place; ++k) {
-        sums[0][0] = add(sums[0][0], widen(dy[(a * e.n + place_of(items[k])) * e.c + c]));
+        sums[0][0] = add(sums[0][0], widen(dy[(a * e.n + position_of(items[k])) * e.c + c]));
         carry(sums, u32(k + 1 - first));
     }
     dx[item] = narrow<S>(joined(sums, 0));

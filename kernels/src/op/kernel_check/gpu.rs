@@ -41,13 +41,13 @@ impl Case<'_> {
                 return Err("GPU source: other bits in another order of threads".to_string());
             }
         }
-        self.verify_on_small_card(tested, inputs, outputs, exact)?;
-        self.verify_on_card(tested, inputs, outputs, exact, allowed)
+        self.verify_with_small_shared_memory(tested, inputs, outputs, exact)?;
+        self.verify_on_cuda(tested, inputs, outputs, exact, allowed)
     }
 
     /// Checks the plan for GPUs with little shared memory.
     #[cfg(feature = "cuda")]
-    fn verify_on_small_card(
+    fn verify_with_small_shared_memory(
         &self,
         tested: DType,
         inputs: &[Operand],
@@ -56,21 +56,21 @@ impl Case<'_> {
     ) -> Result<(), String> {
         let allowance = Cell::new(None);
         let code = |launch: &mut Launch<'_>| {
-            if let Some(done) = shim::run_on_small_card(self.kernel, launch, shim::ORDERS[0]) {
+            if let Some(done) = shim::run_with_small_shared_memory(self.kernel, launch, shim::ORDERS[0]) {
                 allowance.set(Some(done?));
             }
             Ok(())
         };
-        let got = self.launch_by(&code, tested, inputs, outputs).map_err(|e| format!("small card: {e}"))?;
+        let got = self.launch_by(&code, tested, inputs, outputs).map_err(|e| format!("GPU with small shared memory: {e}"))?;
         match allowance.get() {
-            Some(allowed) => self.compare("GPU source on a small card", tested, &got, exact, allowed),
+            Some(allowed) => self.compare("GPU source with small shared memory", tested, &got, exact, allowed),
             None => Ok(()),
         }
     }
 
     /// Checks the kernel on a GPU, if one was requested.
     #[cfg(feature = "cuda")]
-    fn verify_on_card(
+    fn verify_on_cuda(
         &self,
         tested: DType,
         inputs: &[Operand],
@@ -84,8 +84,8 @@ impl Case<'_> {
             ran.set(true);
             done.map_err(|e| e.to_string())
         };
-        let got = self.launch_by(&code, tested, inputs, outputs).map_err(|e| format!("card: {e}"))?;
-        if ran.get() { self.compare("card", tested, &got, exact, allowance) } else { Ok(()) }
+        let got = self.launch_by(&code, tested, inputs, outputs).map_err(|e| format!("GPU device: {e}"))?;
+        if ran.get() { self.compare("GPU device", tested, &got, exact, allowance) } else { Ok(()) }
     }
 
     /// Checks that the GPU source rejects what the reference rejects, with the same message.
@@ -113,7 +113,7 @@ impl Case<'_> {
         };
         match self.launch_by(&code, tested, inputs, outputs) {
             Err(same) if same == refusal => {}
-            other => return Err(format!("card: {other:?} instead of {refusal}")),
+            other => return Err(format!("GPU device: {other:?} instead of {refusal}")),
         }
         Ok(())
     }

@@ -5,7 +5,7 @@ use crate::cpu::simd::{prefetch, prefetch_after};
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{Element, Float, Real};
 use crate::error::KernelError;
-use crate::host_vec::filled;
+use crate::host_vec::filled_or_unwind;
 use crate::kernel::Launch;
 use crate::match_float;
 use crate::op::rows::{
@@ -63,7 +63,7 @@ pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kerne
         let (mean, rstd, r) = (read::<Acc>(mean), read::<Acc>(rstd), r.map(read::<T>));
         let task = ROWS_PER_SUM * d;
         let num_blocks = dx.len().div_ceil(task);
-        let (mut dw_blocks, mut db_blocks) = (filled(Acc::ZERO, num_blocks * d), filled(Acc::ZERO, num_blocks * d));
+        let (mut dw_blocks, mut db_blocks) = (filled_or_unwind(Acc::ZERO, num_blocks * d), filled_or_unwind(Acc::ZERO, num_blocks * d));
         let sums = dw_blocks.chunks_mut(d).zip(db_blocks.chunks_mut(d));
         let mut tasks: Vec<_> = dx.chunks_mut(task).zip(sums).collect();
         pool.chunks(&mut tasks, 1, |i, part| {

@@ -1,7 +1,6 @@
-// Layer normalisation (CENTRED) and root-mean-square normalisation. Sums over rows: a block (each of its warps, for short rows)
-// adds up a run of rows, each thread its own columns; `add_parts` adds up what the blocks found. BLOCKS of those of the gradient
-// fit a multiprocessor; it adds (ADDS) what x has from elsewhere to the gradient of x. Sums over rows are written in ACC (WIDE)
-// or in T.
+// Layer normalisation (CENTRED) and RMS normalisation. Sums over rows (dw, db): a block (or each of its warps, for short rows) sums a run
+// of rows, each thread its own columns; `add_parts` combines the blocks. The backward kernel needs BLOCKS resident blocks per
+// multiprocessor; with ADDS it adds r, the residual gradient, to dx. Sums over rows are written in ACC (WIDE) or in T.
 
 #if CENTRED
 #define CENTRE(...) __VA_ARGS__
@@ -37,15 +36,15 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     }
     ACC rstd = ACC(1) / root(row_reduce(sum, Sum(), ACC(0)) / ACC(n) + eps);
     EACH_CHUNK(i, at) {
-        auto x = in.chunk(i, at), factor = take(w, at, n);
+        auto x = in.chunk(i, at), factor = load_chunk(w, at, n);
         ACC out[WIDTH];
 #if CENTRED
-        auto shift = take(b, at, n);
+        auto shift = load_chunk(b, at, n);
         EACH(e) out[e] = fused((widen(x.at[e]) - mean) * rstd, widen(factor.at[e]), widen(shift.at[e]));
 #else
         EACH(e) out[e] = widen(x.at[e]) * rstd * widen(factor.at[e]);
 #endif
-        put(y + row * n, at, n, out);
+        store_chunk(y + row * n, at, n, out);
     }
     if (is_first()) {
 #if CENTRED
@@ -55,10 +54,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     }
 }
 
-// Warps of a block that have runs of rows of their own.
+// Runs of rows per block: one for each group of THREADS threads.
 constexpr int RUNS = BLOCK / THREADS;
 
-// Sums of rows, one for each column: in registers where rows are held, else in the memory that the next kernel reads.
+// A thread's sums over rows, one per column: in registers if rows are held, else in the memory that `add_parts` reads.
 struct Parts {
     ACC *to;
     ACC held[SLOTS][WIDTH];
@@ -76,7 +75,7 @@ struct Parts {
         EACH(e) if (at + e < n) to[at + e] = is_new ? x[e] : to[at + e] + x[e];
 #endif
     }
-    // What the block found, the runs of its warps in order. All threads of the block take part.
+    // Writes the sums of the block, the runs of its warps in order. All threads of the block call it.
     __device__ __forceinline__ void finish(int n) const {
 #if HELD && THREADS == 32
         __shared__ ACC found[RUNS][THREADS * HELD * WIDTH];
@@ -95,8 +94,8 @@ struct Parts {
     }
 };
 
-// The sums of two numbers over the threads of a row. Blocks use other memory in odd rows than in even ones, so that one
-// barrier is enough: who writes again has seen all threads pass the barrier between.
+// Sums two numbers over the threads of a row. Odd and even rows use different shared memory, so that one barrier suffices: a thread
+// writes the same memory again only after all threads have passed the barrier in between.
 __device__ __forceinline__ void sum_pair(ACC &a, ACC &b, int row) {
     a = warp_reduce(a, Sum());
 #if CENTRED
@@ -117,7 +116,7 @@ __device__ __forceinline__ void sum_pair(ACC &a, ACC &b, int row) {
 #endif
 }
 
-// Each warp of a block, for short rows, or the block has `run` rows one after another.
+// Each block, or each warp for short rows, processes `run` consecutive rows.
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS)
     normalize_backward(const T *x, const T *w, CENTRE(const ACC *means, ) const ACC *rstds, const T *dy, ADDEND(const T *r, ) T *dx, ACC *dw, CENTRE(ACC *db, ) i64 rows, int n, int run) {
     const i64 part = blockIdx.x, first = (part * RUNS + threadIdx.x / THREADS) * run;
@@ -135,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS)
         mean = means[row];
 #endif
         EACH_CHUNK(i, at) {
-            auto x = in.chunk(i, at), dy = slope.chunk(i, at), factor = take(w, at, n);
+            auto x = in.chunk(i, at), dy = slope.chunk(i, at), factor = load_chunk(w, at, n);
             ACC wide[WIDTH], product[WIDTH];
             EACH(e) {
                 ACC h = (widen(x.at[e]) - mean) * rstd, g = widen(dy.at[e]) * widen(factor.at[e]);
@@ -157,14 +156,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS)
         g_sum = 0;
 #endif
         EACH_CHUNK(i, at) {
-            auto x = in.chunk(i, at), dy = slope.chunk(i, at), factor = take(w, at, n);
+            auto x = in.chunk(i, at), dy = slope.chunk(i, at), factor = load_chunk(w, at, n);
             ADDEND(auto r = addend.chunk(i, at);)
             ACC found[WIDTH];
             EACH(e) {
                 ACC h = (widen(x.at[e]) - mean) * rstd;
                 found[e] = rstd * (widen(dy.at[e]) * widen(factor.at[e]) - g_sum - h * gh_sum) ADDEND(+ widen(r.at[e]));
             }
-            put(dx + row * n, at, n, found);
+            store_chunk(dx + row * n, at, n, found);
         }
     }
     dw_parts.finish(n);
@@ -179,8 +178,8 @@ typedef ACC Out;
 typedef T Out;
 #endif
 
-// The sum of `count` parts for each of 32 columns a block: 32 warps take equal runs of parts in order, then the first one
-// adds up theirs. Blocks of the second row of the grid do the same for the second operand.
+// Sums `count` parts for 32 columns per block: 32 warps sum equal runs of parts in order, then the first warp combines them. Blocks with
+// blockIdx.y == 1 do the same for the second operand.
 extern "C" __global__ void __launch_bounds__(1024) add_parts(const ACC *parts, Out *out, CENTRE(const ACC *more_parts, Out *more_out, ) int n, int count) {
     __shared__ ACC sums[32][32];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.x * 32 + lane;

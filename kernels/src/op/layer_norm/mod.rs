@@ -150,7 +150,7 @@ mod tests {
         assert_eq!(added[1..], cotangents[1..]);
     }
 
-    fn agree(rows: usize, d: usize, shift: f64) {
+    fn check_fast_path(rows: usize, d: usize, shift: f64) {
         let shape = [rows, d];
         // In f64 long sums of the reference are no more exact than those under test.
         let dtypes = &DType::FLOATS[usize::from(rows * d > 10_000)..];
@@ -195,7 +195,7 @@ mod tests {
             (5000, 8),
             (1100, 520),
         ] {
-            agree(rows, d, if d > 1 { 0.0 } else { 1.0 });
+            check_fast_path(rows, d, if d > 1 { 0.0 } else { 1.0 });
         }
         let empty = Case::new(&BACKWARD).input(&[2, 0], &[]).input(&[0], &[]);
         let statistics =

@@ -1,15 +1,15 @@
-// What goes back through gelu and a bias: c = c gelu'(z) in place, and the sums of its columns, in one pass. Rows are summed in blocks
-// of ROWS: a thread takes every GROUPS-th row of VEC columns, the groups are joined in order, then the blocks in order.
-// Macros: T, storage; VEC elements that lie side by side are loaded at once.
+// The backward of gelu and bias: c = c gelu'(z) in place, and the sums of its columns, in one pass. Rows are summed in blocks of ROWS: a
+// thread sums every GROUPS-th row of VEC columns; groups are combined in order, then blocks in order.
+// Macros: T, storage type; VEC, contiguous elements per load.
 
 typedef acc_t<T> A;
 
 constexpr int LANES = 32;
 constexpr int GROUPS = 8;
 constexpr int ROWS = 256;
-constexpr int AT_ONCE = 4;
+constexpr int UNROLL = 4;
 
-// The derivative of x s(u(x)), s being the sigmoid and u = 2 sqrt(2 / pi) (x + 0.044715 x^3). Beyond 16 it is 0 or 1.
+// The derivative of gelu(x) = x s(u(x)), with the sigmoid s and u = 2 sqrt(2 / pi) (x + 0.044715 x^3). Beyond 16 it is 0 or 1.
 __device__ __forceinline__ A gelu_slope(A x) {
     constexpr double ROOT = 0.7978845608028654, CUBIC = 0.044715;
     x = x > A(16) ? A(16) : x < A(-16) ? A(-16) : x;
@@ -18,7 +18,7 @@ __device__ __forceinline__ A gelu_slope(A x) {
     return x * ((squared * A(6.0 * ROOT * CUBIC) + A(2.0 * ROOT)) * (s * (A(1) - s))) + s;
 }
 
-extern "C" __global__ void __launch_bounds__(LANES * GROUPS) gelu_back(T *c, const T *__restrict__ z, A *parts, i64 rows, i64 columns) {
+extern "C" __global__ void __launch_bounds__(LANES * GROUPS) gelu_bias_backward(T *c, const T *__restrict__ z, A *parts, i64 rows, i64 columns) {
     __shared__ A shared[GROUPS][LANES * VEC];
     const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES;
     const i64 column = (i64(blockIdx.x) * LANES + lane) * VEC, first = i64(blockIdx.y) * ROWS;
@@ -26,17 +26,17 @@ extern "C" __global__ void __launch_bounds__(LANES * GROUPS) gelu_back(T *c, con
     A sum[VEC];
 #pragma unroll
     for (int k = 0; k < VEC; ++k) sum[k] = A(0);
-    for (i64 row = first + group; row < end; row += GROUPS * AT_ONCE) {
-        Vec<T, VEC> from[AT_ONCE], before[AT_ONCE];
+    for (i64 row = first + group; row < end; row += GROUPS * UNROLL) {
+        Vec<T, VEC> from[UNROLL], before[UNROLL];
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
+        for (int i = 0; i < UNROLL; ++i) {
             const i64 at = row + i * GROUPS;
             if (at >= end) continue;
             from[i] = load<VEC>(c + at * columns + column);
             before[i] = load<VEC>(z + at * columns + column);
         }
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
+        for (int i = 0; i < UNROLL; ++i) {
             const i64 at = row + i * GROUPS;
             if (at >= end) continue;
             Vec<T, VEC> to;
@@ -62,8 +62,8 @@ extern "C" __global__ void __launch_bounds__(LANES * GROUPS) gelu_back(T *c, con
     }
 }
 
-// sums_j = the parts of column j, each group of threads a run of them, the groups in order.
-extern "C" __global__ void __launch_bounds__(LANES * GROUPS) join_columns(const A *__restrict__ parts, T *sums, i64 count, i64 columns) {
+// Computes sums_j = the sum of the parts of column j: each group of threads sums a run of parts, then the groups are combined in order.
+extern "C" __global__ void __launch_bounds__(LANES * GROUPS) sum_column_parts(const A *__restrict__ parts, T *sums, i64 count, i64 columns) {
     __shared__ A shared[GROUPS][LANES];
     const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES;
     const i64 column = i64(blockIdx.x) * LANES + lane, each = (count + GROUPS - 1) / GROUPS;

@@ -25,9 +25,9 @@ pub(super) fn ended(
     if float(kernel.name, launch)?.size() == 2 {
         // The product may be rounded before the epilogue, and once more between parts of the epilogue.
         let is_one = matches!(epilogue, Epilogue::Bias { .. } | Epilogue::Add { bias: None, .. });
-        plan.allow(if is_one { 1.0 } else { 2.0 });
+        plan.allow_extra_ulps(if is_one { 1.0 } else { 2.0 });
     }
-    plan.product(Matmul { a: 0, b: 1, c: 0, epilogue });
+    plan.matmul(Matmul { a: 0, b: 1, c: 0, epilogue });
     Ok(())
 }
 
@@ -36,7 +36,7 @@ pub(super) fn ended(
 pub(super) fn gelu_grad(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let (dtype, c) = (float(PRODUCT_GELU_GRAD.name, launch)?, launch.outputs[0].view);
     if dtype.size() == 2 {
-        plan.allow(2.0);
+        plan.allow_extra_ulps(2.0);
     }
     let columns = c.shape[2];
     let rows = c.shape[0] * c.shape[1];
@@ -59,7 +59,7 @@ pub(super) fn gelu_grad(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<()
         args,
     };
     if rows > 0 {
-        plan.product(Matmul { a: 0, b: 1, c: 0, epilogue: Epilogue::Plain });
+        plan.matmul(Matmul { a: 0, b: 1, c: 0, epilogue: Epilogue::Plain });
         let args = vec![
             GridArg::Output(0),
             GridArg::Input(2),
@@ -67,9 +67,9 @@ pub(super) fn gelu_grad(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<()
             GridArg::I64(rows as i64),
             GridArg::I64(columns as i64),
         ];
-        plan.grid(grid("gelu_back", [columns.div_ceil(LANES * vector), blocks], args));
+        plan.grid(grid("gelu_bias_backward", [columns.div_ceil(LANES * vector), blocks], args));
     }
     let args = vec![parts, GridArg::Output(1), GridArg::I64(blocks as i64), GridArg::I64(columns as i64)];
-    plan.grid(grid("join_columns", [columns.div_ceil(LANES), 1], args));
+    plan.grid(grid("sum_column_parts", [columns.div_ceil(LANES), 1], args));
     Ok(())
 }

@@ -132,7 +132,7 @@ pub static LINEAR_GELU: Kernel = Kernel {
     gpu: Some(GpuCode {
         source: "",
         plan: |launch, plan| {
-            gpu::ended(&LINEAR_GELU, launch, plan, Epilogue::BiasGelu { bias: 2, before: 1 })
+            gpu::ended(&LINEAR_GELU, launch, plan, Epilogue::BiasGelu { bias: 2, pre_gelu: 1 })
         },
     }),
     flops,
@@ -193,7 +193,7 @@ pub static PRODUCT_SUMS: Kernel = Kernel {
     cpu: Some(cpu::product_sums),
     gpu: Some(GpuCode {
         source: "",
-        plan: |launch, plan| gpu::ended(&PRODUCT_SUMS, launch, plan, Epilogue::SumsOfB { sums: 1 }),
+        plan: |launch, plan| gpu::ended(&PRODUCT_SUMS, launch, plan, Epilogue::BiasGrad { sums: 1 }),
     }),
     flops,
     bytes: None,

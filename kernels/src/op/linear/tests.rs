@@ -67,7 +67,7 @@ fn fast_path_matches_the_reference() {
 
 /// The CPU adds the residual with the bits of a separate kernel.
 #[test]
-fn a_residual_is_added_last() {
+fn residual_is_added_last() {
     for shape @ [g, m, n, _] in SHAPES {
         let (bias, r, c) = (values(3, n), values(4, g * m * n), &[g, m, n]);
         let with_bias = product_case(&LINEAR, shape).input(&[n], &bias).output(c);

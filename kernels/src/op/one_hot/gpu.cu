@@ -1,8 +1,8 @@
-// y_(n, j) = 1 where index_n = v_start + j. Macros: S, the bits of an element; VEC elements of a vector along j; INDEX.
+// y_(n, j) = 1 where index_n = v_start + j, else 0. Macros: S, the unsigned type of an element; VEC, elements per vector along j; INDEX.
 
 constexpr int THREADS = 256;
 
-// The columns are counted in vectors.
+// `cols` counts vectors.
 extern "C" __global__ void __launch_bounds__(THREADS)
     one_hot(const i64 *index, S *y, Fault *fault, i64 rows, i64 cols, i64 v_start, i64 v_global, i64 one) {
     const i64 item = i64(blockIdx.x) * THREADS + threadIdx.x;

@@ -1,6 +1,6 @@
-// y_i = FORMULA of (x0_i, x1_i, ..): inputs of any strides, a contiguous y. What the macros are: see gpu.rs.
+// Elementwise kernels: y_i = FORMULA of (x0_i, x1_i, ..), inputs of any strides, contiguous y. gpu.rs documents the macros.
 
-// ---- what formulas are written in: the traits Real and Maths of the host, under the same names ----
+// ---- the operations of formulas, with the names of the Rust traits Real and Maths ----
 
 constexpr double FRAC_2_SQRT_PI = 1.12837916709551257390;
 
@@ -17,7 +17,7 @@ template <int N> __device__ __forceinline__ double series(double x, const double
     return sum;
 }
 
-// The tail of the normal distribution, as in kernels/src/cpu/math.rs: Q(x) = exp(-x^2 / 2) g(t) / (x + centre) with
+// The upper tail of the normal distribution, as in kernels/src/cpu/math.rs: Q(x) = exp(-x^2 / 2) g(t) / (x + centre) with
 // t = (x - centre) / (x + centre).
 struct Tail32 {
     static constexpr double CENTRE = 3.5, END = 15.0;
@@ -50,7 +50,7 @@ template <> struct Functions<float> {
     static __device__ __forceinline__ float tanh(float x) { return ::tanhf(x); }
     static __device__ __forceinline__ float expm1(float x) { return ::expm1f(x); }
     static __device__ __forceinline__ float ln_1p(float x) { return ::log1pf(x); }
-    // Those of f64, rounded, as on the host: the ones of f32 are further off than the kernels' bounds.
+    // Computed in f64 and rounded, as on the CPU: the f32 functions exceed the kernels' error bounds.
     static __device__ __forceinline__ float sin(float x) { return float(::sin(double(x))); }
     static __device__ __forceinline__ float cos(float x) { return float(::cos(double(x))); }
     static __device__ __forceinline__ float pow(float x, float y) { return float(::pow(double(x), double(y))); }
@@ -110,7 +110,7 @@ template <class A> struct Number {
     // exp(-x^2 / 2).
     __device__ __forceinline__ Number bell() const {
         const A z = within();
-        // What is rounded off z^2 would be a large part of the exponential far out.
+        // Far out, the rounding error of z^2 would be a large relative error of the exponential.
         const A square = z * z, rest = Of::fma(z, z, -square);
         const A e = Of::exp(A(-0.5) * square);
         return Of::fma(e, A(-0.5) * rest, e);
@@ -137,14 +137,14 @@ template <class A> struct Number {
     friend __device__ __forceinline__ Number choose(bool is_first, Number a, Number b) { return is_first ? a : b; }
 
   private:
-    // The magnitude, as far as it matters; not-a-number stays.
+    // Returns the magnitude, limited to END; NaN stays.
     __device__ __forceinline__ A within() const {
         const A z = Of::abs(v);
         return z > A(Of::Tail::END) ? A(Of::Tail::END) : z;
     }
 };
 
-// i64 that wraps around.
+// An i64 with wrapping arithmetic.
 struct Integer {
     i64 v;
     __device__ __forceinline__ Integer wrapping_neg() const { return {i64(0 - u64(v))}; }
@@ -157,10 +157,10 @@ struct Integer {
     __device__ __forceinline__ Integer min(Integer b) const { return v < b.v ? *this : b; }
 };
 
-// An element whose bits are moved.
+// Selects an element of any storage type.
 template <class S> __device__ __forceinline__ S choose(bool is_first, S a, S b) { return is_first ? a : b; }
 
-// ---- from storage to what the formula is written in, and back ----
+// ---- conversion from storage to the types of formulas, and back ----
 
 template <class V> struct Enter {
     template <class S> static __device__ __forceinline__ V from(S x) { return V(widen(x)); }
@@ -213,19 +213,19 @@ __device__ __forceinline__ Y compute(const Values &values, const Scalars &scalar
     return leave<Y>(FORMULA);
 }
 
-// ---- the walk ----
+// ---- the kernel ----
 
 constexpr int THREADS = 256;
-// Vectors of a thread: loads of the second are on their way while the first is computed.
-constexpr int AT_ONCE = 2;
+// Vectors per thread: the second is loaded while the first is computed.
+constexpr int UNROLL = 2;
 
-// Extents, outermost first, the innermost counted in vectors; and for each input the distances in elements.
+// Extents, outermost first, the innermost in vectors; and the strides of each input, in elements.
 struct Walk {
     i64 extent[DIMS];
     i64 step[INPUTS][DIMS];
 };
 
-// One vector of an input: elements side by side, or one element for all; a single element may lie anywhere.
+// Loads a vector of an input: contiguous elements, or one element broadcast (stride 0); with VEC = 1, an element at any stride.
 template <class S>
 __device__ __forceinline__ Vec<S, VEC> fetch(const S *x, const Walk &walk, int input, const INDEX (&at)[DIMS]) {
     const i64 step = walk.step[input][DIMS - 1];
@@ -252,23 +252,23 @@ extern "C" __global__ void __launch_bounds__(THREADS) map(const S0 *x0,
 #endif
                                                           Y *y, Walk walk, i64 numel, C c0, C c1) {
     const Scalars scalars = {Enter<C0>::from(c0), Enter<C1>::from(c1)};
-    const i64 block = i64(blockIdx.x) * (THREADS * AT_ONCE) + threadIdx.x, whole = numel / VEC;
-    Vec<S0, VEC> in0[AT_ONCE];
+    const i64 block = i64(blockIdx.x) * (THREADS * UNROLL) + threadIdx.x, whole = numel / VEC;
+    Vec<S0, VEC> in0[UNROLL];
 #if INPUTS > 1
-    Vec<S1, VEC> in1[AT_ONCE];
+    Vec<S1, VEC> in1[UNROLL];
 #endif
 #if INPUTS > 2
-    Vec<S2, VEC> in2[AT_ONCE];
+    Vec<S2, VEC> in2[UNROLL];
 #endif
 #if INPUTS > 3
-    Vec<S3, VEC> in3[AT_ONCE];
+    Vec<S3, VEC> in3[UNROLL];
 #endif
 #pragma unroll
-    for (int u = 0; u < AT_ONCE; ++u) {
+    for (int u = 0; u < UNROLL; ++u) {
         const i64 item = block + u * THREADS;
         if (item >= whole) break;
         INDEX at[DIMS];
-        split(INDEX(item), walk.extent, at);
+        unravel(INDEX(item), walk.extent, at);
         in0[u] = fetch(x0, walk, 0, at);
 #if INPUTS > 1
         in1[u] = fetch(x1, walk, 1, at);
@@ -281,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) map(const S0 *x0,
 #endif
     }
 #pragma unroll
-    for (int u = 0; u < AT_ONCE; ++u) {
+    for (int u = 0; u < UNROLL; ++u) {
         const i64 item = block + u * THREADS;
         if (item >= whole) break;
         Vec<Y, VEC> out;
@@ -303,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) map(const S0 *x0,
         }
         store(y + item * VEC, out);
     }
-    // What is left of a row that no vector holds: there is one dim then.
+    // The elements after the last whole vector; there is one dim then.
     const i64 last = whole * VEC + block;
     if (VEC == 1 || last >= numel) return;
     const Values values = {

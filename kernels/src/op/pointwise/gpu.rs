@@ -19,7 +19,7 @@ pub(crate) const SOURCE: &str = include_str!("gpu.cu");
 
 /// Threads per block and vectors per thread; the same constants as in the source.
 const THREADS: usize = 256;
-const AT_ONCE: usize = 2;
+const UNROLL: usize = 2;
 /// Bytes per load of a thread if elements are contiguous.
 const VECTOR_BYTES: usize = 16;
 
@@ -139,7 +139,7 @@ pub(crate) fn map(
     let iter = dims.numbers()[..(1 + inputs.len()) * count].to_vec();
     let items = numel.div_ceil(vector);
     let blocks =
-        u32::try_from(items.div_ceil(THREADS * AT_ONCE)).expect("fewer than 2^41 elements fit a device");
+        u32::try_from(items.div_ceil(THREADS * UNROLL)).expect("fewer than 2^41 elements fit a device");
     let mut args: Vec<GridArg> = inputs.iter().map(|x| x.arg.clone()).collect();
     args.extend([GridArg::Output(0), GridArg::I64s(iter), GridArg::I64(numel as i64)]);
     args.extend(scalars.args.clone());

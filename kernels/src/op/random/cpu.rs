@@ -121,13 +121,13 @@ pub(super) fn dropout(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kernel
     // A uniform number is k / 2^24, so that it is at least p exactly if k is at least this.
     let threshold = (p * 16_777_216.0).ceil() as u32;
     match_float!(x.dtype, T => {
-        let (x, kept) = (read::<T>(x), <T as Float>::Acc::lit(1.0 - p));
+        let (x, keep_prob) = (read::<T>(x), <T as Float>::Acc::lit(1.0 - p));
         pool.chunks(write::<T>(y), task, |i, y| {
             each_batch(&place, seed, i * task, y.len(), &mut |bits, skip, range| {
                 let x = &x[i * task..][range.clone()];
                 vectorized(#[inline(always)] || {
                     for ((y, x), &bits) in y[range].iter_mut().zip(x).zip(&bits[skip..]) {
-                        *y = if bits >> 8 >= threshold { T::narrow(x.widen() / kept) } else { T::default() };
+                        *y = if bits >> 8 >= threshold { T::narrow(x.widen() / keep_prob) } else { T::default() };
                     }
                 });
             });

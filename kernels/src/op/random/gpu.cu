@@ -1,18 +1,18 @@
-// Random numbers by global index, with the bits of the host. Macros: T, storage; KIND: 0 uniform, 1 normal, 2 dropout;
-// DIMS; INDEX, the type in which local places are counted.
+// Random numbers by global index, with the bits of the CPU. Macros: T, storage type; KIND: 0 uniform, 1 normal, 2 dropout; DIMS;
+// INDEX, the type of local indices.
 
 constexpr int THREADS = 256;
-// Neighbours of one thread: with luck they share one block of random bits.
-constexpr int EACH = 4;
+// Adjacent elements per thread; they often share a block of random bits.
+constexpr int PER_THREAD = 4;
 
-// Per dim: local extent, start of this shard, distance in the global index.
+// Per dim: local extent, start of this shard, stride of the global index.
 struct Place {
     i64 extent[DIMS];
     i64 start[DIMS];
     i64 step[DIMS];
 };
 
-// Philox4x32-10; word i of the block's 128 bits.
+// Philox4x32-10: 128 random bits per block, in four words.
 struct Bits {
     u32 word[4];
 };
@@ -91,15 +91,15 @@ __device__ __forceinline__ double direction(u32 bits, bool is_sine) {
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     draw(const T *__restrict__ x, T *__restrict__ y, Place place, i64 numel, i64 key, i64 stream, double a, double b, int threshold) {
-    const i64 first = (i64(blockIdx.x) * THREADS + threadIdx.x) * EACH;
+    const i64 first = (i64(blockIdx.x) * THREADS + threadIdx.x) * PER_THREAD;
     u64 block = ~0ull;
     Bits bits = {};
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) {
+    for (int i = 0; i < PER_THREAD; ++i) {
         const i64 local = first + i;
         if (local >= numel) return;
         INDEX at[DIMS];
-        split(INDEX(local), place.extent, at);
+        unravel(INDEX(local), place.extent, at);
         u64 index = 0;
 #pragma unroll
         for (int d = 0; d < DIMS; ++d) index += (u64(at[d]) + u64(place.start[d])) * u64(place.step[d]);
@@ -116,8 +116,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const double number = __dmul_rn(r, direction(word_of(bits, u32(index % 4) | 1u), index % 2 == 1));
         y[local] = from_f64<T>(__dadd_rn(a, __dmul_rn(b, number)));
 #else
-        const acc_t<T> kept = acc_t<T>(b);
-        y[local] = (word >> 8) >= u32(threshold) ? narrow<T>(widen(x[local]) / kept) : narrow<T>(0);
+        const acc_t<T> keep_prob = acc_t<T>(b);
+        y[local] = (word >> 8) >= u32(threshold) ? narrow<T>(widen(x[local]) / keep_prob) : narrow<T>(0);
 #endif
     }
 }

@@ -9,7 +9,7 @@ pub(super) const SOURCE: &str = include_str!("gpu.cu");
 
 /// The same constant as in the source.
 const THREADS: usize = 256;
-const EACH: usize = 4;
+const PER_THREAD: usize = 4;
 
 /// y = a + (b - a) u for uniform u.
 pub(super) fn uniform(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
@@ -52,7 +52,7 @@ fn draw(
     };
     let walk = [padded(1, |dim| dim.0), padded(0, |dim| dim.1), padded(0, |dim| dim.2)].concat();
     let blocks =
-        u32::try_from(numel.div_ceil(EACH * THREADS)).expect("fewer than 2^41 elements fit a device");
+        u32::try_from(numel.div_ceil(PER_THREAD * THREADS)).expect("fewer than 2^41 elements fit a device");
     plan.grid(Grid {
         entry: "draw",
         defines: vec![

@@ -143,8 +143,8 @@ fn dropout(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let place = Place::new(&x.view.shape, &scalars[3..]);
     match_float!(x.dtype, T => {
         for (i, (x, y)) in read::<T>(x).iter().zip(write::<T>(y)).enumerate() {
-            let kept = uniform_at(key, stream, place.global(i)) >= p;
-            *y = if kept { T::from_f64(x.to_f64() / (1.0 - p)) } else { T::default() };
+            let is_kept = uniform_at(key, stream, place.global(i)) >= p;
+            *y = if is_kept { T::from_f64(x.to_f64() / (1.0 - p)) } else { T::default() };
         }
         Ok(())
     }, else Err(KernelError::DType { kernel: DROPOUT.name, dtype: x.dtype }))

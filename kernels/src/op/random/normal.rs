@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn the_series_agree_with_std() {
+    fn series_match_std() {
         for i in 0..40_000u32 {
             let (first, second) = (i.wrapping_mul(2_654_435_761), i.wrapping_mul(0x9e37_79b1) ^ 0x55);
             // Small radii and the borders of the octants too.

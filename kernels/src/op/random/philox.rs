@@ -66,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn known_answers() {
+    fn philox_matches_known_values() {
         // From the test vectors that accompany the paper.
         let ones = u32::MAX;
         for (counter, key, answer) in [

@@ -20,7 +20,7 @@ fn dropped(p: f64) -> [Scalar; 3] {
 }
 
 #[test]
-fn places_by_hand() {
+fn positions_match_known_values() {
     // Rows 1..3 and columns 2..5 of a tensor of 4 x 10.
     let place = Place::new(&[2, 3], &shard(&[], &[(4, 1), (10, 2)]));
     assert_eq!((0..6).map(|i| place.global(i)).collect::<Vec<_>>(), [12, 13, 14, 22, 23, 24]);
@@ -31,7 +31,7 @@ fn places_by_hand() {
 }
 
 #[test]
-fn elements_by_hand() {
+fn elements_match_known_values() {
     let y = evaluate(&UNIFORM, &[], &[&[2]], &shard(&drawn(10.0, 30.0), &[(100, 6)])).remove(0);
     let expected = [6, 7].map(|i| 10.0 + 20.0 * uniform_at(-7i64 as u64, 1 << 40, i));
     assert_eq!(y, expected);
@@ -66,7 +66,7 @@ fn fast_path_matches_the_reference() {
 }
 
 #[test]
-fn a_shard_is_the_slice_of_the_whole_bit_for_bit() {
+fn shard_has_the_bits_of_the_slice_of_the_whole() {
     let (rows, columns) = (6, 150);
     let x = values(1, rows * columns);
     for dtype in [DType::F32, DType::BF16] {

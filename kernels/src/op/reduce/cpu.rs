@@ -4,7 +4,7 @@ use crate::cpu::simd::prefetch_ahead;
 use crate::cpu::simd::scratch::Scratch;
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{Element, Float, Real};
-use crate::host_vec::filled;
+use crate::host_vec::filled_or_unwind;
 use crate::kernel::Arg;
 use crate::op::pointwise::TASK;
 use crate::op::strided_iter::StridedIter;
@@ -170,7 +170,7 @@ fn along<F: Fold, T: Float<Acc = F::From>, U: Element>(
         });
         return;
     }
-    let mut parts = filled(F::EMPTY, y.len() * branches);
+    let mut parts = filled_or_unwind(F::EMPTY, y.len() * branches);
     pool.chunks(&mut parts, 1, |i, part| {
         let first = i % branches * BRANCH;
         part[0] = branch::<F, T>(x, i / branches, first..count.min(first + BRANCH));
@@ -329,7 +329,7 @@ fn across<F: Fold, T: Float<Acc = F::From>, U: Element>(
 ) {
     let count = x.reduced.numel();
     let (blocks, tiles) = (count.div_ceil(BLOCK), neighbours.div_ceil(COLUMNS));
-    let mut parts = filled(F::EMPTY, y.len() / neighbours * tiles * blocks * COLUMNS);
+    let mut parts = filled_or_unwind(F::EMPTY, y.len() / neighbours * tiles * blocks * COLUMNS);
     let per_task = (TASK / (count.clamp(1, BLOCK) * neighbours.min(COLUMNS))).max(1);
     pool.chunks_on_threads(&mut parts, per_task * COLUMNS, |thread, task, parts| {
         let mut scratch = pool.scratch_for(thread);

@@ -1,24 +1,24 @@
-// Reductions in the order that the module states, so with the host's bits: blocks of 256 elements, 16 partial results in
-// each, a balanced tree of blocks. What is missing is EMPTY, which changes no result: no sum here is -0.
-// Macros: S, storage; A, results; JOIN; EMPTY; SQUARES, whether elements are squared; FACTOR, whether results are scaled;
-// Y, storage of results; KEPT and REDUCED, numbers of dims; INDEX, the type in which places are counted; VEC elements that lie
-// side by side are loaded at once: of a row by `along`, of neighbours by `across`.
+// Reductions in the order that the module documents, with the bits of the CPU: blocks of 256 elements, 16 partial results in each, a
+// balanced tree of blocks. Missing elements are EMPTY, which changes no result: no sum here is -0.
+// Macros: S, storage type; A, accumulator; JOIN, the operation; EMPTY, its neutral element; SQUARES, whether elements are squared;
+// FACTOR, whether results are scaled; Y, result type; KEPT and REDUCED, numbers of dims; INDEX, index type; VEC, contiguous elements
+// per load: of a row in `reduce_rows`, of neighbouring results in `reduce_columns`.
 
 constexpr int THREADS = 256;
 constexpr int LANES = 16;
 constexpr int BLOCK = 256;
-constexpr int TURNS = BLOCK / LANES;
-// Loads of a thread that are on their way at the same time.
-constexpr int AT_ONCE = 8;
-// Threads that form a block of a row, and how many such groups a thread block has.
+constexpr int STEPS = BLOCK / LANES;
+// Loads of a thread in flight.
+constexpr int UNROLL = 8;
+// Threads that reduce a block of a row, and such groups per thread block.
 constexpr int GROUP = LANES / VEC;
 constexpr int GROUPS = THREADS / GROUP;
-// Where rows are joined to each other: threads side by side, their neighbours, and the threads of each of these.
+// Of `reduce_columns`: threads across results, results per thread block, threads per result, and partial results per thread.
 constexpr int ACROSS = VEC == 1 ? 32 : 16;
 constexpr int TILE = ACROSS * VEC;
 constexpr int RANKS = THREADS / ACROSS;
 constexpr int PARTIALS = LANES / RANKS;
-// Parts of one result that a thread joins at most.
+// The most parts of a result that a thread combines.
 constexpr int PARTS = 16;
 
 struct Walk {
@@ -28,7 +28,7 @@ struct Walk {
     i64 reduced_step[REDUCED];
 };
 
-__device__ __forceinline__ A take(S x) {
+__device__ __forceinline__ A load_term(S x) {
 #if SQUARES
     return __dmul_rn(A(widen(x)), A(widen(x)));
 #else
@@ -48,12 +48,12 @@ template <int N> __device__ __forceinline__ i64 place(INDEX number, const i64 (&
         return i64(number) * step[0];
     } else {
         INDEX at[N];
-        split(number, extent, at);
-        return place_of(at, step);
+        unravel(number, extent, at);
+        return offset_of(at, step);
     }
 }
 
-// A balanced tree of 1, 2 or 4 branches that come one by one.
+// A balanced tree of 1, 2 or 4 branches, pushed in order.
 struct Tree {
     A low, half;
     __device__ __forceinline__ void push(int number, A branch) {
@@ -63,8 +63,8 @@ struct Tree {
     }
 };
 
-// Joins what the threads `number` = 0 .. `count` hold, `distance` apart, in a balanced tree; both are powers of two. All
-// threads of the block take part; the result is that of number 0.
+// Combines the values of `count` threads at stride `distance` in a balanced tree; both are powers of two. `number` is the position of
+// the thread. All threads of the block call it; thread 0 gets the result.
 __device__ __forceinline__ A join_neighbours(A *shared, A x, int number, int count, int distance) {
     int by = 1;
     for (; by < count && 2 * by * distance <= int(WARP); by *= 2) {
@@ -80,7 +80,7 @@ __device__ __forceinline__ A join_neighbours(A *shared, A x, int number, int cou
     return x;
 }
 
-// Where element number `at` of a row lies.
+// Returns the offset of element `at` of a row.
 __device__ __forceinline__ i64 in_row(const Walk &walk, i64 at) {
     if constexpr (VEC == 1) {
         return place(INDEX(at), walk.reduced_extent, walk.reduced_step);
@@ -89,10 +89,10 @@ __device__ __forceinline__ i64 in_row(const Walk &walk, i64 at) {
     }
 }
 
-// Rows one by one: a group of threads forms `each` (1, 2 or 4) blocks of a row, `groups` (a power of two, GROUPS at most) of them
-// a branch. Thread `lane` of a group has VEC of the 16 partial results. A row has `branches`; if that is 1 results are finished,
-// else part number `branch` of all rows is one row of `parts`.
-extern "C" __global__ void __launch_bounds__(THREADS, 3) along(const S *__restrict__ x, Y *y, A *parts, Walk walk, i64 rows, i64 count,
+// Reduces rows: a group of threads reduces `each` (1, 2 or 4) blocks of a row, and `groups` groups (a power of two, at most GROUPS) form
+// a branch. Thread `lane` of a group has VEC of the 16 partial results. A row has `branches` branches: with 1, results are final;
+// otherwise row `branch` of `parts` gets that part of every row.
+extern "C" __global__ void __launch_bounds__(THREADS, 3) reduce_rows(const S *__restrict__ x, Y *y, A *parts, Walk walk, i64 rows, i64 count,
                                                             int groups, int each, i64 branches, A factor) {
     __shared__ A shared[THREADS];
     const int lane = threadIdx.x % GROUP, group = threadIdx.x / GROUP, own = group % groups;
@@ -108,14 +108,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) along(const S *__restri
         for (int k = 0; k < VEC; ++k) part[k] = EMPTY;
         if (block + BLOCK <= end) {
 #pragma unroll
-            for (int turn = 0; turn < TURNS; turn += AT_ONCE) {
-                Vec<S, VEC> in[AT_ONCE];
+            for (int step_index = 0; step_index < STEPS; step_index += UNROLL) {
+                Vec<S, VEC> in[UNROLL];
 #pragma unroll
-                for (int t = 0; t < AT_ONCE; ++t) in[t] = load<VEC>(x + in_row(walk, start + (turn + t) * LANES));
+                for (int t = 0; t < UNROLL; ++t) in[t] = load<VEC>(x + in_row(walk, start + (step_index + t) * LANES));
 #pragma unroll
-                for (int t = 0; t < AT_ONCE; ++t) {
+                for (int t = 0; t < UNROLL; ++t) {
 #pragma unroll
-                    for (int k = 0; k < VEC; ++k) part[k] = join(part[k], take(in[t].at[k]));
+                    for (int k = 0; k < VEC; ++k) part[k] = join(part[k], load_term(in[t].at[k]));
                 }
             }
         } else {
@@ -123,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) along(const S *__restri
             for (i64 at = start; at < end; at += LANES) {
 #pragma unroll
                 for (int k = 0; k < VEC; ++k)
-                    if (at + k < end) part[k] = join(part[k], take(x[in_row(walk, at + k)]));
+                    if (at + k < end) part[k] = join(part[k], load_term(x[in_row(walk, at + k)]));
             }
         }
 #pragma unroll
@@ -148,10 +148,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) along(const S *__restri
     }
 }
 
-// Results that are neighbours in memory: TILE of them and `each` blocks by one thread block; thread `rank` of a column has
-// partial results `rank` and, if there are two, `rank` + 8 of each block. Then a thread joins those of one neighbour. `outer` rows
-// of `neighbours` results.
-extern "C" __global__ void __launch_bounds__(THREADS) across(const S *__restrict__ x, Y *y, A *parts, Walk walk, i64 neighbours, i64 outer,
+// Reduces columns: results that are adjacent in memory, TILE of them and `each` blocks per thread block. Thread `rank` of a column has
+// the partial results `rank` and, with two per thread, `rank` + 8 of each block; then one thread combines those of a column. There are
+// `outer` rows of `neighbours` results.
+extern "C" __global__ void __launch_bounds__(THREADS) reduce_columns(const S *__restrict__ x, Y *y, A *parts, Walk walk, i64 neighbours, i64 outer,
                                                              i64 count, int each, i64 branches, A factor) {
     __shared__ A shared[RANKS][TILE];
     const int rank = threadIdx.x / ACROSS, own = threadIdx.x % ACROSS * VEC;
@@ -172,15 +172,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) across(const S *__restrict
         }
         if (block + BLOCK <= end) {
 #pragma unroll
-            for (int turn = 0; turn < TURNS; turn += AT_ONCE / PARTIALS) {
-                Vec<S, VEC> in[AT_ONCE];
+            for (int step_index = 0; step_index < STEPS; step_index += UNROLL / PARTIALS) {
+                Vec<S, VEC> in[UNROLL];
 #pragma unroll
-                for (int t = 0; t < AT_ONCE; ++t)
-                    in[t] = load<VEC>(x + place(INDEX(start + turn * LANES + t * RANKS), walk.reduced_extent, walk.reduced_step));
+                for (int t = 0; t < UNROLL; ++t)
+                    in[t] = load<VEC>(x + place(INDEX(start + step_index * LANES + t * RANKS), walk.reduced_extent, walk.reduced_step));
 #pragma unroll
-                for (int t = 0; t < AT_ONCE; ++t) {
+                for (int t = 0; t < UNROLL; ++t) {
 #pragma unroll
-                    for (int k = 0; k < VEC; ++k) part[t % PARTIALS][k] = join(part[t % PARTIALS][k], take(in[t].at[k]));
+                    for (int k = 0; k < VEC; ++k) part[t % PARTIALS][k] = join(part[t % PARTIALS][k], load_term(in[t].at[k]));
                 }
             }
         } else {
@@ -190,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) across(const S *__restrict
                     if (at + p * RANKS >= end) continue;
                     const Vec<S, VEC> in = load<VEC>(x + place(INDEX(at + p * RANKS), walk.reduced_extent, walk.reduced_step));
 #pragma unroll
-                    for (int k = 0; k < VEC; ++k) part[p][k] = join(part[p][k], take(in.at[k]));
+                    for (int k = 0; k < VEC; ++k) part[p][k] = join(part[p][k], load_term(in.at[k]));
                 }
             }
         }
@@ -220,10 +220,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) across(const S *__restrict
     }
 }
 
-// Joins `each` (a power of two, PARTS at most) times `groups` parts of each result to one: `columns` (1 or 32) results by one
-// thread block. What comes out are `branches` rows of parts, or, if that is 1, results.
+// Combines `each` (a power of two, at most PARTS) times `groups` parts of each result: `columns` (1 or 32) results per thread block.
+// Writes `branches` rows of parts, or results if that is 1.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    join_parts(const A *parts, Y *y, A *to, i64 results, i64 count, int columns, int groups, int each, i64 branches, A factor) {
+    combine_parts(const A *parts, Y *y, A *to, i64 results, i64 count, int columns, int groups, int each, i64 branches, A factor) {
     __shared__ A shared[THREADS];
     const int group = threadIdx.x / columns;
     const i64 branch = blockIdx.x % branches, column = blockIdx.x / branches * columns + threadIdx.x % columns;

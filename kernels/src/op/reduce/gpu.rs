@@ -150,7 +150,7 @@ impl Reduction {
             GridArg::I64(branches as i64),
             self.factor.clone(),
         ];
-        self.grid(plan, "along", (self.results * branches).div_ceil(most / groups), args);
+        self.grid(plan, "reduce_rows", (self.results * branches).div_ceil(most / groups), args);
         self.join(plan, parts, branches);
     }
 
@@ -175,7 +175,7 @@ impl Reduction {
             GridArg::I64(branches as i64),
             self.factor.clone(),
         ];
-        self.grid(plan, "across", tiles * branches, args);
+        self.grid(plan, "reduce_columns", tiles * branches, args);
         self.join(plan, parts, branches);
     }
 
@@ -199,7 +199,7 @@ impl Reduction {
                 GridArg::I64(branches as i64),
                 self.factor.clone(),
             ];
-            self.grid(plan, "join_parts", self.results.div_ceil(columns) * branches, args);
+            self.grid(plan, "combine_parts", self.results.div_ceil(columns) * branches, args);
             (parts, count) = (to, branches);
         }
     }

@@ -1,31 +1,31 @@
-// Sums of squares of up to COUNT inputs, each in the order that the module states, so with the host's bits. What is missing
-// is 0, which changes no result. Macros: S, storage; COUNT.
+// Sums of squares of up to COUNT inputs, each in the order that the module documents, with the bits of the CPU. Missing elements are 0,
+// which changes no result. Macros: S, storage type; COUNT.
 
 constexpr int THREADS = 256;
 constexpr int LANES = 16;
 constexpr int BLOCK = 256;
-constexpr int TURNS = BLOCK / LANES;
+constexpr int STEPS = BLOCK / LANES;
 constexpr int GROUPS = THREADS / LANES;
-// Blocks of elements of a group of 16 threads.
-constexpr int EACH = 4;
+// Blocks of elements per group of 16 threads.
+constexpr int BLOCKS_PER_GROUP = 4;
 
-// Where each input begins.
+// The address of each input.
 struct Operands {
     const S *x[COUNT];
 };
-// The first thread block of each input, its elements.
+// The first thread block of each input, and its number of elements.
 struct Numbers {
     i64 first[COUNT], n[COUNT];
 };
-// The first part of each input, and how many there are in all.
+// The first part of each input, and the number of all parts.
 struct Firsts {
     i64 at[COUNT + 1];
 };
 
 __device__ __forceinline__ double square(S x) { return __dmul_rn(double(widen(x)), double(widen(x))); }
 
-// Joins what threads hold that are `distance` apart, `count` (a power of two) of them, in a balanced tree. All threads of
-// the block take part; the result is that of number 0.
+// Sums the values of `count` (a power of two) threads at stride `distance` in a balanced tree. All threads of the block call it; thread 0
+// gets the result.
 __device__ __forceinline__ double join_neighbours(double *shared, double x, int number, int count, int distance) {
     for (int by = 1; by < count; by *= 2) {
         shared[threadIdx.x] = x;
@@ -36,11 +36,11 @@ __device__ __forceinline__ double join_neighbours(double *shared, double x, int 
     return x;
 }
 
-// A thread block forms one branch of the tree of an input: EACH blocks of elements by each group of 16 threads.
+// Sums one branch of the tree of an input per thread block: BLOCKS_PER_GROUP blocks of elements per group of 16 threads.
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
     squares(const Operands operands, const Numbers numbers, double *parts, int count) {
     __shared__ double shared[THREADS];
-    // The last input that begins at this thread block or before it.
+    // The last input whose first thread block is not after this one.
     int own = 0, end = count;
     while (end - own > 1) {
         const int middle = (own + end) / 2;
@@ -50,17 +50,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
     const S *x = operands.x[own];
     const i64 n = numbers.n[own], branch = (i64)blockIdx.x - numbers.first[own];
     const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES;
-    double blocks[EACH];
+    double blocks[BLOCKS_PER_GROUP];
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-        const i64 start = ((branch * GROUPS + group) * EACH + i) * BLOCK;
+    for (int i = 0; i < BLOCKS_PER_GROUP; ++i) {
+        const i64 start = ((branch * GROUPS + group) * BLOCKS_PER_GROUP + i) * BLOCK;
         double part = 0;
         if (start + BLOCK <= n) {
-            S in[TURNS];
+            S in[STEPS];
 #pragma unroll
-            for (int t = 0; t < TURNS; ++t) in[t] = x[start + lane + t * LANES];
+            for (int t = 0; t < STEPS; ++t) in[t] = x[start + lane + t * LANES];
 #pragma unroll
-            for (int t = 0; t < TURNS; ++t) part += square(in[t]);
+            for (int t = 0; t < STEPS; ++t) part += square(in[t]);
         } else {
             for (i64 at = start + lane; at < n; at += LANES) part += square(x[at]);
         }
@@ -73,7 +73,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
     if (threadIdx.x == 0) parts[blockIdx.x] = sum;
 }
 
-// A thread block joins the parts of one input, the first of which has number `from`. Each thread takes a branch of them, in place; then threads join theirs.
+// Sums the parts of one input per thread block; `from` is the number of the first input. Each thread sums a branch in place, then the
+// threads combine their branches.
 extern "C" __global__ void __launch_bounds__(THREADS) join_squares(double *parts, double *y, const Firsts firsts, i64 from) {
     __shared__ double shared[THREADS];
     parts += firsts.at[blockIdx.x];

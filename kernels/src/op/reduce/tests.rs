@@ -70,7 +70,7 @@ fn sizes_of_many() -> Vec<usize> {
 }
 
 #[test]
-fn squares_of_many_agree() {
+fn sum_squares_many_matches_the_reference() {
     let sizes = sizes_of_many();
     for k in [0, 1, 7, sizes.len()] {
         let case = Case::new(&SUM_SQUARES_MANY).output_as(Kind::Fixed(DType::F64), &[k]);
@@ -100,7 +100,7 @@ fn squares_by(code: &dyn Fn(&mut Launch<'_>), sizes: &[usize], memory: &[f32]) -
 }
 
 #[test]
-fn squares_of_many_have_the_bits_of_each() {
+fn sum_squares_many_has_the_bits_of_sum_squares() {
     let mut sizes = sizes_of_many();
     sizes.push(300 * 16_384 + 5);
     let memory: Vec<f32> = values(7, sizes[sizes.len() - 1]).iter().map(|&x| x as f32).collect();
@@ -137,7 +137,7 @@ fn special_values() {
 }
 
 #[test]
-fn columns_agree_too() {
+fn column_reductions_match_the_reference() {
     for [rows, cols] in [[1000, 130], [300, 16], [5, 1000], [0, 40], [257, 129]] {
         let x = values(3, rows * cols);
         let view = Strides::contiguous(&[rows, cols]).permute(&[1, 0]);
@@ -187,7 +187,7 @@ fn sums(view: Strides, memory: &[f32]) -> Vec<u32> {
 }
 
 #[test]
-fn bits_are_those_of_the_stated_order_however_x_lies() {
+fn bits_follow_the_stated_order_for_all_strides() {
     for [rows, cols] in [[20, 3000], [17, 256], [3, 100], [1, 70_000], [33, 16_384], [9000, 1]] {
         let mut x: Vec<f32> = values(5, rows * cols).iter().map(|&x| x as f32).collect();
         x[0] = -0.0;

@@ -4,7 +4,7 @@ use super::{BACKWARD, FORWARD};
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{Element, Float, Real};
 use crate::error::KernelError;
-use crate::host_vec::filled;
+use crate::host_vec::filled_or_unwind;
 use crate::kernel::Launch;
 use crate::match_float;
 use crate::op::rows::{
@@ -55,7 +55,7 @@ pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kerne
         let (x, w, dy, rstd, dx) = (read::<T>(x), read::<T>(w), read::<T>(dy), read::<Acc>(rstd), write::<T>(dx));
         let r = r.map(read::<T>);
         let task = ROWS_PER_SUM * d;
-        let mut dw_blocks = filled(Acc::ZERO, dx.len().div_ceil(task) * d);
+        let mut dw_blocks = filled_or_unwind(Acc::ZERO, dx.len().div_ceil(task) * d);
         pool.chunks2((dx, task), (&mut dw_blocks, d), |i, dx, dw| {
             let (x, dy, rstd) = (&x[i * task..], &dy[i * task..], &rstd[i * ROWS_PER_SUM..]);
             let r = r.map(|r| &r[i * task..]);

@@ -122,7 +122,7 @@ mod tests {
         assert_eq!(added, [vec![1.46875, -1.96875, 3.90625, 7.96875], vec![0.5, 0.0, 0.0, 0.0]]);
     }
 
-    fn agree(rows: usize, d: usize) {
+    fn check_fast_path(rows: usize, d: usize) {
         let shape = [rows, d];
         // In f64 long sums of the reference are no more exact than those under test.
         let dtypes = &DType::FLOATS[usize::from(rows * d > 10_000)..];
@@ -163,7 +163,7 @@ mod tests {
             (5000, 8),
             (1100, 520),
         ] {
-            agree(rows, d);
+            check_fast_path(rows, d);
         }
     }
 

@@ -4,7 +4,7 @@ use super::{BLOCK, Problem, ROTATE, joined};
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{Float, Real};
 use crate::error::KernelError;
-use crate::host_vec::filled;
+use crate::host_vec::filled_or_unwind;
 use crate::kernel::Launch;
 use crate::match_float;
 use crate::op::rows::{operands, read, rows_per_task, write};
@@ -18,12 +18,12 @@ fn table<R: Real>(p: &Problem<'_>) -> Vec<R> {
     let blocks = p.first.div_euclid(BLOCK)..last.div_euclid(BLOCK) + 1;
     let one_block = blocks.end - blocks.start == 1;
     let rest = if one_block { p.first.rem_euclid(BLOCK)..last.rem_euclid(BLOCK) + 1 } else { 0..BLOCK };
-    let turns = |positions: &mut dyn Iterator<Item = i64>| -> Vec<(f64, f64)> {
+    let cos_sin = |positions: &mut dyn Iterator<Item = i64>| -> Vec<(f64, f64)> {
         positions.flat_map(|n| p.frequencies.iter().map(move |f| (n as f64 * f.real()).sin_cos())).collect()
     };
-    let coarse = turns(&mut blocks.clone().map(|block| block * BLOCK));
-    let fine = turns(&mut rest.clone());
-    let mut table = filled(R::ZERO, p.t * p.c);
+    let coarse = cos_sin(&mut blocks.clone().map(|block| block * BLOCK));
+    let fine = cos_sin(&mut rest.clone());
+    let mut table = filled_or_unwind(R::ZERO, p.t * p.c);
     for (n, row) in table.chunks_exact_mut(p.c).enumerate() {
         let position = p.first + n as i64;
         let a = &coarse[(position.div_euclid(BLOCK) - blocks.start) as usize * half..][..half];
@@ -51,9 +51,9 @@ pub(super) fn rotate(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelE
             vectorized(#[inline(always)] || {
                 let positions = x.chunks_exact(p.per_position).zip(y.chunks_exact_mut(p.per_position));
                 for (n, (x, y)) in positions.enumerate() {
-                    let turns = &table[(i * rows + n) % p.t * p.c..][..p.c];
+                    let cos_sin = &table[(i * rows + n) % p.t * p.c..][..p.c];
                     for (x, y) in x.chunks_exact(p.c).zip(y.chunks_exact_mut(p.c)) {
-                        turn(turns, x, y);
+                        rotate_row(cos_sin, x, y);
                     }
                 }
             });
@@ -63,13 +63,13 @@ pub(super) fn rotate(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelE
 }
 
 #[inline(always)]
-fn turn<T: Float>(turns: &[T::Acc], x: &[T], y: &mut [T]) {
+fn rotate_row<T: Float>(cos_sin: &[T::Acc], x: &[T], y: &mut [T]) {
     let half = x.len() / 2;
-    let ((cos, sin), (low, high)) = (turns.split_at(half), x.split_at(half));
+    let ((cos, sin), (low, high)) = (cos_sin.split_at(half), x.split_at(half));
     let (y_low, y_high) = y.split_at_mut(half);
-    let turns = cos.iter().zip(sin);
+    let cos_sin = cos.iter().zip(sin);
     for (((&cos, &sin), (low, high)), (y_low, y_high)) in
-        turns.zip(low.iter().zip(high)).zip(y_low.iter_mut().zip(y_high))
+        cos_sin.zip(low.iter().zip(high)).zip(y_low.iter_mut().zip(y_high))
     {
         let (low, high) = (low.widen(), high.widen());
         *y_low = T::narrow(low * cos - high * sin);

@@ -1,5 +1,5 @@
-// Rotary positions: a table of cosines and sines, a row of 2 `half` numbers for each position, then the products. Tables stay
-// in the second-level cache, since all heads of a position read the same row.
+// Rotary position embedding: first a table of cosines and sines, a row of 2 `half` numbers per position, then the rotation. The table
+// stays in the L2 cache, since all heads of a position read the same row.
 
 typedef acc_t<T> ACC;
 
@@ -7,13 +7,13 @@ struct Frequencies {
     i64 bits[PAIRS];
 };
 
-// The pairs `from_pair` .. `from_pair + count` of the row of each position; a block has one position.
-extern "C" __global__ void __launch_bounds__(128) turns(Frequencies frequencies, ACC *table, i64 first, int half, int from_pair, int count) {
+// Computes the pairs `from_pair` .. `from_pair + count` of the row of each position; a block has one position.
+extern "C" __global__ void __launch_bounds__(128) cos_sin_table(Frequencies frequencies, ACC *table, i64 first, int half, int from_pair, int count) {
     i64 position = first + blockIdx.x, rest = (position % 64 + 64) % 64;
     ACC *row = table + (i64)blockIdx.x * 2 * half + from_pair;
     for (int i = threadIdx.x; i < count; i += 128) {
         double f = __longlong_as_double(frequencies.bits[i]), sin_a, cos_a, sin_b, cos_b;
-        // As the host does it: both parts in f64, so that an angle depends on position and frequency only.
+        // As on the CPU: both parts in f64, so that an angle depends only on position and frequency.
         sin_a = sin((double)(position - rest) * f);
         cos_a = cos((double)(position - rest) * f);
         sin_b = sin((double)rest * f);
@@ -23,16 +23,16 @@ extern "C" __global__ void __launch_bounds__(128) turns(Frequencies frequencies,
     }
 }
 
-// A block has one position of one batch element, all heads of it; a thread has PER pairs at a time.
+// Rotates all heads of one position of one batch element per block, PER pairs per thread at a time.
 extern "C" __global__ void __launch_bounds__(256) rope(const T *x, T *y, const ACC *table, int t, int heads, int half) {
-    const ACC *turns = table + (i64)(blockIdx.x % t) * 2 * half;
+    const ACC *cos_sin = table + (i64)(blockIdx.x % t) * 2 * half;
     i64 start = (i64)blockIdx.x * heads * 2 * half;
     int of_head = half / PER;
     for (int item = threadIdx.x; item < heads * of_head; item += blockDim.x) {
         int i = item % of_head * PER;
         i64 at = start + (i64)(item / of_head) * 2 * half + i;
         auto low = load<PER>(x + at), high = load<PER>(x + at + half);
-        auto cosines = load<PER>(turns + i), sines = load<PER>(turns + half + i);
+        auto cosines = load<PER>(cos_sin + i), sines = load<PER>(cos_sin + half + i);
         Vec<T, PER> y_low, y_high;
 #pragma unroll
         for (int e = 0; e < PER; e++) {

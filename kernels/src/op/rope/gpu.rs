@@ -42,7 +42,7 @@ pub(super) fn rotate(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), K
         bits.resize(half.min(PAIRS), 0);
         let mut args = vec![GridArg::I64s(bits), table.clone(), GridArg::I64(p.first)];
         args.extend([half, i * PAIRS, part.len()].map(|n| GridArg::I32(n as i32)));
-        plan.grid(grid("turns", p.t, 128, args));
+        plan.grid(grid("cos_sin_table", p.t, 128, args));
     }
     let mut args = vec![GridArg::Input(0), GridArg::Output(0), table];
     args.extend([p.t, heads, half].map(|n| GridArg::I32(n as i32)));

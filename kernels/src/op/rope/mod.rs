@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn angles_in_parts_are_the_angles() {
+    fn split_angles_equal_the_angles() {
         for (first, f) in [(63, 0.9), (64, 0.01), (12_345, 1.0), (131_071, 1e-4)] {
             let x = Value::real(&[1, 2, 1, 2], &[1.0, 0.0, 1.0, 0.0]);
             let y = evaluate(&ROTATE, &[x], &[&[1, 2, 1, 2]], &scalars(first, &[f])).remove(0);
@@ -128,11 +128,11 @@ mod tests {
     #[test]
     fn negated_frequencies_invert_the_rotation() {
         let (shape, x) = ([2, 3, 2, 6], values(3, 72));
-        let turn = |x: &[f64], sign: f64| {
+        let rotate = |x: &[f64], sign: f64| {
             let f = [1.0, 0.3, 0.01].map(|f| sign * f);
             evaluate(&ROTATE, &[Value::real(&shape, x)], &[&shape], &scalars(100, &f)).remove(0)
         };
-        let back = turn(&turn(&x, 1.0), -1.0);
+        let back = rotate(&rotate(&x, 1.0), -1.0);
         assert!(back.iter().zip(&x).all(|(a, b)| (a - b).abs() < 1e-14));
     }
 

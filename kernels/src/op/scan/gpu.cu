@@ -1,13 +1,13 @@
-// Running sums along rows of n. Macros: T, storage; BACKWARD; WIDTH threads of a row, 32 or 256.
+// Cumulative sums along rows of n. Macros: T, storage type; BACKWARD, whether sums run from the end; WIDTH, threads per row, 32 or 256.
 
 constexpr int THREADS = 256;
 constexpr int ROWS = THREADS / WIDTH;
-// Neighbours of one thread, which are added up one after another.
-constexpr int EACH = 4;
+// Adjacent elements per thread, which are summed in order.
+constexpr int PER_THREAD = 4;
 constexpr int WARPS = WIDTH / int(WARP);
 typedef acc_t<T> A;
 
-// The order of the sums follows from n alone.
+// The order of the sums depends only on n.
 extern "C" __global__ void __launch_bounds__(THREADS) cumsum(const T *__restrict__ x, T *__restrict__ y, i64 rows, i64 n) {
     __shared__ A warps[THREADS / WARP];
     const i64 row = i64(blockIdx.x) * ROWS + threadIdx.x / WIDTH;
@@ -15,13 +15,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) cumsum(const T *__restrict
     const i64 end = row < rows ? n : 0;
     x += row * n;
     y += row * n;
-    // Of many rounds: in f32 a long row would lose what is added to it.
+    // The sum of all previous rounds, in f64: in f32 a long row would lose small terms.
     double carry = 0;
-    for (i64 first = 0; first < n; first += WIDTH * EACH) {
-        A sums[EACH], sum = A(0);
+    for (i64 first = 0; first < n; first += WIDTH * PER_THREAD) {
+        A sums[PER_THREAD], sum = A(0);
 #pragma unroll
-        for (int k = 0; k < EACH; ++k) {
-            const i64 i = first + own * EACH + k;
+        for (int k = 0; k < PER_THREAD; ++k) {
+            const i64 i = first + own * PER_THREAD + k;
             if (i < end) sum += widen(x[BACKWARD ? n - 1 - i : i]);
             sums[k] = sum;
         }
@@ -47,8 +47,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) cumsum(const T *__restrict
             __syncthreads();
         }
 #pragma unroll
-        for (int k = 0; k < EACH; ++k) {
-            const i64 i = first + own * EACH + k;
+        for (int k = 0; k < PER_THREAD; ++k) {
+            const i64 i = first + own * PER_THREAD + k;
             if (i < end) y[BACKWARD ? n - 1 - i : i] = narrow<T>(A(carry) + (before + sums[k]));
         }
         carry += double(total);

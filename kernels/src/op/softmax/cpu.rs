@@ -6,7 +6,7 @@ use crate::cpu::simd::{prefetch, prefetch_after};
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{Float, Real};
 use crate::error::KernelError;
-use crate::host_vec::filled;
+use crate::host_vec::filled_or_unwind;
 use crate::kernel::Launch;
 use crate::match_float;
 use crate::op::rows::{largest, operands, read, rows_per_task, sum, sum_pairs, width, write};
@@ -21,7 +21,7 @@ pub(super) fn forward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kernel
         let (x, task) = (read::<T>(x), n * rows_per_task(n));
         pool.chunks(write::<T>(y), task, |i, y| {
             let x = &x[i * task..][..y.len()];
-            let mut scratch = filled(<T as Float>::Acc::ZERO, n);
+            let mut scratch = filled_or_unwind(<T as Float>::Acc::ZERO, n);
             vectorized(#[inline(always)] || {
                 for (x, y) in x.chunks_exact(n).zip(y.chunks_exact_mut(n)) {
                     forward_row(x, &mut scratch, y);

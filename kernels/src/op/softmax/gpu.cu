@@ -1,7 +1,7 @@
-// A row is read once where it is held. What is not a number is passed over by the maximum and found in
-// the sum. Exponentials are formed once if there are registers for them, else twice.
+// Softmax of rows. A held row is read once. The maximum ignores NaN; the sum propagates it. Exponentials are computed once if registers
+// suffice, else twice.
 
-#define KEPT (HELD && THREADS <= 256)
+#define CACHES_TERMS (HELD && THREADS <= 256)
 
 extern "C" __global__ void __launch_bounds__(BLOCK) softmax(const T *x, T *y, i64 rows, int n) {
     i64 row = own_row();
@@ -13,30 +13,30 @@ extern "C" __global__ void __launch_bounds__(BLOCK) softmax(const T *x, T *y, i6
         EACH(e) most = LargerNumber()(most, is_inside(at, e, n) ? widen(x.at[e]) : -infinity<ACC>());
     }
     most = row_reduce(most, LargerNumber(), -infinity<ACC>());
-#if KEPT
-    ACC kept[SLOTS][WIDTH];
+#if CACHES_TERMS
+    ACC terms[SLOTS][WIDTH];
 #endif
     EACH_CHUNK(i, at) {
         auto x = in.chunk(i, at);
         EACH(e) {
-            // 0 for what is not there, without a branch.
+            // Missing elements give 0, without a branch.
             ACC term = natural_exp(is_inside(at, e, n) ? widen(x.at[e]) - most : -infinity<ACC>());
             sum += term;
-#if KEPT
-            kept[i][e] = term;
+#if CACHES_TERMS
+            terms[i][e] = term;
 #endif
         }
     }
     ACC scale = ACC(1) / row_reduce(sum, Sum(), ACC(0));
     EACH_CHUNK(i, at) {
         ACC out[WIDTH];
-#if KEPT
-        EACH(e) out[e] = kept[i][e] * scale;
+#if CACHES_TERMS
+        EACH(e) out[e] = terms[i][e] * scale;
 #else
         auto x = in.chunk(i, at);
         EACH(e) out[e] = natural_exp(widen(x.at[e]) - most) * scale;
 #endif
-        put(y + row * n, at, n, out);
+        store_chunk(y + row * n, at, n, out);
     }
 }
 
@@ -54,6 +54,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK) softmax_backward(const T *y,
         auto y = out.chunk(i, at), dy = slope.chunk(i, at);
         ACC found[WIDTH];
         EACH(e) found[e] = widen(y.at[e]) * (widen(dy.at[e]) - dot);
-        put(dx + row * n, at, n, found);
+        store_chunk(dx + row * n, at, n, found);
     }
 }

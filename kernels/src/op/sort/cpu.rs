@@ -5,7 +5,7 @@ use super::SORT;
 use crate::cpu::Pool;
 use crate::dtype::{DType, Float};
 use crate::error::KernelError;
-use crate::host_vec::filled;
+use crate::host_vec::filled_or_unwind;
 use crate::kernel::Launch;
 use crate::op::rows::{operands, read, rows_per_task, width, write};
 use half::{bf16, f16};
@@ -20,7 +20,7 @@ pub(super) fn sort(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelErr
         ($t:ty, $key:expr, $pack:ty) => {{
             let (x, places, per_task) = (read::<$t>(x), write::<i64>(places), rows_per_task(n));
             pool.chunks2((write::<$t>(values), per_task * k), (places, per_task * k), |i, values, places| {
-                let mut keys: Vec<$pack> = filled(0, n);
+                let mut keys: Vec<$pack> = filled_or_unwind(0, n);
                 let rows = values.chunks_exact_mut(k).zip(places.chunks_exact_mut(k));
                 for (row, (values, places)) in (i * per_task..).zip(rows) {
                     let x = &x[row * n..][..n];

@@ -1,6 +1,6 @@
-// Rows in order. Macros: S, storage; DESCENDING; those of gpu_sort.cu.
+// Sorts rows. Macros: S, storage type; DESCENDING; those of gpu_sort.cu.
 
-// An integer whose order is that of the numbers; -0 becomes 0, and every not-a-number the largest.
+// Returns an integer key with the order of the numbers; -0 equals 0, and NaN is the largest.
 __device__ __forceinline__ u32 key_of(float x) {
     const u32 bits = x == 0.0f ? 0u : __float_as_uint(x);
     return x != x ? ~0u : bits >> 31 ? ~bits : bits | 1u << 31;
@@ -16,26 +16,26 @@ __device__ __forceinline__ Item item_at(const S *x, const Runs &r, i64 row, i64 
     const Key key = key_of(widen(x[row * r.n + at]));
     return item_of(DESCENDING ? ~key : key, u32(at));
 }
-__device__ __forceinline__ void hand_out(const S *x, S *values, i64 *places, const Runs &r, i64 row, i64 j, const Item &item) {
-    const u32 at = place_of(item);
-    values[row * r.kept + j] = x[row * r.n + at];
-    places[row * r.kept + j] = at;
+__device__ __forceinline__ void write_result(const S *x, S *values, i64 *places, const Runs &r, i64 row, i64 j, const Item &item) {
+    const u32 at = position_of(item);
+    values[row * r.k + j] = x[row * r.n + at];
+    places[row * r.k + j] = at;
 }
 
 extern "C" __global__ void __launch_bounds__(SORT_THREADS) tiles(const S *__restrict__ x, Item *__restrict__ to, Runs r) {
     sort_tiles(
         r, [=](i64 row, i64 at) { return item_at(x, r, row, at); },
-        [=](i64 row, i64 run, i64 j, const Item &item) { to[item_place(r, TILE, row, run, j)] = item; });
+        [=](i64 row, i64 run, i64 j, const Item &item) { to[item_index(r, TILE, row, run, j)] = item; });
 }
 
 extern "C" __global__ void __launch_bounds__(SORT_THREADS)
     tiles_last(const S *__restrict__ x, S *__restrict__ values, i64 *__restrict__ places, Runs r) {
     sort_tiles(
         r, [=](i64 row, i64 at) { return item_at(x, r, row, at); },
-        [=](i64 row, i64 run, i64 j, const Item &item) { hand_out(x, values, places, r, row, j, item); });
+        [=](i64 row, i64 run, i64 j, const Item &item) { write_result(x, values, places, r, row, j, item); });
 }
 
 extern "C" __global__ void __launch_bounds__(SORT_THREADS)
-    join_last(const Item *__restrict__ from, const S *__restrict__ x, S *__restrict__ values, i64 *__restrict__ places, Runs r) {
-    join_runs(from, r, [=](i64 row, i64 run, i64 j, const Item &item) { hand_out(x, values, places, r, row, j, item); });
+    merge_last(const Item *__restrict__ from, const S *__restrict__ x, S *__restrict__ values, i64 *__restrict__ places, Runs r) {
+    merge_runs(from, r, [=](i64 row, i64 run, i64 j, const Item &item) { write_result(x, values, places, r, row, j, item); });
 }

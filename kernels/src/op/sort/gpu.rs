@@ -11,9 +11,9 @@ pub(super) const SOURCE: &str = concat!(include_str!("../gpu_sort.cu"), include_
 
 pub(super) fn plan(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let (x, values) = (&launch.inputs[0], &launch.outputs[0]);
-    let (n, kept) = (width(x), *values.view.shape.last().expect("as for x"));
+    let (n, k) = (width(x), *values.view.shape.last().expect("as for x"));
     let rows = x.view.numel() / n.max(1);
-    let sorting = Sorting { rows, n, kept, is_wide: x.dtype.size() == 8 };
+    let sorting = Sorting { rows, n, k, is_wide: x.dtype.size() == 8 };
     if !sorting.fits() {
         return Err(KernelError::Unsupported { kernel: SORT.name, device: "cuda" });
     }

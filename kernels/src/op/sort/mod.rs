@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn ties_and_odd_values_by_hand() {
+    fn ties_and_special_values_match_known_values() {
         let x = [2.0, f64::NAN, -0.0, 2.0, f64::NEG_INFINITY, 0.0, f64::INFINITY, f64::NAN];
         for dtype in DType::FLOATS {
             for [_, places] in both(dtype, &x, 8, 0) {

@@ -1,11 +1,11 @@
-// Rows sorted by group. Macros: those of gpu_sort.cu.
+// Sorts rows by group. Macros: those of gpu_sort.cu.
 
-// Rows; the number of local groups, the first of them, the number of all groups; consecutive rows with one owner.
+// The number of rows, of local groups, the first local group, the number of all groups, and the consecutive rows per owner.
 struct Groups {
     i64 n, v, v_start, v_global, share;
 };
 
-// The local number of a row's group; v if the group is not local.
+// Returns the local number of a row's group; v if the group is not local.
 __device__ __forceinline__ u32 group_of(i64 index, const Groups &g) {
     const i64 local = index - g.v_start;
     return u64(local) < u64(g.v) ? u32(local) : u32(g.v);
@@ -14,8 +14,8 @@ __device__ __forceinline__ Item item_at(const i64 *index, Fault *fault, const Gr
     const i64 i = index[at];
     return item_of(index_fits(fault, i, at, g.v_global) ? group_of(i, g) : u32(g.v), u32(at));
 }
-__device__ __forceinline__ void hand_out(i64 *order, i64 *owner, i64 *place, const Groups &g, i64 j, const Item &item) {
-    const i64 row = place_of(item);
+__device__ __forceinline__ void write_result(i64 *order, i64 *owner, i64 *place, const Groups &g, i64 j, const Item &item) {
+    const i64 row = position_of(item);
     order[j] = row;
     owner[j] = row / g.share;
     place[row] = j;
@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS)
     tiles(const i64 *__restrict__ index, Fault *fault, Groups g, Item *__restrict__ to, Runs r) {
     sort_tiles(
         r, [=](i64, i64 at) { return item_at(index, fault, g, at); },
-        [=](i64 row, i64 run, i64 j, const Item &item) { to[item_place(r, TILE, row, run, j)] = item; });
+        [=](i64 row, i64 run, i64 j, const Item &item) { to[item_index(r, TILE, row, run, j)] = item; });
 }
 
 extern "C" __global__ void __launch_bounds__(SORT_THREADS)
@@ -33,16 +33,16 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS)
                i64 *__restrict__ place, Runs r) {
     sort_tiles(
         r, [=](i64, i64 at) { return item_at(index, fault, g, at); },
-        [=](i64, i64, i64 j, const Item &item) { hand_out(order, owner, place, g, j, item); });
+        [=](i64, i64, i64 j, const Item &item) { write_result(order, owner, place, g, j, item); });
 }
 
 extern "C" __global__ void __launch_bounds__(SORT_THREADS)
-    join_last(const Item *__restrict__ from, const i64 *, Fault *, Groups g, i64 *__restrict__ order, i64 *__restrict__ owner,
+    merge_last(const Item *__restrict__ from, const i64 *, Fault *, Groups g, i64 *__restrict__ order, i64 *__restrict__ owner,
               i64 *__restrict__ place, Runs r) {
-    join_runs(from, r, [=](i64, i64, i64 j, const Item &item) { hand_out(order, owner, place, g, j, item); });
+    merge_runs(from, r, [=](i64, i64, i64 j, const Item &item) { write_result(order, owner, place, g, j, item); });
 }
 
-// starts[i] = the first position of group i or a later one in the sorted order, for i in 0..=v.
+// Computes starts[i] = the first position of group i or a later one in the sorted order, for i in 0..=v.
 extern "C" __global__ void __launch_bounds__(SORT_THREADS)
     find_starts(const i64 *__restrict__ index, const i64 *__restrict__ order, i64 *__restrict__ starts, Groups g) {
     const i64 group = i64(blockIdx.x) * SORT_THREADS + threadIdx.x;

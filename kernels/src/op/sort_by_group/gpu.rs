@@ -12,7 +12,7 @@ const THREADS: usize = 256;
 
 pub(super) fn plan(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let (n, v) = (launch.inputs[0].view.numel(), launch.outputs[3].view.numel() - 1);
-    let sorting = Sorting { rows: 1, n, kept: n, is_wide: false };
+    let sorting = Sorting { rows: 1, n, k: n, is_wide: false };
     assert!(sorting.fits() && u32::try_from(v).is_ok(), "groups and rows are counted in 32 bits");
     let mut numbers = vec![n as i64, v as i64];
     numbers.extend(launch.scalars.iter().map(|s| s.int()));

@@ -4,7 +4,7 @@ mod gpu;
 
 use crate::cpu::Pool;
 use crate::error::KernelError;
-use crate::host_vec::filled;
+use crate::host_vec::filled_or_unwind;
 use crate::kernel::{Bound, GpuCode, Kernel, Launch};
 use crate::op::rows::{check_indices, operands, read, write};
 
@@ -61,7 +61,7 @@ fn fast(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let (order, owner, place, starts) =
         (write::<i64>(order), write::<i64>(owner), write::<i64>(place), write::<i64>(starts));
     let v = starts.len() - 1;
-    let mut next = filled(0, v + 2);
+    let mut next = filled_or_unwind(0, v + 2);
     index.iter().for_each(|i| next[local(*i, v_start, v) + 1] += 1);
     for group in 0..=v {
         next[group + 1] += next[group];

@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn a_repeated_operand_is_read_where_it_lies() {
+    fn broadcast_operand_is_read_in_place() {
         let column = Strides::contiguous(&[5, 1]).broadcast(&[5, 7]).expect("a column repeats");
         let case =
             Case::new(&FORWARD).input_view(crate::op::kernel_check::Kind::Tested, column, &values(1, 5));

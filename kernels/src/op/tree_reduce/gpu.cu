@@ -1,9 +1,9 @@
-// y = the operands of all ranks, joined in a fixed tree. Macros: S, storage; V, what is joined; JOIN; COUNT operands,
-// PARAMETERS and OPERANDS, their declarations and names; VEC elements of a vector.
+// y = the operands of all ranks, combined in a fixed tree. Macros: S, storage type; V, accumulator; JOIN, the operation; COUNT operands;
+// PARAMETERS and OPERANDS, their declarations and names; VEC, elements per vector.
 
 constexpr int THREADS = 256;
 
-// Integers wrap around.
+// A wrapping sum of integers.
 struct Wrapping {
     __device__ __forceinline__ i64 operator()(i64 a, i64 b) const { return i64(u64(a) + u64(b)); }
     __device__ __forceinline__ int operator()(int a, int b) const { return a + b; }
@@ -19,7 +19,7 @@ struct Row {
     V at[VEC];
 };
 
-// What operands LOW .. LOW + SIZE give for one vector.
+// Combines operands LOW .. LOW + SIZE for one vector.
 template <int LOW, int SIZE> __device__ __forceinline__ Row tree(const S *const (&x)[COUNT], i64 at) {
     Row row;
     if constexpr (SIZE == 1) {
@@ -44,7 +44,7 @@ template <int LOW, int SIZE> __device__ __forceinline__ V single(const S *const 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) ranks(S *y, i64 numel, PARAMETERS) {
+extern "C" __global__ void __launch_bounds__(THREADS) tree_reduce(S *y, i64 numel, PARAMETERS) {
     const S *const x[COUNT] = OPERANDS;
     const i64 item = i64(blockIdx.x) * THREADS + threadIdx.x, whole = numel / VEC;
     if (item < whole) {

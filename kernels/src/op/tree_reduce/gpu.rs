@@ -29,7 +29,7 @@ pub(super) fn plan(launch: &Launch<'_>, plan: &mut LaunchPlan, join: &'static st
     let mut args = vec![GridArg::Output(0), GridArg::I64(numel as i64)];
     args.extend((0..inputs.len()).map(GridArg::Input));
     plan.grid(Grid {
-        entry: "ranks",
+        entry: "tree_reduce",
         defines: vec![
             ("S", type_name(y.dtype).into()),
             ("V", value.into()),

@@ -1,9 +1,9 @@
-// y_(.., i, j) = x where j - i is on the kept side of d, else 0. Macros: S, the bits of an element; VEC elements of a vector
-// along j; UPPER, whether the upper side is kept; INDEX.
+// Triangular part (triu, tril): y_(.., i, j) = x where j - i is on the kept side of diagonal d, else 0. Macros: S, the unsigned type of an
+// element; VEC, elements per vector along j; UPPER, whether the upper side is kept; INDEX, index type.
 
 constexpr int THREADS = 256;
 
-// The columns are counted in vectors; `edge` is d + the first row - the first column.
+// `cols` counts vectors; `edge` is d + the first row - the first column.
 extern "C" __global__ void __launch_bounds__(THREADS)
     triangle(const S *__restrict__ x, S *__restrict__ y, i64 numel, i64 rows, i64 cols, i64 edge) {
     const i64 item = i64(blockIdx.x) * THREADS + threadIdx.x;

@@ -121,7 +121,7 @@ fn large_arguments_and_special_values() {
 }
 
 #[test]
-fn a_tail_that_cancels_would_be_found() {
+fn comparison_detects_cancellation_in_the_tail() {
     let within = |cpu| {
         let bound = Bound { ulps: 16.0 };
         let kernel = Kernel { name: "gelu", cpu, gpu: None, bound, ..GELU };

@@ -1,36 +1,37 @@
-//! How a config file tells of experts.
+//! Mixture-of-experts fields of Llama family configs.
 
 use super::{LlamaConfig, LlamaKind};
-use crate::hf::fields::Faults;
-use crate::hf::fit::Claim;
+use crate::hf::config_fields::ConfigErrors;
+use crate::hf::config_check::ExpectedShape;
 use serde_json::{Map, Value, json};
 
-/// The field in which releases of transformers from 5 on tell the number of experts, of all members.
+/// The field of the number of experts in transformers 5 and later, for all members.
 const ANY_FIELD: &str = "num_local_experts";
 
-/// The experts of a model, and which of its blocks have them.
+/// The experts of a model, and which of its blocks have experts.
+#[doc(alias = "MoE")]
 #[derive(Clone, Debug, PartialEq)]
 pub struct ExpertsConfig {
-    /// The number of experts of a block.
+    /// The number of experts per block.
     pub num_experts: usize,
-    /// How many of them each token passes.
+    /// The number of experts per token (top-k).
     pub num_experts_per_tok: usize,
-    /// The width of the hidden layer of each.
+    /// The number of hidden units per expert.
     pub moe_intermediate_size: usize,
-    /// Whether the weights of the experts that a token passes are made to add up to one.
+    /// Whether the weights of a token's experts are renormalized to sum to one.
     pub norm_topk_prob: bool,
-    /// Every block whose number, counted from 1, this divides has experts.
+    /// Every n-th block has experts: those whose number, counted from 1, is a multiple of this.
     pub decoder_sparse_step: usize,
-    /// Blocks, counted from 0, that have none all the same.
+    /// Blocks, counted from 0, that have a dense MLP nevertheless.
     pub mlp_only_layers: Vec<usize>,
-    /// The weight of the loss that tells how unevenly experts are used.
+    /// The weight of the load-balancing loss.
     pub router_aux_loss_coef: f64,
-    /// Whether that loss is part of the loss in training.
+    /// Whether the training loss includes the load-balancing loss.
     pub output_router_logits: bool,
 }
 
 impl ExpertsConfig {
-    /// Experts in all blocks, with a loss of how they are used that is not part of the loss in training.
+    /// Experts in all blocks, without the load-balancing loss in training.
     #[must_use]
     pub fn new(
         num_experts: usize,
@@ -51,29 +52,29 @@ impl ExpertsConfig {
 
     /// Whether a block, counted from 0, has experts.
     #[must_use]
-    pub fn has(&self, layer: usize) -> bool {
+    pub fn is_moe_layer(&self, layer: usize) -> bool {
         (layer + 1).is_multiple_of(self.decoder_sparse_step) && !self.mlp_only_layers.contains(&layer)
     }
 }
 
 impl LlamaKind {
-    /// Whether blocks of this member have experts.
+    /// Whether models of this member have experts.
     #[must_use]
     pub fn has_experts(self) -> bool {
         matches!(self, LlamaKind::Mixtral | LlamaKind::Qwen3Moe)
     }
 
-    /// The field that tells the number of experts.
+    /// The field of the number of experts.
     pub(super) fn experts_field(self) -> &'static str {
         if self == LlamaKind::Mixtral { ANY_FIELD } else { "num_experts" }
     }
 }
 
 impl LlamaConfig {
-    /// The matrices by which the widths of feed-forward halves are known, and the number of experts.
-    pub(super) fn hidden_claims(&self, width: (&'static str, usize)) -> Vec<Claim> {
+    /// The expected shapes of the MLP or the experts of the first block.
+    pub(super) fn mlp_shapes(&self, width: (&'static str, usize)) -> Vec<ExpectedShape> {
         let units = ("intermediate_size", self.intermediate_size);
-        let Some(experts) = self.experts_of(0) else {
+        let Some(experts) = self.layer_experts(0) else {
             return vec![("model.layers.0.mlp.gate_proj.weight", [units, width])];
         };
         let count = (self.kind.experts_field(), experts.num_experts);
@@ -93,45 +94,45 @@ impl LlamaConfig {
     }
 }
 
-/// What the fields of a file tell of the experts of a member that has them.
-pub(super) fn read(fields: &Map<String, Value>, config: &LlamaConfig, faults: &mut Faults) -> ExpertsConfig {
+/// Reads the experts from the fields of a file.
+pub(super) fn read(fields: &Map<String, Value>, config: &LlamaConfig, errors: &mut ConfigErrors) -> ExpertsConfig {
     let number = |name: &str| fields.get(name).and_then(Value::as_u64);
     let is_set = |name: &str| fields.get(name).and_then(Value::as_bool).unwrap_or(false);
     let is_mixtral = config.kind == LlamaKind::Mixtral;
     let mut experts = ExpertsConfig {
-        num_experts: faults.extent(
+        num_experts: errors.extent(
             config.kind.experts_field(),
             number(config.kind.experts_field()).or_else(|| number(ANY_FIELD)),
             None,
         ),
-        num_experts_per_tok: faults.extent("num_experts_per_tok", number("num_experts_per_tok"), None),
+        num_experts_per_tok: errors.extent("num_experts_per_tok", number("num_experts_per_tok"), None),
         moe_intermediate_size: config.intermediate_size,
         output_router_logits: is_set("output_router_logits"),
         ..ExpertsConfig::new(0, 0, 0)
     };
     let coefficient = fields.get("router_aux_loss_coef").and_then(Value::as_f64);
-    experts.router_aux_loss_coef = faults.number("router_aux_loss_coef", coefficient, 0.001, 1e3);
+    experts.router_aux_loss_coef = errors.number("router_aux_loss_coef", coefficient, 0.001, 1e3);
     if !is_mixtral {
         experts.moe_intermediate_size =
-            faults.extent("moe_intermediate_size", number("moe_intermediate_size"), None);
+            errors.extent("moe_intermediate_size", number("moe_intermediate_size"), None);
         experts.norm_topk_prob = is_set("norm_topk_prob");
         experts.decoder_sparse_step =
-            faults.extent("decoder_sparse_step", number("decoder_sparse_step"), Some(1));
+            errors.extent("decoder_sparse_step", number("decoder_sparse_step"), Some(1));
         let layers = fields.get("mlp_only_layers").and_then(Value::as_array);
         let layers = layers.into_iter().flatten().filter_map(Value::as_u64);
         experts.mlp_only_layers = layers.filter_map(|layer| usize::try_from(layer).ok()).collect();
     }
     if experts.num_experts_per_tok > experts.num_experts {
-        let (taken, all) = (experts.num_experts_per_tok, experts.num_experts);
-        faults.add(format!("`num_experts_per_tok` is {taken} of {all} experts"));
+        let (top_k, all) = (experts.num_experts_per_tok, experts.num_experts);
+        errors.add(format!("`num_experts_per_tok` is {top_k}, but there are {all} experts"));
     }
     if is_mixtral && fields.get("router_jitter_noise").and_then(Value::as_f64).is_some_and(|x| x != 0.0) {
-        faults.add("`router_jitter_noise` is not 0; scores are not made noisy".to_string());
+        errors.add("`router_jitter_noise` is not 0; router noise is not supported".to_string());
     }
     experts
 }
 
-/// Puts the fields of a config's experts among others.
+/// Writes the fields of the experts into a config file.
 pub(super) fn write(config: &LlamaConfig, value: &mut Value) {
     let Some(experts) = config.experts.as_ref().filter(|_| config.kind.has_experts()) else { return };
     let own = config.kind.experts_field();

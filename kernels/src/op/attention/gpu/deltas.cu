@@ -1,7 +1,6 @@
-// What both gradients need of each row: delta = sum of o d_out, and lse times `factor`. The rows of a key head are filled
-// up to `padded` with rows whose probabilities come out as 0. A block takes DELTA_ROWS rows: where 16 bytes can be read
-// at once the lanes of a row have 8 channels each and a thread has all its loads on the way together; else a warp takes
-// a row at a time.
+// The row statistics of both backward kernels: delta = sum of o d_out, and lse times `factor`. The rows of a key head are padded to
+// `padded` with rows whose probabilities become 0. A block computes DELTA_ROWS rows: with vector loads (VEC) a lane has 8 channels of a
+// row and all loads of a thread are in flight at once; otherwise a warp computes one row at a time.
 
 #define DELTA_ROWS 64
 
@@ -15,7 +14,7 @@
 __device__ __forceinline__ ACC delta_part(const T *x, const T *y, i64 step_x, i64 step_y, int lane, int c) {
     ACC sum = 0;
 #if defined(HEAD) && VEC
-    // What is not there is read in another place, so that no load waits for a branch.
+    // Missing channels are read from channel 0 and dropped below, so that no load waits for a branch.
     int channel = lane * 8 < c ? lane * 8 : 0;
     auto a = load<8>(x + channel), b = load<8>(y + channel);
 #pragma unroll
@@ -29,7 +28,7 @@ __device__ __forceinline__ ACC delta_part(const T *x, const T *y, i64 step_x, i6
 
 extern "C" __global__ void __launch_bounds__(128)
     row_deltas(Problem p, const T *o_data, const ACC *lse_data, const T *d_out_data, ACC *delta, ACC *lse, ACC factor, int padded) {
-    constexpr int AT_ONCE = 128 / DELTA_LANES;
+    constexpr int ROWS_PER_PASS = 128 / DELTA_LANES;
     int lane = threadIdx.x % DELTA_LANES, first = blockIdx.x * DELTA_ROWS + threadIdx.x / DELTA_LANES;
     auto o = of_queries(p, o_data, p.o), d_out = of_queries(p, d_out_data, p.d_out);
     lse_data += blockIdx.z * p.lse[0] + blockIdx.y * p.lse[2];
@@ -37,8 +36,8 @@ extern "C" __global__ void __launch_bounds__(128)
     delta += head;
     lse += head;
 #pragma unroll 4
-    for (int i = 0; i < DELTA_ROWS / AT_ONCE; i++) {
-        int row = first + i * AT_ONCE, from = row < o.count ? row : 0;
+    for (int i = 0; i < DELTA_ROWS / ROWS_PER_PASS; i++) {
+        int row = first + i * ROWS_PER_PASS, from = row < o.count ? row : 0;
         ACC sum = delta_part(o.data + o.place(from), d_out.data + d_out.place(from), o.inner, d_out.inner, lane, (int)p.c);
         ACC own = lse_data[from / group(p) * p.lse[1] + from % group(p) * p.lse[3]] * factor;
 #pragma unroll

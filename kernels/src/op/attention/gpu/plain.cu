@@ -1,7 +1,7 @@
-// Attention without tensor cores, for wide floats and for heads that the tiles do not take. A warp owns W rows of one
-// side and meets 32 of the other side at a time, one a lane; both pass through shared memory in pieces of 32 channels.
-// N such pieces make a row. Registers: 2 W N accumulators in keys_back, W N in the others: W N is at most 16 up to 512
-// channels. Shared memory: (8 W + 33) 32 accumulators.
+// Attention without tensor cores, for f32 and f64 and for heads that the tiled kernels do not support. A warp owns W rows of one side and
+// processes 32 rows of the other side at a time, one per lane; both pass through shared memory in pieces of 32 channels, N pieces per
+// row. Registers: 2 W N accumulators in backward_keys_plain, W N in the others; W N is at most 16 up to 512 channels. Shared memory:
+// (8 W + 33) 32 accumulators.
 
 #define OWN (4 * W)
 
@@ -23,7 +23,7 @@ template <class R> __device__ __forceinline__ ACC element(const R &from, int row
     return row < from.count && channel < c ? widen(from.data[from.place(row) + channel * from.inner]) : ACC(0);
 }
 
-// Products of the rows that the warp owns with the row of the other side that the lane has.
+// Computes the products of the warp's rows with the lane's row of the other side.
 template <class A, class B> __device__ __forceinline__ void score(ACC (&sums)[W], const A &own, int first, const B &other, int start, int c) {
     Pieces &s = pieces();
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -45,7 +45,7 @@ template <class A, class B> __device__ __forceinline__ void score(ACC (&sums)[W]
     }
 }
 
-// sums += weights other: the lane has one channel of each piece.
+// Computes sums += weights other; a lane has one channel of each piece.
 template <class B> __device__ __forceinline__ void gather(ACC (&sums)[W][N], const ACC (&weights)[W], const B &other, int start, int c) {
     Pieces &s = pieces();
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -67,7 +67,7 @@ template <class B> __device__ __forceinline__ void gather(ACC (&sums)[W][N], con
     }
 }
 
-template <class R> __device__ __forceinline__ void deliver(const ACC (&sums)[N], ACC factor, const R &to, int row, int c) {
+template <class R> __device__ __forceinline__ void store_rows(const ACC (&sums)[N], ACC factor, const R &to, int row, int c) {
     if (row >= to.count) return;
 #pragma unroll
     for (int n = 0; n < N; n++) {
@@ -77,16 +77,16 @@ template <class R> __device__ __forceinline__ void deliver(const ACC (&sums)[N],
 }
 
 extern "C" __global__ void __launch_bounds__(128, 2)
-    attend_plain(Problem p, const T *q_data, const T *k_data, const T *v_data, T *o_data, ACC *lse_data, ACC scale) {
+    forward_plain(Problem p, const T *q_data, const T *k_data, const T *v_data, T *o_data, ACC *lse_data, ACC scale) {
     auto q = of_queries(p, q_data, p.q);
     auto k = of_keys(p, k_data, p.k), v = of_keys(p, v_data, p.v);
     int first = (gridDim.x - 1 - blockIdx.x) * OWN, r = group(p), c = (int)p.c, lane = threadIdx.x % 32;
     int last = first + OWN < q.count ? first + OWN - 1 : q.count - 1, own = first + threadIdx.x / 32 * W;
     int from = begin(p, first / r) / 32 * 32, limit = end(p, last / r);
-    ACC sums[W][N], most[W], total[W], weights[W];
+    ACC sums[W][N], row_max[W], total[W], weights[W];
 #pragma unroll
     for (int w = 0; w < W; w++) {
-        most[w] = -infinity<ACC>();
+        row_max[w] = -infinity<ACC>();
         total[w] = 0;
 #pragma unroll
         for (int n = 0; n < N; n++) sums[w][n] = 0;
@@ -98,13 +98,13 @@ extern "C" __global__ void __launch_bounds__(128, 2)
             int i = (own + w) / r, j = key + lane;
             ACC x = j < begin(p, i) || j >= end(p, i) ? -infinity<ACC>() : weights[w] * scale;
             ACC top = warp_reduce(x, Larger());
-            top = most[w] > top ? most[w] : top;
-            // Without a finite maximum scores are measured from 0: the total then tells 0 from not-a-number.
+            top = row_max[w] > top ? row_max[w] : top;
+            // Without a finite maximum the origin is 0: the total is then 0, or NaN if a score is NaN.
             ACC origin = top == -infinity<ACC>() ? ACC(0) : top;
-            ACC shrink = natural_exp(most[w] - origin);
+            ACC shrink = natural_exp(row_max[w] - origin);
             weights[w] = natural_exp(x - origin);
             total[w] = total[w] * shrink + warp_reduce(weights[w], Sum());
-            most[w] = top;
+            row_max[w] = top;
 #pragma unroll
             for (int n = 0; n < N; n++) sums[w][n] *= shrink;
         }
@@ -115,14 +115,14 @@ extern "C" __global__ void __launch_bounds__(128, 2)
 #pragma unroll
     for (int w = 0; w < W; w++) {
         int row = own + w, i = row / r;
-        deliver(sums[w], begin(p, i) < end(p, i) ? ACC(1) / total[w] : ACC(0), o, row, c);
-        ACC origin = most[w] == -infinity<ACC>() ? ACC(0) : most[w];
+        store_rows(sums[w], begin(p, i) < end(p, i) ? ACC(1) / total[w] : ACC(0), o, row, c);
+        ACC origin = row_max[w] == -infinity<ACC>() ? ACC(0) : row_max[w];
         if (row < q.count && lane == 0) lse.data[lse.place(row)] = origin + natural_log(total[w]);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(128, 2)
-    queries_back_plain(Problem p, const T *q_data, const T *k_data, const T *v_data, const T *d_out_data, const ACC *lse, const ACC *delta, T *dq_data, ACC scale, int padded) {
+    backward_queries_plain(Problem p, const T *q_data, const T *k_data, const T *v_data, const T *d_out_data, const ACC *lse, const ACC *delta, T *dq_data, ACC scale, int padded) {
     auto q = of_queries(p, q_data, p.q), d_out = of_queries(p, d_out_data, p.d_out);
     auto k = of_keys(p, k_data, p.k), v = of_keys(p, v_data, p.v);
     int first = (gridDim.x - 1 - blockIdx.x) * OWN, r = group(p), c = (int)p.c;
@@ -144,11 +144,11 @@ extern "C" __global__ void __launch_bounds__(128, 2)
     }
     auto dq = to_dq(p, dq_data, c);
 #pragma unroll
-    for (int w = 0; w < W; w++) deliver(sums[w], scale, dq, own + w, c);
+    for (int w = 0; w < W; w++) store_rows(sums[w], scale, dq, own + w, c);
 }
 
 extern "C" __global__ void __launch_bounds__(128, 2)
-    keys_back_plain(Problem p, const T *q_data, const T *k_data, const T *v_data, const T *d_out_data, const ACC *lse, const ACC *delta, T *dk_data, T *dv_data, ACC scale, int padded) {
+    backward_keys_plain(Problem p, const T *q_data, const T *k_data, const T *v_data, const T *d_out_data, const ACC *lse, const ACC *delta, T *dk_data, T *dv_data, ACC scale, int padded) {
     auto q = of_queries(p, q_data, p.q), d_out = of_queries(p, d_out_data, p.d_out);
     auto k = of_keys(p, k_data, p.k), v = of_keys(p, v_data, p.v);
     int first = blockIdx.x * OWN, r = group(p), c = (int)p.c, own = first + threadIdx.x / 32 * W;
@@ -173,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
     auto keys = to_dk(p, dk_data, c), values = to_dv(p, dv_data, c);
 #pragma unroll
     for (int w = 0; w < W; w++) {
-        deliver(dk[w], scale, keys, own + w, c);
-        deliver(dv[w], ACC(1), values, own + w, c);
+        store_rows(dk[w], scale, keys, own + w, c);
+        store_rows(dv[w], ACC(1), values, own + w, c);
     }
 }

@@ -1,5 +1,5 @@
-// What all kernels of attention know of a launch. The rows of a key head are its queries times its query heads: row
-// n is query n / r, head n % r, so that heads that share keys share a tile.
+// The problem of a launch of attention: extents, strides, masks. The rows of a key head are its queries times its query heads: row n
+// is query n / r, head n % r, so that query heads that share keys (grouped-query attention) share a tile.
 
 typedef acc_t<T> ACC;
 
@@ -9,7 +9,7 @@ struct Problem {
     i64 q[5], k[4], v[4], o[5], lse[4], d_out[5];
 };
 
-// Query heads of a key head: GROUP, a divisor of 8, or any number if that is 0.
+// Query heads per key head: GROUP, a divisor of 8, or any number if GROUP is 0.
 __device__ __forceinline__ constexpr int group_or(int other) {
     return GROUP ? GROUP : other;
 }
@@ -20,7 +20,7 @@ __device__ __forceinline__ int rows_of(const Problem &p) {
     return (int)p.t * group(p);
 }
 
-// The rows of one operand that belong to key head (b, g) = (blockIdx.z, blockIdx.y): row n, channel i lies at
+// The rows of an operand for key head (b, g) = (blockIdx.z, blockIdx.y): row n, channel i is at offset
 // (n / r) step + (n % r) step_r + i inner.
 template <class E> struct QueryRows {
     E *data;
@@ -30,18 +30,18 @@ template <class E> struct QueryRows {
     __device__ __forceinline__ i64 place(int n) const {
         return GROUP == 1 ? n * step : n / r * step + n % r * step_r;
     }
-    // How far row n + many lies behind row n, for multiples of 8.
+    // Returns the offset from row n to row n + many; both are multiples of 8.
     __device__ __forceinline__ i64 ahead(int n, int many) const {
         return GROUP ? many / group_or(1) * step : place(n + many) - place(n);
     }
-    // Row n + few, fewer than 16 behind a multiple of 8: where the number of heads is known 32 bits count the bytes between.
+    // Returns row n + few, for n a multiple of 8 and few < 16; with a known GROUP the byte offset fits 32 bits.
     __device__ __forceinline__ E *near(int n, unsigned few) const {
         if (!GROUP) return data + place(n + few);
         unsigned apart = few / group_or(1) * (unsigned)step + few % group_or(1) * (unsigned)step_r;
         return (E *)((char *)(data + place(n)) + apart * (unsigned)sizeof(E));
     }
 };
-// The same of keys, which are alone.
+// The rows of keys or values of a key head.
 template <class E> struct KeyRows {
     E *data;
     i64 step, inner;
@@ -67,8 +67,8 @@ template <class E> __device__ __forceinline__ KeyRows<E> of_keys(const Problem &
     return {data, strides[1], strides[3], (int)p.s};
 }
 
-// The same for contiguous outputs (b, t, g, r, c) and (b, s, g, c); or, where each query has as many parts, for one of them: of
-// (b, t, parts, g, r, c) and (b, s, parts, g, c).
+// Rows of contiguous outputs (b, t, g, r, c) and (b, s, g, c); with several parts, the rows of one part of (b, t, parts, g, r, c) and
+// (b, s, parts, g, c).
 template <class E> __device__ __forceinline__ QueryRows<E> to_queries(const Problem &p, E *data, i64 c, int parts = 1, int part = 0) {
     data += ((blockIdx.z * p.t * parts + part) * p.g + blockIdx.y) * group(p) * c;
     return {data, parts * p.g * group(p) * c, c, 1, group(p), rows_of(p)};
@@ -78,7 +78,7 @@ template <class E> __device__ __forceinline__ KeyRows<E> to_keys(const Problem &
     return {data, parts * p.g * c, 1, (int)p.s};
 }
 
-// Cotangents of q, k and v lie apart, or, if JOINED is 1, are the three parts of one tensor.
+// The cotangents of q, k and v are separate outputs, or, if JOINED is 1, the three parts of one output.
 #ifndef JOINED
 #define JOINED 0
 #endif
@@ -92,11 +92,11 @@ template <class E> __device__ __forceinline__ KeyRows<E> to_dv(const Problem &p,
     return to_keys(p, data, c, 1 + 2 * JOINED, 2 * JOINED);
 }
 
-__device__ __forceinline__ int clamped(i64 x, i64 most) {
-    return (int)(x < 0 ? 0 : x > most ? most : x);
+__device__ __forceinline__ int clamped(i64 x, i64 limit) {
+    return (int)(x < 0 ? 0 : x > limit ? limit : x);
 }
 
-// The keys from begin(i) up to end(i) are those that query i sees.
+// Query i attends to the keys begin(i) .. end(i).
 __device__ __forceinline__ int begin(const Problem &p, i64 i) {
     return p.causal ? clamped(p.t_start + i + 1 - p.window, p.s) : 0;
 }
@@ -104,7 +104,7 @@ __device__ __forceinline__ int end(const Problem &p, i64 i) {
     return p.causal ? clamped(p.t_start + i + 1, p.s) : (int)p.s;
 }
 
-// The queries from first_seeing(j) up to past_seeing(j) are those that see key j.
+// Key j is visible to the queries first_seeing(j) .. past_seeing(j).
 __device__ __forceinline__ int first_seeing(const Problem &p, i64 j) {
     return p.causal ? clamped(j - p.t_start, p.t) : 0;
 }

@@ -1,0 +1,159 @@
+//! The frames that processes send each other, and their encoding.
+//!
+//! A frame is: one byte for its kind; the lengths of head and body, eight bytes each; the head; the body, which holds elements in
+//! their memory layout. A heartbeat is its kind byte alone, so it is never sent partially.
+
+use crate::encoding::{Decoder, Encoder};
+use crate::call::IssuedCall;
+use crate::error::Error;
+use crate::mesh::Mesh;
+use crate::world_state::Failure;
+
+/// The kind byte of a heartbeat.
+pub(super) const HEARTBEAT: u8 = 0;
+/// Bytes before the head.
+pub(super) const PREFIX_BYTES: usize = 17;
+/// The longest head. The longest heads are probes: a call with path and inputs for each rank of a cycle.
+pub(super) const HEAD_BYTES_MAX: usize = 64 << 20;
+
+/// A deadlock probe, which is forwarded along waits: if it returns to its first rank, the ranks on its path are deadlocked.
+#[derive(Clone, Debug)]
+pub(super) struct Probe {
+    /// The number of the probe among those of its first rank.
+    pub(super) round: u64,
+    /// Ranks and the calls in which they wait: each for the next rank, the last for the rank to which the probe is sent.
+    pub(super) path: Vec<(usize, IssuedCall)>,
+}
+
+/// A frame from one rank to another.
+#[derive(Debug)]
+pub(super) enum Frame {
+    /// A collective call or a message; the body holds the elements for the receiver.
+    Call(IssuedCall),
+    /// The sender's reduced chunk of a chunked all-reduce over the axes with these bits, in the body.
+    ReducedChunk(u16),
+    /// The sender has waited in this call for some time.
+    Waiting(IssuedCall),
+    /// The announced wait of the sender is over.
+    Resumed,
+    /// A deadlock probe.
+    Probe(Probe),
+    /// The world has failed.
+    Failed(Failure),
+    /// The sender's function has returned; its last call.
+    Returned(IssuedCall),
+}
+
+impl Frame {
+    /// Encodes the frame up to its body; [`set_body`] sets the length of the body.
+    pub(super) fn encode(&self) -> Vec<u8> {
+        let mut out = Encoder(vec![0; PREFIX_BYTES]);
+        let kind: u8 = match self {
+            Frame::Call(issued) => encode_call(1, issued, &mut out),
+            Frame::ReducedChunk(bits) => {
+                out.number((*bits).into());
+                2
+            }
+            Frame::Waiting(issued) => encode_call(3, issued, &mut out),
+            Frame::Resumed => 4,
+            Frame::Probe(Probe { round, path }) => {
+                out.number(*round).count(path.len());
+                path.iter().for_each(|(rank, issued)| issued.encode(out.count(*rank)));
+                5
+            }
+            Frame::Failed(Failure { error, origin, affected }) => {
+                error.encode(out.count(*origin).counts(affected));
+                6
+            }
+            Frame::Returned(issued) => encode_call(7, issued, &mut out),
+        };
+        let Encoder(mut head) = out;
+        let len = (head.len() - PREFIX_BYTES) as u64;
+        head[0] = kind;
+        head[1..9].copy_from_slice(&len.to_le_bytes());
+        head
+    }
+
+    /// Decodes a head of some kind, from a rank of `mesh`; `None` if it is malformed.
+    pub(super) fn decode(kind: u8, head: &[u8], mesh: &Mesh) -> Option<Frame> {
+        let mut from = Decoder(head);
+        let is_rank = |rank: usize| (rank < mesh.num_ranks()).then_some(rank);
+        let frame = match kind {
+            1 => Frame::Call(IssuedCall::decode(&mut from, mesh)?),
+            2 => Frame::ReducedChunk(u16::try_from(from.number()?).ok()?),
+            3 => Frame::Waiting(IssuedCall::decode(&mut from, mesh)?),
+            4 => Frame::Resumed,
+            5 => {
+                let (round, len) = (from.number()?, from.count()?);
+                let mut one = || Some((is_rank(from.count()?)?, IssuedCall::decode(&mut from, mesh)?));
+                let path = (0..len).map(|_| one()).collect::<Option<Vec<_>>>()?;
+                Frame::Probe(Probe { round, path: Some(path).filter(|path| !path.is_empty())? })
+            }
+            6 => {
+                let (origin, affected) = (is_rank(from.count()?)?, from.counts::<Vec<usize>>()?);
+                let affected = affected.into_iter().map(is_rank).collect::<Option<Vec<usize>>>()?;
+                Frame::Failed(Failure { error: Error::decode(&mut from)?, origin, affected })
+            }
+            7 => Frame::Returned(IssuedCall::decode(&mut from, mesh)?),
+            _ => return None,
+        };
+        from.0.is_empty().then_some(frame)
+    }
+}
+
+fn encode_call(kind: u8, issued: &IssuedCall, out: &mut Encoder) -> u8 {
+    issued.encode(out);
+    kind
+}
+
+/// Writes the length of the body into an encoded head.
+pub(super) fn set_body(head: &mut [u8], bytes: usize) {
+    head[9..PREFIX_BYTES].copy_from_slice(&(bytes as u64).to_le_bytes());
+}
+
+/// The lengths of head and body in a prefix; `None` if they are invalid.
+pub(super) fn lengths(prefix: &[u8; PREFIX_BYTES]) -> Option<(usize, usize)> {
+    let mut from = Decoder(&prefix[1..]);
+    let (head, body) = (from.count()?, from.count()?);
+    (head <= HEAD_BYTES_MAX).then_some((head, body))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Kind;
+
+    #[test]
+    fn decoded_frames_equal_encoded_ones_and_malformed_bytes_are_rejected() {
+        let mesh = Mesh::new(&[("dp", 2), ("tp", 2)]).unwrap();
+        let failure = || Failure { error: Error::new(Kind::Io, "no disk"), origin: 3, affected: vec![1, 2] };
+        let path = vec![(1, IssuedCall::none()), (3, IssuedCall::none())];
+        let frames = [
+            Frame::Call(IssuedCall::none()),
+            Frame::ReducedChunk(3),
+            Frame::Waiting(IssuedCall::none()),
+            Frame::Resumed,
+            Frame::Probe(Probe { round: 4, path }),
+            Frame::Failed(failure()),
+            Frame::Returned(IssuedCall::none()),
+        ];
+        for frame in frames {
+            let mut head = frame.encode();
+            set_body(&mut head, 77);
+            let prefix = head.first_chunk::<PREFIX_BYTES>().unwrap();
+            assert_eq!(lengths(prefix), Some((head.len() - PREFIX_BYTES, 77)));
+            let rest = &head[PREFIX_BYTES..];
+            let read = Frame::decode(head[0], rest, &mesh).unwrap();
+            // Compared as bytes: a decoded source location is a text.
+            assert_eq!(read.encode()[..9], head[..9]);
+            assert_eq!(read.encode()[PREFIX_BYTES..], *rest, "{frame:?}");
+            assert!((0..rest.len()).all(|len| Frame::decode(head[0], &rest[..len], &mesh).is_none()));
+            assert!(Frame::decode(head[0], &[rest, &[0]].concat(), &mesh).is_none());
+            assert!(head[0] != HEARTBEAT && Frame::decode(99, rest, &mesh).is_none());
+        }
+        assert_eq!(lengths(&[255; PREFIX_BYTES]), None);
+        let single = Mesh::single();
+        let head = Frame::Failed(failure()).encode();
+        assert!(Frame::decode(6, &head[PREFIX_BYTES..], &single).is_none(), "a rank outside of the mesh");
+    }
+}

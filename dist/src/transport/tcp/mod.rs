@@ -1,0 +1,464 @@
+//! The TCP transport between processes, with a connection between each pair of ranks.
+//!
+//! Every member of a group sends its call to all other members, with the elements that each of them needs, and continues when it
+//! has received the calls of all. So every member compares all calls; there is no second barrier, because what was sent is a copy.
+//! The kernels of the thread transport reduce elements in the same order: every operand of a small sum goes to all members; of a
+//! large sum, chunk i goes to member i, which reduces the chunk and sends it to all. So both transports give the same bits.
+//!
+//! There is no shared wait-for graph. Deadlocks are detected by edge chasing (Chandy, Misra, Haas 1983): a rank that waits for long
+//! announces that, and sends a probe to the ranks that it waits for; a rank that waits itself forwards the probe to the ranks that
+//! it waits for. A probe that returns to its sender has followed a cycle of waits, each of which was still lasting when the probe
+//! passed, and so lasts forever.
+
+mod frame;
+mod world_view;
+mod connections;
+mod rendezvous;
+mod assemble;
+#[cfg(test)]
+mod malformed_tests;
+
+pub(crate) use world_view::WorldView;
+pub(crate) use connections::Connections;
+pub use rendezvous::Rendezvous;
+pub(crate) use rendezvous::{WorldConfig, ConsistentValues, WaitHook};
+
+use super::{Transport, buffer_ops};
+use crate::call::{IssuedCall, Op, Request};
+use crate::error::{Error, Result};
+use crate::mesh::Mesh;
+use crate::spin_condvar::WaitClock;
+use crate::report;
+use crate::world_state::{Failure, RankStatus};
+use world_view::ReceivedCall;
+use frame::{Frame, Probe};
+use assemble::{form_result, other_group_ranks, reduce_range, upload};
+use shardgrad_kernels::host_vec::{try_copied, try_filled};
+use shardgrad_kernels::{Backend, Buffer};
+use smallvec::SmallVec;
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
+use std::net::TcpStream;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// A rank that has waited this long announces its wait to all others, and sends probes.
+const ANNOUNCE_AFTER: Duration = Duration::from_millis(50);
+/// The interval between the probes of a waiting rank; longer in large worlds, where each probe is forwarded to many ranks.
+const PROBE_EVERY: Duration = Duration::from_millis(200);
+/// The number of ranks up to which the interval is not prolonged.
+const FREQUENT_PROBERS_MAX: usize = 8;
+/// The timeout for sending a status frame, such as a failure, to a peer that reads nothing.
+const FINAL_SEND_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// One process's end of a world: its connections, and its view of the other ranks. Shared with the threads that read.
+#[derive(Clone, Debug)]
+pub(crate) struct Endpoint {
+    view: Arc<WorldView>,
+    connections: Arc<Connections>,
+}
+
+/// The TCP transport of one rank.
+#[derive(Debug)]
+pub(crate) struct TcpTransport {
+    endpoint: Endpoint,
+    timeout: Duration,
+    spin: Duration,
+    min_timeout: Cell<Duration>,
+    /// The argument of the current call, as bytes on the host.
+    argument: RefCell<Vec<u8>>,
+    counters: RefCell<CallCounters>,
+}
+
+/// The numbers of this rank's last calls, messages and probes.
+#[derive(Debug, Default)]
+struct CallCounters {
+    /// The number of the last call, by the bits of its axes.
+    calls: HashMap<u16, u64>,
+    /// The number of the last message, by the bits of its axes and its receiver.
+    messages: HashMap<(u16, usize), u64>,
+    /// The number of this rank's last probe.
+    round: u64,
+    /// The number of waits of this rank.
+    waits: u64,
+    /// The last forwarded probe of each rank, and the wait in which it was forwarded.
+    forwarded: HashMap<usize, (u64, u64)>,
+}
+
+/// One wait of this rank for other ranks.
+struct Wait<'a> {
+    request: &'a Request<'a>,
+    clock: WaitClock,
+    /// The waited time at which the next probe is sent.
+    next: Duration,
+    is_announced: bool,
+}
+
+impl Endpoint {
+    /// Starts reading from the connections to the other ranks.
+    ///
+    /// # Errors
+    /// As [`Connections::start`].
+    pub(crate) fn new(
+        mesh: &Mesh,
+        rank: usize,
+        streams: Vec<Option<TcpStream>>,
+        timeout: Duration,
+    ) -> Result<Endpoint> {
+        let view = Arc::new(WorldView::new(mesh.clone(), rank));
+        let connections = Arc::new(Connections::start(view.clone(), streams, timeout)?);
+        Ok(Endpoint { view, connections })
+    }
+
+    /// Fails the world with an error of this rank, unless it has failed already.
+    pub(crate) fn fail(&self, error: Error) {
+        self.view.fail(Failure { error, origin: self.view.rank, affected: vec![] });
+    }
+
+    /// Announces that this rank has returned and waits until all ranks have returned, without a timeout: other ranks may still
+    /// compute.
+    ///
+    /// # Errors
+    /// The failure of the world; `Kind::Collective` for a message that this rank has not received.
+    pub(crate) fn finish(&self) -> Result<()> {
+        let view = &self.view;
+        self.connections.send_to_all(&Frame::Returned(view.last(view.rank)), FINAL_SEND_TIMEOUT);
+        view.condvar.wait(Duration::ZERO, || view.is_over(), || Ok(()))?;
+        if let Some(failure) = view.failure() {
+            return Err(report::lost(&failure, view.rank, "waits for the others to end"));
+        }
+        match view.unread() {
+            Some((from, issued)) => Err(report::not_received(&view.mesh, view.rank, from, &issued)),
+            None => Ok(()),
+        }
+    }
+
+    /// Sends the failure of the world to all other ranks, which may not know it yet. Returns the error that this process reports, from
+    /// the error with which its rank ended.
+    pub(crate) fn abort(&self, error: Error) -> Error {
+        let view = &self.view;
+        let Some(failure) = view.failure() else { return error };
+        self.connections.send_to_all(&Frame::Failed(failure.clone()), FINAL_SEND_TIMEOUT);
+        // All ranks may have failed independently with the same error; the lowest rank reports it.
+        let is_own = failure.affected.is_empty() && failure.is_of(view.rank);
+        let earlier = is_own.then(|| self.connections.wait_for_final_frames()).and_then(|()| view.failure_with_same_error(&failure.error));
+        report::last_error(&failure, earlier.as_ref(), view.rank, error)
+    }
+}
+
+impl Transport for TcpTransport {
+    fn check(&self) -> Result<()> {
+        if self.endpoint.view.has_failed() {
+            return Err(self.failure_error("computes"));
+        }
+        Ok(())
+    }
+
+    fn set_min_timeout(&self, limit: Duration) -> Duration {
+        self.min_timeout.replace(limit)
+    }
+
+    fn run(&self, backend: &dyn Backend, request: &Request<'_>) -> Result<Option<Buffer>> {
+        self.check()?;
+        let outcome = match request.op {
+            Op::Send { to } => self.send(backend, request, request.position.members[to]).map(|()| None),
+            Op::Recv { from } => self.recv(backend, request, request.position.members[from]).map(Some),
+            _ => self.collective(backend, request),
+        };
+        outcome.map_err(|error| {
+            let view = &self.endpoint.view;
+            if view.has_failed() {
+                return error;
+            }
+            // Fail the world: a member that stops half way (no memory, no kernel) would leave the others waiting.
+            let error = error.at(request.call.site).detail("rank", view.mesh.describe(view.rank));
+            self.fail(error.clone(), vec![view.rank]);
+            error
+        })
+    }
+}
+
+impl TcpTransport {
+    pub(crate) fn new(endpoint: Endpoint, timeout: Duration, spin: Duration) -> TcpTransport {
+        let (min_timeout, argument, counters) = (Cell::new(Duration::ZERO), RefCell::default(), RefCell::default());
+        TcpTransport { endpoint, timeout, spin, min_timeout, argument, counters }
+    }
+
+    /// The timeout of a wait.
+    fn limit(&self) -> Duration {
+        self.timeout.max(self.min_timeout.get())
+    }
+
+    fn rank(&self) -> usize {
+        self.endpoint.view.rank
+    }
+
+    /// Fails the world and sends the failure to all ranks.
+    fn fail(&self, error: Error, affected: Vec<usize>) {
+        self.endpoint.view.fail(Failure { error, origin: self.rank(), affected });
+        // Another failure may have been first.
+        let first = self.endpoint.view.failure().expect("bug: a failed world without a failure");
+        self.endpoint.connections.send_to_all(&Frame::Failed(first), FINAL_SEND_TIMEOUT);
+    }
+
+    /// The error with which this rank stops after the world has failed.
+    fn failure_error(&self, doing: &str) -> Error {
+        let view = &self.endpoint.view;
+        let failure = view.failure().expect("bug: a failed world without a failure");
+        if failure.affected.contains(&view.rank) {
+            return failure.error;
+        }
+        report::lost(&failure, view.rank, doing)
+    }
+
+    /// Describes a call and stores its number, for the detection of deadlocks.
+    fn issue(&self, request: &Request<'_>) -> IssuedCall {
+        let mut issued = IssuedCall::none();
+        issued.set(request);
+        self.endpoint.view.set_last_call(&issued);
+        let (bits, counters) = (issued.axes.bits(), &mut *self.counters.borrow_mut());
+        match request.op {
+            Op::Send { to } => drop(counters.messages.insert((bits, request.position.members[to]), issued.number)),
+            Op::Recv { .. } => {}
+            _ => drop(counters.calls.insert(bits, issued.number)),
+        }
+        issued
+    }
+
+    /// Writes a frame to a rank, within the timeout.
+    fn write(&self, to: usize, head: &mut [u8], body: &[u8], issued: &IssuedCall) -> Result<()> {
+        let mut clock = WaitClock::default();
+        self.endpoint.connections.send(to, head, body, || {
+            self.check()?;
+            if clock.advance(Instant::now()) <= self.limit() {
+                return Ok(());
+            }
+            let (view, me) = (&self.endpoint.view, self.rank());
+            let seen = &view.snapshot(&[to])[to];
+            let error = report::send_timed_out(&view.mesh, me, to, seen, issued, self.limit());
+            self.fail(error.clone(), vec![self.rank()]);
+            Err(error)
+        })
+    }
+
+    /// Downloads the argument of a call to the host.
+    fn download_argument(&self, backend: &dyn Backend, request: &Request<'_>) -> Result<()> {
+        let bytes = request.published_numel(request.position.group_rank) * request.call.dtype.size();
+        let argument = &mut *self.argument.borrow_mut();
+        let len = if request.x.is_some() { bytes } else { 0 };
+        if len > argument.capacity() {
+            *argument = Vec::new();
+            *argument = try_filled(0, len, "a message to other ranks")?;
+        }
+        argument.resize(len, 0);
+        Ok(request.x.map_or(Ok(()), |x| backend.download(x, argument))?)
+    }
+
+    fn collective(&self, backend: &dyn Backend, request: &Request<'_>) -> Result<Option<Buffer>> {
+        let (position, size, payload) = (request.position, request.call.dtype.size(), request.payload());
+        self.download_argument(backend, request)?;
+        let issued = self.issue(request);
+        let mut head = Frame::Call(issued.clone()).encode();
+        for group_rank in other_group_ranks(request) {
+            let part = payload.elements(position.group_rank, group_rank);
+            let argument = self.argument.borrow();
+            self.write(position.members[group_rank], &mut head, &argument[part.start * size..part.end * size], &issued)?;
+        }
+        let axes = request.call.axes;
+        self.wait(request, |view, member| view.has_call(member, axes))?;
+        let take = |group_rank: usize| self.endpoint.view.take_call(position.members[group_rank], axes);
+        let arrived: Vec<Option<ReceivedCall>> = (0..position.size()).map(take).collect();
+        self.compare(request, &issued, &arrived)?;
+        let received: Vec<&[u8]> =
+            arrived.iter().map(|one| one.as_ref().map_or(&[][..], |one| &one.body)).collect();
+        match payload.is_chunked() {
+            true => self.all_reduce_in_chunks(backend, request, &issued, &received).map(Some),
+            false => form_result(backend, request, &received),
+        }
+    }
+
+    /// Fails the world if the members of a group made different calls; all members detect that.
+    fn compare(&self, request: &Request<'_>, own: &IssuedCall, arrived: &[Option<ReceivedCall>]) -> Result<()> {
+        let calls: SmallVec<[&IssuedCall; 8]> =
+            arrived.iter().map(|one| one.as_ref().map_or(own, |one| &one.issued)).collect();
+        let members = &request.position.members;
+        match report::mismatch(&self.endpoint.view.mesh, members, &calls) {
+            None => Ok(()),
+            Some(error) => {
+                self.fail(error.clone(), members.clone());
+                Err(error)
+            }
+        }
+    }
+
+    /// The chunked all-reduce: reduces this rank's chunk from the received operands and exchanges reduced chunks.
+    fn all_reduce_in_chunks(
+        &self,
+        backend: &dyn Backend,
+        request: &Request<'_>,
+        issued: &IssuedCall,
+        received: &[&[u8]],
+    ) -> Result<Buffer> {
+        let (position, dtype, axes, payload) =
+            (request.position, request.call.dtype, request.call.axes, request.payload());
+        let range = |group_rank: usize| payload.chunk(group_rank);
+        let mine = reduce_range(backend, request, received, &range(position.group_rank))?;
+        let mut own = try_filled(0, payload.chunk_bytes(position.group_rank), "a message to other ranks")?;
+        backend.download(&mine, &mut own)?;
+        let mut head = Frame::ReducedChunk(axes.bits()).encode();
+        for group_rank in other_group_ranks(request) {
+            self.write(position.members[group_rank], &mut head, &own, issued)?;
+        }
+        self.wait(request, |view, member| view.has_chunk(member, axes))?;
+        let mut y = backend.alloc(request.counts[0] * dtype.size())?;
+        for group_rank in 0..position.size() {
+            let theirs = self.endpoint.view.take_chunk(position.members[group_rank], axes);
+            let part = theirs.map_or(Ok(mine.clone()), |theirs| upload(backend, &theirs))?;
+            buffer_ops::copy(backend, dtype, &part, 0..range(group_rank).len(), &mut y, range(group_rank).start)?;
+        }
+        Ok(y)
+    }
+
+    /// Sends a copy to the receiver without waiting for its recv.
+    fn send(&self, backend: &dyn Backend, request: &Request<'_>, to: usize) -> Result<()> {
+        self.download_argument(backend, request)?;
+        let issued = self.issue(request);
+        if to == self.rank() {
+            self.endpoint.view.deliver_to_self(issued, try_copied(&self.argument.borrow(), "a message to this rank itself")?);
+            return Ok(());
+        }
+        self.write(to, &mut Frame::Call(issued.clone()).encode(), &self.argument.borrow(), &issued)
+    }
+
+    fn recv(&self, backend: &dyn Backend, request: &Request<'_>, from: usize) -> Result<Buffer> {
+        let (issued, axes) = (self.issue(request), request.call.axes);
+        self.wait(request, |view, member| member != from || view.has_message(from, axes))?;
+        let message = self.endpoint.view.take_message(from, axes).expect("bug: the awaited message is missing");
+        let (mesh, me) = (&self.endpoint.view.mesh, self.rank());
+        if let Some(error) = report::wrong_message(mesh, from, &message.issued, me, &issued) {
+            self.fail(error.clone(), vec![me, from]);
+            return Err(error);
+        }
+        upload(backend, &message.body)
+    }
+
+    /// Waits until `has_come` holds for every other member of the group; for a recv, which may be from this rank itself, for all members.
+    fn wait(&self, request: &Request<'_>, has_come: impl Fn(&WorldView, usize) -> bool) -> Result<()> {
+        let view = &self.endpoint.view;
+        let is_alone = matches!(request.op, Op::Recv { .. });
+        let missing = |member: &usize| (is_alone || *member != view.rank) && !has_come(view, *member);
+        let absent = || request.position.members.iter().copied().filter(missing).collect::<Vec<usize>>();
+        let done = || !request.position.members.iter().any(&missing);
+        self.counters.borrow_mut().waits += 1;
+        let mut wait = Wait { request, clock: WaitClock::default(), next: ANNOUNCE_AFTER, is_announced: false };
+        view.condvar.wait(self.spin, done, || self.check_wait(&mut wait, &absent))?;
+        if wait.is_announced {
+            self.endpoint.connections.send_to_all(&Frame::Resumed, FINAL_SEND_TIMEOUT);
+        }
+        Ok(())
+    }
+
+    /// Checks a wait, every ten milliseconds and whenever a frame arrives: returns an error if the world has failed, an awaited rank
+    /// has ended, or the wait exceeds its timeout; else forwards and sends probes.
+    fn check_wait(&self, wait: &mut Wait<'_>, absent: &dyn Fn() -> Vec<usize>) -> Result<()> {
+        let (view, me) = (&self.endpoint.view, self.rank());
+        let waited = wait.clock.advance(Instant::now());
+        let (members, mesh) = (&wait.request.position.members, &view.mesh);
+        if !view.has_failed() {
+            let gone = absent().into_iter().find(|r| *r != me && view.status(*r) != RankStatus::Running);
+            // It may have sent the awaited data before it ended.
+            let gone = gone.filter(|gone| absent().contains(gone));
+            if absent().contains(&me) {
+                self.fail(report::cycle(mesh, &view.snapshot(&[me]), &[me]), vec![me]);
+            } else if let Some(gone) = gone {
+                let error = report::departed(mesh, &view.snapshot(&absent()), me, gone);
+                self.fail(error, with_last(members, &[gone]));
+            } else if waited > self.limit() && !absent().is_empty() {
+                let error = report::timed_out(mesh, &view.snapshot(&absent()), me, self.limit());
+                self.fail(error, with_last(members, &absent()));
+            } else {
+                self.probe(wait, waited, &absent());
+            }
+        }
+        if view.has_failed() {
+            let call = view.last(me).text(mesh, me);
+            return Err(self.failure_error(&format!("waits in {call}")));
+        }
+        Ok(())
+    }
+
+    /// Forwards the probes of other ranks; after a while, announces this wait and sends a probe of its own.
+    fn probe(&self, wait: &mut Wait<'_>, waited: Duration, absent: &[usize]) {
+        let (view, connections, me) = (&self.endpoint.view, &self.endpoint.connections, self.rank());
+        let own = view.last(me);
+        for probe in view.take_probes() {
+            self.forward_probe(probe, &own, absent);
+        }
+        if waited < wait.next {
+            return;
+        }
+        let num_ranks = view.mesh.num_ranks();
+        wait.next = waited + PROBE_EVERY * num_ranks.div_ceil(FREQUENT_PROBERS_MAX) as u32;
+        if !std::mem::replace(&mut wait.is_announced, true) {
+            connections.send_to_all(&Frame::Waiting(own.clone()), FINAL_SEND_TIMEOUT);
+        }
+        let round = {
+            let counters = &mut *self.counters.borrow_mut();
+            counters.round += 1;
+            counters.round
+        };
+        self.send_probe(&Probe { round, path: vec![(me, own)] }, absent);
+    }
+
+    /// Forwards a probe to the ranks that this rank waits for. A probe of its own that has returned is a deadlock and fails the world.
+    fn forward_probe(&self, mut probe: Probe, own: &IssuedCall, absent: &[usize]) {
+        let (view, me) = (&self.endpoint.view, self.rank());
+        let (first, asked) = &probe.path[0];
+        let (sender, call) = &probe.path[probe.path.len() - 1];
+        if !self.is_waited_for_by(*sender, call) {
+            return;
+        }
+        if *first == me {
+            if view.still_waits_in(asked) {
+                let ranks: Vec<usize> = probe.path.iter().map(|(rank, _)| *rank).collect();
+                let mut seen = view.snapshot(absent);
+                probe.path.into_iter().for_each(|(rank, issued)| seen[rank].issued = issued);
+                let error = report::cycle(&view.mesh, &seen, &ranks);
+                self.fail(error, with_last(&ranks, &[]));
+            }
+            return;
+        }
+        let counters = &mut *self.counters.borrow_mut();
+        let now = (probe.round, counters.waits);
+        let is_new = counters.forwarded.insert(*first, now) != Some(now);
+        if is_new && probe.path.iter().all(|(rank, _)| *rank != me) {
+            probe.path.push((me, own.clone()));
+            self.send_probe(&probe, absent);
+        }
+    }
+
+    fn send_probe(&self, probe: &Probe, to: &[usize]) {
+        let mut head = Frame::Probe(probe.clone()).encode();
+        for to in to {
+            // The next check of the wait notices a failure.
+            let _ = self.endpoint.connections.send(*to, &mut head, &[], || self.check());
+        }
+    }
+
+    /// Whether the rank `by` still waits for this rank in `call`: whether this rank has not made the matching call yet.
+    fn is_waited_for_by(&self, by: usize, call: &IssuedCall) -> bool {
+        let (bits, counters) = (call.axes.bits(), self.counters.borrow());
+        let number = match call.op {
+            Op::Recv { .. } => counters.messages.get(&(bits, by)),
+            _ => counters.calls.get(&bits),
+        };
+        number.is_none_or(|number| *number < call.number)
+    }
+}
+
+/// Sorts ranks by number, those in `last` behind all others: the first rank reports the error, and ranks in `last` may be unable to.
+fn with_last(ranks: &[usize], last: &[usize]) -> Vec<usize> {
+    let mut sorted = ranks.to_vec();
+    sorted.sort_by_key(|rank| (last.contains(rank), *rank));
+    sorted
+}

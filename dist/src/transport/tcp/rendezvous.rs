@@ -1,0 +1,221 @@
+//! Rendezvous: how the processes of a world find and connect to each other (PyTorch: `TCPStore`, rendezvous).
+//!
+//! Rank 0 listens at the port that all ranks know. Every other rank connects to it as soon as it starts, and sends its rank and run
+//! id. When it is ready, it sends its own listening port and its configuration, which rank 0 compares with its own. When all ranks
+//! are ready, rank 0 sends each the listening addresses of all ranks and a secret of this rendezvous; each rank connects to the
+//! ranks with lower numbers and accepts those with higher numbers. Processes of other runs and foreign connections are rejected. If
+//! a rank reports an error, ends, or differs in its configuration, the start fails on all ranks, and rank 0 sends them the reason.
+
+mod message;
+mod handshake;
+mod host;
+mod client;
+
+pub(crate) use message::{WorldConfig, ConsistentValues};
+
+use crate::encoding::printable;
+use crate::error::{Error, Kind, Result};
+use crate::process::Process;
+use handshake::{poll, send};
+use host::RendezvousHost;
+use message::{HostMessage, Hello};
+use std::fmt;
+use std::io::ErrorKind;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+use client::RendezvousClient;
+
+/// How much longer than rank 0 the other ranks wait for its messages, and how long all ranks wait for the last connections.
+const GRACE: Duration = Duration::from_secs(5);
+/// How long a failing process waits for other ranks to connect, to send them the reason.
+const FAILED_WAIT: Duration = Duration::from_secs(5);
+/// How long a second rank 0 waits for a reply from the first.
+const OTHER_RANK_ZERO_WAIT: Duration = Duration::from_secs(1);
+/// The most ranks that one error message names.
+const NAMED_RANKS_MAX: usize = 16;
+
+const RAISE_TIMEOUT: &str = "check that every rank was started; raise the timeout with --timeout";
+
+/// A hook that is called with one line of text if a rendezvous takes long.
+#[derive(Clone)]
+pub(crate) struct WaitHook {
+    pub(crate) after: Duration,
+    pub(crate) call: Arc<dyn Fn(&str) + Send + Sync>,
+}
+
+impl fmt::Debug for WaitHook {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("WaitHook").field("after", &self.after).finish_non_exhaustive()
+    }
+}
+
+/// The wait of one process for the other processes.
+#[derive(Debug)]
+struct JoinWait<'a> {
+    limit: Duration,
+    start: Instant,
+    hook: Option<&'a WaitHook>,
+}
+
+impl JoinWait<'_> {
+    fn remaining(&self) -> Duration {
+        self.limit.saturating_sub(self.start.elapsed())
+    }
+
+    fn is_over(&self) -> bool {
+        self.remaining().is_zero()
+    }
+
+    /// Calls the hook, once, if its time has passed.
+    fn report(&mut self, text: impl FnOnce() -> String) {
+        let waited = self.start.elapsed();
+        if let Some(hook) = self.hook.take_if(|hook| waited >= hook.after) {
+            let waited = Duration::from_secs(waited.as_secs());
+            (hook.call)(&format!("{} ({} so far)", printable(&text(), usize::MAX), seconds(waited)));
+        }
+    }
+}
+
+/// The rendezvous of a process with the other processes of its world ([`World::join_at`](crate::World::join_at)).
+///
+/// Open it before reading arguments and files: an error in these then ends the start on all ranks at once, if it is
+/// [reported](Rendezvous::fail); otherwise the other ranks wait for this rank until their timeout. The end of a process is detected
+/// without a report.
+#[doc(alias = "TCPStore")]
+#[doc(alias = "rdzv")]
+#[derive(Debug)]
+pub struct Rendezvous {
+    process: Process,
+    role: Mutex<Role>,
+}
+
+#[derive(Debug)]
+enum Role {
+    /// The only rank.
+    Alone,
+    Host(RendezvousHost),
+    Client(RendezvousClient),
+    /// The ranks are connected, or the start has failed.
+    Done,
+}
+
+impl Rendezvous {
+    /// Opens the rendezvous: rank 0 starts to listen, every other rank starts to connect. Does not wait.
+    ///
+    /// # Errors
+    /// `Kind::Io` for a port at which rank 0 cannot listen; `Kind::Config` if the process that listens there is rank 0 of the same run.
+    pub fn open(process: &Process) -> Result<Rendezvous> {
+        let hello = Hello {
+            rank: process.rank(),
+            run: printable(process.run_id(), usize::MAX),
+            version: env!("CARGO_PKG_VERSION").to_string(),
+            num_ranks: process.num_ranks(),
+        };
+        let role = match process.rank() {
+            _ if process.num_ranks() == 1 => Role::Alone,
+            0 => {
+                let listener = listen(process, process.port())
+                    .map_err(|e| refused_by_other_rank_zero(process, &hello).unwrap_or(e))?;
+                Role::Host(RendezvousHost::new(listener, hello, format!("{}:{}", process.host(), process.port())))
+            }
+            _ => Role::Client(RendezvousClient::new(process, hello)),
+        };
+        Ok(Rendezvous { process: process.clone(), role: Mutex::new(role) })
+    }
+
+    /// The process of this rendezvous.
+    #[must_use]
+    pub fn process(&self) -> &Process {
+        &self.process
+    }
+
+    /// Reports an error of this process to the other ranks, which ends the start on all of them with the error and the number of this
+    /// rank. Waits a few seconds at most for ranks that are not connected yet. Does nothing once the ranks are connected.
+    pub fn fail(&self, error: &Error) {
+        let role = &mut *self.role.lock().unwrap_or_else(PoisonError::into_inner);
+        match std::mem::replace(role, Role::Done) {
+            Role::Host(mut host) => host.fail(error, FAILED_WAIT),
+            Role::Client(mut client) => client.fail(error, FAILED_WAIT),
+            Role::Alone | Role::Done => {}
+        }
+    }
+
+    /// Connects to all other ranks within `limit`. Returns the connections by rank.
+    ///
+    /// # Errors
+    /// `Kind::Timeout` naming the ranks that did not connect; `Kind::Config` for ranks that differ in their configuration or have the
+    /// same number; `Kind::PeerLost` for a process that ended; the error that another rank reported; `Kind::Io` for a rank that cannot be
+    /// reached.
+    pub(crate) fn connect(
+        &self,
+        config: &WorldConfig,
+        limit: Duration,
+        hook: Option<&WaitHook>,
+    ) -> Result<Vec<Option<TcpStream>>> {
+        let role = &mut *self.role.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut wait = JoinWait { limit, start: Instant::now(), hook };
+        let connected = match role {
+            Role::Alone => return Ok(vec![None]),
+            Role::Host(host) => host.connect(config, &mut wait),
+            Role::Client(client) => client.connect(config, &mut wait),
+            Role::Done => Err(Error::new(Kind::Config, "the rendezvous is used up: each serves one world, open another with Rendezvous::open")),
+        };
+        // The host stays after a failure, to send the reason to ranks that connect later; after a timeout it has waited long enough.
+        let is_known = connected.as_ref().map_or_else(|e| e.kind() == Kind::Timeout, |_| true);
+        if is_known || !matches!(role, Role::Host(_)) {
+            *role = Role::Done;
+        }
+        connected
+    }
+}
+
+/// The addresses to listen on, the preferred first: loopback addresses if rank 0 is reached by one, else all addresses.
+fn addresses(process: &Process) -> [IpAddr; 2] {
+    let any = [Ipv6Addr::UNSPECIFIED.into(), Ipv4Addr::UNSPECIFIED.into()];
+    match process.host() {
+        "localhost" => [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()],
+        // A socket on the IPv6 wildcard accepts IPv4 too, but a machine may have only one of them.
+        host => host.parse().ok().filter(IpAddr::is_loopback).map_or(any, |ip| [ip, ip]),
+    }
+}
+
+/// Listens on a port where the other ranks can reach this machine.
+fn listen(process: &Process, port: u16) -> Result<TcpListener> {
+    let [first, second] = addresses(process);
+    let found = TcpListener::bind(SocketAddr::new(first, port)).or_else(|e| match e.kind() {
+        ErrorKind::AddrInUse | ErrorKind::PermissionDenied => Err(e),
+        _ => TcpListener::bind(SocketAddr::new(second, port)),
+    });
+    let listener = found.map_err(|e| {
+        let why = format!("rank {} cannot listen on port {port}: {e}", process.rank());
+        Error::new(Kind::Io, why).detail("help", "give all processes another port with SHARDGRAD_PORT")
+    })?;
+    listener.set_nonblocking(true)?;
+    Ok(listener)
+}
+
+/// The refusal by the process that listens on the port of this rank 0, if that process is another rank 0.
+fn refused_by_other_rank_zero(process: &Process, hello: &Hello) -> Option<Error> {
+    let mut stream = TcpStream::connect((process.host(), process.port())).ok()?;
+    send(&mut stream, &hello.encode()).ok()?;
+    let answer = poll(&mut stream, OTHER_RANK_ZERO_WAIT).ok()??;
+    match HostMessage::decode(&answer)? {
+        HostMessage::Refused(error) => Some(error),
+        _ => None,
+    }
+}
+
+/// A duration in seconds, as in `5 s`.
+fn seconds(time: Duration) -> String {
+    format!("{} s", time.as_secs_f64())
+}
+
+/// `rank 1`, or `ranks 1, 3`.
+fn names(ranks: &[usize]) -> String {
+    let shown: Vec<String> = ranks.iter().take(NAMED_RANKS_MAX).map(usize::to_string).collect();
+    let many = if ranks.len() > 1 { "ranks" } else { "rank" };
+    let more = ranks.len() - shown.len();
+    let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+    format!("{many} {}{more}", shown.join(", "))
+}

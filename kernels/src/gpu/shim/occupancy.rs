@@ -1,0 +1,117 @@
+//! Occupancy checks: if NVRTC is installed, every program that a test case runs on the host is compiled for GPUs too. Programs must
+//! not spill registers, and two blocks must fit a multiprocessor. Programs in f64 and f16 are compiled for the newer architecture
+//! only; with `SHARDGRAD_CARDS=all` for both.
+
+use crate::cuda::{Compiler, Program, SearchPaths, Usage};
+use crate::gpu::Grid;
+use std::collections::hash_map::DefaultHasher;
+use std::hash::{Hash, Hasher};
+use std::path::Path;
+
+/// The oldest supported architecture, and the one for which kernels are tuned, with their bytes of shared memory.
+const ARCHITECTURES: [(&str, u32); 2] = [("sm_80", 163 << 10), ("sm_90a", 227 << 10)];
+/// An architecture with little shared memory, for the plans for such GPUs.
+const SMALL: (&str, u32) = ("sm_89", 99 << 10);
+/// Registers of a multiprocessor, and the granularity of their allocation to warps.
+const REGISTERS: u32 = 65_536;
+const REGISTER_GRANULARITY: u32 = 256;
+const WARP: u32 = 32;
+/// The blocks that must fit a multiprocessor, so that one computes while the other waits. If shared memory has room for only one block,
+/// registers need room for only one.
+const BLOCKS_PER_SM: u32 = 2;
+
+/// Returns whether NVRTC is installed.
+pub(super) fn compiler_is_found() -> bool {
+    Compiler::open(&SearchPaths::from_env()).is_ok()
+}
+
+/// Compiles the program of a grid for each architecture and checks its resources, once: a marker file in `folder` records success.
+pub(super) fn check(
+    kernel: &'static str,
+    grid: &Grid,
+    text: &str,
+    folder: &Path,
+    shared_bytes_max: u32,
+) -> Result<(), String> {
+    let is_full = std::env::var("SHARDGRAD_CARDS").is_ok_and(|v| v == "all");
+    let mut hasher = DefaultHasher::new();
+    (text, grid.entry, grid.threads, grid.shared_bytes, is_full, shared_bytes_max).hash(&mut hasher);
+    let mark = folder.join(format!("{:016x}.fits", hasher.finish()));
+    if mark.exists() {
+        return Ok(());
+    }
+    let paths = SearchPaths { cache: Some(folder.to_path_buf()), ..SearchPaths::from_env() };
+    let Ok(compiler) = Compiler::open(&paths) else { return Ok(()) };
+    let mut found = String::new();
+    let architectures = match () {
+        () if shared_bytes_max <= SMALL.1 => &[SMALL][..],
+        () if is_full || is_common(grid) => &ARCHITECTURES[..],
+        () => &ARCHITECTURES[1..],
+    };
+    for &(architecture, shared_bytes) in architectures {
+        let compiled =
+            compiler.compile(&Program { kernel, text }, architecture).map_err(|e| e.to_string())?;
+        let usage = compiled.usage.iter().find(|usage| usage.entry == grid.entry);
+        let usage = usage.ok_or_else(|| format!("{architecture}: no entry {}", grid.entry))?;
+        check_limits(usage, grid, shared_bytes).map_err(|e| format!("{architecture}: {}: {e}", grid.entry))?;
+        found += &format!("{kernel} {} {architecture} {} registers\n", grid.entry, usage.registers);
+    }
+    std::fs::write(mark, found).map_err(|e| e.to_string())
+}
+
+/// Returns whether a program is common on old GPUs: neither f64 nor f16.
+fn is_common(grid: &Grid) -> bool {
+    let is_rare = |name: &str| ["double", "f16"].contains(&name);
+    !grid.defines.iter().any(|(_, value)| value.split(|c: char| !c.is_alphanumeric()).any(is_rare))
+}
+
+/// Returns an error for spills, and for resources beyond those of a multiprocessor.
+fn check_limits(usage: &Usage, grid: &Grid, shared_bytes: u32) -> Result<(), String> {
+    if usage.spill_bytes > 0 {
+        return Err(format!("{} bytes are spilled", usage.spill_bytes));
+    }
+    let taken = usage.shared_bytes + grid.shared_bytes;
+    if taken > shared_bytes {
+        return Err(format!("{taken} bytes of shared memory, of {shared_bytes}"));
+    }
+    let blocks = BLOCKS_PER_SM.min(shared_bytes / taken.max(1));
+    let of_warp = (usage.registers * WARP).next_multiple_of(REGISTER_GRANULARITY);
+    let registers = of_warp * grid.threads.div_ceil(WARP) * blocks;
+    if registers > REGISTERS {
+        return Err(format!(
+            "{} registers leave no room for {blocks} blocks of {}",
+            usage.registers, grid.threads
+        ));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn limits_match_known_values() {
+        let grid = |threads, shared_bytes| Grid {
+            entry: "e",
+            defines: vec![],
+            blocks: [1; 3],
+            threads,
+            shared_bytes,
+            args: vec![],
+        };
+        let usage = |registers, spill_bytes| Usage { registers, spill_bytes, ..Usage::default() };
+        assert!(check_limits(&usage(128, 0), &grid(256, 0), 163 << 10).is_ok());
+        assert!(check_limits(&usage(129, 0), &grid(256, 0), 163 << 10).unwrap_err().contains("129 registers"));
+        assert!(check_limits(&usage(255, 0), &grid(128, 0), 163 << 10).is_ok());
+        assert!(check_limits(&usage(168, 0), &grid(256, 100 << 10), 163 << 10).is_ok(), "one block");
+        assert!(check_limits(&usage(168, 0), &grid(256, 164 << 10), 163 << 10).unwrap_err().contains("shared"));
+        let in_dtype = |dtype: &'static str| Grid {
+            defines: vec![("X", "float".into()), ("V", dtype.into())],
+            ..grid(32, 0)
+        };
+        assert!(is_common(&in_dtype("Number<bf16>")) && is_common(&grid(32, 0)));
+        assert!(!is_common(&in_dtype("Number<double>")) && !is_common(&in_dtype("f16")));
+        assert!(check_limits(&usage(32, 8), &grid(256, 0), 163 << 10).unwrap_err().contains("8 bytes are spilled"));
+    }
+}

@@ -1,0 +1,82 @@
+//! A named place in a model where a plan can constrain the layout of an activation.
+
+use shardgrad_autograd::Var;
+use shardgrad_tensor::{Axis, Context, Error, Kind, Layout, Result, Placement, Value};
+use std::cell::RefCell;
+use std::rc::Rc;
+
+/// A named place in a model through which an activation passes, and where a plan can constrain its layout
+/// ([`Plan::point`](crate::Plan::point)). Its name is its path in the model. Without a rule, and before [`Model::new`](crate::Model::new),
+/// activations pass unchanged.
+#[doc(alias = "with_sharding_constraint")]
+#[doc(alias = "PrepareModuleInput")]
+#[doc(alias = "PrepareModuleOutput")]
+#[derive(Debug, Default)]
+pub struct ActivationPoint {
+    binding: RefCell<Option<Binding>>,
+}
+
+#[derive(Debug)]
+struct Binding {
+    name: Rc<str>,
+    states: Vec<(Axis, Placement)>,
+}
+
+impl ActivationPoint {
+    /// Returns the activation in the layout that the plan states for this point, or unchanged without a rule.
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::Layout` if the plan shards a dim that the activation does not have.
+    #[track_caller]
+    #[must_use]
+    pub fn constrain(&self, x: &Var) -> Var {
+        let binding = self.binding.borrow();
+        let Some(binding) = binding.as_ref() else { return x.clone() };
+        Context::of(x.rank()).set_path(&binding.name);
+        if binding.states.is_empty() {
+            return x.clone();
+        }
+        let site = std::panic::Location::caller();
+        let to = with_states(x.layout(), &binding.states)
+            .unwrap_or_else(|e| e.detail("point", &*binding.name).at(site).raise());
+        x.to_layout(&to)
+    }
+
+    /// Whether no rule of the plan applies to this point.
+    pub(crate) fn is_unconstrained(&self) -> bool {
+        self.binding.borrow().as_ref().is_none_or(|binding| binding.states.is_empty())
+    }
+
+    /// The dotted name; `None` before [`Model::new`](crate::Model::new) has named the point.
+    #[must_use]
+    pub fn name(&self) -> Option<Rc<str>> {
+        self.binding.borrow().as_ref().map(|p| p.name.clone())
+    }
+
+    pub(crate) fn bind(&self, name: &str, states: Vec<(Axis, Placement)>) {
+        *self.binding.borrow_mut() = Some(Binding { name: name.into(), states });
+    }
+}
+
+/// Returns a layout with other states on some axes. An axis that already has the requested state keeps its position among the
+/// axes of its dim; an axis that newly shards a dim becomes the innermost axis of that dim.
+///
+/// # Errors
+/// `Kind::Layout` for a dim that the layout does not have.
+pub(crate) fn with_states(layout: &Layout, states: &[(Axis, Placement)]) -> Result<Layout> {
+    let mut to = layout.clone();
+    for &(axis, state) in states {
+        if let Placement::Shard(d) = state
+            && d >= layout.ndim()
+        {
+            let name = layout.mesh().name(axis);
+            let text = format!("the plan shards dim {d} over {name}, but the tensor {layout} has {} dims", layout.ndim());
+            let help = "name an existing dim in the plan's rule; dims are counted from 0";
+            return Err(Error::new(Kind::Layout, text).detail("help", help));
+        }
+        if to.placement(axis) != state {
+            to = to.with_placement(axis, state);
+        }
+    }
+    Ok(to)
+}

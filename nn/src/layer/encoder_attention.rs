@@ -1,0 +1,131 @@
+//! Bidirectional self-attention with a padding mask, as in BERT.
+
+use super::dropout::Dropout;
+use super::linear::Linear;
+use crate::module;
+use crate::param::Init;
+use crate::activation_point::ActivationPoint;
+use shardgrad_autograd::Var;
+use shardgrad_tensor::{Error, Kind, Value};
+
+module! {
+    /// Bidirectional multi-head self-attention: softmax(q k^T / sqrt(c) + mask) v in every head, with a projection each for q, k, v
+    /// and output. Weights are transposed in files. Devlin et al., arXiv 1810.04805.
+    ///
+    /// Activation points: `keys` and `values`, before attention.
+    #[doc(alias = "BertSelfAttention")]
+    #[doc(alias = "MultiheadAttention")]
+    #[derive(Debug)]
+    pub struct EncoderAttention {
+        /// `[d]` to `[h, c]`.
+        pub query: Linear,
+        /// `[d]` to `[h, c]`.
+        pub key: Linear,
+        /// `[d]` to `[h, c]`.
+        pub value: Linear,
+        /// Output projection, `[h, c]` to `[d]`.
+        pub dense: Linear,
+        keys: ActivationPoint,
+        values: ActivationPoint,
+        drop: Dropout,
+    }
+}
+
+impl EncoderAttention {
+    /// Attention with `heads` heads for rows of width `d`.
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::Config` if the width is not a multiple of the heads.
+    #[track_caller]
+    #[must_use]
+    pub fn new(d: usize, heads: usize) -> EncoderAttention {
+        if heads == 0 || !d.is_multiple_of(heads) {
+            let text = format!("a width of {d} is not a multiple of {heads} heads");
+            Error::new(Kind::Config, text)
+                .detail("help", "choose a number of heads that divides the width")
+                .at(std::panic::Location::caller())
+                .raise();
+        }
+        let (h, c) = (heads, d / heads);
+        let part = || Linear::general(&[d], &[h, c]).with_transposed_file_shape().no_empty_shards(1, "heads");
+        EncoderAttention {
+            query: part(),
+            key: part(),
+            value: part(),
+            dense: Linear::general(&[h, c], &[d]).with_transposed_file_shape().no_empty_shards(0, "heads"),
+            keys: ActivationPoint::default(),
+            values: ActivationPoint::default(),
+            drop: Dropout::default(),
+        }
+    }
+
+    /// Returns the same layer with dropout on the attention weights.
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::Config` if `p` is not in `0..1`.
+    #[track_caller]
+    #[must_use]
+    pub fn dropout(self, p: f64) -> EncoderAttention {
+        EncoderAttention { drop: Dropout::new(p), ..self }
+    }
+
+    /// Returns the same layer with another initializer of the weights.
+    #[must_use]
+    pub fn init(self, init: Init) -> EncoderAttention {
+        EncoderAttention {
+            query: self.query.init(init),
+            key: self.key.init(init),
+            value: self.value.init(init),
+            dense: self.dense.init(init),
+            ..self
+        }
+    }
+
+    /// Applies attention: `[b, t, d]` to `[b, t, d]`. The mask `[b, t]` is added to the scores of the keys: 0 for visible keys, a large negative number
+    /// for padding; with gathered keys the mask covers all keys. With a mask or dropout the attention weights are materialized,
+    /// `t * t` per head; without, attention is fused and stores none.
+    ///
+    /// # Panics
+    /// Unwinds with an error if x or the mask has another shape.
+    #[track_caller]
+    #[must_use]
+    pub fn forward(&self, x: &Var, mask: Option<&Var>) -> Var {
+        self.dense.forward(&self.attention_output(x, mask))
+    }
+
+    /// Returns residual + [`EncoderAttention::forward`], with the addition fused into the epilogue of the output projection where
+    /// possible.
+    ///
+    /// # Panics
+    /// As [`EncoderAttention::forward`], and if the residual cannot be added to the output.
+    #[track_caller]
+    #[must_use]
+    pub fn forward_with_residual(&self, x: &Var, mask: Option<&Var>, residual: &Var) -> Var {
+        self.dense.forward_with_residual(&self.attention_output(x, mask), residual)
+    }
+
+    /// The outputs of the heads, before the output projection.
+    #[track_caller]
+    fn attention_output(&self, x: &Var, mask: Option<&Var>) -> Var {
+        let (q, k, v) = (self.query.forward(x), self.key.forward(x), self.value.forward(x));
+        let (k, v) = (self.keys.constrain(&k), self.values.constrain(&v));
+        if mask.is_none() && !self.drop.is_active(x.tape()) {
+            q.attention(&k, &v, false)
+        } else {
+            self.unfused_attention(&q, &k, &v, mask)
+        }
+    }
+
+    /// Attention op by op, with the mask and dropout.
+    #[track_caller]
+    fn unfused_attention(&self, q: &Var, k: &Var, v: &Var, mask: Option<&Var>) -> Var {
+        let c = *q.shape().last().expect("queries have channels");
+        // The mask dims come last, so that the mask is broadcast over heads and queries.
+        let mut scores = q.einsum("b t h c, b s h c -> h t b s", k).scale(1.0 / (c as f64).sqrt());
+        if let Some(mask) = mask {
+            scores = scores.add(mask);
+        }
+        let weights = scores.permute(&[2, 0, 1, 3]).softmax();
+        self.drop.forward(&weights).einsum("b h t s, b s h c -> b t h c", v)
+    }
+}

@@ -1,0 +1,176 @@
+//! `PipelinedModel`: a recorded model, cut into pipeline stages; each rank holds the parameters of its stages.
+
+mod stage_partition;
+
+use crate::module::Module;
+use crate::param::{StageOwners, Param};
+use crate::sharded_model::Model;
+use crate::plan::{PipelinePlan, Plan};
+use crate::precision::Precision;
+use shardgrad_autograd::pipeline::{PipelineInputs, PipelineOutputs, Runner, Schedule, Stages};
+use shardgrad_autograd::{ReplayNoise, Noise, OpRecord, Program, Var};
+use shardgrad_tensor::{Axis, Context, Layout, Rank, Result, Tensor};
+use std::cell::RefCell;
+use std::collections::HashSet;
+use std::rc::Rc;
+
+/// The noise of the recording; every replay draws with the noise of its step.
+const TRACING_NOISE: Noise = Noise { seed: 0, step: 0, first_row: 0 };
+
+/// The forward function of a model: results from arguments.
+pub(crate) type ForwardFn<'a> = &'a dyn Fn(&[Var]) -> Result<Vec<Var>>;
+
+/// The pipeline stages of a model, with one recording for each layout of its arguments.
+#[derive(Debug)]
+pub(crate) struct PipelinedModel {
+    axis: Axis,
+    seed: u64,
+    schedule: Schedule,
+    recordings: RefCell<Vec<(Vec<Layout>, Rc<Stages>)>>,
+}
+
+impl PipelinedModel {
+    /// Records the forward function on example arguments, cuts the recording into stages, verifies the schedule, and initializes the
+    /// parameters of this rank's stages. `model` is on the slice of the world without the pipeline axis. If the cut or the schedule
+    /// depends on times, the stages are profiled first.
+    #[track_caller]
+    pub(crate) fn new<M: Module>(
+        model: &Model<M>,
+        pipeline: &PipelinePlan,
+        axis: Axis,
+        seed: u64,
+        num_microbatches: usize,
+        arguments: &[Tensor],
+        forward: ForwardFn<'_>,
+    ) -> Result<PipelinedModel> {
+        let rank = model.rank();
+        let own_rank = rank.world().coordinate(axis);
+        let layouts: Vec<Layout> = arguments.iter().map(|t| t.layout().clone()).collect();
+        let program = Program::record(rank, &layouts, Some(Noise { seed, ..TRACING_NOISE }), forward)?;
+        let (schedule, starts) =
+            stage_partition::choose(model, pipeline, axis, seed, num_microbatches, &program, arguments)?;
+        let stages = Stages::new(program, &starts);
+        let links = stages.links();
+        let schedule = schedule.with_transfers(&links);
+        schedule.verify(&links)?;
+        let keys: Vec<_> = (0..schedule.num_stages()).map(|stage| stages.keys(stage)).collect();
+        for param in model.params() {
+            let uses = |stage: &usize| keys[*stage].contains(&param.key());
+            let mut ranks: Vec<usize> = (0..keys.len()).filter(uses).map(|s| schedule.stage_ranks[s]).collect();
+            ranks.sort_unstable();
+            ranks.dedup();
+            if ranks.is_empty() {
+                // A parameter that no op uses still has a value to save, on the first stage.
+                ranks.push(0);
+            }
+            param.init_value(rank, seed, Some(StageOwners { axis, ranks, own_rank }))?;
+        }
+        let recordings = RefCell::new(vec![(layouts, Rc::new(stages))]);
+        Ok(PipelinedModel { axis, seed, schedule, recordings })
+    }
+
+    /// The schedule, with transfers.
+    pub(crate) fn schedule(&self) -> &Schedule {
+        &self.schedule
+    }
+
+    /// The first record of each stage, and its path in the model.
+    pub(crate) fn stage_starts(&self) -> Vec<(usize, Rc<str>)> {
+        let stages = self.recordings.borrow()[0].1.clone();
+        let records = &stages.program().records;
+        let path = |at: usize| records.get(at).map_or_else(|| Rc::from(""), |r| r.path.clone());
+        stages.stages().iter().map(|stage| (stage.range.start, path(stage.range.start))).collect()
+    }
+
+    /// Returns the stages for arguments of these layouts, cut at the same records as the first recording.
+    fn stages(&self, rank: &Rank, arguments: &[Layout], forward: ForwardFn<'_>) -> Result<Rc<Stages>> {
+        if let Some((_, stages)) = self.recordings.borrow().iter().find(|(known, _)| known == arguments) {
+            return Ok(stages.clone());
+        }
+        let program = Program::record(rank, arguments, Some(Noise { seed: self.seed, ..TRACING_NOISE }), forward)?;
+        let stages = Rc::new(self.recordings.borrow()[0].1.recut(program)?);
+        self.recordings.borrow_mut().push((arguments.to_vec(), stages.clone()));
+        Ok(stages)
+    }
+
+    /// The ops of this rank's stages.
+    pub(crate) fn records(&self, rank: &Rank) -> Vec<OpRecord> {
+        let (stages, own_rank) = (self.recordings.borrow()[0].1.clone(), rank.world().coordinate(self.axis));
+        let own = stages.stages().iter().zip(&self.schedule.stage_ranks).filter(|(_, rank)| **rank == own_rank);
+        own.flat_map(|(stage, _)| stages.program().records[stage.range.clone()].to_vec()).collect()
+    }
+
+    /// Runs the schedule forward and backward on all microbatches, which `read` provides and which have one shape. The gradients are
+    /// those of the mean loss times `loss_scale`. If no parameter of the loss is trainable, every stage returns an error: no stage
+    /// knows by itself what is frozen on other stages.
+    pub(crate) fn train_step<M: Module>(
+        &self,
+        model: &Model<M>,
+        read: &dyn Fn(usize) -> Result<Vec<Tensor>>,
+        noise: &dyn Fn(usize) -> Noise,
+        loss_scale: f64,
+    ) -> Result<PipelineOutputs> {
+        let stages = self.recordings.borrow()[0].1.clone();
+        let runner =
+            Runner { rank: model.rank(), axis: self.axis, stages: &stages, schedule: &self.schedule };
+        runner.run(&PipelineInputs {
+            arguments: read,
+            parameter: &param_values(model),
+            is_trained: &is_trainable(model),
+            draw: &|microbatch| ReplayNoise::Of(noise(microbatch)),
+            weight: loss_scale / self.schedule.num_microbatches as f64,
+        })
+    }
+
+    /// Runs the stages forward for inference, without dropout and without gradients. Returns the result on the ranks of the stage
+    /// that computes it, `None` on the others.
+    pub(crate) fn forward_step<M: Module>(
+        &self,
+        model: &Model<M>,
+        arguments: &[Tensor],
+        forward: ForwardFn<'_>,
+    ) -> Result<Option<Tensor>> {
+        let layouts: Vec<Layout> = arguments.iter().map(|t| t.layout().clone()).collect();
+        let stages = self.stages(model.rank(), &layouts, forward)?;
+        let schedule = Schedule::forward_only(&self.schedule.stage_ranks, self.schedule.ranks.len())?;
+        let links = stages.links();
+        let schedule = schedule.with_transfers(&links);
+        schedule.verify(&links)?;
+        let runner = Runner { rank: model.rank(), axis: self.axis, stages: &stages, schedule: &schedule };
+        let outputs = runner.run(&PipelineInputs {
+            arguments: &|_| Ok(arguments.to_vec()),
+            parameter: &param_values(model),
+            is_trained: &is_trainable(model),
+            draw: &|_| ReplayNoise::Off,
+            weight: 1.0,
+        })?;
+        Ok(outputs.results.into_iter().flatten().next().flatten())
+    }
+}
+
+/// Returns the lookup of parameter values by key. A lookup also sets the parameter's name as the path of the following op.
+fn param_values<M: Module>(model: &Model<M>) -> impl Fn(u64) -> Tensor {
+    move |key| {
+        let param =
+            model.params().iter().find(|p| p.key() == key).expect("a program uses its own model's keys");
+        Context::of(model.rank()).set_path(&param.shared_name());
+        param.tensor()
+    }
+}
+
+/// Returns the predicate whether the parameter of a key is trainable, also for parameters of other stages.
+fn is_trainable<M: Module>(model: &Model<M>) -> impl Fn(u64) -> bool {
+    let frozen: HashSet<u64> = model.params().iter().filter(|p| p.is_frozen()).map(Param::key).collect();
+    move |key| !frozen.contains(&key)
+}
+
+/// Returns a model without values on the slice of the mesh without the pipeline axis: the ranks of one pipeline stage.
+pub(crate) fn stage_model<M: Module>(
+    rank: &Rank,
+    axis: Axis,
+    module: M,
+    plan: &Plan,
+    precision: Precision,
+) -> Result<Model<M>> {
+    Model::without_values(&rank.slice(axis), module, plan, precision)
+}

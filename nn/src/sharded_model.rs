@@ -1,0 +1,248 @@
+//! `Model`: a module on one rank of a mesh, with named parameters, sharded by a plan and initialized.
+
+use crate::module::{Module, ModuleLeaf, visit_leaves};
+use crate::name::{matches, nearest};
+use crate::param::Param;
+use crate::plan::{Plan, RuleTarget};
+use crate::activation_point::with_states;
+use crate::precision::Precision;
+use shardgrad_autograd::{Key, Tape};
+use shardgrad_tensor::{Axis, DType, Error, Kind, Layout, Rank, Result, Placement};
+use std::cell::Cell;
+use std::collections::{HashMap, HashSet};
+use std::fmt;
+use std::ops::Deref;
+
+/// A sharded model: this rank's part of a module whose parameters are laid out on the mesh by a [`Plan`]. It derefs to the module,
+/// so `model.forward(..)` calls the module.
+///
+/// Every rank must build the same model: same module, plan and seed.
+#[doc(alias = "DistributedDataParallel")]
+#[doc(alias = "FSDP")]
+#[doc(alias = "fully_shard")]
+#[doc(alias = "parallelize_module")]
+pub struct Model<M> {
+    module: M,
+    rank: Rank,
+    precision: Precision,
+    params: Vec<Param>,
+}
+
+/// The next free parameter key of a rank: keys are unique over all models of the rank, so that two models can share a tape.
+#[derive(Default)]
+struct KeyCounter(Cell<Key>);
+
+impl<M: Module> Model<M> {
+    /// Names every parameter by its path, lays it out as the plan states, and initializes it in f32. Initial values depend on
+    /// seed, name and global index only, not on the mesh.
+    ///
+    /// # Errors
+    /// `Kind::Config` for plan rules that cannot be parsed or match nothing, for two parameters of one name, for a parameter
+    /// that belongs to another model, and for a dim (of heads) sharded over more ranks than it has entries;
+    /// `Kind::Layout` for a sharded dim that a parameter does not have; `Kind::OutOfMemory`.
+    #[track_caller]
+    pub fn new(rank: &Rank, module: M, plan: &Plan, seed: u64) -> Result<Model<M>> {
+        Model::with_dtype(rank, module, plan, seed, DType::F32)
+    }
+
+    /// [`Model::new`] with parameters and computation in another float dtype.
+    ///
+    /// # Errors
+    /// As [`Model::new`]; `Kind::DType` for a dtype that is not a float.
+    #[track_caller]
+    pub fn with_dtype(rank: &Rank, module: M, plan: &Plan, seed: u64, dtype: DType) -> Result<Model<M>> {
+        Model::with_precision(rank, module, plan, seed, Precision::of(dtype))
+    }
+
+    /// [`Model::new`] in mixed precision: parameters stored in one float dtype, computation in another.
+    ///
+    /// # Errors
+    /// As [`Model::new`] and [`Precision::check`].
+    #[track_caller]
+    pub fn with_precision(
+        rank: &Rank,
+        module: M,
+        plan: &Plan,
+        seed: u64,
+        precision: Precision,
+    ) -> Result<Model<M>> {
+        let model = Model::without_values(rank, module, plan, precision)?;
+        for param in &model.params {
+            param.init_value(rank, seed, None)?;
+        }
+        Ok(model)
+    }
+
+    /// Names every parameter and gives it its layout, without allocating values (a model on the meta device).
+    pub(crate) fn without_values(rank: &Rank, module: M, plan: &Plan, precision: Precision) -> Result<Model<M>> {
+        precision.check()?;
+        plan.check()?;
+        let (params, points) = named_leaves(&module)?;
+        let mut used = vec![false; plan.num_rules()];
+        let mut layouts = Vec::with_capacity(params.len());
+        for (name, param) in &params {
+            layouts.push(param_layouts(rank, plan, name, param, precision, &mut used)?);
+        }
+        let mut states: HashMap<String, Vec<(Axis, Placement)>> = HashMap::with_capacity(points.len());
+        for name in &points {
+            states.insert(name.clone(), plan.states(RuleTarget::Point, name, None, rank.mesh(), &mut used));
+        }
+        let names: Vec<&str> = params.iter().map(|(name, _)| name.as_str()).collect();
+        let point_names: Vec<&str> = points.iter().map(String::as_str).collect();
+        plan.check_all_rules_matched(&used, &names, &point_names)?;
+        for ((name, param), (stored, compute)) in params.iter().zip(layouts) {
+            param.bind(name, next_key(rank), stored, compute)?;
+        }
+        visit_leaves(&module, &mut |path, leaf| {
+            if let ModuleLeaf::Point(point) = leaf {
+                point.bind(path, states.remove(path).unwrap_or_default());
+            }
+        });
+        let params = params.into_iter().map(|(_, param)| param).collect();
+        Ok(Model { module, rank: rank.clone(), precision, params })
+    }
+
+    /// The rank that holds this part of the model.
+    #[must_use]
+    pub fn rank(&self) -> &Rank {
+        &self.rank
+    }
+
+    /// The dtype of computation.
+    #[must_use]
+    pub fn dtype(&self) -> DType {
+        self.precision.dtype
+    }
+
+    /// The dtypes of computation and of the stored parameters.
+    #[must_use]
+    pub fn precision(&self) -> Precision {
+        self.precision
+    }
+
+    /// Returns a tape that records a forward pass for backward; make a new one for each training step. Dropout is the identity
+    /// until [`Tape::set_noise`] sets the random numbers of the step.
+    #[must_use]
+    pub fn tape(&self) -> Tape {
+        Tape::new(&self.rank)
+    }
+
+    /// Returns a tape that records nothing, for inference and validation.
+    #[doc(alias = "no_grad")]
+    #[doc(alias = "inference_mode")]
+    #[doc(alias = "eval")]
+    #[must_use]
+    pub fn inference_tape(&self) -> Tape {
+        Tape::inference(&self.rank)
+    }
+
+    /// The parameters in traversal order; a parameter shared by several layers comes once.
+    #[doc(alias = "parameters")]
+    #[doc(alias = "named_parameters")]
+    #[doc(alias = "state_dict")]
+    #[must_use]
+    pub fn params(&self) -> &[Param] {
+        &self.params
+    }
+
+    /// The number of parameter elements of the whole model, over all ranks.
+    #[must_use]
+    pub fn num_params(&self) -> usize {
+        self.params.iter().map(Param::numel).sum()
+    }
+
+    /// Returns the parameter of a dotted name.
+    #[doc(alias = "get_parameter")]
+    ///
+    /// # Errors
+    /// `Kind::Config` with the nearest names if there is none.
+    pub fn param(&self, name: &str) -> Result<&Param> {
+        self.params.iter().find(|p| p.name() == name).ok_or_else(|| self.unknown_param(name))
+    }
+
+    /// Freezes the parameters whose names match a pattern, so that they get no gradient and no update. Returns their number.
+    ///
+    /// # Errors
+    /// `Kind::Config` with the nearest names if the pattern matches nothing.
+    #[doc(alias = "requires_grad_")]
+    #[doc(alias = "LoRA")]
+    pub fn freeze(&self, pattern: &str) -> Result<usize> {
+        let found: Vec<&Param> = self.params.iter().filter(|p| matches(pattern, &p.name())).collect();
+        found.iter().for_each(|p| p.set_frozen(true));
+        if found.is_empty() { Err(self.unknown_param(pattern)) } else { Ok(found.len()) }
+    }
+
+    fn unknown_param(&self, pattern: &str) -> Error {
+        let names: Vec<String> = self.params.iter().map(Param::name).collect();
+        let near = nearest(pattern, names.iter().map(String::as_str)).join(", ");
+        Error::new(Kind::Config, format!("the model has no parameter `{pattern}`")).detail("nearest", near)
+    }
+}
+
+impl<M> Deref for Model<M> {
+    type Target = M;
+
+    fn deref(&self) -> &M {
+        &self.module
+    }
+}
+
+impl<M> fmt::Debug for Model<M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(&self.params).finish()
+    }
+}
+
+/// Parameters with their dotted paths.
+type NamedParams = Vec<(String, Param)>;
+
+/// Returns the parameters (shared ones under their first name) and the names of activation points, in traversal order.
+fn named_leaves(module: &dyn Module) -> Result<(NamedParams, Vec<String>)> {
+    let mut params = NamedParams::new();
+    let mut points = Vec::new();
+    visit_leaves(module, &mut |path, leaf| match leaf {
+        ModuleLeaf::Param(param) if !params.iter().any(|(_, p)| p.ptr_eq(param)) => {
+            params.push((path.to_string(), param.clone()));
+        }
+        ModuleLeaf::Param(_) => {}
+        ModuleLeaf::Point(_) => points.push(path.to_string()),
+    });
+    let mut seen = HashSet::new();
+    let names = params.iter().map(|(name, _)| name).chain(&points);
+    if let Some(twice) = names.into_iter().find(|name| !seen.insert(name.as_str())) {
+        let error =
+            Error::new(Kind::Config, format!("two parameters or points of the model have the name `{twice}`"));
+        return Err(error.detail("help", "give each child a different name in Module::children"));
+    }
+    Ok((params, points))
+}
+
+/// Returns the stored layout of a parameter, and its compute layout where that differs.
+fn param_layouts(
+    rank: &Rank,
+    plan: &Plan,
+    name: &str,
+    param: &Param,
+    precision: Precision,
+    used: &mut [bool],
+) -> Result<(Layout, Option<Layout>)> {
+    let mut states = |target| plan.states(target, name, Some(param.shape()), rank.mesh(), used);
+    let (store, compute) = (states(RuleTarget::Store), states(RuleTarget::Compute));
+    let plain = Layout::invariant(rank.mesh(), precision.param_dtype, param.shape());
+    let make = || {
+        let stored = with_states(&plain, &store)?;
+        let computed = with_states(&stored.with_dtype(precision.dtype), &compute)?;
+        // Only the compute layout needs a non-empty shard on every rank; a rank may store an empty shard.
+        param.check_no_empty_shard(&computed)?;
+        Ok((stored, computed))
+    };
+    let name_parameter = |e: Error| e.detail("parameter", format!("{name} {:?}", param.shape()));
+    let (stored, computed) = make().map_err(name_parameter)?;
+    let computed = (computed != stored).then_some(computed);
+    Ok((stored, computed))
+}
+
+fn next_key(rank: &Rank) -> Key {
+    let keys = rank.extension::<KeyCounter>();
+    keys.0.replace(keys.0.get() + 1)
+}

@@ -1,0 +1,52 @@
+//! State of a trainer for checkpoints: step and loss scale, model and optimizer.
+
+use super::Trainer;
+use crate::model::HfModel;
+use crate::module::Module;
+use crate::optim::Optimizer;
+use crate::sharded_model::Model;
+use crate::checkpoint::{self, RunState};
+use shardgrad_tensor::Result;
+use std::path::Path;
+
+impl<'t, M: Module> Trainer<'t, M> {
+    /// Returns the run state for a checkpoint ([`checkpoint::save`]), with no notes; [`Trainer::set_state`] takes it
+    /// back.
+    #[doc(alias = "state_dict")]
+    #[must_use]
+    pub fn state(&self) -> RunState {
+        RunState { step: self.step, loss_scale: self.loss_scale, ..RunState::default() }
+    }
+
+    /// Returns the model, and the optimizer to be loaded from a checkpoint ([`checkpoint::load_weights`]) or from
+    /// another trainer ([`Optimizer::param_state`], [`Optimizer::load_state`]); then call [`Trainer::set_state`].
+    /// Every rank does this with its own part of the state.
+    #[must_use]
+    pub fn parts_mut(&mut self) -> (&Model<M>, &mut (dyn Optimizer + 't)) {
+        (&self.model, &mut *self.optim)
+    }
+
+    /// Sets the step, which selects data and learning rate, and, with f16, the loss scale if the state has one. Every
+    /// rank calls this with an equal state.
+    #[doc(alias = "load_state_dict")]
+    pub fn set_state(&mut self, state: &RunState) {
+        self.step = state.step;
+        self.first_step = state.step;
+        self.loss_scale = self.loss_scale.map(|own| state.loss_scale.unwrap_or(own));
+    }
+}
+
+impl<M: HfModel> Trainer<'_, M> {
+    /// Resumes from a checkpoint of a language model: loads weights, optimizer state, step and loss scale. Construct
+    /// the trainer with the configuration of the saved run: the checkpoint does not carry it. Each rank reads for
+    /// itself.
+    ///
+    /// # Errors
+    /// As [`checkpoint::load`].
+    #[doc(alias = "load_checkpoint")]
+    pub fn resume(&mut self, dir: &Path) -> Result<RunState> {
+        let state = checkpoint::load(dir, &self.model, &mut *self.optim)?;
+        self.set_state(&state);
+        Ok(state)
+    }
+}

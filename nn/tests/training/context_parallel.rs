@@ -1,0 +1,266 @@
+//! Context parallelism: losses and gradients equal those of one rank, and the collectives of a block are counted.
+
+use crate::llama;
+use crate::support::{Outcome, Setup, VOCAB, config, max_difference, run, values};
+use crate::traces::{counts, traced};
+use shardgrad_autograd::{Noise, Var};
+use shardgrad_nn::optim::grad_norm;
+use shardgrad_nn::{
+    Bert, BertConfig, BertHead, Gpt2Config, LanguageModel, LlamaConfig, LlamaKind, Model, ModelConfig, Plan,
+};
+use shardgrad_tensor::{DType, Kind, Mesh, Phase, Rank, Record, Result, Tensor, Value, World};
+
+pub(crate) const ROWS: usize = 2;
+
+/// Even, uneven and empty shards of 7 tokens, with and without data and tensor parallelism.
+const MESHES: [&str; 7] = ["cp=2", "cp=4", "cp=9", "dp=2,cp=2", "cp=2,tp=2", "cp=3,tp=3", "dp=2,cp=3,tp=2"];
+
+/// A model and the batches that it trains on.
+pub(crate) struct TrainingCase {
+    pub(crate) config: ModelConfig,
+    pub(crate) seq: usize,
+    pub(crate) recompute: bool,
+    /// Whether dropout is on.
+    pub(crate) noise: bool,
+    /// For encoders: whether rows have padding and a mask.
+    pub(crate) padded: bool,
+}
+
+impl TrainingCase {
+    pub(crate) fn new(config: impl Into<ModelConfig>, seq: usize) -> TrainingCase {
+        TrainingCase { config: config.into(), seq, recompute: false, noise: false, padded: false }
+    }
+
+    fn tensor(&self, rank: &Rank, plan: &Plan, number: impl Fn(usize, usize) -> i64) -> Result<Tensor> {
+        let layout = plan.batch_layout(rank.mesh(), DType::I64, &[ROWS, self.seq])?;
+        let all: Vec<i64> = (0..ROWS * self.seq).map(|i| number(i / self.seq, i % self.seq)).collect();
+        Tensor::from_global(rank, &layout, &all)
+    }
+
+    /// Ids, targets and, with padding, mask and types.
+    pub(crate) fn arguments(&self, rank: &Rank, plan: &Plan) -> Result<Vec<Tensor>> {
+        let token = |row: usize, t: usize| ((row * 7 + t * 5 + row * t * 3 + t * t) % VOCAB) as i64;
+        let is_encoder = matches!(self.config, ModelConfig::Bert(_));
+        let target = |row, t| match is_encoder && (row + t) % 3 == 0 {
+            true => Bert::IGNORE_INDEX,
+            false => token(row, t + 1),
+        };
+        let mut all = vec![self.tensor(rank, plan, token)?, self.tensor(rank, plan, target)?];
+        if self.padded {
+            let mask = |row, t| i64::from(t + 2 * row < self.seq);
+            all.extend([self.tensor(rank, plan, mask)?, self.tensor(rank, plan, |_, t| (t % 2) as i64)?]);
+        }
+        Ok(all)
+    }
+
+    pub(crate) fn on(&self, rank: &Rank, plan: &Plan) -> Result<Outcome> {
+        let module = LanguageModel::new(&self.config).recompute(self.recompute);
+        let model = Model::with_dtype(rank, module, plan, 5, DType::F64)?;
+        let tape = model.tape();
+        tape.set_noise(self.noise.then_some(Noise { seed: 3, step: 7, first_row: 4 }));
+        let x: Vec<Var> = self.arguments(rank, plan)?.into_iter().map(|x| tape.constant(x)).collect();
+        let loss = model.loss_from_batch(&x);
+        let (saved_bytes, value) = (tape.saved_bytes(), loss.item()?);
+        loss.backward()?;
+        let gradients = tape.gradients();
+        let norm = grad_norm(rank, model.params(), &gradients, &[])?.grad_norm;
+        Ok(Outcome { loss: value, norm, gradients: values(&model, &gradients)?, saved_bytes })
+    }
+
+    pub(crate) fn outcome(&self, mesh: &str) -> Outcome {
+        let plan = LanguageModel::plan(&self.config);
+        let mut ranks = run(mesh, |rank| self.on(rank, &plan));
+        let first = ranks.swap_remove(0);
+        assert!(ranks.iter().all(|o| o.loss == first.loss && o.gradients == first.gradients), "{mesh}");
+        first
+    }
+
+    /// Fails if the loss or a gradient on a mesh differs from one rank by more than f64 rounding.
+    pub(crate) fn assert_matches_one_rank_on(&self, meshes: &[&str]) -> Outcome {
+        let alone = self.outcome("");
+        for (name, gradient) in &alone.gradients {
+            // A key bias shifts all scores of a query equally, so its gradient is zero.
+            let is_zero = name.ends_with("k_proj.bias") || name.ends_with("key.bias");
+            assert!(is_zero || gradient.iter().any(|g| g.abs() > 1e-9), "{name} is not reached");
+        }
+        for mesh in meshes {
+            let many = self.outcome(mesh);
+            let near = |a: f64, b: f64| (a - b).abs() <= 1e-11 * a.abs().max(1.0);
+            assert!(near(alone.loss, many.loss), "{mesh}: loss {}, alone {}", many.loss, alone.loss);
+            assert!(near(alone.norm, many.norm), "{mesh}: norm {}, alone {}", many.norm, alone.norm);
+            assert_eq!(alone.gradients.len(), many.gradients.len(), "{mesh}");
+            for (name, gradient) in &alone.gradients {
+                let worst = max_difference(gradient, &many.gradients[name]);
+                assert!(worst < 1e-11, "{mesh}: {name} differs by {worst:e}");
+            }
+        }
+        alone
+    }
+}
+
+fn dropped(p: f64) -> Gpt2Config {
+    Gpt2Config { embd_pdrop: p, attn_pdrop: p, resid_pdrop: p, ..config() }
+}
+
+/// Two groups of two heads; windows of 3 and of all tokens.
+fn windowed(kind: LlamaKind) -> LlamaConfig {
+    LlamaConfig { windows: vec![Some(3), None], ..llama::config(kind) }
+}
+
+fn bert(head: BertHead) -> BertConfig {
+    BertConfig { head, initializer_range: 0.3, ..BertConfig::new(VOCAB, 9, [12, 10], 2, 3) }
+}
+
+#[test]
+fn gpt2_matches_one_rank_under_context_parallelism() {
+    TrainingCase::new(config(), 7).assert_matches_one_rank_on(&MESHES);
+    let untied = Gpt2Config { tie_word_embeddings: false, ..config() };
+    TrainingCase::new(untied, 8).assert_matches_one_rank_on(&["cp=2", "cp=4,tp=2"]);
+}
+
+#[test]
+fn llama_family_matches_one_rank_under_context_parallelism() {
+    for kind in LlamaKind::ALL {
+        TrainingCase::new(windowed(kind), 7).assert_matches_one_rank_on(&MESHES);
+    }
+    // More ranks than key heads: every rank of `tp` has all keys.
+    TrainingCase::new(llama::few_keys(LlamaKind::Qwen3, 1), 7).assert_matches_one_rank_on(&["cp=2,tp=2", "cp=3,tp=4"]);
+}
+
+#[test]
+fn bert_matches_one_rank_with_and_without_padding() {
+    for padded in [false, true] {
+        TrainingCase { padded, ..TrainingCase::new(bert(BertHead::MaskedLm), 7) }.assert_matches_one_rank_on(&MESHES);
+    }
+}
+
+#[test]
+fn long_rows_can_be_sharded_unevenly() {
+    let long = Gpt2Config { n_positions: 65, ..config() };
+    TrainingCase::new(long, 65).assert_matches_one_rank_on(&["cp=2", "cp=4"]);
+    let long = LlamaConfig {
+        max_position_embeddings: 65,
+        windows: vec![Some(20), None],
+        ..windowed(LlamaKind::Mistral)
+    };
+    TrainingCase::new(long, 65).assert_matches_one_rank_on(&["cp=2", "cp=4"]);
+}
+
+#[test]
+fn activation_checkpointing_gives_the_same_bits() {
+    let again = |config: ModelConfig| {
+        let [kept, again] =
+            [false, true].map(|recompute| TrainingCase { recompute, ..TrainingCase::new(config.clone(), 7) }.outcome("cp=2"));
+        assert_eq!((kept.loss, &kept.gradients), (again.loss, &again.gradients), "the same to the bit");
+        assert!(again.saved_bytes < kept.saved_bytes, "{} and {}", again.saved_bytes, kept.saved_bytes);
+    };
+    again(config().into());
+    again(windowed(LlamaKind::Llama).into());
+    TrainingCase { recompute: true, ..TrainingCase::new(config(), 7) }.assert_matches_one_rank_on(&["cp=4", "cp=2,tp=2"]);
+}
+
+#[test]
+fn dropout_masks_match_one_rank() {
+    let bert =
+        BertConfig { hidden_dropout_prob: 0.3, attention_probs_dropout_prob: 0.3, ..bert(BertHead::MaskedLm) };
+    let llama = LlamaConfig { attention_dropout: 0.3, ..windowed(LlamaKind::Qwen2) };
+    for config in [ModelConfig::from(dropped(0.3)), llama.into(), bert.into()] {
+        let text = |noise| TrainingCase { noise, ..TrainingCase::new(config.clone(), 7) };
+        let noisy = text(true).assert_matches_one_rank_on(&["cp=2", "cp=9", "dp=2,cp=2", "cp=2,tp=2"]);
+        assert!((noisy.loss - text(false).outcome("").loss).abs() > 1e-3, "dropout has an effect");
+    }
+}
+
+#[test]
+fn gradients_of_microbatches_match_one_batch() {
+    let alone = Setup::new().outcome("");
+    for mesh in ["cp=2", "dp=2,cp=4"] {
+        for microbatches in [2, 4] {
+            Setup { microbatches, ..Setup::new() }.outcome(mesh).assert_near(&alone, mesh);
+        }
+    }
+}
+
+/// Forward and backward of a step of two microbatches, on the first rank.
+pub(crate) fn trace(config: &ModelConfig, mesh: &str) -> Vec<Record> {
+    let (text, plan) = (TrainingCase::new(config.clone(), 8), LanguageModel::plan(config));
+    run(mesh, |rank| {
+        let model = Model::with_dtype(rank, LanguageModel::new(config), &plan, 5, DType::F64)?;
+        let tape = model.tape();
+        traced(rank, || {
+            for _ in 0..2 {
+                let x: Vec<Var> =
+                    text.arguments(rank, &plan)?.into_iter().map(|x| tape.constant(x)).collect();
+                model.loss_from_batch(&x).backward()?;
+            }
+            assert_eq!(tape.gradients().len(), model.params().len());
+            Ok(())
+        })
+    })
+    .swap_remove(0)
+}
+
+#[test]
+fn a_block_all_gathers_keys_and_values_and_reduce_scatters_their_gradients() {
+    let gpt2 = ModelConfig::from(config());
+    // Two microbatches of two blocks, and 28 parameters once.
+    let records = trace(&gpt2, "cp=2");
+    assert_eq!(
+        counts(&records),
+        ["backward all_reduce 28", "backward reduce_scatter 8", "forward all_gather 8"]
+    );
+    let moved = |phase, op| -> Vec<(&str, usize)> {
+        let of = records.iter().filter(move |r| r.phase == phase && r.op == op);
+        of.map(|r| (r.path.as_str(), r.numel())).collect()
+    };
+    // Rows, tokens, heads and channels.
+    let all = ROWS * 8 * 15;
+    let forward = ["h.0.attn.keys", "h.0.attn.values", "h.1.attn.keys", "h.1.attn.values"];
+    assert_eq!(moved(Phase::Forward, "all_gather")[..4], forward.map(|path| (path, all)));
+    let backward = ["h.1.attn.values", "h.1.attn.keys", "h.0.attn.values", "h.0.attn.keys"];
+    assert_eq!(moved(Phase::Backward, "reduce_scatter")[..4], backward.map(|path| (path, all)));
+    // One reduction of each gradient, over rows and tokens together.
+    let both = trace(&gpt2, "dp=2,cp=2");
+    assert_eq!(counts(&both), counts(&records));
+    // In addition to the all-reduces of tensor parallelism in blocks and vocabulary.
+    let split = trace(&gpt2, "cp=2,tp=2");
+    let [of_cp, of_tp]: [Vec<Record>; 2] = ["cp", "tp"].map(|name| {
+        let of = |r: &&Record| Mesh::parse("cp=2,tp=2").unwrap().names(r.axes) == name;
+        split.iter().filter(of).cloned().collect()
+    });
+    assert_eq!(counts(&of_cp), counts(&records));
+    assert_eq!(counts(&of_tp), ["backward all_reduce 10", "forward all_reduce 16"]);
+    assert!(trace(&gpt2, "cp=1").is_empty());
+    let llama = trace(&windowed(LlamaKind::Llama).into(), "cp=2");
+    assert_eq!(
+        counts(&llama),
+        ["backward all_reduce 21", "backward reduce_scatter 8", "forward all_gather 8"],
+        "keys are gathered after rotation, key heads only"
+    );
+    assert!(llama.iter().filter(|r| r.op == "all_gather").all(|r| r.numel() == ROWS * 8 * 2 * 4));
+}
+
+#[test]
+fn attention_on_sharded_keys_is_an_error_that_suggests_a_gather() {
+    let error = World::run(Mesh::parse("cp=2").unwrap(), |rank| {
+        let tokens = Plan::context_parallel("cp").point("keys", "cp@1").point("values", "cp@1");
+        TrainingCase::new(config(), 8).on(rank, &tokens).map(drop)
+    })
+    .unwrap_err();
+    assert_eq!(error.kind(), Kind::Layout);
+    assert!(error.message().contains("attention"), "{error}");
+    assert!(error.details().iter().any(|(_, text)| text.contains("gather")), "{error}");
+}
+
+#[test]
+fn the_pooler_on_sharded_tokens_is_an_error_that_suggests_a_gather() {
+    let (config, plan) = (bert(BertHead::Pooler), Plan::bert());
+    let error = World::run(Mesh::parse("cp=2").unwrap(), |rank| {
+        let model = Model::with_dtype(rank, Bert::new(&config), &plan, 5, DType::F64)?;
+        let ids = TrainingCase::new(config.clone(), 7).arguments(rank, &plan)?.remove(0);
+        let ids = model.inference_tape().constant(ids);
+        model.pool(&model.hidden_states(&ids, None, None)).tensor().to_f64()
+    })
+    .unwrap_err();
+    assert!(error.kind() == Kind::Layout && error.to_string().contains("gather"), "{error}");
+}

@@ -1,0 +1,96 @@
+//! The context of a forward on one rank: label ranges, output memory, kernel launches.
+
+use super::{GradAccumulator, LocalTensors};
+use crate::infer::Inference;
+use crate::layout::Layout;
+use crate::lineage::Lineage;
+use crate::local_tensor::{LocalTensor, launch};
+use shardgrad_dist::{Rank, Result};
+use shardgrad_kernels::{Kernel, Scalar};
+use smallvec::{SmallVec, smallvec};
+use std::ops::Range;
+use std::panic::Location;
+use std::rc::Rc;
+
+/// The context of [`Op::forward`](super::Op::forward) on this rank: ranges of labels, layouts, memory for outputs.
+#[derive(Debug)]
+pub struct ForwardContext<'a> {
+    /// The rank that runs the forward.
+    pub rank: &'a Rank,
+    /// Layouts of the arguments, after the implicit redistribution steps.
+    pub inputs: &'a [Layout],
+    /// The inferred labels, steps and output layouts.
+    pub inference: &'a Inference,
+    /// The line of the caller, for errors.
+    pub site: &'static Location<'static>,
+    /// For each output a sum that it may be added to; none beyond the end.
+    pub(super) accumulators: &'a [Option<&'a GradAccumulator>],
+}
+
+impl ForwardContext<'_> {
+    /// The global extent of a label and this rank's range of it.
+    #[must_use]
+    pub fn label(&self, name: &str) -> (usize, Range<usize>) {
+        self.inference.label(name, self.rank.mesh(), self.rank.coordinates())
+    }
+
+    /// Allocates memory for output `i`: contiguous, uninitialized contents.
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`.
+    pub fn output(&self, i: usize) -> Result<LocalTensor> {
+        let view = self.inference.view(i, self.rank.coordinates());
+        LocalTensor::alloc_with_view(self.rank, self.inference.outputs[i].dtype(), view.clone())
+    }
+
+    /// Takes the sum that output `i` is to be added to, contiguous and of the shape and dtype of the output.
+    ///
+    /// The op must then return the sum plus the output, where the output is rounded before the addition. The caller adds a sum that
+    /// no op takes.
+    pub(crate) fn take_accumulator(&self, i: usize) -> Option<LocalTensor> {
+        let view = self.inference.view(i, self.rank.coordinates());
+        self.accumulators.get(i).copied().flatten()?.accumulate_for(self.rank, self.inference.outputs[i].dtype(), view)
+    }
+
+    /// An intermediate local tensor with the lineage of these arguments, before a collective inside of the op.
+    pub(crate) fn with_lineage(&self, x: &[&LocalTensor], tensor: LocalTensor) -> LocalTensor {
+        LocalTensor { lineage: self.lineage(x), ..tensor }
+    }
+
+    /// The lineage of outputs that are computed from these arguments.
+    #[inline]
+    pub(super) fn lineage(&self, x: &[&LocalTensor]) -> Lineage {
+        x.iter().fold(self.inference.lineage(), |all, tensor| all.join(tensor.lineage))
+    }
+
+    /// The result of `make`, cached with the inference while the views of the local tensors `x` stay the same.
+    ///
+    /// `T` must be private to one op and depend on nothing of the op but its signature.
+    pub(crate) fn memoize<T: 'static>(&self, x: &[&LocalTensor], make: impl FnOnce() -> T) -> Rc<T> {
+        self.inference.memoize(x.iter().map(|p| &p.view), make)
+    }
+
+    /// Allocates all outputs of the op and runs a kernel that writes them.
+    ///
+    /// # Errors
+    /// The errors of the kernel.
+    pub fn launch(&self, kernel: &Kernel, inputs: &[&LocalTensor], scalars: &[Scalar]) -> Result<LocalTensors> {
+        if let [_] = self.inference.outputs[..] {
+            let mut output = self.output(0)?;
+            launch(self.rank, kernel, inputs, &mut [&mut output], scalars)?;
+            return Ok(smallvec![output]);
+        }
+        let mut outputs: LocalTensors =
+            (0..self.inference.outputs.len()).map(|i| self.output(i)).collect::<Result<_>>()?;
+        launch(self.rank, kernel, inputs, &mut outputs.iter_mut().collect::<Vec<_>>(), scalars)?;
+        Ok(outputs)
+    }
+
+    /// The local tensors, copied where they are not contiguous.
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`.
+    pub fn contiguous(&self, tensors: &[&LocalTensor]) -> Result<SmallVec<[LocalTensor; 6]>> {
+        tensors.iter().map(|x| x.contiguous(self.rank)).collect()
+    }
+}

@@ -1,0 +1,156 @@
+//! Context parallelism (tokens of a row sharded over ranks), alone and with every other axis: losses match one rank, checkpoints load on any mesh,
+//! and memory per rank shrinks.
+
+use crate::cli::{Folder, shardgrad, exit_code_and_stderr};
+use crate::pipeline_parallel::{Run, same};
+use serde_json::Value as Json;
+use shardgrad::nn::{Gpt2Config, LlamaConfig, LlamaKind};
+use shardgrad::prelude::*;
+use std::fs;
+use std::path::Path;
+
+/// A decoder of 8 positions with dropout everywhere.
+fn gpt2(dropout: f64) -> Gpt2Config {
+    Gpt2Config::new(19, 8, 12, 4, 3).with_dropout(dropout)
+}
+
+#[test]
+fn losses_match_one_rank_on_every_combination_of_axes() {
+    let llama = LlamaConfig {
+        windows: vec![Some(3); 4],
+        ..LlamaConfig::new(LlamaKind::Mistral, 19, 8, [12, 20], 4, [6, 3])
+    };
+    for (run, dropped) in [
+        (Run { config: gpt2(0.0).into(), ..Run::new(8) }, false),
+        (Run { config: gpt2(0.2).into(), ..Run::new(8) }, true),
+        (Run { config: llama.into(), plan: Plan::llama(), ..Run::new(8) }, false),
+    ] {
+        let one = run.losses("");
+        let cases = [
+            ("cp=2", 1, false),
+            ("cp=3", 6, true),
+            ("dp=2,cp=2", 3, false),
+            ("cp=2,tp=2", 2, true),
+            ("dp=2,cp=2,tp=2", 1, false),
+            ("pp=2,cp=2", 3, false),
+            ("pp=4,cp=3", 2, true),
+            ("pp=2,dp=2,cp=2", 3, false),
+        ];
+        for (mesh, microbatches, recompute) in cases {
+            let many = Run { microbatches, recompute, ..run.clone() };
+            same(&one, &many.losses(mesh), 1e-10, &format!("{mesh} in {microbatches}, dropout {dropped}"));
+        }
+    }
+}
+
+#[test]
+fn split_backward_schedules_support_context_parallel() {
+    let run = Run { config: gpt2(0.1).into(), microbatches: 3, ..Run::new(4) };
+    let one = run.losses("");
+    for schedule in ["gpipe", "zb-h1", "zb-v"] {
+        let many = Run { plan: Plan::gpt2().pipeline_schedule(schedule), ..run.clone() };
+        same(&one, &many.losses("pp=2,cp=2"), 1e-10, schedule);
+    }
+}
+
+#[test]
+fn low_precision_differs_by_rounding_only() {
+    for (dtype, bound) in [(DType::F16, 2e-3), (DType::BF16, 2e-2)] {
+        let run = Run { dtype, ..Run::new(4) };
+        let one = run.losses("");
+        for mesh in ["cp=2", "dp=2,cp=2", "pp=2,cp=2"] {
+            same(&one, &run.losses(mesh), bound, &format!("{dtype} on {mesh}"));
+        }
+    }
+}
+
+const SMALL: [&str; 10] =
+    ["--batch", "4", "--seq", "16", "--lr-schedule", "constant", "--eval-every", "2", "--dtype", "f64"];
+
+fn text(folder: &Folder) -> String {
+    folder.file("text", "The quick brown fox jumps over the lazy dog. ".repeat(60))
+}
+
+/// Returns training and validation losses of a run.
+fn losses(out: &str) -> Vec<f64> {
+    let lines = fs::read_to_string(Path::new(out).join("metrics.jsonl")).unwrap();
+    let lines: Vec<Json> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    lines.iter().flat_map(|l| [l["loss"].as_f64(), l["val_loss"].as_f64()]).flatten().collect()
+}
+
+#[test]
+fn run_resumes_from_a_checkpoint_of_another_mesh() {
+    let folder = Folder::new("context-resumed");
+    let data = text(&folder);
+    for preset in ["tiny", "llama-tiny"] {
+        let train = |out: &str, more: &[&str]| {
+            let args = ["train", "--data", &data, "--out", out, "--preset", preset, "--save-every", "3"];
+            let (code, message) = exit_code_and_stderr(&[&args[..], &SMALL, more].concat());
+            assert_eq!(code, 0, "{more:?}: {message}");
+            losses(out)
+        };
+        let one = train(&folder.path(&format!("{preset}-one")), &["--steps", "6", "--mesh", "dp=1"]);
+        assert_eq!(one.len(), 9);
+        for (first, then) in [("cp=2", "dp=2"), ("tp=2", "dp=2,cp=3"), ("pp=2,cp=2", "cp=5")] {
+            let out = folder.path(&format!("{preset}-{first}"));
+            train(&out, &["--steps", "3", "--mesh", first]);
+            let many = train(&out, &["--steps", "6", "--mesh", then, "--resume"]);
+            // The validation loss is evaluated after the last step too.
+            let many = [&many[..4], &many[many.len() - 5..]].concat();
+            same(&one, &many, 1e-9, &format!("{preset} on {first}, then on {then}"));
+        }
+    }
+}
+
+/// Returns the peak bytes of a rank in a step.
+fn peak(mesh: &str) -> u64 {
+    let given = ["explain", "--preset", "tiny", "--seq", "64", "--batch", "32", "--json", "--mesh", mesh];
+    let output = shardgrad(&given);
+    assert!(output.status.success(), "{output:?}");
+    let text = String::from_utf8(output.stdout).unwrap();
+    let lines = text.lines().map(|line| serde_json::from_str::<Json>(line).unwrap());
+    lines.filter(|l| l["kind"] == "total").map(|l| l["peak_bytes"].as_u64().unwrap()).max().unwrap()
+}
+
+#[test]
+fn rank_holds_only_activations_of_its_tokens() {
+    let [one, two, four] = ["dp=1", "cp=2", "cp=4"].map(peak);
+    assert!(two < one * 7 / 10 && four < two * 7 / 10, "{one}, {two}, {four} bytes");
+    let folder = Folder::new("context-memory");
+    let (data, out, limit) = (text(&folder), folder.path("out"), ((one + two) / 2).to_string());
+    let train = |mesh: &str| {
+        let args =
+            ["train", "--data", &data, "--out", &out, "--preset", "tiny", "--seq", "64", "--batch", "32"];
+        exit_code_and_stderr(
+            &[&args[..], &["--steps", "1", "--memory-limit", &limit, "--eval-every", "0", "--mesh", mesh]]
+                .concat(),
+        )
+    };
+    let (code, message) = train("dp=1");
+    assert!(code == 2 && message.contains("--memory-limit allows"), "{message}");
+    let (code, message) = train("cp=2");
+    assert_eq!(code, 0, "{message}");
+}
+
+#[test]
+fn logits_of_context_parallel_are_gathered() {
+    let folder = Folder::new("context-logits");
+    let (data, model) = (text(&folder), folder.path("out/model"));
+    let (code, message) =
+        exit_code_and_stderr(&["train", "--data", &data, "--out", &folder.path("out"), "--steps", "1", "--mesh", "cp=2"]);
+    assert_eq!(code, 0, "{message}");
+    let written = |mesh: &str| {
+        let file = folder.path(&format!("{mesh}.safetensors"));
+        let args =
+            ["eval", "--model", &model, "--data", &data, "--seq", "9", "--batch", "3", "--dtype", "f64"];
+        let (code, message) = exit_code_and_stderr(&[&args[..], &["--mesh", mesh, "--logits", &file]].concat());
+        assert_eq!(code, 0, "{message}");
+        fs::read(file).unwrap()
+    };
+    let one = written("dp=1");
+    for mesh in ["cp=2", "dp=2,cp=4"] {
+        // Logits are stored in f32; the f64 values agree to rounding.
+        let differ = one.iter().zip(&written(mesh)).filter(|(a, b)| a != b).count();
+        assert!(one.len() > 3 * 9 * 256 * 4 && differ * 100 < one.len(), "{mesh}: {differ} of {}", one.len());
+    }
+}

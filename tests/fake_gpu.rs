@@ -1,0 +1,34 @@
+//! A fake GPU: CUDA libraries built by g++ from the test sources of the CUDA back end.
+
+use crate::cli::Folder;
+use shardgrad::kernels::BackendProvider;
+use shardgrad::kernels::cuda::{CudaDevice, SearchPaths};
+use std::fs;
+use std::io::Write as _;
+use std::os::unix::fs::symlink;
+use std::path::Path;
+use std::process::Command;
+use std::sync::Arc;
+
+/// Builds the libraries in a folder and opens the fake GPU; `None`, with a message, without g++.
+pub(super) fn open(folder: &Folder) -> Option<Arc<dyn BackendProvider>> {
+    if Command::new("g++").arg("--version").output().is_err() {
+        let _ = writeln!(std::io::stderr(), "skipped: no g++ for the fake GPU");
+        return None;
+    }
+    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels/src");
+    let driver = folder.path("libcuda.so.1");
+    let flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-o", &driver];
+    let made = Command::new("g++").args(flags).arg(sources.join("cuda/fake/fake.cc")).output().unwrap();
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    for name in ["libnvrtc.so.13", "libcublasLt.so.13"] {
+        symlink("libcuda.so.1", folder.path(name)).unwrap();
+    }
+    for name in ["shim.h", "shim.cc"] {
+        fs::copy(sources.join("gpu/shim").join(name), folder.path(name)).unwrap();
+    }
+    folder.file("fake.txt", "");
+    let named = ["SHARDGRAD_CUDA_PATH", "SHARDGRAD_NVRTC_PATH", "SHARDGRAD_CUBLASLT_PATH"];
+    let named = named.map(|name| (name, Path::new(&driver).parent().unwrap().to_path_buf())).into();
+    Some(CudaDevice::open(&SearchPaths { named, ..SearchPaths::default() }, 0).unwrap())
+}
