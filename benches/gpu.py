@@ -32,8 +32,8 @@ def table(ours, theirs):
         for key in peers or [""]:
             peer = theirs.get(key)
             kind = key[len(name) + 2 :]
-            told = f"{peer['seconds'] * 1e3:.3f} ms {kind}".strip() if peer else "not measured"
-            print(mine, f"{told} | {peer['seconds'] / row['seconds']:.2f} |" if peer else f"{told} | |")
+            text = f"{peer['seconds'] * 1e3:.3f} ms {kind}".strip() if peer else "not measured"
+            print(mine, f"{text} | {peer['seconds'] / row['seconds']:.2f} |" if peer else f"{text} | |")
 
 
 def timed(call, seconds=0.2):

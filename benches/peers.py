@@ -1,12 +1,12 @@
-"""Training steps of the same GPT, in f32, by shardgrad and by the peers that are installed here, in turn.
+"""Training steps of the same GPT in f32 by shardgrad and other frameworks that are installed, alternating.
 
     cargo build --release
     (cd benches/peers && cargo build --release)
     python benches/peers.py --rounds 4 --threads 1,2 > table.md
 
-Prints a table of tokens a second: the median over rounds of each round's median, the smallest and the largest of those, and
-ours over it. A peer that cannot be imported, or whose program is not built, is skipped with a line. Give the machine to it
-alone: programs in turn share its slow and fast phases, but not its cores.
+Prints a table of tokens per second: the median over rounds of each round's median, with minimum and maximum, and the ratio of shardgrad.
+Frameworks that cannot be imported or are not built are skipped with a message. Run it on an otherwise idle machine: alternating programs share
+slow and fast phases of the machine, but not its cores.
 """
 
 import argparse
@@ -20,9 +20,9 @@ import tempfile
 import time
 from pathlib import Path
 
-# Name: blocks, width, heads, tokens of a row, rows, vocabulary. As `shardgrad train --preset NAME`.
+# Preset: blocks, width, heads, sequence length, batch, vocabulary; as `shardgrad train --preset NAME`.
 SHAPES = {"s": (4, 256, 4, 128, 8, 512), "m": (6, 384, 6, 256, 8, 4096), "l": (12, 768, 12, 256, 2, 8192)}
-# Peer in Python: the module it needs, and how its products and its graph are asked for.
+# Python framework: its module, and settings of matmul precision and compilation.
 MODULES = {
     "torch": ("torch", {}),
     "torch, medium": ("torch", {"precision": "medium"}),
@@ -31,7 +31,7 @@ MODULES = {
     "torch, bf16 autocast": ("torch", {"autocast": True}),
     "jax": ("jax", {}),
 }
-# Peer in Rust: its package in `benches/peers`, and the name of its program.
+# Rust framework: its package and program in `benches/peers`.
 PACKAGES = {"candle": "peer-candle", "burn": "peer-burn"}
 OURS = {
     "shardgrad": [],
@@ -43,23 +43,23 @@ STEPS_MIN = 4
 
 
 def programs():
-    """Where Cargo leaves the programs of `benches/peers`."""
+    """Folder of the built programs of `benches/peers`."""
     chosen = os.environ.get("CARGO_TARGET_DIR")
     return (Path(chosen) if chosen else Path(__file__).parent.parent / "target/peers") / "release"
 
 
 def building(package):
-    """The command that builds a program of `benches/peers`."""
+    """Command that builds a program of `benches/peers`."""
     return f"(cd {os.path.relpath(Path(__file__).parent / 'peers')} && cargo build --release -p {package})"
 
 
 def on_cores(threads):
-    """SavedForBackward this process on as many cores as it has threads."""
+    """Pins this process to as many cores as it has threads."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
 
 
 def torch_step(shape, threads, precision=None, compile=False, autocast=False):
-    """A training step in PyTorch: pre-norm blocks, tanh GELU, an output layer of its own, fused AdamW."""
+    """A training step in PyTorch: pre-norm blocks, tanh GELU, untied output layer, fused AdamW."""
     import torch
     from torch import nn
     from torch.nn import functional as F
@@ -115,7 +115,7 @@ def torch_step(shape, threads, precision=None, compile=False, autocast=False):
 
 
 def jax_step(shape, threads):
-    """The same in JAX, as one compiled function that may overwrite its state."""
+    """The same in JAX, as one jitted function with donated state."""
     flags = "--xla_cpu_multi_thread_eigen=" + ("false intra_op_parallelism_threads=1" if threads == 1 else "true")
     os.environ["XLA_FLAGS"] = flags
     on_cores(threads)
@@ -175,7 +175,7 @@ def jax_step(shape, threads):
 
 
 def work(peer, name, threads, seconds):
-    """Runs one peer in Python in this process and prints its rates."""
+    """Runs one Python framework in this process and prints its rates."""
     module, how = MODULES[peer]
     shape = SHAPES[name]
     step = {"torch": torch_step, "jax": jax_step}[module](shape, threads, **how)
@@ -189,7 +189,7 @@ def work(peer, name, threads, seconds):
 
 
 def lacking(peer, folder):
-    """What has to be done before a peer can run, if anything."""
+    """What is missing to run a framework, if anything."""
     if peer not in PACKAGES:
         return None if importlib.util.find_spec(MODULES[peer][0]) else "is not installed"
     return None if (folder / PACKAGES[peer]).exists() else f"is not built: {building(PACKAGES[peer])}"
@@ -211,7 +211,7 @@ def rates_of_peer(peer, folder, name, threads, seconds):
 
 
 def rates_of_ours(binary, options, name, threads, seconds, expected):
-    """Runs `shardgrad train` for about as long as a peer runs, on the sources of the working directory."""
+    """Runs `shardgrad train` for about as long as the others, on the source files of the working directory."""
     blocks, width, heads, seq, rows, vocab = SHAPES[name]
     steps = STEPS_BEFORE + max(STEPS_MIN, round(seconds * expected / (rows * seq)))
     with tempfile.TemporaryDirectory() as out:

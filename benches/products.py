@@ -29,7 +29,7 @@ SAMPLES_MIN, SAMPLES_MAX = 5, 101
 CHECKED = 64
 TOLERANCE = 1e-5
 # Shapes below this fraction of the other program's rate are counted; so many of the worst are named.
-BEHIND = 0.9
+SLOWER_BELOW = 0.9
 WORST = 5
 
 
@@ -106,9 +106,9 @@ def row_of(threads, program, ours, theirs):
     if theirs is ours:
         return f"{head} | | |"
     ratios = sorted((ours[shape] / theirs[shape], shape) for shape in ours)
-    behind = sum(ratio < BEHIND for ratio, _ in ratios)
+    slower = sum(ratio < SLOWER_BELOW for ratio, _ in ratios)
     worst = ", ".join(f"{shape}: {ratio:.2f}" for ratio, shape in ratios[:WORST])
-    return f"{head} {mean(ratio for ratio, _ in ratios):.3f} | {behind} of {len(ratios)} | {worst} |"
+    return f"{head} {mean(ratio for ratio, _ in ratios):.3f} | {slower} of {len(ratios)} | {worst} |"
 
 
 def peers_here(folder):
@@ -134,7 +134,7 @@ def main():
     parser.add_argument("--programs", type=Path, default=programs(), help="the folder of the peers' programs")
     args = parser.parse_args()
     peers = peers_here(args.programs)
-    print(f"| threads | program | GFLOP/s | shardgrad over it | shapes below {BEHIND} | the worst |\n|---|---|---|---|---|---|")
+    print(f"| threads | program | GFLOP/s | shardgrad over it | shapes below {SLOWER_BELOW} | the worst |\n|---|---|---|---|---|---|")
     for threads in map(int, args.threads.split(",")):
         rounds = {program: [] for program in ["shardgrad", *peers]}
         for _ in range(args.rounds):

@@ -1,11 +1,11 @@
-"""Training steps of the same GPT on two ranks of one core each, in f32: ours and PyTorch's splits over gloo, in turn.
+"""Training steps of the same GPT in f32 on two ranks of one core each: shardgrad, and PyTorch over gloo, alternating.
 
     cargo build --release
     python benches/ranks.py --rounds 3 > table.md
 
-Prints a table of tokens a second of both ranks together: the median over rounds of each round's median, the smallest and the
-largest of those. `alone` are two programs of one rank each, on half of the rows, that know nothing of each other: what two
-ranks could reach if nothing had to move and nobody had to wait. Without PyTorch ours is measured alone. Give the machine to it.
+Prints a table of tokens per second of both ranks together: the median over rounds of each round's median, with minimum and maximum. `alone` are
+two independent programs of one rank each on half of the batch: the limit without communication and waiting. Without PyTorch only shardgrad is
+measured. Run it on an otherwise idle machine.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from peers import SHAPES, STEPS_BEFORE, STEPS_MIN
 
-# Split: what it is in PyTorch, and how ours is asked for.
+# Parallelism: its PyTorch implementation, and options of shardgrad.
 SPLITS = {
     "data": ("ddp", ["--mesh", "dp=2"]),
     "tensor": ("tp", ["--mesh", "tp=2"]),
@@ -32,7 +32,7 @@ RANKS = 2
 
 
 def peer_step(split, shape, rank, microbatches):
-    """A training step of PyTorch on one of the ranks."""
+    """A training step of PyTorch on one rank."""
     import torch
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
@@ -44,7 +44,7 @@ def peer_step(split, shape, rank, microbatches):
         def __init__(self):
             super().__init__()
             self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-            # One for each of query, key and value: a column split of a fused one would mix them.
+            # Separate query, key and value layers: a column shard of a fused one would mix them.
             self.heads = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
             self.out = nn.Linear(width, width)
             self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -57,7 +57,7 @@ def peer_step(split, shape, rank, microbatches):
             return x + self.down(F.gelu(self.up(self.norms[1](x)), approximate="tanh"))
 
     class Part(nn.Module):
-        """Some of the blocks; with the first of them go the embeddings, with the last the output layer."""
+        """A pipeline stage: some blocks, with the embeddings on the first and the output layer on the last."""
 
         def __init__(self, first, last):
             super().__init__()
@@ -140,7 +140,7 @@ def peer_step(split, shape, rank, microbatches):
 
 
 def work(split, name, rank, port, microbatches, seconds):
-    """One rank of PyTorch; the last one prints the rates of all."""
+    """One PyTorch rank; the last one prints the rates of all."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
     import torch
@@ -153,7 +153,7 @@ def work(split, name, rank, port, microbatches, seconds):
     losses = [step() for _ in range(STEPS_BEFORE)]
     began = time.perf_counter()
     losses.append(step())
-    # All ranks make as many steps as the first one thinks fit.
+    # Rank 0 determines the number of steps of all ranks.
     count = torch.tensor([max(STEPS_MIN, round(seconds / (time.perf_counter() - began)))])
     distributed.broadcast(count, 0)
     rates = []
@@ -189,7 +189,7 @@ def rates_of_peer(split, name, microbatches, seconds):
 
 
 def ours(binary, name, rows, steps, options, core=None):
-    """A program of ours that has begun, and where it writes."""
+    """Starts `shardgrad train`; returns the process and its output folder."""
     seq = SHAPES[name][3]
     out = tempfile.TemporaryDirectory()
     command = [

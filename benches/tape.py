@@ -1,12 +1,11 @@
-"""What a small op costs in shardgrad, PyTorch and candle, in turn: an add of 16 floats on one core.
+"""Overhead of a small op in shardgrad, PyTorch and candle, alternating: an add of 16 floats on one core.
 
     cargo build --release
     (cd benches/peers && cargo build --release -p peer-candle)
     python benches/tape.py --rounds 3 > table.md
 
-Prints microseconds of a call: plain, with what a backward pass will need, and with the sum and the backward pass. Each figure is
-the best sample of all rounds: what is left when nothing interferes. A peer that is not installed or not built is skipped with a
-line.
+Prints microseconds per call: forward, forward with autograd, and with sum and backward. Each figure is the best sample of all rounds, the least
+disturbed one. Frameworks that are not installed or not built are skipped with a message.
 """
 
 import argparse
@@ -21,13 +20,13 @@ from peers import building, on_cores, programs
 
 CANDLE = "peer-candle-ops"
 CASES = ["forward", "forward, on a tape", "with backward"]
-# As `shardgrad bench tape`; fewer where a call takes tens of microseconds.
+# As `shardgrad bench tape`; fewer if a call takes tens of microseconds.
 CALLS = 500
 SAMPLES = 101
 
 
 def best(call):
-    """Seconds of a call in the best sample."""
+    """Seconds per call in the best sample."""
 
     def sample():
         started = time.perf_counter()
@@ -39,7 +38,7 @@ def best(call):
 
 
 def torch_seconds():
-    """Times PyTorch in this process, and prints a line for each case."""
+    """Times PyTorch in this process, and prints one line per case."""
     import torch
 
     torch.set_num_threads(1)
@@ -52,7 +51,7 @@ def torch_seconds():
 
 
 def seconds_of(command):
-    """Seconds by case, as a program on one core prints them."""
+    """Runs a program on one core; returns the seconds by case."""
     words = list(map(str, command))
     found = subprocess.run(words, capture_output=True, text=True, timeout=600, preexec_fn=lambda: on_cores(1))
     if found.returncode:
@@ -63,7 +62,7 @@ def seconds_of(command):
 
 
 def programs_here(binary, folder):
-    """Programs that can run, and the command of each; for others a line that says why they cannot."""
+    """Commands of the programs that can run; prints why others cannot."""
     here = {"shardgrad": [binary, "bench", "tape", "--json", "--seconds", "0.1"]}
     if importlib.util.find_spec("torch"):
         here["PyTorch"] = [sys.executable, __file__, "--work"]

@@ -1,4 +1,4 @@
-//! A two-layer network that learns a product, on any mesh: `cargo run --release --example mlp -- --mesh dp=2,tp=2`.
+//! An MLP that learns the product of two numbers, with data and tensor parallelism: `cargo run --release --example mlp -- --mesh dp=2,tp=2`.
 
 #![allow(clippy::print_stdout, reason = "an example talks to people")]
 
@@ -14,7 +14,8 @@ impl Net {
 
 fn main() -> Result<()> {
     let mesh = std::env::args().skip(1).last().unwrap_or("dp=2".into());
-    let plan = Plan::data_parallel("dp").and(Plan::tensor_parallel("tp").column_parallel("up").row_parallel("down"));
+    let plan =
+        Plan::data_parallel("dp").and(Plan::tensor_parallel("tp").column_parallel("up").row_parallel("down"));
     World::run(Mesh::parse(&mesh)?, |rank| {
         let net = Net { up: Linear::new(2, 64), down: Linear::new(64, 1) };
         let model = Model::new(rank, net, &plan, 1)?;

@@ -1,5 +1,5 @@
-//! The model of `transformer.rs` with its layers over a pipeline, its rows over data ranks and its heads over tensor
-//! ranks: what differs is the mesh, the plan and the number of microbatches.
+//! The model of `transformer.rs` with pipeline, data and tensor parallelism (3D parallelism): only the mesh, the plan and the number of
+//! microbatches differ.
 //! `cargo run --release --example sharded_transformer -- --mesh pp=2,dp=2,tp=2`
 
 #![allow(clippy::print_stdout, reason = "an example talks to people")]
@@ -52,13 +52,13 @@ impl Repeater {
     }
 }
 
-/// Token `t` of row `row` of a step: random, and the second half of a row repeats the first.
+/// Returns token `t` of row `row` of a step: random, the second half repeats the first.
 fn token(step: u64, row: usize, t: usize) -> i64 {
     let place = (step as usize * ROWS + row) * HALF + t % HALF;
     (shardgrad::nn::name::random_key(place as u64, "token") % VOCAB as u64) as i64
 }
 
-/// Some tokens of some rows.
+/// Returns a batch: some columns of some rows of a step.
 fn tokens(rank: &Rank, plan: &Plan, step: u64, rows: Range<usize>, columns: Range<usize>) -> Result<Tensor> {
     let layout = plan.batch_layout(rank.mesh(), DType::I64, &[rows.len(), columns.len()])?;
     let all = rows.flat_map(|row| columns.clone().map(move |t| token(step, row, t)));
@@ -67,8 +67,15 @@ fn tokens(rank: &Rank, plan: &Plan, step: u64, rows: Range<usize>, columns: Rang
 
 fn main() -> Result<()> {
     let mesh = std::env::args().skip(1).last().unwrap_or("pp=2,dp=2,tp=2".into());
-    let tensor = Plan::tensor_parallel("tp").column_parallel("q").column_parallel("k").column_parallel("v").row_parallel("o").column_parallel("up").row_parallel("down");
-    let plan = Plan::pipeline_parallel("pp").and(Plan::data_parallel("dp")).and(tensor.column_parallel("head"));
+    let tensor = Plan::tensor_parallel("tp")
+        .column_parallel("q")
+        .column_parallel("k")
+        .column_parallel("v")
+        .row_parallel("o")
+        .column_parallel("up")
+        .row_parallel("down");
+    let plan =
+        Plan::pipeline_parallel("pp").and(Plan::data_parallel("dp")).and(tensor.column_parallel("head"));
     World::run(Mesh::parse(&mesh)?, |rank| {
         let d = 64;
         let model = Repeater {
@@ -79,13 +86,13 @@ fn main() -> Result<()> {
             head: Linear::new(d, VOCAB),
         };
         let read = |rank: &Rank, step, rows: Range<usize>| {
-            let given = tokens(rank, &plan, step, rows.clone(), 0..2 * HALF - 1)?;
-            Ok(vec![given, tokens(rank, &plan, step, rows, HALF..2 * HALF)?])
+            let inputs = tokens(rank, &plan, step, rows.clone(), 0..2 * HALF - 1)?;
+            Ok(vec![inputs, tokens(rank, &plan, step, rows, HALF..2 * HALF)?])
         };
         let loss = |model: &Repeater, x: &[Var]| {
-            // What is asked for is the second half: each token from those before it.
-            let asked = model.forward(&x[0]).slice(1, HALF - 1..2 * HALF - 1);
-            cross_entropy(&asked, &x[1]).mean()
+            // The loss covers the second half: each token is predicted from those before it.
+            let logits = model.forward(&x[0]).slice(1, HALF - 1..2 * HALF - 1);
+            cross_entropy(&logits, &x[1]).mean()
         };
         let settings = TrainerConfig { seed: 1, microbatches: 4, ..TrainerConfig::new(ROWS) };
         let mut trainer = Trainer::new(rank, model, &plan, AdamW::new(1e-3), settings, read, loss)?;

@@ -1,4 +1,4 @@
-//! A transformer written by hand that learns to repeat what it read: each row is some random tokens, twice.
+//! A hand-written transformer that learns to copy: each row is a random sequence, repeated once.
 //! `cargo run --release --example transformer -- --mesh dp=2,tp=2`
 
 #![allow(clippy::print_stdout, reason = "an example talks to people")]
@@ -51,13 +51,13 @@ impl Repeater {
     }
 }
 
-/// Token `t` of row `row` of a step: random, and the second half of a row repeats the first.
+/// Returns token `t` of row `row` of a step: random, the second half repeats the first.
 fn token(step: u64, row: usize, t: usize) -> i64 {
     let place = (step as usize * ROWS + row) * HALF + t % HALF;
     (shardgrad::nn::name::random_key(place as u64, "token") % VOCAB as u64) as i64
 }
 
-/// Some tokens of some rows.
+/// Returns a batch: some columns of some rows of a step.
 fn tokens(rank: &Rank, plan: &Plan, step: u64, rows: Range<usize>, columns: Range<usize>) -> Result<Tensor> {
     let layout = plan.batch_layout(rank.mesh(), DType::I64, &[rows.len(), columns.len()])?;
     let all = rows.flat_map(|row| columns.clone().map(move |t| token(step, row, t)));
@@ -66,7 +66,13 @@ fn tokens(rank: &Rank, plan: &Plan, step: u64, rows: Range<usize>, columns: Rang
 
 fn main() -> Result<()> {
     let mesh = std::env::args().skip(1).last().unwrap_or("dp=2".into());
-    let tensor = Plan::tensor_parallel("tp").column_parallel("q").column_parallel("k").column_parallel("v").row_parallel("o").column_parallel("up").row_parallel("down");
+    let tensor = Plan::tensor_parallel("tp")
+        .column_parallel("q")
+        .column_parallel("k")
+        .column_parallel("v")
+        .row_parallel("o")
+        .column_parallel("up")
+        .row_parallel("down");
     let plan = Plan::data_parallel("dp").and(tensor.column_parallel("head"));
     World::run(Mesh::parse(&mesh)?, |rank| {
         let d = 64;
@@ -78,13 +84,13 @@ fn main() -> Result<()> {
             head: Linear::new(d, VOCAB),
         };
         let read = |rank: &Rank, step, rows: Range<usize>| {
-            let given = tokens(rank, &plan, step, rows.clone(), 0..2 * HALF - 1)?;
-            Ok(vec![given, tokens(rank, &plan, step, rows, HALF..2 * HALF)?])
+            let inputs = tokens(rank, &plan, step, rows.clone(), 0..2 * HALF - 1)?;
+            Ok(vec![inputs, tokens(rank, &plan, step, rows, HALF..2 * HALF)?])
         };
         let loss = |model: &Repeater, x: &[Var]| {
-            // What is asked for is the second half: each token from those before it.
-            let asked = model.forward(&x[0]).slice(1, HALF - 1..2 * HALF - 1);
-            cross_entropy(&asked, &x[1]).mean()
+            // The loss covers the second half: each token is predicted from those before it.
+            let logits = model.forward(&x[0]).slice(1, HALF - 1..2 * HALF - 1);
+            cross_entropy(&logits, &x[1]).mean()
         };
         let settings = TrainerConfig { seed: 1, ..TrainerConfig::new(ROWS) };
         let mut trainer = Trainer::new(rank, model, &plan, AdamW::new(1e-3), settings, read, loss)?;

@@ -34,7 +34,7 @@ pub(crate) enum StopReason {
     Terminate,
     /// SIGHUP.
     HangUp,
-    /// SIGUSR1, which job scripts of SLURM ask for before the time limit (`--signal=USR1@60`).
+    /// SIGUSR1, which SLURM sends before the time limit if requested (`--signal=USR1@60`).
     User,
     /// SIGXCPU: the soft limit of processor time is reached.
     CpuLimit,
@@ -104,7 +104,7 @@ struct StopRequest {
 }
 
 impl StopRequest {
-    /// Notes a reason to stop. Returns exit code and message where the process is to end at once.
+    /// Records a reason to stop. Returns exit code and message if the process must end immediately.
     fn add(&mut self, reason: StopReason, now: Instant) -> Option<(i32, String)> {
         if !self.is_running {
             let text = format!("error: stopped by {reason} before the first step; nothing is saved");
@@ -127,11 +127,11 @@ impl StopRequest {
 }
 
 impl Interrupt {
-    /// Handles signals from now on, and the end of the parent process where that is a launcher. Until [`Interrupt::begin_steps`] each
-    /// of them ends the process. A SIGHUP that the parent has the process ignore, as `nohup` does, stays ignored.
+    /// Starts to handle signals, and the end of the parent process if that is a launcher. Before [`Interrupt::begin_steps`] each of them ends the
+    /// process. A SIGHUP that was ignored at the start, as under `nohup`, stays ignored.
     ///
     /// # Errors
-    /// `Kind::Io` if the system refuses.
+    /// `Kind::Io` if a handler or thread cannot be installed.
     pub(crate) fn install(has_launcher: bool) -> Result<Interrupt> {
         let interrupt = Interrupt(Arc::default());
         let here = interrupt.clone();
@@ -150,7 +150,7 @@ impl Interrupt {
     }
 
     fn receive(&self, reason: StopReason) {
-        // Locked until the process has ended, so that no rank begins its first step meanwhile.
+        // The lock is held until the process has ended, so that no rank starts its first step.
         let mut request = self.request();
         if let Some((code, text)) = request.add(reason, Instant::now()) {
             eprintln!("{text}");
@@ -164,22 +164,22 @@ impl Interrupt {
         self.request().reason
     }
 
-    /// From now on the run stops after a step, since there will be something to save.
+    /// From now on stop requests end the run after a step, with its state saved.
     pub(crate) fn begin_steps(&self) {
         self.request().is_running = true;
     }
 
-    /// Notes that the state at the end of the run is saved.
+    /// Records that the final state is saved.
     pub(crate) fn set_saved(&self, step: usize) {
         self.request().saved = Some(step);
     }
 }
 
-/// Ends the process at the first SIGINT, SIGTERM or SIGXCPU, or when its launcher ends, with a message: for commands that have
-/// nothing to save. The exit code is that of a shell for a process that the signal ends.
+/// Ends the process with a message at the first SIGINT, SIGTERM or SIGXCPU, or when its launcher ends: for commands that have nothing to save. The
+/// exit code is 128 + signal, as in a shell.
 ///
 /// # Errors
-/// `Kind::Io` if the system refuses.
+/// `Kind::Io` if a handler or thread cannot be installed.
 pub(crate) fn end_at_signals(command: &'static str, has_launcher: bool) -> Result<()> {
     let end = move |reason: StopReason| {
         eprintln!("{command}: stopped by {reason}");
@@ -191,24 +191,24 @@ pub(crate) fn end_at_signals(command: &'static str, has_launcher: bool) -> Resul
     if has_launcher { watch_parent(move || end(StopReason::LauncherEnded)) } else { Ok(()) }
 }
 
-/// Makes a write beyond the limit of file sizes (`ulimit -f`) an error instead of the end of the process.
+/// Turns a write beyond the file size limit (`ulimit -f`) into an error; by default it ends the process.
 ///
 /// # Errors
-/// `Kind::Io` if the system refuses.
+/// `Kind::Io` if a handler or thread cannot be installed.
 pub(crate) fn catch_file_size_limit() -> Result<()> {
-    // Any handler will do: the system call fails with EFBIG then.
-    flag::register(SIGXFSZ, Arc::default()).map(drop).map_err(|e| refused("handle SIGXFSZ", &e))
+    // With any handler, the system call fails with EFBIG.
+    flag::register(SIGXFSZ, Arc::default()).map(drop).map_err(|e| system_error("handle SIGXFSZ", &e))
 }
 
-/// Calls a function with each of some signals that arrives, on a thread of its own.
+/// Calls a function with each received signal, on its own thread.
 fn listen(signals: &[i32], mut act: impl FnMut(StopReason) + Send + 'static) -> Result<()> {
-    let mut signals = Signals::new(signals).map_err(|e| refused("handle signals", &e))?;
+    let mut signals = Signals::new(signals).map_err(|e| system_error("handle signals", &e))?;
     let each = move || signals.forever().filter_map(StopReason::of_signal).for_each(&mut act);
     spawn("signals", each)
 }
 
-/// Calls a function when the parent process has ended. A thread looks for it: a signal at the parent's death, which Linux offers, comes
-/// when the parent's *thread* ends that started this process.
+/// Calls a function when the parent process has ended. A thread polls for it: the parent-death signal of Linux is sent when the parent's *thread*
+/// that started this process ends.
 fn watch_parent(act: impl FnOnce() + Send + 'static) -> Result<()> {
     let parent = parent_id();
     spawn("launcher", move || {
@@ -221,14 +221,14 @@ fn watch_parent(act: impl FnOnce() + Send + 'static) -> Result<()> {
 
 fn spawn(name: &str, f: impl FnOnce() + Send + 'static) -> Result<()> {
     let thread = thread::Builder::new().name(name.to_string()).spawn(f);
-    thread.map(drop).map_err(|e| refused(&format!("start the thread `{name}`"), &e))
+    thread.map(drop).map_err(|e| system_error(&format!("start the thread `{name}`"), &e))
 }
 
-fn refused(doing: &str, e: &std::io::Error) -> Error {
+fn system_error(doing: &str, e: &std::io::Error) -> Error {
     Error::new(Kind::Io, format!("cannot {doing}: {e}"))
 }
 
-/// Whether the process was started with a signal ignored, where the system tells (Linux).
+/// Returns whether the process was started with a signal ignored (Linux).
 fn is_ignored(signal: i32) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));

@@ -37,6 +37,21 @@
 //! # Ok::<(), shardgrad::Error>(())
 //! ```
 //!
+//! # Where to start
+//!
+//! - [`nn::Plan`]: how parameters and activations are sharded, with ready-made plans such as
+//!   [`data_parallel`](nn::Plan::data_parallel), [`tensor_parallel`](nn::Plan::tensor_parallel) and
+//!   [`pipeline_parallel`](nn::Plan::pipeline_parallel);
+//! - [`nn::Trainer`]: training steps with microbatches (gradient accumulation), pipelines, clipping, mixed precision and checkpoints;
+//! - [`dist::World`]: launches ranks as threads or joins processes; [`dist::Mesh`] names the axes;
+//! - [`tensor::Tensor`] and [`autograd::Var`]: ops on values, and on recorded values with gradients.
+//!
+//! # Features
+//!
+//! - `cuda`: the back end for NVIDIA GPUs, whose libraries are loaded at run time;
+//! - `ndarray`: tensors from and to arrays of the crate ndarray;
+//! - `tokenizers`: text in the tokens of `tokenizer.json`, in the command line.
+//!
 //! # Crates
 //!
 //! | crate | contents |
@@ -69,11 +84,11 @@ pub mod prelude {
     pub use shardgrad_dist::{Error, Kind, Mesh, Rank, Result, World};
     pub use shardgrad_kernels::DType;
     pub use shardgrad_nn::{
-        AdamW, Attention, Dropout, Embedding, LayerNorm, Linear, Mlp, Model, Module, Optimizer, Param, Plan,
-        ActivationPoint, Precision, TrainerConfig, Sgd, StepArgs, Trainer, module,
+        ActivationPoint, AdamW, Attention, Dropout, Embedding, LayerNorm, Linear, Mlp, Model, Module,
+        Optimizer, Param, Plan, Precision, Sgd, StepArgs, Trainer, TrainerConfig, module,
     };
     pub use shardgrad_tensor::{
-        Contraction, Elementwise, Indexing, Layout, Reduction, Residual, Shaping, Placement, Tensor, Value,
+        Contraction, Elementwise, Indexing, Layout, Placement, Reduction, Residual, Shaping, Tensor, Value,
     };
 }
 

@@ -3,8 +3,8 @@
 mod previous;
 mod pending;
 
-pub(crate) use previous::PreviousMetrics;
 use pending::PendingLines;
+pub(crate) use previous::PreviousMetrics;
 
 use crate::background::BackgroundWorker;
 use crate::outputs::{OutFolder, io_error, resolve_path};
@@ -323,7 +323,9 @@ mod tests {
         metrics.finish().unwrap();
         let last = serde_json::to_string(&step(4, None)).unwrap() + "\n";
         assert_eq!(fs::read_to_string(&path).unwrap(), lines(&[1]) + &second + &lines(&[3]) + &last);
-        assert!(metrics.steps().len() == 4 && metrics.num_new_steps() == 1 && metrics.steps()[1].loss.is_nan());
+        assert!(
+            metrics.steps().len() == 4 && metrics.num_new_steps() == 1 && metrics.steps()[1].loss.is_nan()
+        );
         assert_eq!(fs::read_dir(dir.path("")).unwrap().count(), 1, "no temporary file is left");
         let none = PreviousMetrics::read(&dir.path("none"), 3).unwrap();
         assert_eq!((none.count(), none.num_dropped()), (0, 0));
@@ -338,7 +340,8 @@ mod tests {
         for target in [target, dir.path("elsewhere/none")] {
             let path = dir.path("metrics.jsonl");
             std::os::unix::fs::symlink(&target, &path).unwrap();
-            let mut metrics = Metrics::of(MetricsFile::At(path.clone()), PreviousMetrics::read(&record, 1).unwrap());
+            let mut metrics =
+                Metrics::of(MetricsFile::At(path.clone()), PreviousMetrics::read(&record, 1).unwrap());
             metrics.add(&step(2, None)).unwrap();
             metrics.finish().unwrap();
             let second = serde_json::to_string(&step(2, None)).unwrap() + "\n";
@@ -420,7 +423,8 @@ mod tests {
         for earlier in ["", &first] {
             let record = dir.file("record", earlier);
             let path = dir.path("metrics.jsonl");
-            let mut metrics = Metrics::of(MetricsFile::At(path.clone()), PreviousMetrics::read(&record, 1).unwrap());
+            let mut metrics =
+                Metrics::of(MetricsFile::At(path.clone()), PreviousMetrics::read(&record, 1).unwrap());
             metrics.add(&step(2, None)).unwrap();
             metrics.writer.wait().unwrap();
             File::create(&path).unwrap();

@@ -103,7 +103,9 @@ pub(crate) fn check_target<'a>(
     let help = || format!("use another file with {option} FILE");
     check_plain(path).map_err(|e| e.detail("help", help()))?;
     let own = resolve_path(path);
-    let is_overwritten = |protected: &&Path| own == resolve_path(protected) || path.exists() && own.starts_with(resolve_path(protected));
+    let is_overwritten = |protected: &&Path| {
+        own == resolve_path(protected) || path.exists() && own.starts_with(resolve_path(protected))
+    };
     if let Some(protected) = protected.into_iter().find(is_overwritten) {
         let text = format!("{option} {} would replace a file of {}", path.display(), protected.display());
         return Err(Error::new(Kind::Config, text).detail("help", help()));
@@ -130,23 +132,23 @@ pub(crate) fn resolve_path(path: &Path) -> PathBuf {
 /// Rejects a model folder that a save could not replace, with the same checks as the save, before training.
 fn check_model(model: &Path) -> Result<()> {
     let refuse = |e: &io::Error| io_error("write", model, e).detail("help", HELP_OTHER_FOLDER);
-    let in_the_way = |why: String| {
+    let obstacle = |why: String| {
         let help = format!("move it away, or {HELP_OTHER_FOLDER}");
         Error::new(Kind::Io, why).detail("help", help)
     };
     let shown = model.display();
     match fs::metadata(model) {
         Ok(found) if found.is_dir() => {
-            check_replaceable(model).map_err(|e| in_the_way(e.message().to_string()))?;
-            let is_odd = |path: &PathBuf| fs::symlink_metadata(path).is_ok_and(|found| found.is_dir());
-            if let Some(odd) = SIDECARS.map(|name| model.join(name)).iter().find(|path| is_odd(path)) {
-                return Err(in_the_way(format!("cannot write {}: it is a folder", odd.display())));
+            check_replaceable(model).map_err(|e| obstacle(e.message().to_string()))?;
+            let is_folder = |path: &PathBuf| fs::symlink_metadata(path).is_ok_and(|found| found.is_dir());
+            if let Some(folder) = SIDECARS.map(|name| model.join(name)).iter().find(|path| is_folder(path)) {
+                return Err(obstacle(format!("cannot write {}: it is a folder", folder.display())));
             }
             check_writable(&model.join(".new")).map_err(|e| refuse(&e))
         }
-        Ok(_) => Err(in_the_way(format!("cannot write {shown}: it is not a folder"))),
+        Ok(_) => Err(obstacle(format!("cannot write {shown}: it is not a folder"))),
         Err(e) if e.kind() == ErrorKind::NotFound && model.is_symlink() => {
-            Err(in_the_way(format!("cannot write {shown}: it is a broken link")))
+            Err(obstacle(format!("cannot write {shown}: it is a broken link")))
         }
         Err(e) if e.kind() == ErrorKind::NotFound => Ok(()),
         Err(e) => Err(refuse(&e)),

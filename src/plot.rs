@@ -145,9 +145,9 @@ fn running_mean(points: &[Point], radius: usize) -> Vec<Point> {
         sums[i + 1] = sums[i] + p.1;
     }
     let mean = |i: usize| {
-        let back = radius.min(i);
-        let ahead = back.min(points.len() - 1 - i);
-        (sums[i + ahead + 1] - sums[i - back]) / (back + ahead + 1) as f64
+        let backward = radius.min(i);
+        let forward = backward.min(points.len() - 1 - i);
+        (sums[i + forward + 1] - sums[i - backward]) / (backward + forward + 1) as f64
     };
     points.iter().enumerate().map(|(i, p)| (p.0, mean(i))).collect()
 }
@@ -221,14 +221,20 @@ fn draw_series(area: &Area<'_>, unit: &str, series: &Series) -> Result<()> {
     for run in &series.each_step {
         match run.as_slice() {
             [one] => chart.draw_series([Circle::new(*one, px(2), EACH_STEP.filled())]).map(|_| ()),
-            more => chart.draw_series(LineSeries::new(downsample(more), stroke_style(EACH_STEP, 1.0))).map(|_| ()),
+            more => {
+                chart.draw_series(LineSeries::new(downsample(more), stroke_style(EACH_STEP, 1.0))).map(|_| ())
+            }
         }
         .map_err(draw_error)?;
     }
     for run in &series.smooth {
-        chart.draw_series(LineSeries::new(downsample(run), stroke_style(SMOOTHED, 2.0))).map_err(draw_error)?;
+        chart
+            .draw_series(LineSeries::new(downsample(run), stroke_style(SMOOTHED, 2.0)))
+            .map_err(draw_error)?;
     }
-    chart.draw_series(LineSeries::new(downsample(&series.held_out), stroke_style(HELD_OUT, 1.2))).map_err(draw_error)?;
+    chart
+        .draw_series(LineSeries::new(downsample(&series.held_out), stroke_style(HELD_OUT, 1.2)))
+        .map_err(draw_error)?;
     for (radius, color) in [(px(5), WHITE), (px(4) - SCALE / 2, HELD_OUT)] {
         let dots = series.held_out.iter().map(|p| Circle::new(*p, radius, color.filled()));
         chart.draw_series(dots).map_err(draw_error)?;
@@ -240,7 +246,8 @@ fn draw_legend(area: &Area<'_>, series: &Series) -> Result<()> {
     let mut right = SIZE.0 - 28;
     let mut entry = |word: &str, color: RGBColor, width: f64, dot: bool| {
         let (left, y) = (right - 7 * word.len() as i32 - 30, 53);
-        let stroke = PathElement::new(vec![scaled(left, y), scaled(left + 22, y)], stroke_style(color, width));
+        let stroke =
+            PathElement::new(vec![scaled(left, y), scaled(left + 22, y)], stroke_style(color, width));
         area.draw(&stroke).map_err(draw_error)?;
         if dot {
             area.draw(&Circle::new(scaled(left + 11, y), 35, color.filled())).map_err(draw_error)?;

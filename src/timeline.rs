@@ -135,7 +135,7 @@ fn svg(title: &str, timeline: &Timeline) -> Result<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use shardgrad::autograd::pipeline::{Schedule, PassTimes};
+    use shardgrad::autograd::pipeline::{PassTimes, Schedule};
 
     fn timeline(schedule: &Schedule) -> Timeline {
         let n = schedule.num_stages();

@@ -35,12 +35,13 @@ impl Tokenizer {
         let find = |name: &str| dir.map(|dir| dir.join(name)).filter(|path| path.symlink_metadata().is_ok());
         let path = find(TOKENIZER_FILE);
         if let (None, Some(other)) = (&path, OTHER_FILES.iter().find_map(|name| find(name))) {
-            let why = format!("{}: this tokenizer format is not supported, only {TOKENIZER_FILE}", other.display());
+            let why =
+                format!("{}: this tokenizer format is not supported, only {TOKENIZER_FILE}", other.display());
             let help = "save a fast tokenizer with transformers (save_pretrained), or use token ids (--tokens, .bin)";
             return Err(Error::new(Kind::Unsupported, why).detail("help", help));
         }
-        let there = dir.filter(|_| path.is_some());
-        let tokenizer = there.map_or(Ok(Tokenizer::Bytes), Tokenizer::read)?;
+        let tokenizer_dir = dir.filter(|_| path.is_some());
+        let tokenizer = tokenizer_dir.map_or(Ok(Tokenizer::Bytes), Tokenizer::read)?;
         let (needs, has) = (tokenizer.vocab(), config.vocab_size());
         if needs <= has {
             return Ok(tokenizer);
@@ -211,7 +212,10 @@ mod tests {
             let path = dir.file(TOKENIZER_FILE, text);
             let error = Tokenizer::for_model(Some(&dir.path("")), &config).unwrap_err();
             assert_eq!(error.kind(), Kind::Data);
-            assert!(error.message().starts_with(&format!("{}: invalid tokenizer", path.display())), "{error}");
+            assert!(
+                error.message().starts_with(&format!("{}: invalid tokenizer", path.display())),
+                "{error}"
+            );
         }
     }
 
@@ -223,17 +227,17 @@ mod tests {
         let (dir, other) = (crate::data::scratch::Scratch::new(), crate::data::scratch::Scratch::new());
         let config = ModelConfig::preset("tiny").unwrap();
         let path = dir.path(TOKENIZER_FILE);
-        let failed = |why: &str| {
+        let check_refused = |why: &str| {
             let error = Tokenizer::for_model(Some(&dir.path("")), &config).unwrap_err();
             assert!(error.kind() == Kind::Checkpoint && error.message().ends_with(why), "{error}");
             std::fs::remove_file(&path).unwrap();
         };
         symlink(other.file("x", "{}"), &path).unwrap();
-        failed("is a symlink out of its folder, which is not followed");
+        check_refused("is a symlink out of its folder, which is not followed");
         symlink("/dev/zero", &path).unwrap();
-        failed("is a symlink out of its folder, which is not followed");
+        check_refused("is a symlink out of its folder, which is not followed");
         assert!(std::process::Command::new("mkfifo").arg(&path).status().unwrap().success());
-        failed("is a pipe or a device, not a file");
+        check_refused("is a pipe or a device, not a file");
     }
 
     #[cfg(not(feature = "tokenizers"))]

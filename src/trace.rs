@@ -10,7 +10,7 @@ use std::time::Instant;
 /// Events of all ranks, on one clock.
 pub(crate) struct Trace {
     path: PathBuf,
-    began: Instant,
+    start: Instant,
     /// Rank, step and pass.
     events: Mutex<Vec<(usize, u64, TimedAction)>>,
 }
@@ -18,7 +18,7 @@ pub(crate) struct Trace {
 impl Trace {
     /// Starts an empty trace; its clock starts now.
     pub(crate) fn new(path: &Path) -> Trace {
-        Trace { path: path.to_path_buf(), began: Instant::now(), events: Mutex::default() }
+        Trace { path: path.to_path_buf(), start: Instant::now(), events: Mutex::default() }
     }
 
     /// Adds the passes of a step of a rank.
@@ -33,7 +33,7 @@ impl Trace {
     /// `Kind::Io` naming it.
     pub(crate) fn write(&self, num_ranks: usize) -> Result<()> {
         let name = |rank: usize| json!({"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": format!("rank {rank}")}});
-        let microseconds = |at: Instant| at.saturating_duration_since(self.began).as_secs_f64() * 1e6;
+        let microseconds = |at: Instant| at.saturating_duration_since(self.start).as_secs_f64() * 1e6;
         let event = |(rank, step, pass): &(usize, u64, TimedAction)| {
             let (start, end) = (microseconds(pass.start), microseconds(pass.end));
             json!({"name": pass.action.to_string(), "cat": category(pass.action), "ph": "X", "ts": start,

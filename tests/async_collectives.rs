@@ -1,7 +1,7 @@
 //! Asynchronous collectives on a communication stream, on the fake GPU: results, training losses, and overlap with computation.
 
-use crate::fake_gpu;
 use crate::cli::Folder;
+use crate::fake_gpu;
 use shardgrad::dist::{AxisSet, Call, Origin, Phase, ReduceOp};
 use shardgrad::kernels::gpu::{Grid, GridArg};
 use shardgrad::kernels::op::copy::COPY;
@@ -75,13 +75,15 @@ fn calls(rank: &Rank) -> Result<Vec<Vec<f32>>> {
         let copied = launch(&**own, &COPY, &[(&whole, N)])?;
         drop(whole);
         let received = rank.recv(&call, N, (me + size - 1) % size)?;
-        let turned = rank.all_to_all(&call, &copied, &counts, &counts)?;
+        let exchanged = rank.all_to_all(&call, &copied, &counts, &counts)?;
         drop(copied);
         let root = up(rank, value)?;
         let given = rank.broadcast(&call, (me == round).then_some(&root), N, round)?;
         drop((root, junk));
         let other = up(rank, |_| -7e7)?;
-        for (result, numel) in [(later, N), (part, N / 4), (few, 5), (received, N), (turned, N), (given, N)] {
+        for (result, numel) in
+            [(later, N), (part, N / 4), (few, 5), (received, N), (exchanged, N), (given, N)]
+        {
             results.push(down(rank, &result, numel)?);
         }
         drop(other);
@@ -96,10 +98,10 @@ fn world(mesh: &str) -> World {
 
 #[test]
 fn async_collectives_match_the_cpu_and_failed_worlds_end() {
-    let folder = Folder::new("flights-calls");
+    let folder = Folder::new("async-calls");
     let Some(card) = fake_gpu::open(&folder) else { return };
-    let on_processor = world("tp=4").launch(calls).unwrap();
-    assert!(world("tp=4").on_device(card.clone()).launch(calls).unwrap() == on_processor);
+    let on_cpu = world("tp=4").launch(calls).unwrap();
+    assert!(world("tp=4").on_device(card.clone()).launch(calls).unwrap() == on_cpu);
     let broken = |rank: &Rank| {
         let x = up(rank, |i| i as f32)?;
         let y = rank.all_reduce(&over_tp(rank), &x, N, ReduceOp::Sum)?;
@@ -115,16 +117,16 @@ fn async_collectives_match_the_cpu_and_failed_worlds_end() {
     };
     let error = world("tp=4").on_device(card.clone()).launch(broken).unwrap_err();
     assert_eq!((error.kind(), error.message()), (Kind::Config, "enough"));
-    assert!(world("tp=4").on_device(card).launch(calls).unwrap() == on_processor);
+    assert!(world("tp=4").on_device(card).launch(calls).unwrap() == on_cpu);
 }
 
 /// y = x as soon as the gate is 1; y = -1 after a timeout of seconds.
-static HELD: Kernel = Kernel {
-    name: "held",
-    reference: |_, _| unreachable!("only the card runs it"),
+static GATED_COPY: Kernel = Kernel {
+    name: "gated_copy",
+    reference: |_, _| unreachable!("only the GPU runs it"),
     cpu: None,
     gpu: Some(GpuCode {
-        source: "extern \"C\" __global__ void held(const float *gate, const float *x, float *y, int n) {\n\
+        source: "extern \"C\" __global__ void gated_copy(const float *gate, const float *x, float *y, int n) {\n\
                 if (threadIdx.x != 0) return;\n\
                 const volatile float *at = gate;\n\
                 for (i64 spins = 0; *at != 1.f && spins < 4000000000; ++spins);\n\
@@ -134,7 +136,7 @@ static HELD: Kernel = Kernel {
             let n = GridArg::I32(launch.outputs[0].view.numel() as i32);
             let args = vec![GridArg::Input(0), GridArg::Input(1), GridArg::Output(0), n];
             let (defines, blocks) = (Vec::new(), [1; 3]);
-            plan.grid(Grid { entry: "held", defines, blocks, threads: 32, shared_bytes: 0, args });
+            plan.grid(Grid { entry: "gated_copy", defines, blocks, threads: 32, shared_bytes: 0, args });
             Ok(())
         },
     }),
@@ -145,7 +147,7 @@ static HELD: Kernel = Kernel {
 
 #[test]
 fn computation_overlaps_a_delayed_all_reduce() {
-    let folder = Folder::new("flights-held");
+    let folder = Folder::new("async-delayed");
     let Some(card) = fake_gpu::open(&folder) else { return };
     let keeper = card.backend(shardgrad::kernels::BackendConfig::default()).unwrap();
     let gate = |value: f32| upload(&*keeper, &[value]).unwrap();
@@ -156,14 +158,14 @@ fn computation_overlaps_a_delayed_all_reduce() {
         let own = &**rank.backend();
         let x = up(rank, |i| i as f32)?;
         // All kernels are compiled before one waits.
-        let copy = launch(own, &HELD, &[(&open, 1), (&x, N)])?;
+        let copy = launch(own, &GATED_COPY, &[(&open, 1), (&x, N)])?;
         rank.all_reduce(&over_tp(rank), &copy, N, ReduceOp::Sum)?;
         launch(own, &COPY, &[(&x, N)])?;
         own.synchronize()?;
         rank.barrier(&over_tp(rank))?;
         // Rank 1 contributes the delayed operand.
         let late = match rank.index() {
-            1 => launch(own, &HELD, &[(&closed.lock().unwrap(), 1), (&x, N)])?,
+            1 => launch(own, &GATED_COPY, &[(&closed.lock().unwrap(), 1), (&x, N)])?,
             _ => launch(own, &COPY, &[(&x, N)])?,
         };
         let sum = rank.all_reduce(&over_tp(rank), &late, N, ReduceOp::Sum)?;
@@ -177,7 +179,10 @@ fn computation_overlaps_a_delayed_all_reduce() {
     });
     let expected: Vec<f32> = (0..N).map(|i| 2.0 * i as f32).collect();
     assert!(is_opened.load(Ordering::Relaxed));
-    assert!(sums.unwrap().iter().all(|sum| *sum == expected), "the all-reduce completed after the gate was opened");
+    assert!(
+        sums.unwrap().iter().all(|sum| *sum == expected),
+        "the all-reduce completed after the gate was opened"
+    );
 }
 
 const ROWS: usize = 4;
@@ -192,12 +197,12 @@ fn config() -> Gpt2Config {
 fn read(rank: &Rank, step: u64, rows: Range<usize>) -> Result<Vec<Tensor>> {
     let layout = Gpt2::plan(&config()).batch_layout(rank.mesh(), DType::I64, &[rows.len(), SEQ])?;
     let token = |row: usize, at: usize| ((at * at + 5 * row + 3 * step as usize) % VOCAB) as i64;
-    let ahead = |ahead: usize| {
+    let batch = |offset: usize| {
         let all: Vec<i64> =
-            rows.clone().flat_map(|row| (0..SEQ).map(move |at| token(row, at + ahead))).collect();
+            rows.clone().flat_map(|row| (0..SEQ).map(move |at| token(row, at + offset))).collect();
         Tensor::from_global(rank, &layout, &all)
     };
-    Ok(vec![ahead(0)?, ahead(1)?])
+    Ok(vec![batch(0)?, batch(1)?])
 }
 
 /// Returns loss and gradient norm of some steps.
@@ -206,7 +211,8 @@ fn steps(world: World) -> Vec<[f64; 2]> {
         .launch(|rank| {
             let config = ModelConfig::from(config());
             let (model, plan) = (LanguageModel::new(&config), LanguageModel::plan(&config));
-            let settings = TrainerConfig { microbatches: 2, seed: 3, clip: Some(0.5), ..TrainerConfig::new(ROWS) };
+            let settings =
+                TrainerConfig { microbatches: 2, seed: 3, clip: Some(0.5), ..TrainerConfig::new(ROWS) };
             let loss = |model: &LanguageModel, x: &[Var]| model.loss_from_batch(x);
             let mut trainer = Trainer::new(rank, model, &plan, AdamW::new(3e-3), settings, read, loss)?;
             (0..3).map(|_| trainer.step(&[]).map(|s| [s.loss, s.grad_norm])).collect::<Result<Vec<_>>>()
@@ -217,7 +223,7 @@ fn steps(world: World) -> Vec<[f64; 2]> {
 
 #[test]
 fn gpu_training_losses_match_the_cpu_on_meshes() {
-    let folder = Folder::new("flights-steps");
+    let folder = Folder::new("async-steps");
     let Some(card) = fake_gpu::open(&folder) else { return };
     for mesh in ["dp=2,tp=2", "pp=2"] {
         let (there, here) = (steps(world(mesh).on_device(card.clone())), steps(world(mesh)));

@@ -86,7 +86,10 @@ fn misuse_exits_with_2_and_help() {
         (&["train", "--data", "/no/such/file"], &["/no/such/file: no such file"]),
         (&["train", "--data", &folder.path("none")], &["none: no such file"]),
         (&["train", "--data", &data, "--end-of-text", "256"], &["--end-of-text 256", "0..256"]),
-        (&["train", "--data", &data, "--end-of-text", "10"], &["is inserted between texts, and only one text is"]),
+        (
+            &["train", "--data", &data, "--end-of-text", "10"],
+            &["is inserted between texts, and only one text is"],
+        ),
         (&["train", "--data", &data, "--cast"], &["--cast applies to weights loaded with --model"]),
         (
             &["train", "--data", &data, "--dtype", "f64", "--matmul-precision", "medium"],
@@ -156,7 +159,10 @@ fn non_finite_loss_stops_every_rank_before_the_update() {
     ]);
     assert_eq!(code, 1, "{message}");
     assert!(message.contains("the update was not applied") && message.contains("error: step "), "{message}");
-    assert!(message.contains("use a smaller --lr") && message.contains("saved      the model after step "), "{message}");
+    assert!(
+        message.contains("use a smaller --lr") && message.contains("saved      the model after step "),
+        "{message}"
+    );
     assert!(Path::new(&out).join("model/model.safetensors").is_file());
 }
 
@@ -399,10 +405,16 @@ fn weights_are_rounded_only_with_cast() {
         );
         let (code, message) = run(command, &wide, &["--cast"]);
         assert!(code == 0 && message.lines().count() == 1, "{message}");
-        assert!(message.starts_with(&wide) && message.contains(" tensors of f64 are rounded to f32"), "{message}");
+        assert!(
+            message.starts_with(&wide) && message.contains(" tensors of f64 are rounded to f32"),
+            "{message}"
+        );
         let (code, message) = run(command, &narrow, &[]);
         assert!(code == 0 && message.lines().count() == 1, "{message}");
-        assert!(message.starts_with(&narrow) && message.contains(" tensors of bf16 are widened to f32"), "{message}");
+        assert!(
+            message.starts_with(&narrow) && message.contains(" tensors of bf16 are widened to f32"),
+            "{message}"
+        );
         assert_eq!(run(command, &narrow, &["--dtype", "bf16", "--cast"]).0, 0);
     }
 }

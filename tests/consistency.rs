@@ -1,13 +1,13 @@
 //! Consistency checks across ranks: different weights, data, options or shapes, which no collective notices, are detected before they do harm.
 
 use shardgrad::nn::checkpoint::RunState;
-use shardgrad::nn::trainer::{TrainerConfig, Trainer};
+use shardgrad::nn::trainer::{Trainer, TrainerConfig};
 use shardgrad::nn::{Init, Linear};
 use shardgrad::prelude::*;
 
 /// How the last rank differs from the others.
 #[derive(Clone, Copy, PartialEq)]
-enum Odd {
+enum Difference {
     Nothing,
     Rate,
     Seed,
@@ -18,28 +18,30 @@ enum Odd {
 }
 
 /// Creates a trainer on each rank, the last of which differs, and runs the consistency check.
-fn compared(mesh: &str, odd: Odd) -> Result<()> {
+fn check_consistency(mesh: &str, difference: Difference) -> Result<()> {
     let ended = World::run(Mesh::parse(mesh).unwrap(), |rank| {
-        let odd = if rank.index() + 1 == rank.mesh().num_ranks() { odd } else { Odd::Nothing };
+        let difference =
+            if rank.index() + 1 == rank.mesh().num_ranks() { difference } else { Difference::Nothing };
         let plan = Plan::data_parallel("dp");
         let read = |rank: &Rank, _: u64, rows: std::ops::Range<usize>| {
             let mut data = vec![0.5f32; rows.len() * 3];
-            if odd == Odd::Data {
+            if difference == Difference::Data {
                 data.fill(0.25);
             }
             let layout = plan.batch_layout(rank.mesh(), DType::F32, &[rows.len(), 3])?;
             let x = Tensor::from_global(rank, &layout, &data)?;
-            Ok(vec![x; if odd == Odd::Arguments { 2 } else { 1 }])
+            Ok(vec![x; if difference == Difference::Arguments { 2 } else { 1 }])
         };
         let loss = |model: &Linear, x: &[Var]| model.forward(&x[0]).square().mean();
-        let settings = TrainerConfig { seed: u64::from(odd == Odd::Seed), ..TrainerConfig::new(4) };
-        let optim = AdamW::new(if odd == Odd::Rate { 0.2 } else { 0.1 });
+        let settings =
+            TrainerConfig { seed: u64::from(difference == Difference::Seed), ..TrainerConfig::new(4) };
+        let optim = AdamW::new(if difference == Difference::Rate { 0.2 } else { 0.1 });
         let model = Linear::new(3, 4).init(Init::Zeros);
         let mut trainer = Trainer::new(rank, model, &plan, optim, settings, read, loss)?;
-        if odd == Odd::Step {
+        if difference == Difference::Step {
             trainer.set_state(&RunState { step: 3, ..trainer.state() });
         }
-        if odd == Odd::Weight {
+        if difference == Difference::Weight {
             let bias = trainer.model().bias.as_ref().expect("a linear layer has a bias by default");
             bias.set_tensor(Tensor::from_local(rank, &bias.layout(), &[0f32, 0.0, -0.0, 0.0])?)?;
         }
@@ -51,21 +53,21 @@ fn compared(mesh: &str, odd: Odd) -> Result<()> {
 #[test]
 fn each_difference_between_ranks_is_named() {
     for mesh in ["tp=2", "dp=2,tp=2", "dp=3"] {
-        compared(mesh, Odd::Nothing).unwrap();
-        for (odd, part) in [
-            (Odd::Rate, "`optimizer`"),
-            (Odd::Seed, "`settings`"),
-            (Odd::Step, "`step`"),
-            (Odd::Arguments, "`arguments of the loss`"),
-            (Odd::Weight, "`bias` first"),
+        check_consistency(mesh, Difference::Nothing).unwrap();
+        for (difference, part) in [
+            (Difference::Rate, "`optimizer`"),
+            (Difference::Seed, "`settings`"),
+            (Difference::Step, "`step`"),
+            (Difference::Arguments, "`arguments of the loss`"),
+            (Difference::Weight, "`bias` first"),
         ] {
-            let error = compared(mesh, odd).unwrap_err();
+            let error = check_consistency(mesh, difference).unwrap_err();
             assert_eq!(error.kind(), Kind::Diverged, "{mesh}: {error}");
             assert!(error.to_string().contains(part), "{mesh}: {error}");
         }
     }
     for mesh in ["tp=2", "dp=2,tp=2"] {
-        let error = compared(mesh, Odd::Data).unwrap_err();
+        let error = check_consistency(mesh, Difference::Data).unwrap_err();
         assert!(error.to_string().contains("`argument 0 of the loss` first"), "{error}");
     }
 }
@@ -89,9 +91,9 @@ fn of_batch(
 fn different_batch_shapes_are_detected_behind_a_scalar_loss() {
     let mean = |x: &Var| x.square().mean();
     // More rows, and longer rows.
-    for (odd, text) in [([6, 4], "f32[6@dp, 4]"), ([4, 7], "f32[4@dp, 7]")] {
+    for (other, text) in [([6, 4], "f32[6@dp, 4]"), ([4, 7], "f32[4@dp, 7]")] {
         for mesh in ["dp=2", "dp=2,tp=2"] {
-            let error = of_batch(mesh, |r| if r == 1 { odd } else { [4, 4] }, mean).unwrap_err();
+            let error = of_batch(mesh, |r| if r == 1 { other } else { [4, 4] }, mean).unwrap_err();
             let error_text = error.to_string();
             assert_eq!(error.kind(), Kind::Collective, "{error_text}");
             for part in ["global shapes", "f32[4@dp, 4] at tests/consistency.rs", text, "same global shape"] {
@@ -112,7 +114,9 @@ fn differing_batch_is_named_despite_later_equal_tensors() {
     };
     let error = of_batch("dp=2", |r| if r == 1 { [6, 4] } else { [4, 4] }, mask).unwrap_err();
     let error_text = error.to_string();
-    for part in ["rank 0: f32[4@dp, 4] at tests/consistency.rs", "rank 1: f32[6@dp, 4] at tests/consistency.rs"] {
+    for part in
+        ["rank 0: f32[4@dp, 4] at tests/consistency.rs", "rank 1: f32[6@dp, 4] at tests/consistency.rs"]
+    {
         assert!(error_text.contains(part), "no `{part}` in: {error_text}");
     }
 }
@@ -120,8 +124,8 @@ fn differing_batch_is_named_despite_later_equal_tensors() {
 #[test]
 fn shapes_stated_by_an_op_are_compared() {
     let cut = |x: &Var| {
-        let odd = if x.rank().index() == 1 { 2 } else { 3 };
-        x.slice(1, 0..odd).sum()
+        let other = if x.rank().index() == 1 { 2 } else { 3 };
+        x.slice(1, 0..other).sum()
     };
     let error = of_batch("dp=2", |_| [4, 4], cut).unwrap_err();
     assert!(error.kind() == Kind::Collective && error.to_string().contains("global shapes"), "{error}");
@@ -193,7 +197,8 @@ fn collectives_inside_an_op_are_compared() {
         World::run(Mesh::parse("tp=2").unwrap(), |rank| {
             let shape = shapes[rank.index()];
             let tp = rank.mesh().axis("tp").expect("the mesh has it");
-            let layout = Layout::invariant(rank.mesh(), DType::F32, &shape).with_placement(tp, Placement::Shard(2));
+            let layout =
+                Layout::invariant(rank.mesh(), DType::F32, &shape).with_placement(tp, Placement::Shard(2));
             let x = Tensor::from_global(rank, &layout, &vec![0.5f32; shape.iter().product()])?;
             x.log_sum_exp(&[2]).to_local_f64()
         })

@@ -1,7 +1,7 @@
 //! Context parallelism (tokens of a row sharded over ranks), alone and with every other axis: losses match one rank, checkpoints load on any mesh,
 //! and memory per rank shrinks.
 
-use crate::cli::{Folder, shardgrad, exit_code_and_stderr};
+use crate::cli::{Folder, exit_code_and_stderr, shardgrad};
 use crate::pipeline_parallel::{Run, same};
 use serde_json::Value as Json;
 use shardgrad::nn::{Gpt2Config, LlamaConfig, LlamaKind};
@@ -136,14 +136,24 @@ fn rank_holds_only_activations_of_its_tokens() {
 fn logits_of_context_parallel_are_gathered() {
     let folder = Folder::new("context-logits");
     let (data, model) = (text(&folder), folder.path("out/model"));
-    let (code, message) =
-        exit_code_and_stderr(&["train", "--data", &data, "--out", &folder.path("out"), "--steps", "1", "--mesh", "cp=2"]);
+    let (code, message) = exit_code_and_stderr(&[
+        "train",
+        "--data",
+        &data,
+        "--out",
+        &folder.path("out"),
+        "--steps",
+        "1",
+        "--mesh",
+        "cp=2",
+    ]);
     assert_eq!(code, 0, "{message}");
     let written = |mesh: &str| {
         let file = folder.path(&format!("{mesh}.safetensors"));
         let args =
             ["eval", "--model", &model, "--data", &data, "--seq", "9", "--batch", "3", "--dtype", "f64"];
-        let (code, message) = exit_code_and_stderr(&[&args[..], &["--mesh", mesh, "--logits", &file]].concat());
+        let (code, message) =
+            exit_code_and_stderr(&[&args[..], &["--mesh", mesh, "--logits", &file]].concat());
         assert_eq!(code, 0, "{message}");
         fs::read(file).unwrap()
     };

@@ -36,8 +36,9 @@ fn damaged_newest_checkpoint_is_reported_and_an_older_one_is_resumed() {
     let folder = Folder::new("damage");
     let (data, whole) = (text(&folder), folder.path("whole"));
     let common = ["--data", &data, "--save-every", "2", "--keep", "3"];
-    let run =
-        |out: &str, more: &[&str]| exit_code_and_stderr(&[&["train"], &SMALL[..], &common, &["--out", out], more].concat());
+    let run = |out: &str, more: &[&str]| {
+        exit_code_and_stderr(&[&["train"], &SMALL[..], &common, &["--out", out], more].concat())
+    };
     let base = folder.0.join("base");
     train(&[&common[..], &["--out", base.to_str().unwrap(), "--steps", "4", "--mesh", "dp=1"]].concat());
     train(&[&common[..], &["--out", &whole, "--steps", "6", "--mesh", "dp=1"]].concat());
@@ -51,7 +52,7 @@ fn damaged_newest_checkpoint_is_reported_and_an_older_one_is_resumed() {
         assert!(fs::copy(other, path).is_ok());
     };
     let damages: [(&str, Damage<'_>, &str, &str); 9] = [
-        ("trainer_state.json", &cut, "cannot be read", "dp=1"),
+        ("trainer_state.json", &cut, "cannot be parsed as a run state", "dp=1"),
         ("config.json", &cut, "EOF", "dp=1"),
         ("optimizer.safetensors", &cut, "bytes follow the header", "dp=2"),
         ("model.safetensors", &cut, "bytes follow the header", "dp=1"),
@@ -159,11 +160,12 @@ fn checkpoint_that_cannot_be_written_is_skipped_and_the_next_is_saved() {
         let first = Path::new(&out).join("checkpoint-2");
         let before = files(&first);
         fs::write(Path::new(&out).join("checkpoint-4"), "in the way").unwrap();
-        let (code, message) = exit_code_and_stderr(&[&["train"], &SMALL[..], &common, &["--steps", "6", "--resume"]].concat());
+        let (code, message) =
+            exit_code_and_stderr(&[&["train"], &SMALL[..], &common, &["--steps", "6", "--resume"]].concat());
         assert_eq!(code, 0, "{mesh}: {message}");
         let line = message
             .lines()
-            .find(|line| line.starts_with("warning: checkpoint-4 is not saved: "))
+            .find(|line| line.starts_with("warning: checkpoint-4 was not saved: "))
             .unwrap_or_else(|| panic!("{message}"));
         assert!(line.contains("checkpoint-4: it is not a folder"), "{message}");
         assert!(line.ends_with("; training goes on, the next save is in 2 steps"), "{message}");
@@ -191,7 +193,7 @@ fn file_size_limit_skips_checkpoints_but_keeps_the_run_and_its_model() {
         let message = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_eq!(output.status.code(), Some(1), "{mesh}: {message}");
         for step in [2, 4] {
-            let start = format!("warning: checkpoint-{step} is not saved: ");
+            let start = format!("warning: checkpoint-{step} was not saved: ");
             let line = message.lines().find(|line| line.starts_with(&start));
             let line = line.unwrap_or_else(|| panic!("{mesh}: {message}"));
             assert!(line.contains("optimizer.safetensors: File too large"), "{message}");

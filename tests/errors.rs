@@ -94,7 +94,8 @@ fn run_time_errors_of_ops() {
     });
     pinned("value_read_while_recorded", Kind::Unsupported, &recorded, &[OWN_LINE, HELP]);
     let folder = Folder::new("errors-io");
-    let (code, message) = exit_code_and_stderr(&["eval", "--model", &folder.path("nowhere"), "--data", &folder.path("text")]);
+    let (code, message) =
+        exit_code_and_stderr(&["eval", "--model", &folder.path("nowhere"), "--data", &folder.path("text")]);
     assert_eq!(code, 2);
     insta::assert_snapshot!("no_such_folder", steady(&message, Some(&folder)));
 }
@@ -236,35 +237,35 @@ fn non_finite_numbers_and_out_of_memory() {
 }
 
 /// An op call with a layout error: mesh, argument layouts, op.
-struct Refused {
+struct InvalidCall {
     mesh: &'static str,
     layouts: &'static [&'static str],
     call: fn(&[Tensor]) -> Tensor,
 }
 
-const REFUSED: &[Refused] = &[
-    Refused { mesh: "tp=2", layouts: &["f64[5@tp, 7]", "f64[7@tp, 4]"], call: |x| x[0].matmul(&x[1]) },
-    Refused { mesh: "tp=3", layouts: &["f64[5, 7@tp]", "f64[7, 4@tp]"], call: |x| x[0].matmul(&x[1]) },
-    Refused { mesh: "tp=2", layouts: &["f64[6@tp, 4]", "f64[6, 4@tp]"], call: |x| x[0].add(&x[1]) },
-    Refused { mesh: "tp=2", layouts: &["f64[12:4@tp, 5]", "f64[12@tp, 5]"], call: |x| x[0].mul(&x[1]) },
-    Refused {
+const INVALID_CALLS: &[InvalidCall] = &[
+    InvalidCall { mesh: "tp=2", layouts: &["f64[5@tp, 7]", "f64[7@tp, 4]"], call: |x| x[0].matmul(&x[1]) },
+    InvalidCall { mesh: "tp=3", layouts: &["f64[5, 7@tp]", "f64[7, 4@tp]"], call: |x| x[0].matmul(&x[1]) },
+    InvalidCall { mesh: "tp=2", layouts: &["f64[6@tp, 4]", "f64[6, 4@tp]"], call: |x| x[0].add(&x[1]) },
+    InvalidCall { mesh: "tp=2", layouts: &["f64[12:4@tp, 5]", "f64[12@tp, 5]"], call: |x| x[0].mul(&x[1]) },
+    InvalidCall {
         mesh: "dp=2,tp=2",
         layouts: &["f64[8@dp@tp, 3]", "f64[8@tp@dp, 3]"],
         call: |x| x[0].sub(&x[1]),
     },
-    Refused { mesh: "dp=2,tp=2", layouts: &["f64[6@dp, 8@tp]"], call: |x| x[0].softmax() },
-    Refused {
+    InvalidCall { mesh: "dp=2,tp=2", layouts: &["f64[6@dp, 8@tp]"], call: |x| x[0].softmax() },
+    InvalidCall {
         mesh: "tp=2",
         layouts: &["f64[4, 6@tp]", "f64[6]", "f64[6]"],
         call: |x| x[0].layer_norm(&x[1], &x[2], 1e-5),
     },
-    Refused {
+    InvalidCall {
         mesh: "tp=2",
         layouts: &["f64[2, 4, 2, 3]", "f64[2, 4@tp, 2, 3]", "f64[2, 4@tp, 2, 3]"],
         call: |x| x[0].attention(&x[1], &x[2], true),
     },
-    Refused { mesh: "tp=2", layouts: &["f64[6@tp, 4]"], call: |x| x[0].slice(0, 1..4) },
-    Refused {
+    InvalidCall { mesh: "tp=2", layouts: &["f64[6@tp, 4]"], call: |x| x[0].slice(0, 1..4) },
+    InvalidCall {
         mesh: "tp=2",
         layouts: &["f64[3@tp, 4]", "f64[5@tp, 4]"],
         call: |x| Tensor::concat(&[&x[0], &x[1]], 0),
@@ -297,7 +298,7 @@ fn every_suggested_redistribution_works() {
         (0..layout.numel()).map(|i| ((i * 7 + seed * 3) % 11) as f64 - 5.0).collect()
     };
     let mut tried = 0;
-    for refused in REFUSED {
+    for refused in INVALID_CALLS {
         let mesh = Mesh::parse(refused.mesh).unwrap();
         let given: Vec<Layout> = refused.layouts.iter().map(|t| Layout::parse(t, &mesh).unwrap()).collect();
         let place = |rank: &Rank, layouts: &[Layout]| -> Result<Vec<Tensor>> {
@@ -331,5 +332,5 @@ fn every_suggested_redistribution_works() {
         }
         assert!(tried > before, "no redistribution is suggested: {error}");
     }
-    assert!(tried >= 2 * REFUSED.len(), "{tried} repairs of {} refusals", REFUSED.len());
+    assert!(tried >= 2 * INVALID_CALLS.len(), "{tried} repairs of {} refusals", INVALID_CALLS.len());
 }

@@ -1,6 +1,6 @@
 //! Evaluation with uneven batches: the loss is the mean over all tokens, for any batch size and mesh.
 
-use crate::cli::{Folder, shardgrad, exit_code_and_stderr};
+use crate::cli::{Folder, exit_code_and_stderr, shardgrad};
 use serde_json::Value as Json;
 
 /// Returns the loss and number of tokens reported by `eval`.
@@ -18,7 +18,8 @@ fn eval_loss_is_independent_of_batch_size_and_mesh() {
     let known = "the cat sat on the mat. ".repeat(40);
     let (data, out) = (folder.file("text", &known), folder.path("out"));
     let train = ["train", "--data", &data, "--out", &out, "--preset", "tiny", "--seq", "8", "--steps", "20"];
-    let (code, message) = exit_code_and_stderr(&[&train[..], &["--batch", "4", "--eval-every", "0", "--lr", "0.01"]].concat());
+    let (code, message) =
+        exit_code_and_stderr(&[&train[..], &["--batch", "4", "--eval-every", "0", "--lr", "0.01"]].concat());
     assert_eq!(code, 0, "{message}");
     let model = folder.path("out/model");
     // 7 windows of 8 tokens, the last unlike the others, and 3 more tokens.

@@ -1,7 +1,7 @@
 //! Expert parallelism, alone and with every other axis: losses match one rank, models and checkpoints load on any mesh, and a rank holds only its
 //! experts.
 
-use crate::cli::{Folder, shardgrad, exit_code_and_stderr};
+use crate::cli::{Folder, exit_code_and_stderr, shardgrad};
 use crate::pipeline_parallel::{Run, same};
 use serde_json::Value as Json;
 use shardgrad::nn::hf::ExpertsConfig;
@@ -131,9 +131,12 @@ fn rank_holds_only_its_experts() {
 #[test]
 fn expert_axis_without_experts_is_refused_with_help() {
     for command in [&["train"][..], &["explain"]] {
-        let (code, message) = exit_code_and_stderr(&[command, &["--preset", "tiny", "--mesh", "dp=2,ep=2"]].concat());
+        let (code, message) =
+            exit_code_and_stderr(&[command, &["--preset", "tiny", "--mesh", "dp=2,ep=2"]].concat());
         assert!(
-            code == 2 && message.contains("no experts to shard over ep=2") && message.contains("use dp instead"),
+            code == 2
+                && message.contains("no experts to shard over ep=2")
+                && message.contains("use dp instead"),
             "{message}"
         );
     }

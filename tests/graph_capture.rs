@@ -5,8 +5,8 @@ mod device;
 mod updates;
 
 use device::CapturingDevice;
-use shardgrad::nn::optim::{LossScale, LrScheduler};
 use shardgrad::nn::checkpoint::RunState;
+use shardgrad::nn::optim::{LossScale, LrScheduler};
 use shardgrad::nn::{Gpt2, Gpt2Config, LanguageModel, ModelConfig, StepReport};
 use shardgrad::prelude::*;
 use shardgrad::tensor::{LocalMapLayouts, LocalTensor, local_map};
@@ -47,11 +47,11 @@ impl Captured {
 }
 
 /// The tokens of a step.
-fn tokens(rank: &Rank, step: u64, rows: Range<usize>, ahead: usize) -> Result<Tensor> {
+fn tokens(rank: &Rank, step: u64, rows: Range<usize>, offset: usize) -> Result<Tensor> {
     let plan = Gpt2::plan(&config(0.0));
     let layout = plan.batch_layout(rank.mesh(), DType::I64, &[rows.len(), SEQ])?;
     let token = |row: usize, at: usize| ((at * at + 5 * row + 3 * step as usize) % VOCAB) as i64;
-    let all: Vec<i64> = rows.flat_map(|row| (0..SEQ).map(move |at| token(row, at + ahead))).collect();
+    let all: Vec<i64> = rows.flat_map(|row| (0..SEQ).map(move |at| token(row, at + offset))).collect();
     Tensor::from_global(rank, &layout, &all)
 }
 
@@ -278,9 +278,9 @@ fn dropout_uses_the_random_numbers_of_the_step() {
 
 #[test]
 fn uncapturable_steps_run_eagerly() {
-    let why = "work that is being captured copies from the host";
-    let turned = |model: &LanguageModel, x: &[Var]| model.loss_from_batch(&[x[0].flip(1), x[1].flip(1)]);
-    Case { loss: &turned, ..Case::new() }.check(&Captured::none(0, why));
+    let why = "graph capture: a graph cannot contain work that copies from the host";
+    let flipped = |model: &LanguageModel, x: &[Var]| model.loss_from_batch(&[x[0].flip(1), x[1].flip(1)]);
+    Case { loss: &flipped, ..Case::new() }.check(&Captured::none(0, why));
     // A copy to the host in the middle of the backward pass.
     let late = |model: &LanguageModel, x: &[Var]| {
         let loss = model.loss_from_batch(x);
@@ -293,7 +293,7 @@ fn uncapturable_steps_run_eagerly() {
         };
         local_map("late", &[&loss], layouts, forward, backward).remove(0)
     };
-    let why = "work that is being captured copies to the host";
+    let why = "graph capture: a graph cannot contain work that copies to the host";
     Case { loss: &late, ..Case::new() }.check(&Captured::none(0, why));
     let views = |rank: &Rank, step: u64, rows: Range<usize>| {
         let all = read(rank, step, 0..ROWS)?;
@@ -305,7 +305,10 @@ fn uncapturable_steps_run_eagerly() {
     let case = Case::new();
     assert_eq!(case.run(case.world(), true).unwrap().1.unwrap(), "capture: no kernel for this back end");
     let two = Case { mesh: "dp=2", ..Case::new() };
-    assert_eq!(two.run(two.world(), true).unwrap().1.unwrap(), "graph capture supports a world of one rank only");
+    assert_eq!(
+        two.run(two.world(), true).unwrap().1.unwrap(),
+        "graph capture supports a world of one rank only"
+    );
 }
 
 #[test]
@@ -313,17 +316,21 @@ fn failed_capture_is_retried_once() {
     let case = Case::new();
     let run = case.run(case.world(), false).unwrap().0;
     // A failure in the middle of the pass, or of the update; then only the pass is replayed.
-    for (kernel, refusals, expected) in [
+    for (kernel, failing_captures, expected) in [
         ("layer_norm_backward", 1, Captured { captures: 2, replays: 2 * (STEPS - 1), why_not: None }),
         ("layer_norm_backward", 2, Captured::none(0, "launch: not now")),
         ("adamw", 1, Captured { captures: 2, replays: 2 * STEPS - 1, why_not: None }),
         (
             "adamw",
             2,
-            Captured { captures: 1, replays: STEPS, why_not: Some("the optimizer cannot be captured: launch: not now".into()) },
+            Captured {
+                captures: 1,
+                replays: STEPS,
+                why_not: Some("the optimizer cannot be captured: launch: not now".into()),
+            },
         ),
     ] {
-        let device = CapturingDevice::refusing(refusals, kernel);
+        let device = CapturingDevice::failing_capture(failing_captures, kernel);
         let (captured, why_not) = case.run(case.world().on_device(Arc::new(device.clone())), true).unwrap();
         assert_eq!(captured, run);
         let (captures, replays) = (device.num_captures(), device.num_replays());
@@ -338,8 +345,11 @@ fn capture_is_given_up_when_parameters_move_every_step() {
         Ok(())
     };
     // More recaptures in a row than allowed.
-    let expected =
-        Captured { captures: 65, replays: 65, why_not: Some("the graph had to be captured again in each step".into()) };
+    let expected = Captured {
+        captures: 65,
+        replays: 65,
+        why_not: Some("the graph had to be captured again in each step".into()),
+    };
     Case { steps: 36, before: &copied, ..Case::new() }.check(&expected);
 }
 
@@ -406,9 +416,9 @@ fn tensors_kept_by_the_loss_closure_are_of_the_last_step() {
     assert_eq!(losses_kept_by_closure(false).unwrap(), [2.0; STEPS]);
     let error = losses_kept_by_closure(true).unwrap_err();
     assert_eq!(error.kind(), Kind::Unsupported);
-    let text = "work could not be captured, and 4 bytes that it was to fill are still held";
+    let text = "graph capture failed, and 4 bytes that it allocated are still held: drop them";
     assert_eq!(error.message(), text);
-    let cause = ("cause", "work that is being captured copies from the host");
+    let cause = ("cause", "graph capture: a graph cannot contain work that copies from the host");
     assert!(error.details().iter().any(|(label, text)| (*label, text.as_ref()) == cause), "{error}");
 }
 
@@ -417,9 +427,9 @@ fn tensors_kept_by_the_loss_closure_are_of_the_last_step() {
 #[test]
 fn steps_on_the_fake_gpu_are_captured() {
     let folder = crate::cli::Folder::new("captured");
-    let Some(card) = crate::fake_gpu::open(&folder) else { return };
+    let Some(gpu) = crate::fake_gpu::open(&folder) else { return };
     let same = |case: &Case<'_>, why: Option<&str>| {
-        let run = |capture| case.run(case.world().on_device(card.clone()), capture).unwrap();
+        let run = |capture| case.run(case.world().on_device(gpu.clone()), capture).unwrap();
         let (captured, expected) = run(true);
         assert_eq!(expected.as_deref(), why);
         assert_eq!(captured, run(false).0);
@@ -442,7 +452,10 @@ fn steps_on_the_fake_gpu_are_captured() {
     }
     let why = "the loss draws random numbers of the step (dropout)";
     same(&Case { dropout: 0.3, ..Case::new() }, Some(why));
-    let turned = |model: &LanguageModel, x: &[Var]| model.loss_from_batch(&[x[0].flip(1), x[1].flip(1)]);
-    same(&Case { loss: &turned, ..Case::new() }, Some("work that is being captured copies from the host"));
-    updates::on_the_card(&card);
+    let flipped = |model: &LanguageModel, x: &[Var]| model.loss_from_batch(&[x[0].flip(1), x[1].flip(1)]);
+    same(
+        &Case { loss: &flipped, ..Case::new() },
+        Some("graph capture: a graph cannot contain work that copies from the host"),
+    );
+    updates::on_gpu(&gpu);
 }

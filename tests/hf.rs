@@ -120,7 +120,7 @@ fn load_balancing_loss_matches_transformers_on_every_mesh() {
 }
 
 /// Zeroes the values at padding positions.
-fn real(mut x: Vec<f64>) -> Vec<f64> {
+fn without_padding(mut x: Vec<f64>) -> Vec<f64> {
     let width = x.len() / (ROWS * SEQ);
     for (at, row) in x.chunks_exact_mut(width).enumerate() {
         if at % SEQ >= SEQ - 2 * (at / SEQ) {
@@ -148,9 +148,9 @@ fn encoded(name: &str, mesh: &str) -> Vec<(&'static str, Vec<f64>)> {
         let labels = tape.constant(Tensor::from_global(rank, &layout, &labels)?);
         let (mask, types) = (Some(&mask), Some(&types));
         let hidden = bert.hidden_states(&ids, mask, types);
-        let mut found = vec![("hidden", real(hidden.tensor().to_f64()?))];
+        let mut found = vec![("hidden", without_padding(hidden.tensor().to_f64()?))];
         if bert.head.is_some() {
-            found.push(("logits", real(bert.forward(&ids, mask, types).tensor().to_f64()?)));
+            found.push(("logits", without_padding(bert.forward(&ids, mask, types).tensor().to_f64()?)));
             found.push(("loss", vec![bert.loss(&ids, &labels, mask, types).item()?]));
         } else {
             found.push(("pooled", bert.pool(&hidden).tensor().to_f64()?));

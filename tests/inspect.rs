@@ -1,6 +1,6 @@
 //! `inspect`: contents and damage of model, checkpoint and run folders.
 
-use crate::cli::{Folder, shardgrad, exit_code_and_stderr};
+use crate::cli::{Folder, exit_code_and_stderr, shardgrad};
 use crate::resume::{text, train};
 use serde_json::Value;
 use std::fs;

@@ -1,7 +1,9 @@
 //! Training a Llama model: losses match on any mesh, and saved models load on any mesh.
 
 use crate::max_difference::max_abs_diff;
-use shardgrad::nn::{LanguageModel, Llama, LlamaConfig, LlamaKind, ModelConfig, LrScheduler, TrainerConfig, Trainer};
+use shardgrad::nn::{
+    LanguageModel, Llama, LlamaConfig, LlamaKind, LrScheduler, ModelConfig, Trainer, TrainerConfig,
+};
 use shardgrad::prelude::*;
 use std::ops::Range;
 

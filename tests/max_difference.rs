@@ -12,6 +12,9 @@ fn nan_is_infinitely_different() {
     let nan = f64::NAN;
     assert_eq!(max_abs_diff(&[1.0, -2.0], &[1.5, -4.0]), 2.0);
     for other in [[nan, 0.0], [0.0, nan], [nan, nan]] {
-        assert_eq!((max_abs_diff(&[0.0; 2], &other), max_abs_diff(&other, &other)), (f64::INFINITY, f64::INFINITY));
+        assert_eq!(
+            (max_abs_diff(&[0.0; 2], &other), max_abs_diff(&other, &other)),
+            (f64::INFINITY, f64::INFINITY)
+        );
     }
 }

@@ -1,6 +1,6 @@
 //! Memory limits: runs that do not fit are refused before they start, failed allocations save the model. And signals to eval and generate.
 
-use crate::cli::{Folder, shardgrad, exit_code_and_stderr};
+use crate::cli::{Folder, exit_code_and_stderr, shardgrad};
 use crate::run_outcomes::is_ignored;
 use shardgrad::nn::hf::TensorWriter;
 use shardgrad::nn::{Gpt2, Gpt2Config};
@@ -125,7 +125,10 @@ fn memory_and_folder_are_checked_before_data_is_read() {
         let message = with(&["--out", &out, "--memory-limit", "100KB"]);
         assert!(message.contains("but --memory-limit is 97.7 KiB") && !Path::new(&out).exists(), "{message}");
         let message = with(&["--out", &taken]);
-        assert!(message.contains(&format!("--out {taken} is a file")) && message.contains("--out DIR"), "{message}");
+        assert!(
+            message.contains(&format!("--out {taken} is a file")) && message.contains("--out DIR"),
+            "{message}"
+        );
         let message = with(&["--out", &folder.path("read")]);
         assert!(message.contains(why), "{message}");
     }

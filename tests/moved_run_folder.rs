@@ -1,8 +1,8 @@
 //! A run folder that is moved or removed during the run.
 
 use crate::cli::{Folder, exit_code_and_stderr};
-use crate::run_outcomes::{SMALL, end_of, files, signal, spawned, text, wait_for};
 use crate::processes::{free_port, spawn_rank};
+use crate::run_outcomes::{SMALL, end_of, files, signal, spawned, text, wait_for};
 use std::fs;
 use std::path::Path;
 use std::process::{Child, Stdio};

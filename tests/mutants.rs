@@ -1,5 +1,5 @@
-//! Mutation tests: each patch of `tests/mutants` still applies, and docs/mutants.md is up to date. `.ci/mutants` applies the patches one at a
-//! time and runs the test that must fail.
+//! Checks that each patch of `tests/mutants` still applies, and that the page about them is up to date. `.ci/mutants` applies the
+//! patches one at a time and runs the tests that must fail.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -11,35 +11,40 @@ const PAGE: &str = "tests/mutants/README.md";
 /// Minimum number of patches.
 const COUNT_MIN: usize = 40;
 
-/// One planted bug.
+/// Patch that plants a bug in one file.
 #[derive(Debug)]
 struct Mutant {
     name: String,
+    /// Class of bugs.
     class: String,
-    test: String,
+    /// Arguments of `cargo test` for the tests that must fail.
+    killed_by: String,
     file: String,
-    /// The original text of each hunk.
-    old: Vec<String>,
+    /// Original text of each hunk: context and removed lines.
+    originals: Vec<String>,
 }
 
-fn read(name: &str, text: &str) -> Mutant {
-    let of = |label: &str| text.lines().find_map(|l| l.strip_prefix(label)).unwrap_or_default().to_string();
-    let mut old: Vec<String> = Vec::new();
+/// Parses a patch with its head, `Class: ` and `Killed by: `.
+fn parse(name: &str, text: &str) -> Mutant {
+    let field =
+        |label: &str| text.lines().find_map(|l| l.strip_prefix(label)).unwrap_or_default().to_string();
+    let mut originals: Vec<String> = Vec::new();
     for line in text.lines() {
         match line.chars().next() {
-            Some('@') => old.push(String::new()),
-            Some(' ' | '-') if !line.starts_with("---") && !old.is_empty() => {
-                let last = old.last_mut().expect("a hunk has begun");
+            Some('@') => originals.push(String::new()),
+            Some(' ' | '-') if !line.starts_with("---") && !originals.is_empty() => {
+                let last = originals.last_mut().expect("a hunk has begun");
                 *last += &line[1..];
                 *last += "\n";
             }
             _ => {}
         }
     }
-    let (class, test, file) = (of("Class: "), of("Killed by: "), of("+++ b/"));
-    Mutant { name: name.to_string(), class, test, file, old }
+    let (class, killed_by, file) = (field("Class: "), field("Killed by: "), field("+++ b/"));
+    Mutant { name: name.to_string(), class, killed_by, file, originals }
 }
 
+/// Returns the mutants of `tests/mutants`, sorted by name.
 fn mutants() -> Vec<Mutant> {
     let folder = Path::new(ROOT).join("tests/mutants");
     let mut names: Vec<String> = fs::read_dir(&folder)
@@ -47,23 +52,25 @@ fn mutants() -> Vec<Mutant> {
         .filter_map(|f| f.unwrap().file_name().to_str()?.strip_suffix(".patch").map(str::to_string))
         .collect();
     names.sort();
-    names.iter().map(|n| read(n, &fs::read_to_string(folder.join(format!("{n}.patch"))).unwrap())).collect()
+    names.iter().map(|n| parse(n, &fs::read_to_string(folder.join(format!("{n}.patch"))).unwrap())).collect()
 }
 
 /// Returns why a patch cannot be applied, if so.
 fn fault(mutant: &Mutant, code: &str) -> Option<String> {
-    let Mutant { name, class, test, old, .. } = mutant;
-    if class.is_empty() || test.is_empty() || old.is_empty() {
-        return Some(format!("{name} lacks `Class: `, `Killed by: ` or a change"));
+    let Mutant { name, class, killed_by, originals, .. } = mutant;
+    if class.is_empty() || killed_by.is_empty() || originals.is_empty() {
+        return Some(format!("tests/mutants/{name}.patch lacks `Class: `, `Killed by: ` or a hunk"));
     }
-    let lost = old.iter().find(|text| !code.contains(text.as_str()));
-    lost.map(|text| format!("{name} does not apply any more; it expects\n{text}"))
+    let missing = originals.iter().find(|text| !code.contains(text.as_str()));
+    missing.map(|text| {
+        format!("tests/mutants/{name}.patch no longer applies: {} does not contain\n{text}", mutant.file)
+    })
 }
 
 #[test]
 fn every_mutant_patch_applies() {
     let all = mutants();
-    assert!(all.len() >= COUNT_MIN, "{} planted bugs", all.len());
+    assert!(all.len() >= COUNT_MIN, "{} mutants, fewer than {COUNT_MIN}", all.len());
     let faults: Vec<String> = all
         .iter()
         .filter_map(|m| fault(m, &fs::read_to_string(Path::new(ROOT).join(&m.file)).unwrap_or_default()))
@@ -74,29 +81,29 @@ fn every_mutant_patch_applies() {
 #[test]
 fn mutant_patch_that_does_not_apply_is_found() {
     let text = "Class: c\nKilled by: t\n\n--- a/x\n+++ b/x\n@@ -1,2 +1,2 @@\n a\n-b\n+c\n";
-    let mutant = read("m", text);
-    assert_eq!((mutant.file.as_str(), mutant.old.as_slice()), ("x", &["a\nb\n".to_string()][..]));
+    let mutant = parse("m", text);
+    assert_eq!((mutant.file.as_str(), mutant.originals.as_slice()), ("x", &["a\nb\n".to_string()][..]));
     assert_eq!(fault(&mutant, "0\na\nb\n"), None);
     assert!(fault(&mutant, "a\n\nb\n").is_some());
-    assert!(fault(&read("m", "Class: c\n@@\n a\n"), "a\n").is_some());
+    assert!(fault(&parse("m", "Class: c\n@@\n a\n"), "a\n").is_some());
 }
 
 const HEAD: &str = "\
-# Planted bugs
+# Mutation tests
 
-A check that has never failed proves nothing. So bugs of the kinds that frameworks have shipped are planted, and a test
-must find each of them.
+A check that has never failed proves nothing. Each mutant plants a bug of a kind that frameworks have shipped; a test must
+fail on it (kill the mutant).
 
-Some are values in the tests: ops with one part replaced (`tensor/tests/ops/broken_ops.rs`, `autograd/tests/fuzz.rs`),
-layers, plans and updates that are wrong (`tests/invariants`), wrong declarations and planners
+Some mutants are values in the tests: ops with one part replaced (`tensor/tests/ops/broken_ops.rs`,
+`autograd/tests/fuzz.rs`), wrong layers, plans and updates (`tests/invariants`), wrong op declarations and planners
 (`tensor/tests/algebra.rs`, `tensor/tests/planner.rs`). They run with every `cargo test`.
 
-The others are patches in `tests/mutants`. There is no switch in the code for them: `.ci/mutants` copies the tree,
-plants one at a time, and runs the test that the patch names; one that passes in spite of the bug ends the run with an
-error. `cargo test` sees to it that each patch still fits the code. This page is written by
-`SHARDGRAD_UPDATE=1 cargo test --test main mutants`.
+The others are the patches of this folder; the code has no switch for them. `.ci/mutants` copies the tree, applies the
+patches one at a time, and runs the tests that the patch names; it fails if a mutant survives. `cargo test` checks that
+each patch still applies. Update this page with `SHARDGRAD_UPDATE=1 cargo test --test main mutants`.
 ";
 
+/// Returns the text of the page: one table for each class of bugs.
 fn page() -> String {
     let mut classes: BTreeMap<String, Vec<Mutant>> = BTreeMap::new();
     for mutant in mutants() {
@@ -110,8 +117,8 @@ fn page() -> String {
             class[..1].to_uppercase(),
             &class[1..]
         );
-        for Mutant { name, file, test, .. } in mutants {
-            let _ = writeln!(page, "| {} | `{file}` | `cargo test {test}` |", name.replace('_', " "));
+        for Mutant { name, file, killed_by, .. } in mutants {
+            let _ = writeln!(page, "| {} | `{file}` | `cargo test {killed_by}` |", name.replace('_', " "));
         }
     }
     page
@@ -123,6 +130,6 @@ fn mutants_page_is_up_to_date() {
     if std::env::var_os("SHARDGRAD_UPDATE").is_some() {
         fs::write(&path, &page).unwrap();
     }
-    let kept = fs::read_to_string(&path).unwrap_or_default();
-    assert!(page == kept, "{PAGE} is out of date; run: SHARDGRAD_UPDATE=1 cargo test --test main mutants");
+    let stored = fs::read_to_string(&path).unwrap_or_default();
+    assert!(page == stored, "{PAGE} is out of date; run: SHARDGRAD_UPDATE=1 cargo test --test main mutants");
 }

@@ -126,7 +126,8 @@ fn loaded_nan_weight_is_named_at_the_first_step() {
     let (data, out) = (folder.file("text", "a".repeat(800)), folder.path("out"));
     for mesh in ["dp=1", "dp=2", "tp=2", "pp=2"] {
         let given = ["train", "--model", &model, "--data", &data, "--out", &out, "--mesh", mesh];
-        let (code, message) = exit_code_and_stderr(&[&given[..], &["--batch", "2", "--seq", "8", "--steps", "2"]].concat());
+        let (code, message) =
+            exit_code_and_stderr(&[&given[..], &["--batch", "2", "--seq", "8", "--steps", "2"]].concat());
         assert_eq!(code, 1, "{mesh}: {message}");
         let first = "the loaded weight h.1.mlp.c_fc.weight already holds NaN";
         assert_eq!(line(&message, "first"), first, "{mesh}: {message}");
@@ -174,7 +175,10 @@ fn first_non_finite_backward_op_is_named() {
         let (message, steps) = train(&folder, &model, 50, mesh, "f32");
         assert_eq!(steps, 0);
         assert!(message.contains("the loss is 5.5"), "{mesh}: the forward pass is finite: {message}");
-        assert!(line(&message, "first").starts_with("layer_norm_backward: the result is "), "{mesh}: {message}");
+        assert!(
+            line(&message, "first").starts_with("layer_norm_backward: the result is "),
+            "{mesh}: {message}"
+        );
         assert_eq!(line(&message, "at"), "ln_f.bias, in the backward pass", "{mesh}");
         assert!(line(&message, "rank").starts_with(rank), "{mesh}: {message}");
         assert!(!message.contains("called at"), "{mesh}: the line is in a vjp, not in user code: {message}");
@@ -188,11 +192,11 @@ fn overflowing_gradient_norm_is_distinguished_from_a_gradient() {
     for mesh in ["dp=1", "dp=2", "tp=2", "pp=2"] {
         let (message, steps) = train(&folder, &model, 50, mesh, "f64");
         assert_eq!(steps, 0);
-        assert!(message.contains("the loss is 5.5") && message.contains("gradient norm inf"), "{mesh}: {message}");
         assert!(
-            line(&message, "first").starts_with("no op: all gradients are finite"),
+            message.contains("the loss is 5.5") && message.contains("gradient norm inf"),
             "{mesh}: {message}"
         );
+        assert!(line(&message, "first").starts_with("no op: all gradients are finite"), "{mesh}: {message}");
         assert_eq!(line(&message, "help"), "try a smaller learning rate", "{mesh}");
     }
 }

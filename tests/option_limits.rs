@@ -1,6 +1,6 @@
 //! Option values beyond all limits, invalid input files and options without effect: each is refused with a message that names the option.
 
-use crate::cli::{Folder, shardgrad, exit_code_and_stderr};
+use crate::cli::{Folder, exit_code_and_stderr, shardgrad};
 use std::process::Command;
 
 #[test]
@@ -75,7 +75,10 @@ fn inputs_are_not_overwritten_and_unread_inputs_are_refused() {
     assert!(code == Some(2) && message.contains("--logits README.md would replace"), "{message}");
     std::os::unix::fs::symlink(&readme, folder.path("out/link.txt")).unwrap();
     let (code, message) = eval(&["--data", "out"]);
-    assert!(code == Some(2) && message.contains("link.txt: is a symbolic link, which is not followed"), "{message}");
+    assert!(
+        code == Some(2) && message.contains("link.txt: is a symbolic link, which is not followed"),
+        "{message}"
+    );
     // The folder itself may be given as a symbolic link.
     std::os::unix::fs::symlink(folder.path("texts"), folder.path("named")).unwrap();
     std::fs::create_dir(folder.path("texts")).unwrap();
@@ -85,7 +88,8 @@ fn inputs_are_not_overwritten_and_unread_inputs_are_refused() {
     folder.file("out/model/vocab.json", "{}");
     let (code, message) = eval(&[]);
     assert!(
-        code == Some(2) && message.contains("vocab.json: this tokenizer format is not supported, only tokenizer.json"),
+        code == Some(2)
+            && message.contains("vocab.json: this tokenizer format is not supported, only tokenizer.json"),
         "{message}"
     );
     let (code, message) = exit_code_and_stderr(&["bench", "card-kernels", "--device", "cpu"]);
@@ -121,8 +125,12 @@ fn values_may_begin_with_a_minus() {
         let (code, message) = exit_code_and_stderr(args);
         assert!(code == 2 && message.contains(why), "{args:?}: {message}");
     }
-    let (code, message) = exit_code_and_stderr(&["generate", "--model", "/no/such/model", "--prompt", "- item"]);
-    assert!(code == 2 && message.contains("/no/such/model") && !message.contains("unexpected argument"), "{message}");
+    let (code, message) =
+        exit_code_and_stderr(&["generate", "--model", "/no/such/model", "--prompt", "- item"]);
+    assert!(
+        code == 2 && message.contains("/no/such/model") && !message.contains("unexpected argument"),
+        "{message}"
+    );
     let (_, message) = exit_code_and_stderr(&["generate", "--prompt", "x", "--temperature", "-1"]);
     assert!(message.contains("invalid value '-1' for '--temperature <X>'"), "{message}");
 }
@@ -137,7 +145,8 @@ fn options_without_effect_are_refused_with_help() {
         (&["--cut", "measured"], &["--cut needs a pipeline", "omit --cut"]),
         (&["--width", "u16"], &["--width applies to .bin files", ".bin"]),
     ] {
-        let (code, message) = exit_code_and_stderr(&[&["train", "--data", &data, "--out", &out], more].concat());
+        let (code, message) =
+            exit_code_and_stderr(&[&["train", "--data", &data, "--out", &out], more].concat());
         assert!(code == 2 && parts.iter().all(|part| message.contains(part)), "{message}");
     }
     let (code, message) = exit_code_and_stderr(&["explain", "--schedule", "gpipe"]);

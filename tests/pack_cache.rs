@@ -1,8 +1,8 @@
 //! The pack cache: prepacked weights shared by the microbatches of a step change no bits and are dropped before the update.
 
 use shardgrad::kernels::{
-    Backend, BackendConfig as Asked, BackendProvider, Buffer, Cost, CpuProvider, Device, Kernel, KernelError,
-    Launch, MemoryStats, PackCacheGuard,
+    Backend, BackendConfig, BackendProvider, Buffer, Cost, CpuProvider, Device, Kernel, KernelError, Launch,
+    MemoryStats, PackCacheGuard,
 };
 use shardgrad::nn::model::{Gpt2, Gpt2Config};
 use shardgrad::prelude::*;
@@ -45,8 +45,8 @@ impl BackendProvider for CountingBackend {
         Device::Cpu
     }
 
-    fn backend(&self, asked: Asked) -> Result<Arc<dyn Backend>, KernelError> {
-        let (host, counts, held) = (CpuProvider.backend(asked)?, self.counts.clone(), Arc::default());
+    fn backend(&self, config: BackendConfig) -> Result<Arc<dyn Backend>, KernelError> {
+        let (host, counts, held) = (CpuProvider.backend(config)?, self.counts.clone(), Arc::default());
         Ok(Arc::new(CountingRank { host, caches_packed: self.caches_packed, held, counts }))
     }
 }
@@ -164,7 +164,8 @@ impl Run {
     fn compared(&self) -> (usize, isize) {
         let counts: Arc<[AtomicUsize; 2]> = Arc::default();
         let (with, memory) = self.trained(CountingBackend { caches_packed: true, counts: counts.clone() });
-        let (without, before) = self.trained(CountingBackend { caches_packed: false, counts: Arc::default() });
+        let (without, before) =
+            self.trained(CountingBackend { caches_packed: false, counts: Arc::default() });
         let what = format!("{} {} {}", self.mesh, self.dtype, self.microbatches);
         assert!(with == without, "{what}: {:?}, not {:?}", with.losses, without.losses);
         let [early, num_cached] = [0, 1].map(|i| counts[i].load(Ordering::Relaxed));

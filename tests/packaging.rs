@@ -104,11 +104,11 @@ fn third_parties(feature: Option<&str>) -> Option<Packages> {
         list(&metadata["resolve"]["nodes"]).into_iter().map(|n| (text(&n["id"]), n)).collect();
     // From the root package along normal dependencies.
     let mut reached = BTreeSet::new();
-    let mut ahead = vec![text(&metadata["resolve"]["root"])];
-    while let Some(id) = ahead.pop() {
+    let mut pending = vec![text(&metadata["resolve"]["root"])];
+    while let Some(id) = pending.pop() {
         if reached.insert(id.clone()) {
             let normal = |d: &Value| list(&d["dep_kinds"]).iter().any(|k| k["kind"].is_null());
-            ahead.extend(list(&nodes[&id]["deps"]).iter().filter(|d| normal(d)).map(|d| text(&d["pkg"])));
+            pending.extend(list(&nodes[&id]["deps"]).iter().filter(|d| normal(d)).map(|d| text(&d["pkg"])));
         }
     }
     let foreign = reached.iter().map(|id| &packages[id]).filter(|p| !p["source"].is_null());

@@ -3,7 +3,7 @@
 use shardgrad::autograd::pipeline::Cut;
 use shardgrad::dist::{Phase, Record};
 use shardgrad::nn::checkpoint::RunState;
-use shardgrad::nn::{Gpt2Config, LanguageModel, LlamaConfig, LlamaKind, ModelConfig, LrScheduler};
+use shardgrad::nn::{Gpt2Config, LanguageModel, LlamaConfig, LlamaKind, LrScheduler, ModelConfig};
 use shardgrad::prelude::*;
 use shardgrad::tensor::control::world_sum;
 use std::ops::Range;
@@ -133,7 +133,8 @@ fn llama_losses_over_100_steps_match_one_rank() {
 fn schedules_with_one_summation_order_are_bitwise_equal() {
     let run = Run { microbatches: 3, ..Run::new(5) };
     for mesh in ["pp=2", "pp=4", "pp=2,dp=2,tp=2"] {
-        let losses = |name: &str| Run { plan: Plan::gpt2().pipeline_schedule(name), ..run.clone() }.losses(mesh);
+        let losses =
+            |name: &str| Run { plan: Plan::gpt2().pipeline_schedule(name), ..run.clone() }.losses(mesh);
         assert!(losses("gpipe") == losses("1f1b"), "{mesh}");
     }
 }
@@ -152,7 +153,8 @@ fn dropout_recomputation_stages_and_microbatches_do_not_change_losses() {
         let mesh = ["pp=2", "tp=3,pp=2", "pp=2,tp=2"][i % 3];
         same(&one, &many.losses(mesh), 1e-10, &format!("{mesh} {cut} in {microbatches}"));
     }
-    let uneven = Run { plan: Plan::gpt2().pipeline_cut(Cut::Layers(vec![1, 2, 0, 1])), microbatches: 2, ..run };
+    let uneven =
+        Run { plan: Plan::gpt2().pipeline_cut(Cut::Layers(vec![1, 2, 0, 1])), microbatches: 2, ..run };
     same(&one, &uneven.losses("dp=2,pp=4,tp=2"), 1e-10, "16 ranks");
 }
 

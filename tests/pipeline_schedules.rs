@@ -1,6 +1,6 @@
 //! Pipeline schedules in training: user-written schedules, searched schedules and measured stage cuts, and invariants of every schedule.
 
-use crate::cli::{Folder, shardgrad, exit_code_and_stderr};
+use crate::cli::{Folder, exit_code_and_stderr, shardgrad};
 use crate::pipeline_parallel::{Run, same};
 use shardgrad::autograd::pipeline::{Cut, NAMES, Schedule};
 use shardgrad::dist::Phase;
@@ -57,7 +57,8 @@ fn measured_cuts_and_searched_schedules_do_not_change_losses() {
         // Three stages need one stage per rank.
         ("pp=3", "searched", Cut::Layers(vec![1, 2, 1])),
     ] {
-        let many = Run { plan: Plan::gpt2().pipeline_schedule(schedule).pipeline_cut(cut.clone()), ..run.clone() };
+        let many =
+            Run { plan: Plan::gpt2().pipeline_schedule(schedule).pipeline_cut(cut.clone()), ..run.clone() };
         same(&one, &many.losses(mesh), 1e-10, &format!("{mesh} {schedule} {cut:?}"));
     }
     let plan = Plan::gpt2().pipeline_schedule("searched-2").pipeline_cut(Cut::Measured);
@@ -212,7 +213,10 @@ fn schedule_file_from_plan_is_trained() {
     let (code, message) = exit_code_and_stderr(&["plan", "--schedule", &broken]);
     assert!(code == 2 && message.contains("action 2 of rank 0, F0.1, is a duplicate"), "{message}");
     let (code, message) = exit_code_and_stderr(&["plan", "--schedule", &lists, "--stages", "3"]);
-    assert!(code == 2 && message.contains("the schedule file is for 2 ranks and 4 microbatches"), "{message}");
+    assert!(
+        code == 2 && message.contains("the schedule file is for 2 ranks and 4 microbatches"),
+        "{message}"
+    );
     let (nowhere, fifo) = (folder.path("none/lists.txt"), folder.path("fifo"));
     assert!(Command::new("mkfifo").arg(&fifo).status().unwrap().success());
     for option in ["--save", "--svg"] {
@@ -227,7 +231,10 @@ fn schedule_file_from_plan_is_trained() {
     // Two outputs with one path: the second would replace the first.
     let both = folder.path("both");
     let (code, message) = exit_code_and_stderr(&["plan", "--save", &both, "--svg", &both]);
-    assert!(code == 2 && message.contains("would replace a file of") && message.contains("--svg FILE"), "{message}");
+    assert!(
+        code == 2 && message.contains("would replace a file of") && message.contains("--svg FILE"),
+        "{message}"
+    );
     assert!(fs::metadata(&both).is_err());
     let output = train(&lists, &["--trace", &lists]);
     let message = String::from_utf8(output.stderr).unwrap();
@@ -255,7 +262,11 @@ fn schedules_are_verified_for_blocking_sends() {
     let (code, message) = exit_code_and_stderr(&["plan", "--schedule", &crossed, "--blocking"]);
     assert!(code == 2 && message.contains("deadlock: rank 0 waits for rank 1 in S0>1.1"), "{message}");
     for (name, lists, why) in [
-        ("stage", "microbatches: 1\n0: F0.0 F9.0 B0.0\n1: F1.0 B1.0", "F9.0, names a stage or microbatch that does not exist (2 stages"),
+        (
+            "stage",
+            "microbatches: 1\n0: F0.0 F9.0 B0.0\n1: F1.0 B1.0",
+            "F9.0, names a stage or microbatch that does not exist (2 stages",
+        ),
         (
             "place",
             "microbatches: 1\nstages on ranks: 0 7\n0: F0.0 B0.0\n1: F1.0 B1.0",

@@ -22,7 +22,8 @@ pub(crate) fn free_port() -> u16 {
 /// Starts one rank of `count`, with the variables of torchrun.
 pub(crate) fn spawn_rank(rank: usize, count: usize, port: u16, args: &[&str]) -> Child {
     let mut command = Command::new(env!("CARGO_BIN_EXE_shardgrad"));
-    let variables = [("RANK", rank), ("WORLD_SIZE", count), ("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", count)];
+    let variables =
+        [("RANK", rank), ("WORLD_SIZE", count), ("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", count)];
     command.envs(variables.map(|(name, n)| (name, n.to_string())));
     command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
     command.args(args).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
@@ -153,7 +154,10 @@ fn timeout_names_a_stopped_process() {
         "{messages:?}"
     );
     assert!(messages[0].contains("absent     no heartbeat from rank 1 for "), "{messages:?}");
-    assert!(messages[0].contains(" s; its last call was #") && !messages[0].contains("computing since"), "{messages:?}");
+    assert!(
+        messages[0].contains(" s; its last call was #") && !messages[0].contains("computing since"),
+        "{messages:?}"
+    );
 }
 
 #[test]
@@ -173,7 +177,10 @@ fn signal_to_all_processes_is_reported_by_rank_zero() {
     assert!(Command::new("kill").arg("-INT").args(&ids).status().unwrap().success());
     let (codes, messages) = exit_codes_and_stderr(&started.map(|child| child.wait_with_output().unwrap()));
     assert_eq!(codes, [Some(130); 2], "{messages:?}");
-    assert!(messages[0].contains("error: stopped by SIGINT after step ") && messages[1].is_empty(), "{messages:?}");
+    assert!(
+        messages[0].contains("error: stopped by SIGINT after step ") && messages[1].is_empty(),
+        "{messages:?}"
+    );
 }
 
 #[test]

@@ -58,7 +58,10 @@ fn different_options_or_data_are_an_error_with_both_values() {
     ] {
         let (codes, messages) = run(&[0, 1], &args, &[&[], &own]);
         assert_eq!(codes, [Some(2); 2], "{messages:?}");
-        assert!(messages.iter().all(|text| text.contains(&format!("error: {why}\n"))), "{why} in {messages:?}");
+        assert!(
+            messages.iter().all(|text| text.contains(&format!("error: {why}\n"))),
+            "{why} in {messages:?}"
+        );
     }
     for mesh in ["dp=2", "pp=2"] {
         let args = ["train", "--out", &out, "--seq", "16", "--batch", "4", "--steps", "2", "--mesh", mesh];
@@ -100,7 +103,8 @@ fn different_checkpoints_or_models_are_an_error() {
         assert!(messages.iter().all(|text| text.contains(&why)), "{messages:?}");
     }
     // Equal checkpoints on both, and no step left.
-    let (codes, messages) = run(&[0, 1], &[&resumed[..], &["--steps", "2", "--out", &out]].concat(), &[&[], &[]]);
+    let (codes, messages) =
+        run(&[0, 1], &[&resumed[..], &["--steps", "2", "--out", &out]].concat(), &[&[], &[]]);
     assert_eq!(codes, [Some(0); 2], "{messages:?}");
     let (one, two) = (format!("{out}/model"), folder.path("two"));
     fs::create_dir(&two).unwrap();
@@ -153,7 +157,10 @@ fn two_processes_with_one_rank_end_the_start_on_all() {
     let (data, out) = (write_text(&folder), folder.path("out"));
     let (codes, messages) = run(&[0, 1, 1, 2], &train(&data, &out), &[&[][..]; 4]);
     assert_eq!(codes, [Some(2); 4], "{messages:?}");
-    assert!(messages.iter().all(|text| text.contains("error: two processes were started as rank 1")), "{messages:?}");
+    assert!(
+        messages.iter().all(|text| text.contains("error: two processes were started as rank 1")),
+        "{messages:?}"
+    );
 }
 
 #[test]

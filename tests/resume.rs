@@ -1,7 +1,7 @@
 //! `train --save-every` and `--resume`: a resumed run is bitwise equal to an uninterrupted one; checkpoints of another run are refused, and
 //! unfinished ones skipped.
 
-use crate::cli::{Folder, shardgrad, exit_code_and_stderr};
+use crate::cli::{Folder, exit_code_and_stderr, shardgrad};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs;
@@ -151,7 +151,10 @@ fn resume_of_another_run_is_refused_with_each_difference() {
     let run = |data: &str, more: &[&str]| refused(&[&["--data", data], &common[..], more].concat());
     for none in [&out, &folder.path("nowhere"), &folder.path("out/checkpoint-4")] {
         let message = run(&data, &["--resume", none]);
-        assert!(message.contains("no checkpoint in") && message.contains("starts from scratch if"), "{message}");
+        assert!(
+            message.contains("no checkpoint in") && message.contains("starts from scratch if"),
+            "{message}"
+        );
     }
     train(&[&["--data", &data, "--steps", "4"], &common[..]].concat());
     let before = files(&Path::new(&out).join("checkpoint-4"));
@@ -262,8 +265,9 @@ fn finished_run_restores_a_missing_model() {
     let (model, svg) = (Path::new(&out).join("model"), Path::new(&out).join("loss.svg"));
     let common = ["--data", &data, "--mesh", "dp=2", "--save-every", "2", "--keep", "9"];
     let given = |out: &str, more: &[&str]| {
-        let (code, message) =
-            exit_code_and_stderr(&[&["train"], &SMALL[..], &common, &["--out", out, "--resume"], more].concat());
+        let (code, message) = exit_code_and_stderr(
+            &[&["train"], &SMALL[..], &common, &["--out", out, "--resume"], more].concat(),
+        );
         assert_eq!(code, 0, "{message}");
         message
     };
@@ -331,8 +335,8 @@ fn checkpoint_under_a_temporary_name_or_symlink_is_found() {
         let args = [&common[..], &["--out", &out, "--steps", "6", "--keep", "1"], last].concat();
         let (code, message) = exit_code_and_stderr(&[&["train"], &SMALL[..], &args].concat());
         assert_eq!(code, 0, "{way}: {message}");
-        let completed =
-            message.contains("checkpoint-4 was complete under a temporary name after a killed save; restored");
+        let completed = message
+            .contains("checkpoint-4 was complete under a temporary name after a killed save; restored");
         assert_eq!(completed, way.starts_with("killed"), "{message}");
         // Old checkpoints are deleted; the target of a link stays.
         assert_eq!(checkpoints(Path::new(&out)), ["checkpoint-6"], "{way}");
@@ -358,10 +362,10 @@ fn resume_follows_a_metrics_symlink_and_reports_a_changed_dropout() {
     let (code, message) = exit_code_and_stderr(&[&["train"], &SMALL[..], &args].concat());
     assert_eq!(code, 0, "{message}");
     for name in ["attn_pdrop", "embd_pdrop", "resid_pdrop"] {
-        let told = format!(
+        let expected = format!(
             "resuming with a changed option: config.json \"{name}\": 0.25 (checkpoint: \"{name}\": 0.1)\n"
         );
-        assert!(message.contains(&told), "{message}");
+        assert!(message.contains(&expected), "{message}");
     }
     assert_eq!(fs::read_link(&link).unwrap(), there);
     assert!(record(Path::new(&out)).len() == 4 && fs::read_to_string(&there).unwrap().lines().count() == 4);

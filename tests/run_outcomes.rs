@@ -1,6 +1,6 @@
 //! How runs of `train` end: a refused run leaves an earlier run unchanged, and a started run saves its model, whatever ends it.
 
-use crate::cli::{Folder, shardgrad, exit_code_and_stderr};
+use crate::cli::{Folder, exit_code_and_stderr, shardgrad};
 use shardgrad::nn::{Gpt2, Gpt2Config};
 use shardgrad::prelude::*;
 use std::collections::BTreeMap;
@@ -100,7 +100,10 @@ fn refused_run_leaves_an_earlier_run_unchanged() {
     let other = File::options().write(true).open(format!("{out}/.lock")).unwrap();
     other.lock().unwrap();
     let (code, message) = train(&[]);
-    assert!(code == 2 && message.contains("another run is writing to") && message.contains("--out DIR"), "{message}");
+    assert!(
+        code == 2 && message.contains("another run is writing to") && message.contains("--out DIR"),
+        "{message}"
+    );
     assert!(files(Path::new(&out)) == earlier, "nothing has changed");
     drop(other);
     // Training in place keeps the sidecar files of the model.
@@ -116,7 +119,10 @@ fn refused_run_leaves_an_earlier_run_unchanged() {
     fs::remove_file(&metrics).unwrap();
     fs::write(&model, "a file").unwrap();
     let (code, message) = train(&[]);
-    assert!(code == 2 && message.contains("model: it is not a folder") && message.contains("--out DIR"), "{message}");
+    assert!(
+        code == 2 && message.contains("model: it is not a folder") && message.contains("--out DIR"),
+        "{message}"
+    );
     assert!(!Path::new(&metrics).exists());
 }
 
@@ -126,8 +132,9 @@ fn run_does_not_read_its_own_outputs() {
     fs::create_dir_all(folder.path("texts")).unwrap();
     folder.file("texts/a.txt", "The quick brown fox jumps over the lazy dog. ".repeat(50));
     let (texts, out) = (folder.path("texts"), folder.path("texts/run"));
-    let train =
-        |read: [&str; 2]| exit_code_and_stderr(&[&["train", "--out", &out, "--steps", "2"], &read[..], &SMALL].concat());
+    let train = |read: [&str; 2]| {
+        exit_code_and_stderr(&[&["train", "--out", &out, "--steps", "2"], &read[..], &SMALL].concat())
+    };
     let losses = || -> Vec<String> {
         let (code, message) = train(["--data", &texts]);
         assert_eq!(code, 0, "{message}");
@@ -168,7 +175,11 @@ fn run_continues_when_stdout_is_closed() {
         let message = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(0), "{name}: {message}");
         assert!(Path::new(&out).join("model/model.safetensors").is_file(), "{name}");
-        assert_eq!(message.matches("cannot write to stdout").count(), usize::from(name == "full"), "{message}");
+        assert_eq!(
+            message.matches("cannot write to stdout").count(),
+            usize::from(name == "full"),
+            "{message}"
+        );
     }
     let refused = spawned(&["--data", "/no/such/file"], Stdio::null(), full()).wait().unwrap();
     assert_eq!(refused.code(), Some(2), "a full stderr is not a panic");
@@ -293,7 +304,10 @@ fn shrunk_data_file_ends_the_run_with_a_saved_model() {
         let (code, message) = end_of(child);
         let steps = fs::read_to_string(metrics).unwrap().lines().count();
         assert_eq!(code, Some(1), "{mesh}: {message}");
-        assert!(message.contains(&format!("the model after step {steps}, in {out}/model")), "{mesh}: {message}");
+        assert!(
+            message.contains(&format!("the model after step {steps}, in {out}/model")),
+            "{mesh}: {message}"
+        );
         assert!(Path::new(&out).join("model/model.safetensors").is_file());
     }
 }
@@ -303,8 +317,9 @@ fn non_finite_weights_leave_an_earlier_model_unchanged() {
     let folder = Folder::new("finite");
     let (data, out) = (text(&folder, 50), folder.path("out"));
     let model = Path::new(&out).join("model");
-    let train =
-        |more: &[&str]| exit_code_and_stderr(&[&["train", "--data", &data, "--out", &out], &SMALL[..4], more].concat());
+    let train = |more: &[&str]| {
+        exit_code_and_stderr(&[&["train", "--data", &data, "--out", &out], &SMALL[..4], more].concat())
+    };
     let huge = |mesh, steps| train(&["--mesh", mesh, "--lr", "1e39", "--warmup", "0", "--steps", steps]);
     let (code, message) = huge("dp=2", "1");
     assert!(code == 1 && !model.exists() && !message.contains("kept"), "{message}");
@@ -321,7 +336,7 @@ fn non_finite_weights_leave_an_earlier_model_unchanged() {
     for mesh in ["dp=1", "dp=2"] {
         let large = ["--mesh", mesh, "--lr", "1e5", "--warmup", "0", "--steps", "1", "--save-dtype", "f16"];
         let (code, message) = train(&large);
-        let parts = ["infinite in f16, `", "the weights are saved in f32", "the model after step 1"];
+        let parts = ["overflow f16, beginning with `", "the weights are saved in f32", "the model after step 1"];
         assert!(code == 1 && parts.iter().all(|part| message.contains(part)), "{mesh}: {message}");
         assert!(fs::read_to_string(model.join("config.json")).unwrap().contains("float32"));
         assert!(files(&model) != earlier);
@@ -379,7 +394,10 @@ fn failed_save_fails_the_run_but_plots_its_steps() {
     fs::write(format!("{out}/model"), "a file").unwrap();
     signal(&child, "-TERM");
     let (code, message) = end_of(child);
-    assert!(code == Some(1) && message.contains("cannot make the folder") && !message.contains("saved "), "{message}");
+    assert!(
+        code == Some(1) && message.contains("cannot make the folder") && !message.contains("saved "),
+        "{message}"
+    );
     assert!(fs::read_to_string(format!("{out}/loss.svg")).unwrap().starts_with("<svg"));
 }
 
@@ -387,8 +405,9 @@ fn failed_save_fails_the_run_but_plots_its_steps() {
 fn model_folder_holds_its_sidecar_files_only() {
     let folder = Folder::new("companions");
     let (data, out) = (text(&folder, 50), folder.path("out"));
-    let train =
-        |more: &[&str]| exit_code_and_stderr(&[&["train", "--data", &data, "--steps", "1"], &SMALL[..], more].concat());
+    let train = |more: &[&str]| {
+        exit_code_and_stderr(&[&["train", "--data", &data, "--steps", "1"], &SMALL[..], more].concat())
+    };
     assert_eq!(train(&["--out", &folder.path("a")]).0, 0);
     let from = folder.path("a/model");
     let going = ["added_tokens.json", "generation_config.json", "chat_template.jinja"];
@@ -459,8 +478,9 @@ fn logits_are_not_written_over_inputs() {
     let weights = format!("{model}/model.safetensors");
     let before = (fs::read(&weights).unwrap(), fs::read(&data).unwrap());
     for target in [&weights, &data, "/dev/null", &folder.path("no/where")] {
-        let (code, message) =
-            exit_code_and_stderr(&["eval", "--model", &model, "--data", &data, "--seq", "16", "--logits", target]);
+        let (code, message) = exit_code_and_stderr(&[
+            "eval", "--model", &model, "--data", &data, "--seq", "16", "--logits", target,
+        ]);
         assert!(code == 2 && message.contains("use another file with --logits FILE"), "{message}");
     }
     assert!(before == (fs::read(&weights).unwrap(), fs::read(&data).unwrap()));

@@ -1,8 +1,8 @@
 //! Signals and the end of the launcher during `train`: the saved state and the exit code.
 
 use crate::cli::{Folder, exit_code_and_stderr};
-use crate::run_outcomes::{SMALL, end_of, is_ignored, signal, spawned, text, wait_for, wait_for_file};
 use crate::processes::{free_port, spawn_rank};
+use crate::run_outcomes::{SMALL, end_of, is_ignored, signal, spawned, text, wait_for, wait_for_file};
 use std::fs;
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -53,7 +53,10 @@ fn signal_before_the_first_step_is_an_error() {
     signal(&child, "-TERM");
     let (code, message) = end_of(child);
     assert_eq!(code, Some(1), "{message}");
-    assert!(message.contains("error: stopped by SIGTERM before the first step; nothing is saved\n"), "{message}");
+    assert!(
+        message.contains("error: stopped by SIGTERM before the first step; nothing is saved\n"),
+        "{message}"
+    );
 }
 
 #[test]
@@ -98,7 +101,10 @@ fn signal_during_the_last_evaluation_keeps_the_validation_loss() {
         signal(&child, sent);
         let (code, message) = end_of(child);
         assert_eq!(code, Some(0), "{sent}: {message}");
-        assert!(message.contains("step 3 of 3 is done; saving the model"), "the signal came too late: {message}");
+        assert!(
+            message.contains("step 3 of 3 is done; saving the model"),
+            "the signal came too late: {message}"
+        );
         let metrics = fs::read_to_string(metrics).unwrap();
         let last = metrics.lines().nth(2).unwrap();
         assert!(metrics.lines().count() == 3 && last.contains("\"val_loss\":"), "{metrics}");
@@ -123,7 +129,10 @@ fn second_sigint_two_seconds_later_ends_a_run_at_once() {
     signal(&child, "-INT");
     let (code, message) = end_of(child);
     assert_eq!(code, Some(130), "{message}");
-    assert!(message.ends_with("error: ended by a second SIGINT; the model after step 2 is saved\n"), "{message}");
+    assert!(
+        message.ends_with("error: ended by a second SIGINT; the model after step 2 is saved\n"),
+        "{message}"
+    );
 }
 
 #[test]

@@ -46,7 +46,10 @@ fn train_eval_and_generate_use_the_model_tokenizer() {
         &[&["train", "--model", &start, "--steps", "40", "--lr", "1e-2", "--out", &out], &common[..]]
             .concat(),
     );
-    assert!(train_output.contains("2 files of ") && train_output.contains("nats per token"), "{train_output}");
+    assert!(
+        train_output.contains("2 files of ") && train_output.contains("nats per token"),
+        "{train_output}"
+    );
     let model = folder.path("out/model");
     let kept = fs::read(Path::new(&model).join("tokenizer.json")).unwrap();
     assert_eq!(kept, fs::read(Path::new(&start).join("tokenizer.json")).unwrap());
@@ -98,7 +101,10 @@ fn processes_with_different_tokenizers_are_refused() {
     let (data, out) = (folder.file("text", "abba ".repeat(400)), folder.path("out"));
     let port = crate::processes::free_port();
     let start_rank = |(rank, model): (usize, &String)| {
-        let args = ["train", "--model", model, "--data", &data, "--out", &out, "--mesh", "dp=2", "--seq", "8", "--steps", "1"];
+        let args = [
+            "train", "--model", model, "--data", &data, "--out", &out, "--mesh", "dp=2", "--seq", "8",
+            "--steps", "1",
+        ];
         crate::processes::spawn_rank(rank, 2, port, &args)
     };
     let ranks = [&start, &other].into_iter().enumerate().map(start_rank).collect::<Vec<_>>();

@@ -123,7 +123,8 @@ fn the_same_run_gives_the_same_bits() {
         let first = train(mesh(text), DType::F32, 5, 1, 0.1);
         for (threads, jitter) in [(1, None), (2, None), (1, Some(1)), (2, Some(2))] {
             let world = mesh(text).threads(threads);
-            let again = train(jitter.map_or(world.clone(), |seed| world.random_delays(seed)), DType::F32, 5, 1, 0.1);
+            let again =
+                train(jitter.map_or(world.clone(), |seed| world.random_delays(seed)), DType::F32, 5, 1, 0.1);
             assert_eq!(first.losses, again.losses, "{text}, {threads} threads, jitter {jitter:?}");
             assert!(
                 first.bits == again.bits,

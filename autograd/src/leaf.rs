@@ -137,7 +137,7 @@ impl Arena {
 
 impl Tape {
     /// Prepares an empty tape for several rounds (gradient accumulation). With more than one round, the back end is
-    /// told that the leaves are read again ([`Tensor::reuse`]) until [`Tape::gradients`], and caches prepacked operands
+    /// told that the leaves are read again ([`Tensor::cache_packed`]) until [`Tape::gradients`], and caches prepacked operands
     /// for them. This takes memory; results are the same.
     #[doc(alias = "gradient accumulation")]
     #[doc(alias = "accumulation steps")]
@@ -174,7 +174,7 @@ impl Tape {
             return (None, tensor.clone());
         }
         let path = self.context().path();
-        let reuse = arena.reuses_leaves.then(|| tensor.reuse());
+        let reuse = arena.reuses_leaves.then(|| tensor.cache_packed());
         let mut new = Leaf::new(key, tensor, accumulation, (path, site));
         new.reuse = reuse;
         let at = known.unwrap_or(arena.leaves.len() as u32);
@@ -235,7 +235,7 @@ impl Tape {
         let tensor = made.into_iter().next().expect("redistribute has one output");
         let (key, accumulation) = (arena.leaves[origin_at].key, arena.leaves[origin_at].accumulation.before_reduction());
         let path = arena.leaves[origin_at].path.clone();
-        let reuse = arena.reuses_leaves.then(|| tensor.reuse());
+        let reuse = arena.reuses_leaves.then(|| tensor.cache_packed());
         let derived_leaf = Leaf { origin: Some((origin, op)), reuse, ..Leaf::new(key, &tensor, accumulation, (path, site)) };
         // A leaf whose tensor an earlier step released is filled again.
         let at = known.unwrap_or(arena.leaves.len());

@@ -13,6 +13,7 @@ use std::sync::Arc;
 
 /// A recorded point in the work of a back end, as a CUDA event ([`Backend::record_event`]). The default event is always complete:
 /// synchronous back ends return no other.
+#[doc(alias = "CUDA event")]
 #[derive(Clone, Debug, Default)]
 pub struct SyncEvent(Option<Arc<dyn Any + Send + Sync>>);
 
@@ -38,6 +39,7 @@ impl SyncEvent {
 
 /// Captured work of a back end, as a CUDA graph ([`Backend::capture`]). The graph keeps every buffer that the work reads or writes
 /// alive.
+#[doc(alias = "CUDA graph")]
 #[derive(Clone, Debug)]
 pub struct Graph(Arc<dyn Any + Send + Sync>);
 
@@ -56,6 +58,7 @@ impl Graph {
 }
 
 /// Keeps the packed forms of a buffer in the pack cache until dropped ([`Backend::cache_packed`]). The default guard does nothing.
+#[doc(alias = "prepack")]
 #[derive(Debug, Default)]
 pub struct PackCacheGuard {
     _guard: Option<Box<dyn Any + Send + Sync>>,

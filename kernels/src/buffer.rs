@@ -215,8 +215,8 @@ impl Shared {
             if let Some(raw) = self.state.with(|state| state.cut(class)) {
                 return Some(raw);
             }
-            // Chunks grow with the memory in use, so that they stay few: blocks of two chunks are never merged. Under a limit one chunk takes
-            // all that is left; small blocks are cut from it, too, when nothing else is left.
+            // Chunks grow with the memory in use, so that they stay few: blocks of two chunks are never merged. Under a limit one chunk
+            // takes all that is left; small blocks are cut from it, too, when nothing else is left.
             let reserved = self.state.with(|state| state.stats.reserved_bytes);
             let usual = match self.limit_bytes {
                 0 => CHUNK_MIN.max(reserved / 2),
@@ -262,7 +262,8 @@ pub trait DeviceAllocator: fmt::Debug + Send + Sync {
     /// Frees the memory at an address, after its last handle was dropped. Submitted work of the device may still use it.
     fn give_back(&self, address: u64);
 
-    /// Prevents the memory at an address from being reused after its last handle is dropped, until [`DeviceAllocator::release`] is called as often.
+    /// Prevents the memory at an address from being reused after its last handle is dropped, until [`DeviceAllocator::release`] is called
+    /// as often.
     fn retain(&self, _address: u64) {}
 
     /// Ends one [`DeviceAllocator::retain`].
@@ -368,8 +369,8 @@ impl Drop for Buffer {
             && is_last(&block)
         {
             let home = Arc::as_ptr(home);
-            // SAFETY: the block keeps `home` alive until `home` has the block, under its lock; after the lock is released, `home` is not used
-            // here, unless the block comes back, which still holds it.
+            // SAFETY: the block keeps `home` alive until `home` has the block, under its lock; after the lock is released, `home` is not
+            // used here, unless the block comes back, which still holds it.
             take_back(unsafe { &(*home).state }, block);
         }
     }

@@ -1,4 +1,4 @@
-//! Element types: the run-time [`DType`] and the Rust types behind it.
+//! Element types: the run-time [`DType`] and the corresponding Rust types.
 
 use half::{bf16, f16};
 use std::fmt;

@@ -101,11 +101,11 @@ impl fmt::Display for KernelError {
         match self {
             KernelError::OutOfMemory { requested_bytes, stats } => write!(
                 f,
-                "out of memory: {requested_bytes} bytes asked for; in use {}, peak {}, reserved {} bytes",
+                "out of memory: {requested_bytes} bytes requested; in use {}, peak {}, reserved {} bytes",
                 stats.in_use_bytes, stats.peak_bytes, stats.reserved_bytes
             ),
             KernelError::HostMemory { requested_bytes, what } => {
-                write!(f, "out of memory: the system has no {requested_bytes} bytes for {what}")
+                write!(f, "out of memory: the system refused {requested_bytes} bytes for {what}")
             }
             KernelError::DType { kernel, dtype } => write!(f, "{kernel}: no kernel for dtype {dtype}"),
             KernelError::Index { kernel, index, position, rows } => {
@@ -113,14 +113,14 @@ impl fmt::Display for KernelError {
             }
             KernelError::Library { library, why, .. } => write!(f, "{library}: {why}"),
             KernelError::Unsupported { kernel, device } => write!(f, "{kernel}: no kernel for {device}"),
-            KernelError::Compile { kernel, log } => write!(f, "{kernel}: the compiler refused it: {log}"),
-            KernelError::NotCapturable { what } => write!(f, "work that is being captured {what}"),
+            KernelError::Compile { kernel, log } => write!(f, "{kernel}: NVRTC rejected the source: {log}"),
+            KernelError::NotCapturable { what } => write!(f, "graph capture: a graph cannot contain work that {what}"),
             KernelError::CaptureOutputHeld { bytes } => {
-                write!(f, "work could not be captured, and {bytes} bytes that it was to fill are still held")
+                write!(f, "graph capture failed, and {bytes} bytes that it allocated are still held: drop them")
             }
             KernelError::Device { call, why, is_permanent: false } => write!(f, "{call}: {why}"),
             KernelError::Device { call, why, is_permanent: true } => {
-                write!(f, "{call}: {why}; the device answers nothing more to this process")
+                write!(f, "{call}: {why}; the device context is lost: restart the process")
             }
         }
     }

@@ -1,16 +1,16 @@
-//! Vectors of host memory whose allocation may fail: for lengths that grow with tensors, where `vec!` would abort the process.
+//! Fallible allocation of host vectors, for lengths that grow with tensors: `vec!` would abort the process when memory runs out.
 
 use crate::buffer::has_margin;
 use crate::error::KernelError;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
-/// From this size on an allocation has to leave the margin that the rest of the program lives on.
+/// Allocations of at least this size must leave the margin of memory for the rest of the program.
 const LARGE: usize = 1 << 20;
 
 /// Returns an empty vector with room for `len` elements.
 ///
 /// # Errors
-/// [`KernelError::HostMemory`] with the bytes and `what` they are for, where the system refuses.
+/// [`KernelError::HostMemory`], with the bytes and their purpose `what`, if the system refuses.
 pub fn try_with_capacity<T>(len: usize, what: &'static str) -> Result<Vec<T>, KernelError> {
     let requested_bytes = len.saturating_mul(size_of::<T>());
     let refused = || KernelError::HostMemory { requested_bytes, what };
@@ -29,7 +29,7 @@ pub fn try_filled<T: Clone>(value: T, len: usize, what: &'static str) -> Result<
     Ok(vec)
 }
 
-/// Returns a vector of the elements of a slice.
+/// Copies a slice to a new vector.
 ///
 /// # Errors
 /// As [`try_with_capacity`].
@@ -39,7 +39,7 @@ pub fn try_copied<T: Copy>(from: &[T], what: &'static str) -> Result<Vec<T>, Ker
     Ok(vec)
 }
 
-/// Runs a kernel, and returns the error with which a task of it unwound ([`filled`]).
+/// Runs a kernel; a panic of a task with a [`KernelError`] ([`filled_or_unwind`]) becomes an error.
 pub(crate) fn catch_kernel_error(work: impl FnOnce() -> Result<(), KernelError>) -> Result<(), KernelError> {
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|payload| match payload.downcast::<KernelError>() {
         Ok(error) => Err(*error),
@@ -47,12 +47,12 @@ pub(crate) fn catch_kernel_error(work: impl FnOnce() -> Result<(), KernelError>)
     })
 }
 
-/// [`try_filled`] inside of a kernel task: unwinds with the error.
+/// [`try_filled`] for kernel tasks: panics with the [`KernelError`] as the payload.
 pub(crate) fn filled_or_unwind<T: Clone>(value: T, len: usize) -> Vec<T> {
     try_filled(value, len, SCRATCH).unwrap_or_else(|error| resume_unwind(Box::new(error)))
 }
 
-/// What the memory of kernels beside their operands is for.
+/// The purpose of scratch memory in [`KernelError::HostMemory`].
 pub(crate) const SCRATCH: &str = "the scratch memory of a kernel";
 
 #[cfg(test)]
@@ -64,8 +64,8 @@ mod tests {
         let error = try_filled(0u32, usize::MAX / 8, "a test").unwrap_err();
         let bytes = usize::MAX / 8 * 4;
         assert_eq!(error, KernelError::HostMemory { requested_bytes: bytes, what: "a test" });
-        assert_eq!(error.to_string(), format!("out of memory: the system has no {bytes} bytes for a test"));
-        assert!(try_filled(0u64, usize::MAX, "a test").is_err(), "more than an address can say");
+        assert_eq!(error.to_string(), format!("out of memory: the system refused {bytes} bytes for a test"));
+        assert!(try_filled(0u64, usize::MAX, "a test").is_err(), "more than the address space");
         assert!(try_with_capacity::<u64>(usize::MAX, "a test").is_err());
     }
 

@@ -115,7 +115,7 @@ pub struct GpuCode {
 }
 
 /// The error bound of a fast path against the reference in f64: |fast - reference| is at most
-/// `ulps` units in the last place of the output dtype's accumulator, measured at the scale of the output,
+/// `ulps` ulps of the output dtype's accumulator, measured at the scale of the output,
 /// plus one rounding to the output dtype. Where that cannot hold for operands of every kind (sums of very many terms, rows far from
 /// zero), the contract says what does.
 #[derive(Clone, Copy, Debug, PartialEq)]

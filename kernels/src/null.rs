@@ -13,6 +13,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// A back end that counts bytes and costs only. Its buffers have a size and no memory, as PyTorch's meta tensors.
+#[doc(alias = "meta device")]
 #[derive(Debug, Default)]
 pub struct Null {
     cost: CostCounter,
@@ -173,21 +174,21 @@ mod tests {
     use crate::op::batched_matmul::BATCHED_MATMUL;
     use crate::strides::Strides;
 
-    /// The memory in use after a product of 64 rows by a weight that recurs, and while nothing recurs any more.
+    /// Returns the memory in use after two products of 64 rows by a cached weight, and after the guard is dropped.
     fn in_use(backend: &dyn Backend) -> [usize; 2] {
         let [x, weight] = [64 * 100 * 4, 100 * 300 * 4].map(|bytes| backend.alloc(bytes).unwrap());
         let mut y = backend.alloc(64 * 300 * 4).unwrap();
         let [a, b, c] =
             [[64, 100], [100, 300], [64, 300]].map(|[rows, cols]| Strides::contiguous(&[1, rows, cols]));
         let arg = |buffer, view| Arg { buffer, dtype: DType::F32, view };
-        let reuse = backend.cache_packed(&weight);
+        let guard = backend.cache_packed(&weight);
         for _ in 0..2 {
             let outputs = &mut [ArgMut { buffer: &mut y, dtype: DType::F32, view: &c }];
             let inputs = &[arg(&x, &a), arg(&weight, &b)];
             backend.launch(&BATCHED_MATMUL, &mut Launch { inputs, outputs, scalars: &[] }).unwrap();
         }
         let with_form = backend.memory().in_use_bytes;
-        drop(reuse);
+        drop(guard);
         [with_form, backend.memory().in_use_bytes]
     }
 
@@ -197,6 +198,6 @@ mod tests {
         assert_eq!(counted, in_use(&*Cpu::backend(1)));
         assert!(counted[0] > counted[1] + 100 * 300 * 4);
         let limited = in_use(&*Null::with_limit(counted[1]));
-        assert_eq!(limited, [counted[1]; 2], "they give way");
+        assert_eq!(limited, [counted[1]; 2], "evicted: the limit leaves no room");
     }
 }

@@ -17,7 +17,8 @@ pub enum MatmulPrecision {
     /// TF32 on NVIDIA GPUs (10 mantissa bits): an error of at most 2^-9 of the size of a product, less if the library rounds to nearest.
     High,
     /// Operands rounded to bf16 (7 mantissa bits), on NVIDIA GPUs and on CPUs whose bf16 dot products are faster than f32: an error of at
-    /// most 2^-7 of the size of a product. On such CPUs operands beyond 3.39e38 become infinite, and operands and sums below 2^-126 count as 0.
+    /// most 2^-7 of the size of a product. On such CPUs operands beyond 3.39e38 become infinite, and operands and sums below 2^-126 count
+    /// as 0.
     Medium,
 }
 

@@ -1,4 +1,4 @@
-//! Back end providers: a device gives each rank a back end of its own.
+//! Back-end providers: a device creates a back end for each rank.
 
 use crate::backend::Backend;
 use crate::device::Device;

@@ -139,7 +139,7 @@ impl Strides {
     /// Returns the view of `start..end` along a dim.
     #[must_use]
     pub fn narrow(&self, dim: usize, start: usize, end: usize) -> Strides {
-        debug_assert!(start <= end && end <= self.shape[dim], "a narrowed range lies inside its dim");
+        debug_assert!(start <= end && end <= self.shape[dim], "a narrowed range must be within its dim");
         let mut geometry = self.geometry();
         geometry.shape[dim] = end - start;
         if start < end {

@@ -1,6 +1,6 @@
-//! A caller and the workers of a pool under the model checker loom, in every order in which a few threads can meet:
-//! `RUSTFLAGS="--cfg loom" cargo test -p shardgrad-kernels --test meetings`. In these builds a worker is asked at a time, so
-//! that of three threads the second asks the third.
+//! The caller and the workers of a thread pool under the model checker loom, in every interleaving of a few threads:
+//! `RUSTFLAGS="--cfg loom" cargo test -p shardgrad-kernels --test pool_loom`. In these builds workers are woken one at a time, so that of
+//! three threads the second wakes the third.
 #![cfg(loom)]
 
 #[path = "../src/cpu/job.rs"]
@@ -18,13 +18,13 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use worker_slot::WorkerSlot;
 
-/// Every order of a caller and so many workers, with at most so many preemptions; the caller's part comes in.
+/// Checks every interleaving of a caller and `workers` workers, with at most `preemptions` preemptions. `caller` runs on the caller's thread.
 fn model(workers: usize, preemptions: usize, caller: impl Fn(&[Worker]) + Send + Sync + 'static) {
     let mut model = loom::model::Builder::new();
     model.preemption_bound = Some(preemptions);
     model.check(move || {
         let worker = |thread| {
-            // Nobody spins: a model of who waits in a loop has no end.
+            // Workers do not spin: the model of a spin loop would not terminate.
             let slot = Arc::new(WorkerSlot::new(false));
             let own = slot.clone();
             Worker { slot, handle: thread::spawn(move || serve(&own, thread)) }
@@ -36,38 +36,38 @@ fn model(workers: usize, preemptions: usize, caller: impl Fn(&[Worker]) + Send +
     });
 }
 
-/// A job of so many tasks: each is done once, and what they wrote is the caller's alone afterwards.
-fn done_once(workers: &[Worker], count: usize) {
+/// Runs a job of `count` tasks; checks that each runs once, and that no worker uses the job afterwards.
+fn run_and_check(workers: &[Worker], count: usize) {
     let times: Vec<_> = (0..count).map(|_| AtomicUsize::new(0)).collect();
     let panicked = Job::run(workers, count, &|_, i| {
         times[i].fetch_add(1, Ordering::Relaxed);
     });
     assert!(panicked.is_none());
-    // `into_inner` fails where anyone could still look.
+    // Under loom, `into_inner` fails if another thread may still access the value.
     assert!(times.into_iter().all(|times| times.into_inner() == 1));
 }
 
 #[test]
-fn two_threads_do_one_job_after_the_other() {
-    model(1, 3, |workers| (0..2).for_each(|_| done_once(workers, 2)));
+fn two_threads_run_consecutive_jobs() {
+    model(1, 3, |workers| (0..2).for_each(|_| run_and_check(workers, 2)));
 }
 
 #[test]
-fn three_threads_do_a_job() {
-    model(2, 2, |workers| done_once(workers, 3));
+fn three_threads_run_a_job() {
+    model(2, 2, |workers| run_and_check(workers, 3));
 }
 
 #[test]
-fn three_threads_do_one_job_after_the_other() {
-    model(2, 1, |workers| [3, 2].into_iter().for_each(|count| done_once(workers, count)));
+fn three_threads_run_consecutive_jobs() {
+    model(2, 1, |workers| [3, 2].into_iter().for_each(|count| run_and_check(workers, count)));
 }
 
 #[test]
-fn four_threads_do_a_job() {
-    model(3, 1, |workers| done_once(workers, 4));
+fn four_threads_run_a_job() {
+    model(3, 1, |workers| run_and_check(workers, 4));
 }
 
-/// Tasks that wait for each other need a thread each: whoever parked is woken, by way of a chain.
+/// Tasks that wait for each other need a thread each, so that every parked worker is woken, through the tree of wake-ups.
 #[test]
 fn all_requested_workers_join() {
     model(2, 1, |workers| {
@@ -87,7 +87,7 @@ fn all_requested_workers_join() {
 #[test]
 fn nested_task_uses_the_workers() {
     model(2, 2, |workers| {
-        let panicked = Job::run(workers, 2, &|_, _| done_once(workers, 2));
+        let panicked = Job::run(workers, 2, &|_, _| run_and_check(workers, 2));
         assert!(panicked.is_none());
     });
 }
@@ -101,6 +101,6 @@ fn panic_is_reported_and_no_worker_is_lost() {
             }
         };
         assert!(Job::run(workers, 3, &panics).is_some());
-        done_once(workers, 2);
+        run_and_check(workers, 2);
     });
 }

@@ -19,7 +19,7 @@ pub struct ActivationPoint {
 #[derive(Debug)]
 struct Binding {
     name: Rc<str>,
-    states: Vec<(Axis, Placement)>,
+    placements: Vec<(Axis, Placement)>,
 }
 
 impl ActivationPoint {
@@ -33,18 +33,18 @@ impl ActivationPoint {
         let binding = self.binding.borrow();
         let Some(binding) = binding.as_ref() else { return x.clone() };
         Context::of(x.rank()).set_path(&binding.name);
-        if binding.states.is_empty() {
+        if binding.placements.is_empty() {
             return x.clone();
         }
         let site = std::panic::Location::caller();
-        let to = with_states(x.layout(), &binding.states)
+        let to = with_placements(x.layout(), &binding.placements)
             .unwrap_or_else(|e| e.detail("point", &*binding.name).at(site).raise());
         x.to_layout(&to)
     }
 
     /// Whether no rule of the plan applies to this point.
     pub(crate) fn is_unconstrained(&self) -> bool {
-        self.binding.borrow().as_ref().is_none_or(|binding| binding.states.is_empty())
+        self.binding.borrow().as_ref().is_none_or(|binding| binding.placements.is_empty())
     }
 
     /// The dotted name; `None` before [`Model::new`](crate::Model::new) has named the point.
@@ -53,20 +53,20 @@ impl ActivationPoint {
         self.binding.borrow().as_ref().map(|p| p.name.clone())
     }
 
-    pub(crate) fn bind(&self, name: &str, states: Vec<(Axis, Placement)>) {
-        *self.binding.borrow_mut() = Some(Binding { name: name.into(), states });
+    pub(crate) fn bind(&self, name: &str, placements: Vec<(Axis, Placement)>) {
+        *self.binding.borrow_mut() = Some(Binding { name: name.into(), placements });
     }
 }
 
-/// Returns a layout with other states on some axes. An axis that already has the requested state keeps its position among the
+/// Returns a layout with other placements on some axes. An axis that already has the requested placement keeps its position among the
 /// axes of its dim; an axis that newly shards a dim becomes the innermost axis of that dim.
 ///
 /// # Errors
 /// `Kind::Layout` for a dim that the layout does not have.
-pub(crate) fn with_states(layout: &Layout, states: &[(Axis, Placement)]) -> Result<Layout> {
+pub(crate) fn with_placements(layout: &Layout, placements: &[(Axis, Placement)]) -> Result<Layout> {
     let mut to = layout.clone();
-    for &(axis, state) in states {
-        if let Placement::Shard(d) = state
+    for &(axis, placement) in placements {
+        if let Placement::Shard(d) = placement
             && d >= layout.ndim()
         {
             let name = layout.mesh().name(axis);
@@ -74,8 +74,8 @@ pub(crate) fn with_states(layout: &Layout, states: &[(Axis, Placement)]) -> Resu
             let help = "name an existing dim in the plan's rule; dims are counted from 0";
             return Err(Error::new(Kind::Layout, text).detail("help", help));
         }
-        if to.placement(axis) != state {
-            to = to.with_placement(axis, state);
+        if to.placement(axis) != placement {
+            to = to.with_placement(axis, placement);
         }
     }
     Ok(to)

@@ -3,7 +3,7 @@
 //! parameters. Each is captured again when anything but numbers changes. The host launches both graphs and waits
 //! once.
 
-use crate::optim::{PartialLoss, Optimizer, UpdateReport, StepArgs, Update};
+use crate::optim::{PartialLoss, Optimizer, UpdateReport, StepArgs, OptimizerStep};
 use crate::param::Param;
 use shardgrad_autograd::Gradients;
 use shardgrad_tensor::{CapturedGraph, Error, Kind, Rank, Result, Tensor, capture};
@@ -45,7 +45,7 @@ struct CapturedPass {
 /// Captured graph of an update.
 struct CapturedUpdate {
     graph: CapturedGraph,
-    update: Update,
+    update: OptimizerStep,
 }
 
 /// Whether the pass or the update is captured, and why not.
@@ -60,7 +60,7 @@ struct CaptureStatus {
 }
 
 impl CaptureStatus {
-    /// Records a refusal. A refusal by the device counts only the second time.
+    /// Records a refusal. `Kind::Unsupported` counts at once, a refusal by the device only the second time.
     fn refused(&mut self, reason: Error) {
         let was_retry = std::mem::replace(&mut self.is_retry, true);
         self.refusal = Some(reason).filter(|reason| was_retry || reason.kind() == Kind::Unsupported);
@@ -196,7 +196,7 @@ impl StepCapture {
         if captured.is_some() {
             return Ok(captured);
         }
-        let update = Update::new(optim, (rank, params), (gradients.clone(), Some(loss.clone())), args)?;
+        let update = OptimizerStep::new(optim, (rank, params), (gradients.clone(), Some(loss.clone())), args)?;
         Ok(match CapturedUpdate::new(optim, rank, update)? {
             Ok(captured) => Some(captured),
             Err(reason) => {
@@ -213,7 +213,7 @@ impl CapturedUpdate {
     fn new(
         optim: &mut dyn Optimizer,
         rank: &Rank,
-        mut update: Update,
+        mut update: OptimizerStep,
     ) -> Result<std::result::Result<CapturedUpdate, Error>> {
         let site = Location::caller();
         let written = update.written_tensors(optim);

@@ -4,7 +4,7 @@ use crate::module::{Module, ModuleLeaf, visit_leaves};
 use crate::name::{matches, nearest};
 use crate::param::Param;
 use crate::plan::{Plan, RuleTarget};
-use crate::activation_point::with_states;
+use crate::activation_point::with_placements;
 use crate::precision::Precision;
 use shardgrad_autograd::{Key, Tape};
 use shardgrad_tensor::{Axis, DType, Error, Kind, Layout, Rank, Result, Placement};
@@ -83,9 +83,9 @@ impl<M: Module> Model<M> {
         for (name, param) in &params {
             layouts.push(param_layouts(rank, plan, name, param, precision, &mut used)?);
         }
-        let mut states: HashMap<String, Vec<(Axis, Placement)>> = HashMap::with_capacity(points.len());
+        let mut placements: HashMap<String, Vec<(Axis, Placement)>> = HashMap::with_capacity(points.len());
         for name in &points {
-            states.insert(name.clone(), plan.states(RuleTarget::Point, name, None, rank.mesh(), &mut used));
+            placements.insert(name.clone(), plan.placements(RuleTarget::Point, name, None, rank.mesh(), &mut used));
         }
         let names: Vec<&str> = params.iter().map(|(name, _)| name.as_str()).collect();
         let point_names: Vec<&str> = points.iter().map(String::as_str).collect();
@@ -95,7 +95,7 @@ impl<M: Module> Model<M> {
         }
         visit_leaves(&module, &mut |path, leaf| {
             if let ModuleLeaf::Point(point) = leaf {
-                point.bind(path, states.remove(path).unwrap_or_default());
+                point.bind(path, placements.remove(path).unwrap_or_default());
             }
         });
         let params = params.into_iter().map(|(_, param)| param).collect();
@@ -152,10 +152,10 @@ impl<M: Module> Model<M> {
     }
 
     /// Returns the parameter of a dotted name.
-    #[doc(alias = "get_parameter")]
     ///
     /// # Errors
     /// `Kind::Config` with the nearest names if there is none.
+    #[doc(alias = "get_parameter")]
     pub fn param(&self, name: &str) -> Result<&Param> {
         self.params.iter().find(|p| p.name() == name).ok_or_else(|| self.unknown_param(name))
     }
@@ -226,12 +226,12 @@ fn param_layouts(
     precision: Precision,
     used: &mut [bool],
 ) -> Result<(Layout, Option<Layout>)> {
-    let mut states = |target| plan.states(target, name, Some(param.shape()), rank.mesh(), used);
-    let (store, compute) = (states(RuleTarget::Store), states(RuleTarget::Compute));
+    let mut placements = |target| plan.placements(target, name, Some(param.shape()), rank.mesh(), used);
+    let (store, compute) = (placements(RuleTarget::Store), placements(RuleTarget::Compute));
     let plain = Layout::invariant(rank.mesh(), precision.param_dtype, param.shape());
     let make = || {
-        let stored = with_states(&plain, &store)?;
-        let computed = with_states(&stored.with_dtype(precision.dtype), &compute)?;
+        let stored = with_placements(&plain, &store)?;
+        let computed = with_placements(&stored.with_dtype(precision.dtype), &compute)?;
         // Only the compute layout needs a non-empty shard on every rank; a rank may store an empty shard.
         param.check_no_empty_shard(&computed)?;
         Ok((stored, computed))

@@ -378,14 +378,14 @@ impl<'t, M: Module> Trainer<'t, M> {
     /// # Errors
     /// Errors of `load_batch` and of the model.
     pub fn forward_layouts(&self) -> Result<Vec<(Rc<str>, Layout)>> {
-        let values = |r: &OpRecord| Some((r.path.clone(), r.outputs.first()?.clone()));
+        let path_and_layout = |r: &OpRecord| Some((r.path.clone(), r.outputs.first()?.clone()));
         if let Some(pipelined) = &self.pipelined {
-            return Ok(pipelined.records(self.model.rank()).iter().filter_map(values).collect());
+            return Ok(pipelined.records(self.model.rank()).iter().filter_map(path_and_layout).collect());
         }
         let layouts: Vec<Layout> = self.load_microbatch(0)?.iter().map(|t| t.layout().clone()).collect();
         let forward = |arguments: &[Var]| Ok(vec![(self.loss_fn)(&self.model, arguments)]);
         let program = Program::record(self.model.rank(), &layouts, None, forward)?;
-        Ok(program.records.iter().filter_map(values).collect())
+        Ok(program.records.iter().filter_map(path_and_layout).collect())
     }
 
     /// Returns the rank on whose mesh arguments must be: without the pipeline axis, if there is one.

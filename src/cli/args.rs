@@ -2,7 +2,6 @@
 
 pub(crate) mod nearest;
 mod defaults;
-mod small_file;
 mod values;
 mod axes;
 mod pipeline;
@@ -67,7 +66,7 @@ pub(crate) enum Command {
     Ops(OpsArgs),
     /// Print what this machine has: cores, SIMD, memory, GPU libraries
     Doctor(DoctorArgs),
-    /// Benchmark kernels, collectives, the tape and training steps; every result is checked first
+    /// Benchmark kernels, collectives, the autograd tape and training steps; every result is checked first
     Bench(BenchArgs),
 }
 
@@ -78,7 +77,8 @@ Examples:
   shardgrad train --model DIR --tokens ids.safetensors --no-shuffle --lr-schedule constant
   shardgrad train --save-every 100 --resume        checkpoints, and resumes from the newest one
 
-Without --mesh, training uses data parallelism over two ranks (dp=2) on a CPU with two or more cores,\nif each microbatch has at least two sequences.";
+Without --mesh, training uses data parallelism over two ranks (dp=2) on a CPU with two or more cores,
+if each microbatch has at least two sequences.";
 
 /// Model options: a folder, or a preset with newly initialized weights.
 #[derive(Args, Clone, Debug)]
@@ -123,10 +123,8 @@ pub(crate) fn config_of(dir: &Path) -> Result<ModelConfig> {
     let model = dir.join("model");
     let holds = |dir: &Path| dir.join("config.json").is_file();
     ModelConfig::read(dir).map_err(|e| match !holds(dir) && holds(&model) {
-        true => Error::new(e.kind(), e.message()).detail(
-            "help",
-            format!("did you mean `{}`? a run saves its model there", model.display()),
-        ),
+        true => Error::new(e.kind(), e.message())
+            .detail("help", format!("did you mean `{}`? a run saves its model there", model.display())),
         false => e,
     })
 }
@@ -140,7 +138,9 @@ pub(crate) fn check_tokens(batch: usize, seq: usize) -> Result<()> {
         return Ok(());
     }
     let most = defaults::TOKENS_MAX;
-    let why = format!("--batch {batch} with {seq} tokens per sequence is too large: a step has at most {most} tokens");
+    let why = format!(
+        "--batch {batch} with {seq} tokens per sequence is too large: a step has at most {most} tokens"
+    );
     let help = match most / seq {
         0 => format!("use --seq {most} or less"),
         rows => format!("use --batch {rows} or less"),
@@ -262,7 +262,11 @@ impl StoredArgs {
     pub(crate) fn fault(&self, dtype: DType) -> Option<String> {
         let Precision { dtype, param_dtype } = self.precision(dtype);
         let fits = Precision { dtype, param_dtype }.check().is_ok();
-        (!fits).then(|| format!("--param-dtype {param_dtype} cannot represent every value of --dtype {dtype}; use a wider one"))
+        (!fits).then(|| {
+            format!(
+                "--param-dtype {param_dtype} cannot represent every value of --dtype {dtype}; use a wider one"
+            )
+        })
     }
 }
 
@@ -302,7 +306,7 @@ impl RunArgs {
     }
 
     /// Returns whether the run has a single rank on a GPU.
-    pub(crate) fn is_alone_on_a_card(&self, mesh: &Mesh) -> bool {
+    pub(crate) fn is_single_rank_on_gpu(&self, mesh: &Mesh) -> bool {
         self.device != Device::Cpu && mesh.num_ranks() == 1
     }
 
@@ -338,17 +342,14 @@ impl RunArgs {
     fn ranks(&self) -> Result<Ranks> {
         let precision = self.matmul_precision;
         if precision != MatmulPrecision::default() && self.dtype == DType::F64 {
-            let why =
-                format!("--matmul-precision {precision} applies to f32 matmuls; --dtype f64 has none");
+            let why = format!("--matmul-precision {precision} applies to f32 matmuls; --dtype f64 has none");
             return Err(Error::new(Kind::Config, why).detail("help", "omit one of the two options"));
         }
         let process = process()?;
         let num_ranks = if process.is_some() { 1 } else { self.mesh.num_ranks() };
         if num_ranks > defaults::RANKS_MAX {
-            let why = format!(
-                "--mesh has {num_ranks} ranks; one process runs at most {}",
-                defaults::RANKS_MAX
-            );
+            let why =
+                format!("--mesh has {num_ranks} ranks; one process runs at most {}", defaults::RANKS_MAX);
             return Err(
                 Error::new(Kind::Config, why).detail("help", "use a smaller mesh or several processes; `explain` accepts larger meshes because it runs nothing")
             );

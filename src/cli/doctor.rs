@@ -2,8 +2,8 @@
 //! `cuda`, loads the libraries that the CUDA back end uses. It never fails.
 
 use super::args::DoctorArgs;
+use super::memory::limits::{LimitSource, MemoryLimit, field, kib, memory_limits};
 use super::memory::read_system_file;
-use super::memory::limits::{MemoryLimit, LimitSource, field, kib, memory_limits};
 use serde_json::json;
 #[cfg(feature = "cuda")]
 use shardgrad::Error;
@@ -60,7 +60,10 @@ fn look() -> Findings {
         memory_bytes: kib(&about_memory, "MemTotal")
             .zip(kib(&about_memory, "MemAvailable"))
             .map(|(a, b)| [a, b]),
-        limits: memory_limits(&read_system_file).into_iter().filter(|memory_limit| memory_limit.source != LimitSource::Machine).collect(),
+        limits: memory_limits(&read_system_file)
+            .into_iter()
+            .filter(|memory_limit| memory_limit.source != LimitSource::Machine)
+            .collect(),
         driver: read("/proc/driver/nvidia/version").lines().next().map(str::to_string),
         libraries: LIBRARIES.map(|(_, file)| files(&folders, file)).into(),
     }
@@ -185,10 +188,7 @@ fn text(found: &Findings) -> String {
     row("cores", format!("{} for this process", found.cores));
     row("SIMD", format!("{} in use", simd()));
     let ways = MatmulPrecision::EVERY.map(|p| format!("{p}: {}", products(p)));
-    row(
-        "f32 matmul",
-        format!("--matmul-precision {}; on NVIDIA GPUs f32, TF32, bf16", ways.join(", ")),
-    );
+    row("f32 matmul", format!("--matmul-precision {}; on NVIDIA GPUs f32, TF32, bf16", ways.join(", ")));
     let gib = |bytes: u64| bytes as f64 / (1u64 << 30) as f64;
     let memory = found.memory_bytes.map(|[all, free]| format!("{:.1} GiB, {:.1} free", gib(all), gib(free)));
     row("memory", memory.unwrap_or_else(|| "unknown".into()));

@@ -81,7 +81,10 @@ pub(crate) fn run(args: &EvalArgs, startup: &Startup) -> Result<()> {
     if args.json {
         println!("{}", json!({"loss": loss, "perplexity": loss.exp(), "tokens": tokens}));
     } else {
-        println!("loss {loss:.6} nats per token, perplexity {:.3}, over {tokens} tokens ({what})", loss.exp());
+        println!(
+            "loss {loss:.6} nats per token, perplexity {:.3}, over {tokens} tokens ({what})",
+            loss.exp()
+        );
     }
     Ok(())
 }

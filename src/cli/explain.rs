@@ -6,7 +6,7 @@ use crate::train::{ControlFlags, batch};
 use serde_json::json;
 use shardgrad::dist::{Phase, Record};
 use shardgrad::kernels::Cost;
-use shardgrad::nn::{LanguageModel, ModelConfig, Precision, TrainerConfig, Trainer};
+use shardgrad::nn::{LanguageModel, ModelConfig, Precision, Trainer, TrainerConfig};
 use shardgrad::prelude::*;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -141,9 +141,13 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
         steps.iter().for_each(|step| print_json(&mesh, step));
         return Ok(());
     }
-    let pieces = if microbatches > 1 { format!(", {microbatches} microbatches") } else { String::new() };
+    let microbatches_text =
+        if microbatches > 1 { format!(", {microbatches} microbatches") } else { String::new() };
     let name = args.model.name();
-    println!("one training step of {name} on {mesh}, batch {} x {seq}, {precision}{pieces}", args.batch);
+    println!(
+        "one training step of {name} on {mesh}, batch {} x {seq}, {precision}{microbatches_text}",
+        args.batch
+    );
     println!("bytes are per rank");
     if args.pipeline.uses_measured_times() {
         println!("{ESTIMATED}");
@@ -281,7 +285,11 @@ fn text(mesh: &Mesh, step: &StepSummary) -> String {
         let _ = writeln!(out, "  {axes:<6} {phase:<8} {op:<14} {count:>4} calls {:>10}", format_bytes(bytes));
     }
     let gflop = step.cost.flops as f64 / 1e9;
-    let _ = writeln!(out, "  compute {gflop:.2} GFLOP, memory traffic at least {}", format_bytes(step.cost.bytes));
+    let _ = writeln!(
+        out,
+        "  compute {gflop:.2} GFLOP, memory traffic at least {}",
+        format_bytes(step.cost.bytes)
+    );
     let _ = writeln!(out, "  peak memory {}", format_bytes(step.peak_bytes));
     out
 }

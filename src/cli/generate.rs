@@ -15,7 +15,7 @@ use crate::interrupt::end_at_signals;
 use crate::tokenizer::Tokenizer;
 use serde_json::json;
 use shardgrad::kernels::op::random::uniform_at;
-use shardgrad::nn::{LanguageModel, ModelConfig, DecodingSession};
+use shardgrad::nn::{DecodingSession, LanguageModel, ModelConfig};
 use shardgrad::prelude::*;
 
 /// Runs the command.

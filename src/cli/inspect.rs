@@ -5,7 +5,7 @@ mod folder;
 use super::Failure;
 use super::args::InspectArgs;
 use super::explain::format_bytes;
-use folder::{Checksum, TensorEntry, FolderReport, inspect};
+use folder::{Checksum, FolderReport, TensorEntry, inspect};
 use serde_json::{Value, json};
 use shardgrad::{Error, Kind};
 use std::collections::BTreeMap;
@@ -47,8 +47,7 @@ pub(super) fn run(args: &InspectArgs) -> Result<(), Failure> {
     }
     let text =
         format!("{} is damaged: {} error(s), the first: {}", args.dir.display(), damage.len(), damage[0]);
-    let help =
-        "restore the damaged files from a copy, or use another checkpoint; `train --resume` skips damaged checkpoints";
+    let help = "restore the damaged files from a copy, or use another checkpoint; `train --resume` skips damaged checkpoints";
     Err(Failure::of_run(Error::new(Kind::Checkpoint, text).detail("help", help)))
 }
 
@@ -96,7 +95,12 @@ fn tensor_lines(tensors: &[TensorEntry]) -> Vec<String> {
         let (first, bytes) = (&group[0], group.iter().map(|t| t.bytes).sum());
         let name = if group.len() > 1 { pattern(&first.name) } else { first.name.clone() };
         let layout = format!("{}{:?}", first.dtype, first.shape);
-        format!("{name:<44} {layout:<20} {:>5} x {:>10}  {}", group.len(), format_bytes(bytes), verified(group))
+        format!(
+            "{name:<44} {layout:<20} {:>5} x {:>10}  {}",
+            group.len(),
+            format_bytes(bytes),
+            verified(group)
+        )
     };
     let mut lines: Vec<String> = groups.iter().take(GROUPS_MAX).map(line).collect();
     let more = groups.iter().skip(GROUPS_MAX).map(Vec::len).sum::<usize>();

@@ -4,9 +4,9 @@
 pub(super) mod limits;
 
 use super::args::RunArgs;
-use super::explain::{StepSpec, PeakMemory, largest_ranks, format_bytes};
+use super::explain::{PeakMemory, StepSpec, format_bytes, largest_ranks};
 use super::ranks::{num_local_ranks, process};
-use limits::{MemoryLimit, LimitSource, memory_limits};
+use limits::{LimitSource, MemoryLimit, memory_limits};
 use shardgrad::nn::{LanguageModel, ModelConfig};
 use shardgrad::prelude::*;
 use std::fs;
@@ -39,8 +39,9 @@ const NUM_HELPER_THREADS: u64 = 2;
 
 impl MemoryNeed {
     /// Returns the bytes that count against a limit.
-    fn against(&self, source: LimitSource) -> u64 {
-        let process_overhead = |bytes: u64| MARGIN_BYTES.saturating_add(self.num_threads.saturating_mul(bytes));
+    fn bytes_counted_by(&self, source: LimitSource) -> u64 {
+        let process_overhead =
+            |bytes: u64| MARGIN_BYTES.saturating_add(self.num_threads.saturating_mul(bytes));
         let with_fragmentation = self.process.saturating_add(self.process / FRAGMENTATION);
         match source {
             LimitSource::Machine | LimitSource::ControlGroup => self.machine,
@@ -63,7 +64,7 @@ fn check(what: &str, need: MemoryNeed, limit: Option<u64>, memory_limits: &[Memo
     for MemoryLimit { source, available_bytes, .. } in memory_limits {
         // The free memory of a machine is an estimate of the system.
         let slack = if *source == LimitSource::Machine { available_bytes / 16 } else { 0 };
-        let need = need.against(*source);
+        let need = need.bytes_counted_by(*source);
         if need > available_bytes.saturating_add(slack) {
             let (need, left) = (format_bytes(need), format_bytes(*available_bytes));
             let error = refuse(format!("{what} needs about {need} of memory, but {source} has {left} left"));
@@ -85,7 +86,7 @@ fn peaks(mesh: &Mesh, step: &StepSpec<'_>, limit: u64) -> Result<Vec<PeakMemory>
 }
 
 /// Returns the memory that a rank needs under a limit. Messages fit into the fragmentation allowance.
-pub(super) fn need_under(mesh: &Mesh, step: &StepSpec<'_>, limit: u64) -> Result<u64> {
+pub(super) fn bytes_under_limit(mesh: &Mesh, step: &StepSpec<'_>, limit: u64) -> Result<u64> {
     let peaks = peaks(mesh, step, without_fragmentation(limit).max(1))?;
     Ok(peaks.iter().map(|peak| with_fragmentation(peak.buffers)).max().unwrap_or(0))
 }
@@ -101,7 +102,7 @@ pub(super) fn check_training(run: &RunArgs, mesh: &Mesh, name: &str, step: &Step
     let peaks = peaks(mesh, step, 0)?;
     let num_alike = (mesh.num_ranks() / peaks.len()) as u64;
     let all = peaks.iter().map(PeakMemory::total).sum::<u64>();
-    let one = run.memory_limit().map_or(Ok(0), |limit| need_under(mesh, step, limit))?;
+    let one = run.memory_limit().map_or(Ok(0), |limit| bytes_under_limit(mesh, step, limit))?;
     let need = need_of_ranks(run, mesh, all.saturating_mul(num_alike), one);
     check(&format!("training {name} on {mesh}"), need, run.memory_limit(), &memory_limits(&read_system_file))
 }
@@ -120,7 +121,12 @@ pub(super) fn check_model(run: &RunArgs, name: &Path, config: &ModelConfig) -> R
         Ok(rank.backend().memory().peak_bytes as u64)
     })?;
     let need = need_of_ranks(run, mesh, one.saturating_mul(mesh.num_ranks() as u64), one);
-    check(&format!("{} on {mesh}", name.display()), need, run.memory_limit(), &memory_limits(&read_system_file))
+    check(
+        &format!("{} on {mesh}", name.display()),
+        need,
+        run.memory_limit(),
+        &memory_limits(&read_system_file),
+    )
 }
 
 /// Distributes the memory of all ranks over this machine and this process.
@@ -182,7 +188,10 @@ mod tests {
             assert!(check("a run", need, None, &memory_limit(source, bytes)).is_ok());
             let error = check("a run", need, None, &memory_limit(source, bytes - 1)).unwrap_err();
             assert!(error.message().contains(&format!(" of memory, but {source} has ")), "{error}");
-            assert!(check("a run", need, Some(2 << 30), &memory_limit(source, 0)).is_ok(), "an explicit limit");
+            assert!(
+                check("a run", need, Some(2 << 30), &memory_limit(source, 0)).is_ok(),
+                "an explicit limit"
+            );
         }
     }
 

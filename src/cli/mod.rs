@@ -205,7 +205,11 @@ fn report_unverified(dir: &Path) {
 
 /// Opens the text of the given paths, or the source files of the working directory.
 fn open_corpus(named: &[PathBuf], options: &ReadOptions<'_>) -> Result<Corpus> {
-    if named.is_empty() { Corpus::from_sources(Path::new("."), options) } else { Corpus::open(named, options) }
+    if named.is_empty() {
+        Corpus::from_sources(Path::new("."), options)
+    } else {
+        Corpus::open(named, options)
+    }
 }
 
 #[cfg(test)]

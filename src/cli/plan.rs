@@ -4,7 +4,7 @@ use super::args::PlanArgs;
 use crate::outputs::check_target;
 use crate::timeline;
 use serde_json::json;
-use shardgrad::autograd::pipeline::{Action, Schedule, Timeline, PassTimes, Verified};
+use shardgrad::autograd::pipeline::{Action, PassTimes, Schedule, Timeline, Verified};
 use shardgrad::nn::plan::PipelineSchedule;
 use shardgrad::prelude::*;
 use std::path::Path;
@@ -22,14 +22,19 @@ fn lists(args: &PlanArgs) -> Result<Schedule> {
             if requested == of_file {
                 return Ok(lists.clone());
             }
-            let text = format!("the schedule file is for {} ranks and {} microbatches", of_file[0], of_file[1]);
+            let text =
+                format!("the schedule file is for {} ranks and {} microbatches", of_file[0], of_file[1]);
             Err(Error::new(Kind::Config, text).detail("help", "omit --stages and --microbatches"))
         }
     }
 }
 
 /// Adds transfers to a schedule and verifies it.
-fn proved(schedule: &Schedule, links: &[(usize, usize)], blocking: bool) -> Result<(Schedule, Verified)> {
+fn verified_with_transfers(
+    schedule: &Schedule,
+    links: &[(usize, usize)],
+    blocking: bool,
+) -> Result<(Schedule, Verified)> {
     let with_transfers = schedule.with_transfers(links);
     let verified = with_transfers.verify(links)?;
     if !blocking {
@@ -66,7 +71,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
     let schedule = lists(args)?;
     let (num_stages, num_ranks) = (schedule.num_stages(), schedule.ranks.len());
     let links: Vec<(usize, usize)> = (1..num_stages).map(|s| (s - 1, s)).collect();
-    let (with_transfers, verified) = proved(&schedule, &links, args.blocking)?;
+    let (with_transfers, verified) = verified_with_transfers(&schedule, &links, args.blocking)?;
     if let Some(path) = &args.save {
         save(path, if args.blocking { &with_transfers } else { &schedule })?;
     }

@@ -61,9 +61,9 @@ impl Ranks {
     /// `Kind::Config` if the number of processes is not the number of ranks of the mesh.
     pub(crate) fn new(world: World, mesh: &Mesh, process: Option<Process>) -> Result<Ranks> {
         if let Some(count) = process.as_ref().map(Process::num_ranks).filter(|n| *n != mesh.num_ranks()) {
-            let why =
-                format!("--mesh has {} rank(s), but {count} processes were started", mesh.num_ranks());
-            let help = format!("each process is one rank: use a mesh of {count} ranks, such as --mesh dp={count}");
+            let why = format!("--mesh has {} rank(s), but {count} processes were started", mesh.num_ranks());
+            let help =
+                format!("each process is one rank: use a mesh of {count} ranks, such as --mesh dp={count}");
             return Err(Error::new(Kind::Config, why).detail("help", help));
         }
         let world = match process {

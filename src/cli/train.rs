@@ -24,8 +24,8 @@ use super::memory::check_training;
 use super::ranks::{Ranks, Startup, has_launcher, is_rank_zero, process};
 use crate::data::{Corpus, RowOrder, Sampler, Split, TokenFile, refuse_written};
 use crate::interrupt::{Interrupt, StopReason};
-use crate::metrics::{PreviousMetrics, Metrics};
-use crate::outputs::{Sidecars, StdoutWriter, OutFolder, check_target, resolve_path, output_paths};
+use crate::metrics::{Metrics, PreviousMetrics};
+use crate::outputs::{OutFolder, Sidecars, StdoutWriter, check_target, output_paths, resolve_path};
 use crate::plot;
 use crate::trace::Trace;
 use crate::train::{Prefetcher, TrainConfig};
@@ -145,10 +145,15 @@ pub(super) fn run(args: &TrainArgs, startup: &Startup) -> Result<(), Failure> {
     if !job.json && is_rank_zero() && !job.is_done() {
         job.lines.print_line(format_args!("training {text}"));
         if let Some(from) = &job.from {
-            job.lines.print_line(format_args!("resuming after step {}, from {}", from.step, from.dir.display()));
+            job.lines.print_line(format_args!(
+                "resuming after step {}, from {}",
+                from.step,
+                from.dir.display()
+            ));
         }
     }
-    let steps: &Steps = if job.is_done() { &|_, _, _, job| Ok(StepsOutcome::all_done(job)) } else { &run_steps };
+    let steps: &Steps =
+        if job.is_done() { &|_, _, _, job| Ok(StepsOutcome::all_done(job)) } else { &run_steps };
     let (stopped, failed) = launch(&ranks, &job, steps);
     let finished = finish_outputs(&job, &text);
     report_outcome(&job, stopped, failed.or(finished.err()))
@@ -159,14 +164,18 @@ fn with_consistency_checks(ranks: Ranks, job: &Job) -> Result<Ranks> {
     if !ranks.are_processes() {
         return Ok(ranks);
     }
-    let ranks = consistency::with_next_step_from(&ranks, job.from.as_ref().map(|from| (from.step, from.dir.as_path())))?;
+    let ranks = consistency::with_next_step_from(
+        &ranks,
+        job.from.as_ref().map(|from| (from.step, from.dir.as_path())),
+    )?;
     // Weights come from the checkpoint if there is one; the initial weights are not read then.
     let start = job.start.as_deref().filter(|_| job.from.is_none());
     consistency::with_input_hashes(&ranks, &job.config, start, Some(&job.rows))
 }
 
 /// The training loop of one rank.
-type Steps = dyn Fn(&mut Trainer<'_, LanguageModel>, &Prefetcher<'_>, bool, &Job) -> Result<StepsOutcome> + Sync;
+type Steps =
+    dyn Fn(&mut Trainer<'_, LanguageModel>, &Prefetcher<'_>, bool, &Job) -> Result<StepsOutcome> + Sync;
 
 /// Runs all ranks and saves the trained weights, also after a failure. Returns why the run was stopped, and its error.
 fn launch(ranks: &Ranks, job: &Job, steps: &Steps) -> (Option<StopReason>, Option<Error>) {
@@ -183,7 +192,9 @@ fn finish_outputs(job: &Job, title: &str) -> Result<()> {
     let outcome = metrics.finish();
     let moved = job.out.verify()?;
     let drawn = match metrics.steps() {
-        steps if !is_rank_zero() || steps.is_empty() || metrics.num_new_steps() == 0 && !job.is_done() => Ok(()),
+        steps if !is_rank_zero() || steps.is_empty() || metrics.num_new_steps() == 0 && !job.is_done() => {
+            Ok(())
+        }
         steps => plot::write_loss_plot(&job.out.join("loss.svg"), title, job.unit, steps),
     };
     let traced = job.trace.as_ref().map_or(Ok(()), |trace| trace.write(job.num_ranks));
@@ -223,7 +234,7 @@ fn train_config(args: &TrainArgs, seq: usize) -> TrainConfig {
         seed: steps.seed,
         precision: args.precision(),
         // A trace needs the time of each pass.
-        capture: args.run.is_alone_on_a_card(&args.mesh()) && args.trace.is_none(),
+        capture: args.run.is_single_rank_on_gpu(&args.mesh()) && args.trace.is_none(),
     }
 }
 
@@ -303,7 +314,10 @@ fn sidecars(args: &TrainArgs, out: &OutFolder) -> Result<(Sidecars, bool)> {
     // In place, sidecar files are needed for checkpoints only.
     let sidecar_dir = args.model.dir().filter(|_| !in_place || args.checkpoints.save_every.is_some());
     let sidecars = Sidecars::open(sidecar_dir)?;
-    sidecars.all().filter(|_| !in_place && is_rank_zero()).try_for_each(|file| file.check(&out.join("model")))?;
+    sidecars
+        .all()
+        .filter(|_| !in_place && is_rank_zero())
+        .try_for_each(|file| file.check(&out.join("model")))?;
     Ok((sidecars, in_place))
 }
 
@@ -312,7 +326,8 @@ fn check_trace(args: &TrainArgs) -> Result<()> {
     let Some(trace) = &args.trace else { return Ok(()) };
     if process()?.is_some() {
         let why = "--trace needs one clock for all ranks; ranks as processes have none";
-        return Err(Error::new(Kind::Unsupported, why).detail("help", "start one process without a launcher, so that ranks are threads"));
+        return Err(Error::new(Kind::Unsupported, why)
+            .detail("help", "start one process without a launcher, so that ranks are threads"));
     }
     let own = output_paths(&args.out);
     let read = args.source.inputs().chain(args.source.source(trace)).chain(args.model.dir());
@@ -362,14 +377,19 @@ fn open_inputs(args: &TrainArgs, config: &ModelConfig) -> Result<Inputs> {
 }
 
 /// Reads and checks the data.
-fn read_dataset(args: &TrainArgs, config: &ModelConfig, Inputs { seq, tokens, output_paths }: Inputs) -> Result<Dataset> {
+fn read_dataset(
+    args: &TrainArgs,
+    config: &ModelConfig,
+    Inputs { seq, tokens, output_paths }: Inputs,
+) -> Result<Dataset> {
     let steps = &args.steps;
     let order = if args.no_shuffle { RowOrder::Sequential } else { RowOrder::Shuffled { seed: steps.seed } };
     let (mut unit, mut description) = ("token", None);
     let (rows, held_out) = match tokens {
         Some(file) => (Sampler::of_tokens(Arc::new(file.checked()?), order), None),
         None => {
-            let options = args.source.read_options(args.model.dir(), config, Some(&args.out), &output_paths)?;
+            let options =
+                args.source.read_options(args.model.dir(), config, Some(&args.out), &output_paths)?;
             let corpus = Arc::new(super::open_corpus(&args.source.data, &options)?);
             unit = corpus.unit();
             description = Some(corpus.to_string());
@@ -400,7 +420,12 @@ fn train(rank: &Rank, job: &Job, steps: &Steps) -> Result<StepsOutcome> {
 }
 
 /// Saves the model at the end of a run, unless that is done, and a checkpoint, unless a failed checkpoint ended the run. Collective.
-fn save_final_state(trainer: &Trainer<'_, LanguageModel>, mut outcome: StepsOutcome, is_rank_zero: bool, job: &Job) -> Result<StepsOutcome> {
+fn save_final_state(
+    trainer: &Trainer<'_, LanguageModel>,
+    mut outcome: StepsOutcome,
+    is_rank_zero: bool,
+    job: &Job,
+) -> Result<StepsOutcome> {
     if outcome.is_saved {
         return Ok(outcome);
     }
@@ -408,8 +433,14 @@ fn save_final_state(trainer: &Trainer<'_, LanguageModel>, mut outcome: StepsOutc
     job.verify_folder(&mut outcome)?;
     if let Some(reason) = outcome.stopped.or(job.interrupt.reason()).filter(|_| is_rank_zero) {
         let (done, all) = (outcome.steps, job.train_config.steps);
-        let consequence = if reason == StopReason::Interrupt { "; a second SIGINT ends the run without saving" } else { "" };
-        job.lines.enqueue(move |_| eprintln!("{reason}: step {done} of {all} is done; saving the model{consequence}"));
+        let consequence = if reason == StopReason::Interrupt {
+            "; a second SIGINT ends the run without saving"
+        } else {
+            ""
+        };
+        job.lines.enqueue(move |_| {
+            eprintln!("{reason}: step {done} of {all} is done; saving the model{consequence}")
+        });
     }
     match save(trainer.model(), outcome.steps, job) {
         Ok(refused) => outcome.failed = outcome.failed.or(refused),
@@ -427,7 +458,7 @@ fn save_final_state(trainer: &Trainer<'_, LanguageModel>, mut outcome: StepsOutc
         }
     }
     if !outcome.unsaved {
-        outcome.note(save_checkpoint(trainer, job)?);
+        outcome.record_failed_save(save_checkpoint(trainer, job)?);
     }
     outcome.is_saved = true;
     job.interrupt.set_saved(outcome.steps);
@@ -445,7 +476,9 @@ fn check_finite(model: &Model<LanguageModel>, steps: usize, consequence: &str) -
     let non_finite = model.not_finite()?;
     let Some(first) = non_finite.first() else { return Ok(()) };
     let (non_finite, all) = (non_finite.len(), model.params().len());
-    let text = format!("after step {steps} {non_finite} of {all} parameters are not finite, first `{first}`; {consequence}");
+    let text = format!(
+        "after step {steps} {non_finite} of {all} parameters are not finite, first `{first}`; {consequence}"
+    );
     let help = "use a smaller --lr, or more --warmup steps";
     Err(Error::new(Kind::NotFinite, text).detail("help", help))
 }

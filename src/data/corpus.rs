@@ -133,10 +133,12 @@ impl Segment {
                 Ok(())
             }
             Source::File(path, Some(file)) => file.read_exact_at(part, at).map_err(|e| read_failed(path, &e)),
-            Source::File(path, None) => {
-                File::open(path).and_then(|file| file.read_exact_at(part, at)).map_err(|e| read_failed(path, &e))
+            Source::File(path, None) => File::open(path)
+                .and_then(|file| file.read_exact_at(part, at))
+                .map_err(|e| read_failed(path, &e)),
+            Source::Unlinked(file, start) => {
+                file.read_exact_at(part, start + at).map_err(|e| cannot_read_tokens(&e))
             }
-            Source::Unlinked(file, start) => file.read_exact_at(part, start + at).map_err(|e| cannot_read_tokens(&e)),
         })
     }
 
@@ -368,11 +370,17 @@ mod tests {
             }
         }
         let error = Corpus::new("t.txt".into(), vec![b'x'; 30]).check_length(Split::Val, 64).unwrap_err();
-        assert_eq!(error.message(), "t.txt: the validation split (last 10%) has 3 bytes, but --seq 64 needs at least 65");
+        assert_eq!(
+            error.message(),
+            "t.txt: the validation split (last 10%) has 3 bytes, but --seq 64 needs at least 65"
+        );
         assert_eq!(error.details()[0].1, "use a longer text, or --seq 2 or less");
         let error = Corpus::new("t.txt".into(), vec![b'x']).check_length(Split::Train, 1).unwrap_err();
         assert_eq!(error.message(), "t.txt: the training split has 1 bytes, but --seq 1 needs at least 2");
         assert_eq!(error.details()[0].1, "use a longer text");
-        assert_eq!(Corpus::new("t".into(), vec![1]).check_length(Split::All, 0).unwrap_err().kind(), Kind::Config);
+        assert_eq!(
+            Corpus::new("t".into(), vec![1]).check_length(Split::All, 0).unwrap_err().kind(),
+            Kind::Config
+        );
     }
 }

@@ -1,8 +1,8 @@
 //! Opening the files of `--data`: text files, folders of them, and `.bin` token files.
 
-use super::corpus::{Corpus, Segment, Source, TokenWidth, not_utf8, cannot_read, read_failed};
-use super::tokenize::TokensOnDisk;
+use super::corpus::{Corpus, Segment, Source, TokenWidth, cannot_read, not_utf8, read_failed};
 use super::sources::read_sources;
+use super::tokenize::TokensOnDisk;
 use crate::tokenizer::Tokenizer;
 use ignore::WalkBuilder;
 use shardgrad::nn::ModelConfig;
@@ -74,8 +74,8 @@ impl ReadOptions<'_> {
     fn end(&self, tokenizer: &Tokenizer) -> Option<u32> {
         let known = self.config.eos_token_id().filter(|id| *id < self.config.vocab_size());
         let bytes = tokenizer.is_bytes();
-        let usual = known.filter(|id| !bytes || *id >= Corpus::VOCAB).map(|id| id as u32);
-        self.end.or(usual).or(bytes.then_some(u32::from(b'\n')))
+        let model_token = known.filter(|id| !bytes || *id >= Corpus::VOCAB).map(|id| id as u32);
+        self.end.or(model_token).or(bytes.then_some(u32::from(b'\n')))
     }
 }
 
@@ -227,11 +227,7 @@ fn list_files(
         }
         if entry.depth() > 0 && entry.path_is_symlink() {
             let why = "is a symbolic link, which is not followed inside a folder";
-            return Err(refuse(
-                entry.path(),
-                why,
-                "pass its target with --data, or replace it by the file",
-            ));
+            return Err(refuse(entry.path(), why, "pass its target with --data, or replace it by the file"));
         }
         if entry.file_type().is_some_and(|kind| kind.is_file()) {
             files.push(entry.into_path());
@@ -380,7 +376,10 @@ mod tests {
         let (kind, message, _) = error_text(&dir.file("file", "x").join("under"));
         assert_eq!(kind, Kind::Io);
         assert!(message.starts_with("cannot read "), "{message}");
-        assert_eq!(error_text(&dir.file("odd.bin", "abc")).1, "3 bytes is not a whole number of 2-byte tokens");
+        assert_eq!(
+            error_text(&dir.file("odd.bin", "abc")).1,
+            "3 bytes is not a whole number of 2-byte tokens"
+        );
     }
 
     #[test]
@@ -415,7 +414,8 @@ mod tests {
         let places = ["run/metrics.jsonl", "run/model"].map(|name| dir.path(name).canonicalize().unwrap());
         let config = config(256, None);
         let with_outputs = ReadOptions { output_paths: &places, ..options(&config) };
-        let read = |path: PathBuf| Corpus::open(&[path], &with_outputs).map(|corpus| corpus.tokens(Split::All));
+        let read =
+            |path: PathBuf| Corpus::open(&[path], &with_outputs).map(|corpus| corpus.tokens(Split::All));
         assert_eq!(read(dir.path("")).unwrap(), b"a\nr\nr", "a.txt, run/b.txt and run/models.txt");
         assert_eq!(read(dir.path("run")).unwrap(), b"r\nr");
         // Skipped paths are named, a folder once.
@@ -431,7 +431,10 @@ mod tests {
         {
             let error = read(dir.path(name)).unwrap_err();
             assert_eq!(error.kind(), Kind::Data, "{name}");
-            assert!(error.message().ends_with("the run writes this file or folder and cannot read it"), "{error}");
+            assert!(
+                error.message().ends_with("the run writes this file or folder and cannot read it"),
+                "{error}"
+            );
             assert!(error.details()[0].1.contains("--out DIR"), "{error}");
         }
     }

@@ -14,8 +14,8 @@ mod token_file;
 mod sampler;
 
 pub(crate) use batch::Batch;
-pub(crate) use corpus::{Corpus, Split, TokenWidth};
 pub(crate) use content_hash::ContentHash;
+pub(crate) use corpus::{Corpus, Split, TokenWidth};
 pub(crate) use files::{ReadOptions, refuse_written};
 pub(crate) use sampler::{RowOrder, Sampler};
 pub(crate) use sources::is_source_file;

@@ -1,8 +1,8 @@
 //! The sampler: the rows of a step are a pure function of the seed and the global row number.
 
 use super::batch::Batch;
-use super::corpus::{Corpus, Split};
 use super::content_hash::ContentHash;
+use super::corpus::{Corpus, Split};
 use super::token_file::TokenFile;
 use shardgrad::Result;
 use shardgrad::kernels::op::random::philox;
@@ -392,6 +392,9 @@ mod tests {
     fn short_text_is_refused() {
         let error = Sampler::of_text(corpus(20), Split::Val, 5, RowOrder::Sequential).unwrap_err();
         assert_eq!(error.kind(), Kind::Data);
-        assert_eq!(error.message(), "t: the validation split (last 10%) has 2 bytes, but --seq 5 needs at least 6");
+        assert_eq!(
+            error.message(),
+            "t: the validation split (last 10%) has 2 bytes, but --seq 5 needs at least 6"
+        );
     }
 }

@@ -177,7 +177,7 @@ mod tests {
         assert!(origin.starts_with("1 Rust and Markdown files"), "{origin}");
         assert!(origin.ends_with(", truncated to the limit"), "{origin}");
         let (origin, _) = read_up_to(&dir.path(""), 12).unwrap();
-        assert!(!origin.contains("cut"), "{origin}");
+        assert!(!origin.contains("truncated"), "{origin}");
     }
 
     #[test]

@@ -12,7 +12,7 @@ use std::path::Path;
 
 /// The tensor of token ids.
 const NAME: &str = "input_ids";
-/// What an encoder is asked for: a token, or [`Bert::IGNORE_INDEX`] where none is hidden.
+/// Labels of an encoder: a token id, or [`Bert::IGNORE_INDEX`].
 const LABELS: &str = "labels";
 /// Attention mask: 1 for tokens, 0 for padding.
 const MASK: &str = "attention_mask";
@@ -34,10 +34,14 @@ impl Vocabulary {
     /// Returns the vocabulary of a model.
     #[must_use]
     pub(crate) fn new(config: &ModelConfig) -> Vocabulary {
-        Vocabulary { tokens: config.vocab_size(), types: config.num_token_types(), causal: config.is_causal() }
+        Vocabulary {
+            tokens: config.vocab_size(),
+            types: config.num_token_types(),
+            causal: config.is_causal(),
+        }
     }
 
-    /// Returns the vocabulary of a causal model with so many tokens.
+    /// Returns the vocabulary of a causal model with a vocabulary size.
     #[cfg(test)]
     pub(super) fn of(tokens: usize) -> Vocabulary {
         Vocabulary { tokens, types: 1, causal: true }
@@ -107,9 +111,9 @@ impl TokenFile {
         if self.vocabulary.causal {
             self.check_causal(&shape)?;
         } else {
-            let mut asks = false;
-            self.check(&self.labels(), &shape, |label| asks |= label != Bert::IGNORE_INDEX)?;
-            if !asks {
+            let mut has_targets = false;
+            self.check(&self.labels(), &shape, |label| has_targets |= label != Bert::IGNORE_INDEX)?;
+            if !has_targets {
                 let why = format_args!("`{LABELS}` has no targets: all are {}", Bert::IGNORE_INDEX);
                 return Err(refuse(self.file.path(), why));
             }
@@ -122,17 +126,16 @@ impl TokenFile {
     fn check_causal(&self, shape: &[usize]) -> Result<()> {
         let path = self.file.path();
         if self.file.get(LABELS).is_some() {
-            let why =
-                format_args!("`{LABELS}` is for encoders; a causal model predicts every next token");
+            let why = format_args!("`{LABELS}` is for encoders; a causal model predicts every next token");
             let help = "remove the tensor; masked loss is not supported for causal models";
             return Err(refuse(path, why).detail("help", help));
         }
-        let mut fills = false;
+        let mut has_padding = false;
         if self.file.get(MASK).is_some() {
             let mask = Column { name: MASK, legal: 0..2 };
-            self.check(&mask, shape, |stands| fills |= stands == 0)?;
+            self.check(&mask, shape, |value| has_padding |= value == 0)?;
         }
-        if fills {
+        if has_padding {
             let why = format_args!("`{MASK}` has zeros; padding is supported for encoders only");
             let help = "pack texts into rows of one length, separated by the end-of-text token";
             return Err(refuse(path, why).detail("help", help));
@@ -145,7 +148,10 @@ impl TokenFile {
         let (path, name) = (self.file.path(), column.name);
         let info = self.file.find(name).map_err(as_data_error)?;
         if info.shape != shape {
-            return Err(refuse(path, format_args!("`{name}` has shape {:?}, expected {shape:?}", info.shape)));
+            return Err(refuse(
+                path,
+                format_args!("`{name}` has shape {:?}, expected {shape:?}", info.shape),
+            ));
         }
         if info.dtype != DType::I64 {
             return Err(refuse(path, format_args!("`{name}` is {}, expected i64", info.dtype)));
@@ -223,8 +229,7 @@ impl TokenFile {
         }
         let next = if self.is_labelled() { "" } else { " (and a next one)" };
         let why = format_args!("rows have {} tokens{next}, but --seq is {seq}", self.seq);
-        Err(refuse(self.file.path(), why)
-            .detail("help", format!("omit --seq, or use --seq {}", self.seq)))
+        Err(refuse(self.file.path(), why).detail("help", format!("omit --seq, or use --seq {}", self.seq)))
     }
 
     /// Appends the token ids of a row, counted from 0 and wrapping at the end of the file.
@@ -242,15 +247,15 @@ impl TokenFile {
     pub(crate) fn labelled_row(&self, row: u64, batch: &mut Batch) -> Result<()> {
         self.row(row, &mut batch.inputs)?;
         self.column(&self.labels(), row, &mut batch.targets)?;
-        let there = self.extra();
-        if there.is_empty() {
+        let columns = self.extra();
+        if columns.is_empty() {
             return Ok(());
         }
         batch.extra.resize_with(self.num_extra(), Vec::new);
-        for (into, (name, usual)) in batch.extra.iter_mut().zip([(MASK, 1), (TYPES, 0)]) {
-            match there.iter().find(|column| column.name == name) {
+        for (into, (name, default)) in batch.extra.iter_mut().zip([(MASK, 1), (TYPES, 0)]) {
+            match columns.iter().find(|column| column.name == name) {
                 Some(column) => self.column(column, row, into)?,
-                None => into.extend(std::iter::repeat_n(usual, self.width)),
+                None => into.extend(std::iter::repeat_n(default, self.width)),
             }
         }
         Ok(())
@@ -388,7 +393,10 @@ mod tests {
         let dir = Scratch::new();
         let ids: Vec<i64> = (0..6).collect();
         assert_eq!(error_text(&dir.path("absent")), "no such file");
-        assert_eq!(error_text(&write(&dir, "a", DType::F64, &[2, 3], &ids)), "`input_ids` is f64, expected i64");
+        assert_eq!(
+            error_text(&write(&dir, "a", DType::F64, &[2, 3], &ids)),
+            "`input_ids` is f64, expected i64"
+        );
         assert_eq!(
             error_text(&write(&dir, "b", DType::I64, &[6], &ids)),
             "`input_ids` has shape [6], expected [N, T+1] with T >= 1"

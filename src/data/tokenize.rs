@@ -33,8 +33,7 @@ impl TokensOnDisk {
     pub(super) fn new(dir: &Path, vocab: usize) -> Result<TokensOnDisk> {
         let refused = |e: std::io::Error| {
             let why = format!("cannot create a temporary token file in {}: {e}", dir.display());
-            Error::new(Kind::Io, why)
-                .detail("help", "use a writable folder (--out, or TMPDIR)")
+            Error::new(Kind::Io, why).detail("help", "use a writable folder (--out, or TMPDIR)")
         };
         fs::create_dir_all(dir).map_err(refused)?;
         let file = create_unlinked(dir).map_err(refused)?;
@@ -62,7 +61,13 @@ impl TokensOnDisk {
     /// # Errors
     /// `Kind::Data` if the file is not UTF-8 (with the offset of the first bad byte) or became shorter; errors of the tokenizer;
     /// `Kind::OutOfMemory` for a very long text without a split point; `Kind::Io` if the file cannot be read.
-    pub(super) fn tokenize(&mut self, path: &Path, file: &File, len: u64, tokenizer: &Tokenizer) -> Result<Segment> {
+    pub(super) fn tokenize(
+        &mut self,
+        path: &Path,
+        file: &File,
+        len: u64,
+        tokenizer: &Tokenizer,
+    ) -> Result<Segment> {
         self.tokenize_in_chunks(path, (file, len), tokenizer, CHUNK_BYTES)
     }
 
@@ -127,7 +132,11 @@ fn create_unlinked(dir: &Path) -> std::io::Result<File> {
 fn read_more(path: &Path, file: &File, at: u64, more: usize, held: &mut Vec<u8>) -> Result<()> {
     let had = held.len();
     if held.try_reserve(more).is_err() {
-        let why = format!("{}: not enough memory to tokenize {} bytes of text without a line or word break", path.display(), had + more);
+        let why = format!(
+            "{}: not enough memory to tokenize {} bytes of text without a line or word break",
+            path.display(),
+            had + more
+        );
         let help = "add line breaks, or tokenize the file elsewhere and pass a .bin file of token ids";
         return Err(Error::new(Kind::OutOfMemory, why).detail("help", help));
     }
@@ -140,11 +149,11 @@ fn read_more(path: &Path, file: &File, at: u64, more: usize, held: &mut Vec<u8>)
 fn find_split(tokenizer: &Tokenizer, text: &str) -> Result<Option<usize>> {
     let bytes = text.as_bytes();
     let later = (text.len() / 2).max(2)..text.len().saturating_sub(1);
-    let letter = |at: usize| !bytes[at].is_ascii_whitespace();
-    let line = |at: &usize| bytes[at - 1] == b'\n' && letter(at - 2) && letter(*at);
-    let word = |at: &usize| bytes[*at] == b' ' && letter(at - 1) && letter(at + 1);
-    let lines = later.clone().rev().filter(line).take(SPLITS_TRIED_MAX);
-    let words = later.rev().filter(word).take(SPLITS_TRIED_MAX);
+    let is_not_space = |at: usize| !bytes[at].is_ascii_whitespace();
+    let is_line_start = |at: &usize| bytes[at - 1] == b'\n' && is_not_space(at - 2) && is_not_space(*at);
+    let is_word_end = |at: &usize| bytes[*at] == b' ' && is_not_space(at - 1) && is_not_space(at + 1);
+    let lines = later.clone().rev().filter(is_line_start).take(SPLITS_TRIED_MAX);
+    let words = later.rev().filter(is_word_end).take(SPLITS_TRIED_MAX);
     for at in lines.chain(words) {
         if is_token_boundary(tokenizer, text, at)? {
             return Ok(Some(at));
@@ -279,7 +288,8 @@ mod tests {
         let bad = std::str::from_utf8(&bytes).unwrap_err().valid_up_to();
         for chunk in [64, 900, 10_000] {
             let mut disk = TokensOnDisk::new(&dir.path(""), 290).unwrap();
-            let error = disk.tokenize_in_chunks(&path, (&file, bytes.len() as u64), &tokenizer, chunk).unwrap_err();
+            let error =
+                disk.tokenize_in_chunks(&path, (&file, bytes.len() as u64), &tokenizer, chunk).unwrap_err();
             assert!(error.message().contains(&format!("not UTF-8 text: byte {bad} is 0x")), "{error}");
             let error = disk.tokenize_in_chunks(&path, (&file, 1 << 20), &tokenizer, 1 << 20).unwrap_err();
             assert!(error.message().ends_with("the file shrank while it was read"), "{error}");

@@ -1,7 +1,7 @@
 //! The run folder: locked while the run lasts, and followed if it is moved.
 
 use super::lock::{FolderLock, FolderState};
-use super::{HELP_OTHER_FOLDER, FILES, io_error, check_model, check_plain, check_writable};
+use super::{FILES, HELP_OTHER_FOLDER, check_model, check_plain, check_writable, io_error};
 use shardgrad::{Error, Kind, Result};
 use std::fs;
 use std::io::{self, ErrorKind};
@@ -31,7 +31,8 @@ impl OutFolder {
     /// `Kind::Io` with help: if the folder cannot be written, a file is in the place of a folder or the reverse, a save could not
     /// replace the model, or another run writes there.
     pub(crate) fn open(path: &Path) -> Result<OutFolder> {
-        let refuse = |path: &Path, e: &io::Error| io_error("write", path, e).detail("help", HELP_OTHER_FOLDER);
+        let refuse =
+            |path: &Path, e: &io::Error| io_error("write", path, e).detail("help", HELP_OTHER_FOLDER);
         if path.exists() && !path.is_dir() {
             let text = format!("--out {} is a file", path.display());
             return Err(Error::new(Kind::Io, text).detail("help", "use a folder with --out DIR"));
@@ -81,7 +82,9 @@ impl OutFolder {
             FolderState::Unchanged => Ok(None),
             // If the lock cannot be acquired for another reason, the next write reports it.
             FolderState::LockRemoved => match FolderLock::acquire(&path) {
-                Ok(None) => Err(locked_by_other_run(&path).detail("cause", format!("{shown}/.lock was removed"))),
+                Ok(None) => {
+                    Err(locked_by_other_run(&path).detail("cause", format!("{shown}/.lock was removed")))
+                }
                 acquired => {
                     open.lock = acquired.ok().flatten().or(open.lock.take());
                     Ok(None)
@@ -90,9 +93,7 @@ impl OutFolder {
             FolderState::Moved(now) => {
                 let text = format!("{shown} was moved to {} during the run", now.display());
                 open.path = now;
-                Ok(Some(
-                    Error::new(Kind::Io, text).detail("help", "start again with --out at the new place"),
-                ))
+                Ok(Some(Error::new(Kind::Io, text).detail("help", "start again with --out at the new place")))
             }
             FolderState::Removed => {
                 let text = format!("{shown} was removed during the run");
@@ -100,7 +101,8 @@ impl OutFolder {
                 Ok(Some(Error::new(Kind::Io, text)))
             }
             FolderState::Replaced => {
-                let text = format!("{shown} was removed during the run, and its path is taken by something else");
+                let text =
+                    format!("{shown} was removed during the run, and its path is taken by something else");
                 Err(Error::new(Kind::Io, text).detail("kept", format!("nothing more is written to {shown}")))
             }
         }

@@ -44,7 +44,7 @@ impl FolderLock {
         Ok((!is_taken).then(|| FolderLock { folder: File::open(folder).ok(), lock }))
     }
 
-    /// Compares the folder with what a path names now.
+    /// Compares the locked folder with the current target of a path.
     pub(super) fn state(&self, path: &Path) -> FolderState {
         if is_same(&self.lock, &path.join(LOCK_FILE)) {
             return FolderState::Unchanged;

@@ -6,13 +6,13 @@ mod validate;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use prefetch::Prefetcher;
 pub(crate) use control::ControlFlags;
+pub(crate) use prefetch::Prefetcher;
 pub(crate) use validate::{Evaluation, mean_loss};
 
 use crate::data::{Batch, Sampler};
 use shardgrad::nn::optim::LrScheduler;
-use shardgrad::nn::{LanguageModel, Precision, TrainerConfig, Trainer};
+use shardgrad::nn::{LanguageModel, Precision, Trainer, TrainerConfig};
 use shardgrad::prelude::*;
 use std::ops::Range;
 
@@ -50,7 +50,11 @@ pub(crate) fn batch(
 }
 
 /// Reads the local part of a batch with layout `[rows, seq]`.
-fn local_rows(layout: &Layout, rank: &Rank, read: impl FnOnce(Range<usize>) -> Result<Batch>) -> Result<Batch> {
+fn local_rows(
+    layout: &Layout,
+    rank: &Rank,
+    read: impl FnOnce(Range<usize>) -> Result<Batch>,
+) -> Result<Batch> {
     let [rows, columns] = [0, 1].map(|dim| layout.range(dim, rank.coordinates()));
     Ok(read(rows)?.columns(layout.extent(1), columns))
 }

@@ -44,7 +44,9 @@ impl<'a> Prefetcher<'a> {
         let layout = self.plan.batch_layout(rank.mesh(), DType::I64, &[piece, seq])?;
         let read = |microbatch: usize| {
             let first = all.start + (microbatch * piece) as u64;
-            local_rows(&layout, rank, |rows| self.rows.batch(first + rows.start as u64..first + rows.end as u64))
+            local_rows(&layout, rank, |rows| {
+                self.rows.batch(first + rows.start as u64..first + rows.end as u64)
+            })
         };
         let microbatches = (0..microbatches).map(read).collect::<Result<_>>()?;
         let loss_divisor = loss_divisor(self.rows, all.clone(), piece)?;

@@ -136,13 +136,13 @@ impl Dim {
         Dim { grain, ..self }
     }
 
-    /// Returns the first index of shard `i` of `ways`.
+    /// Returns the first index of shard `i` of `num_shards`.
     #[must_use]
-    pub fn shard_start(&self, i: usize, ways: usize) -> usize {
+    pub fn shard_start(&self, i: usize, num_shards: usize) -> usize {
         let grains = self.extent / self.grain;
         let begin = match i.checked_mul(grains) {
-            Some(product) => product / ways,
-            None => (i as u128 * grains as u128 / ways as u128) as usize,
+            Some(product) => product / num_shards,
+            None => (i as u128 * grains as u128 / num_shards as u128) as usize,
         };
         begin * self.grain
     }
@@ -151,9 +151,9 @@ impl Dim {
     /// number of shards.
     #[must_use]
     pub fn shard_index(&self, mesh: &Mesh, coordinate: &[usize]) -> (usize, usize) {
-        self.axes.iter().fold((0, 1), |(i, ways), a| {
+        self.axes.iter().fold((0, 1), |(i, num_shards), a| {
             let size = mesh.size(a);
-            (i * size + coordinate[a.0 as usize], ways * size)
+            (i * size + coordinate[a.0 as usize], num_shards * size)
         })
     }
 
@@ -163,8 +163,8 @@ impl Dim {
         if self.axes.is_empty() {
             return 0..self.extent;
         }
-        let (i, ways) = self.shard_index(mesh, coordinate);
-        self.shard_start(i, ways)..self.shard_start(i + 1, ways)
+        let (i, num_shards) = self.shard_index(mesh, coordinate);
+        self.shard_start(i, num_shards)..self.shard_start(i + 1, num_shards)
     }
 
     /// Returns the largest number of indices that any rank holds.
@@ -179,8 +179,8 @@ impl Dim {
         if self.grain == grain || self.axes.is_empty() {
             return true;
         }
-        let (other, ways) = (self.with_grain(grain), self.axes.num_shards(mesh));
-        (1..ways).all(|i| self.shard_start(i, ways) == other.shard_start(i, ways))
+        let (other, num_shards) = (self.with_grain(grain), self.axes.num_shards(mesh));
+        (1..num_shards).all(|i| self.shard_start(i, num_shards) == other.shard_start(i, num_shards))
     }
 }
 

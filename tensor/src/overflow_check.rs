@@ -72,7 +72,7 @@ pub struct StepOutcome {
     pub grad_norm: f64,
     /// Whether the norm and all sums are finite. Otherwise the step is skipped, and parameters stay as they are.
     #[doc(alias = "found_inf")]
-    pub is_taken: bool,
+    pub is_applied: bool,
     /// The factor of the gradients in the update: unscaling and clipping.
     pub grad_scale: f64,
     /// The sum of the loss over all ranks, if there is one, then the sums of the control numbers.
@@ -181,11 +181,11 @@ impl OverflowCheck {
         let StepInputs { loss_scale, control, .. } = &self.inputs;
         if !self.outcome.buffer.has_memory() {
             let sums = self.has_loss.then_some(0.0).into_iter().chain(control.iter().copied()).collect();
-            return Ok(StepOutcome { grad_norm: 0.0, is_taken: true, grad_scale: 1.0 / loss_scale, sums });
+            return Ok(StepOutcome { grad_norm: 0.0, is_applied: true, grad_scale: 1.0 / loss_scale, sums });
         }
         let numbers: Vec<f64> = self.outcome.download(&self.rank, self.outcome.numel())?;
-        let (is_taken, sums) = (numbers[1] != 0.0, numbers[OUTCOME_HEAD + 1..].to_vec());
-        Ok(StepOutcome { grad_norm: numbers[2], is_taken, grad_scale: numbers[0], sums })
+        let (is_applied, sums) = (numbers[1] != 0.0, numbers[OUTCOME_HEAD + 1..].to_vec());
+        Ok(StepOutcome { grad_norm: numbers[2], is_applied, grad_scale: numbers[0], sums })
     }
 
     /// Waits for the device and returns the inputs of the step for an optimizer on the host; `None` for a skipped
@@ -195,8 +195,8 @@ impl OverflowCheck {
     /// As [`OverflowCheck::read`]; `Kind::Unsupported` during graph capture ([`capture()`](crate::capture())), since
     /// the rates are those of one step.
     pub fn host_step(&self) -> Result<Option<HostStep>> {
-        let StepOutcome { is_taken, grad_scale, .. } = self.read()?;
-        Ok(is_taken.then(|| HostStep { rates: self.inputs.rates[self.rates.clone()].to_vec(), grad_scale }))
+        let StepOutcome { is_applied, grad_scale, .. } = self.read()?;
+        Ok(is_applied.then(|| HostStep { rates: self.inputs.rates[self.rates.clone()].to_vec(), grad_scale }))
     }
 
     /// Checks that the step has `width` rates for each of `count` parameters, so that an optimizer does not use the
@@ -272,7 +272,7 @@ use crate::grad_norm::local_sum_squares;
                     let scale = if norm > 2.0 { 2.0 / norm } else { 1.0 } / 4.0;
                     let expected = StepOutcome {
                         grad_norm: norm,
-                        is_taken: true,
+                        is_applied: true,
                         grad_scale: scale,
                         sums: sums[1..].to_vec(),
                     };
@@ -296,7 +296,7 @@ use crate::grad_norm::local_sum_squares;
             assert_eq!(step.host_step()?, Some(taken.clone()));
             assert_eq!(
                 step.read()?,
-                StepOutcome { grad_norm: 1.25, is_taken: true, grad_scale: 0.25, sums: vec![1.0] }
+                StepOutcome { grad_norm: 1.25, is_applied: true, grad_scale: 0.25, sums: vec![1.0] }
             );
             assert!(!step.upload_into(inputs(None, &[]))?, "a different number of control numbers");
             assert!(step.upload_into(StepInputs { rates: vec![1.0; 4], ..inputs(Some(1.0), &[f64::NAN]) })?);
@@ -304,7 +304,7 @@ use crate::grad_norm::local_sum_squares;
             step.check([&x], (&[], 1), site)?;
             assert_eq!(step.host_step()?, None);
             let found = step.read()?;
-            assert_eq!((found.grad_norm, found.grad_scale, found.is_taken), (1.25, 0.2, false));
+            assert_eq!((found.grad_norm, found.grad_scale, found.is_applied), (1.25, 0.2, false));
             assert_eq!(step.rates(2).to_f64(rank)?, [1.0; 4]);
             let held = step.row(1, 2);
             assert!(!step.upload_into(inputs(None, &[1.0]))?, "the memory is shared");
@@ -326,7 +326,7 @@ use crate::grad_norm::local_sum_squares;
                 step.check([&x], (&[x.sum()], 1), Location::caller())?;
                 assert_eq!(rank.trace().take().len(), 1);
                 let found = step.read()?;
-                assert_eq!((found.is_taken, found.sums), (true, vec![0.0, 2.5]));
+                assert_eq!((found.is_applied, found.sums), (true, vec![0.0, 2.5]));
                 Ok(())
             })
             .unwrap();

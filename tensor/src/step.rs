@@ -151,20 +151,20 @@ fn max_local_numel(layout: &Layout, skipped: &[usize]) -> u64 {
 
 /// How many shards need looking at: the shard boundaries are periodic, and whole groups of the innermost axis are
 /// needed.
-fn period(dim: &Dim, ways: usize, inner: usize) -> usize {
-    let repeats = ways / gcd(dim.extent / dim.grain, ways).max(1);
-    (repeats / gcd(repeats, inner) * inner).min(ways)
+fn period(dim: &Dim, num_shards: usize, inner: usize) -> usize {
+    let repeats = num_shards / gcd(dim.extent / dim.grain, num_shards).max(1);
+    (repeats / gcd(repeats, inner) * inner).min(num_shards)
 }
 
 /// For each member `i` of the innermost axis, at each position of the outer axes: the extent without that axis and with
 /// it, as (i, full, own).
 fn member_extents(dim: &Dim, mesh: &Mesh) -> impl Iterator<Item = (usize, u64, u64)> {
-    let (dim, ways) = (*dim, dim.axes.num_shards(mesh));
+    let (dim, num_shards) = (*dim, dim.axes.num_shards(mesh));
     let inner = dim.axes.last().map_or(1, |a| mesh.size(a));
-    (0..period(&dim, ways, inner)).map(move |i| {
+    (0..period(&dim, num_shards, inner)).map(move |i| {
         let outer = i / inner * inner;
-        let full = dim.shard_start(outer + inner, ways) - dim.shard_start(outer, ways);
-        (i % inner, full as u64, (dim.shard_start(i + 1, ways) - dim.shard_start(i, ways)) as u64)
+        let full = dim.shard_start(outer + inner, num_shards) - dim.shard_start(outer, num_shards);
+        (i % inner, full as u64, (dim.shard_start(i + 1, num_shards) - dim.shard_start(i, num_shards)) as u64)
     })
 }
 

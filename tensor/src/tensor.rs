@@ -119,7 +119,7 @@ impl Tensor {
     /// the memory, so drop it before an update in place.
     #[doc(alias = "prepack")]
     #[must_use]
-    pub fn reuse(&self) -> PackCacheGuard {
+    pub fn cache_packed(&self) -> PackCacheGuard {
         self.rank().backend().cache_packed(&self.local().buffer)
     }
 

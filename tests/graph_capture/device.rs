@@ -10,9 +10,9 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// A host request to the device.
+/// A call of the host to the device.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Asked {
+pub(super) enum DeviceCall {
     Launch,
     Replay,
     Upload,
@@ -24,27 +24,27 @@ pub(super) enum Asked {
 #[derive(Clone, Debug, Default)]
 pub(super) struct CapturingDevice {
     counts: Arc<[AtomicUsize; 2]>,
-    asked: Arc<Mutex<Vec<Asked>>>,
+    calls: Arc<Mutex<Vec<DeviceCall>>>,
     /// Number of captures to fail, and the kernel whose launch fails.
-    refusals: (Arc<AtomicUsize>, &'static str),
+    failing_captures: (Arc<AtomicUsize>, &'static str),
     /// The replay to fail, counted from 1.
-    failing: Option<usize>,
+    failing_replay: Option<usize>,
 }
 
 impl CapturingDevice {
     /// A device that fails the first `count` captures at a kernel launch.
-    pub(super) fn refusing(count: usize, kernel: &'static str) -> CapturingDevice {
-        CapturingDevice { refusals: (Arc::new(count.into()), kernel), ..CapturingDevice::default() }
+    pub(super) fn failing_capture(count: usize, kernel: &'static str) -> CapturingDevice {
+        CapturingDevice { failing_captures: (Arc::new(count.into()), kernel), ..CapturingDevice::default() }
     }
 
     /// A device on which one replay fails.
-    pub(super) fn failing(number: usize) -> CapturingDevice {
-        CapturingDevice { failing: Some(number), ..CapturingDevice::default() }
+    pub(super) fn failing_replay(number: usize) -> CapturingDevice {
+        CapturingDevice { failing_replay: Some(number), ..CapturingDevice::default() }
     }
 
-    /// Takes the requests since the last call.
-    pub(super) fn take_asked(&self) -> Vec<Asked> {
-        std::mem::take(&mut *locked(&self.asked))
+    /// Takes the calls since the last call.
+    pub(super) fn take_calls(&self) -> Vec<DeviceCall> {
+        std::mem::take(&mut *lock(&self.calls))
     }
 
     pub(super) fn num_captures(&self) -> usize {
@@ -63,32 +63,32 @@ impl BackendProvider for CapturingDevice {
 
     fn backend(&self, _: BackendConfig) -> Result<Arc<dyn Backend>, KernelError> {
         let host = Cpu::backend(1);
-        let store = Arc::new(Store { host: host.clone(), books: Mutex::default() });
-        let (device, noting) = (self.clone(), Mutex::default());
-        Ok(Arc::new(OneRank { host, store, device, noting }))
+        let memory = Arc::new(DeviceMemory { host: host.clone(), blocks: Mutex::default() });
+        let (device, capture) = (self.clone(), Mutex::default());
+        Ok(Arc::new(CapturingBackend { host, memory, device, capture }))
     }
 }
 
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Device memory by address.
 #[derive(Debug)]
-struct Store {
+struct DeviceMemory {
     host: Arc<dyn Backend>,
-    books: Mutex<Books>,
+    blocks: Mutex<Blocks>,
 }
 
 #[derive(Debug, Default)]
-struct Books {
+struct Blocks {
     contents: HashMap<u64, Buffer>,
     /// Free addresses by size, last freed at the end.
     free: HashMap<usize, Vec<u64>>,
     /// Blocks with a live handle.
-    held: HashMap<u64, usize>,
+    live: HashMap<u64, usize>,
     /// Number of graphs that use a block.
-    kept: HashMap<u64, usize>,
+    graph_uses: HashMap<u64, usize>,
     next: u64,
 }
 
@@ -98,38 +98,38 @@ fn overwrite(host: &dyn Backend, contents: &mut Buffer) {
     host.upload(&junk, contents).unwrap();
 }
 
-impl Store {
-    fn alloc(self: &Arc<Store>, bytes: usize) -> Result<Buffer, KernelError> {
-        let mut books = locked(&self.books);
-        let address = match books.free.get_mut(&bytes).and_then(Vec::pop) {
+impl DeviceMemory {
+    fn alloc(self: &Arc<DeviceMemory>, bytes: usize) -> Result<Buffer, KernelError> {
+        let mut blocks = lock(&self.blocks);
+        let address = match blocks.free.get_mut(&bytes).and_then(Vec::pop) {
             Some(address) => address,
             None => {
                 let mut contents = self.host.alloc(bytes)?;
                 overwrite(&*self.host, &mut contents);
-                books.next += 512 + bytes as u64;
-                let address = books.next;
-                books.contents.insert(address, contents);
+                blocks.next += 512 + bytes as u64;
+                let address = blocks.next;
+                blocks.contents.insert(address, contents);
                 address
             }
         };
-        books.held.insert(address, bytes);
+        blocks.live.insert(address, bytes);
         Ok(Buffer::on_device(address, bytes, self.clone()))
     }
 
     fn release(&self, address: u64) {
-        let mut books = locked(&self.books);
-        let count = books.kept.get_mut(&address).unwrap();
+        let mut blocks = lock(&self.blocks);
+        let count = blocks.graph_uses.get_mut(&address).unwrap();
         *count -= 1;
         if *count == 0 {
-            books.kept.remove(&address);
-            books.free_if_unused(&*self.host, address);
+            blocks.graph_uses.remove(&address);
+            blocks.free_if_unused(&*self.host, address);
         }
     }
 }
 
-impl Books {
+impl Blocks {
     fn free_if_unused(&mut self, host: &dyn Backend, address: u64) {
-        if !self.kept.contains_key(&address) && !self.held.contains_key(&address) {
+        if !self.graph_uses.contains_key(&address) && !self.live.contains_key(&address) {
             let contents = self.contents.get_mut(&address).unwrap();
             overwrite(host, contents);
             let bytes = contents.bytes();
@@ -137,30 +137,33 @@ impl Books {
         }
     }
 
-    fn run(&mut self, host: &dyn Backend, noted: &Noted) -> Result<(), KernelError> {
-        let read: Vec<Buffer> = noted.inputs.iter().map(|x| self.contents[&x.address].clone()).collect();
-        let mut written: Vec<Buffer> =
-            noted.outputs.iter().map(|y| self.contents.remove(&y.address).expect("written once")).collect();
-        let inputs: Vec<Arg<'_>> = (noted.inputs.iter().zip(&read))
+    fn run(&mut self, host: &dyn Backend, recorded: &RecordedLaunch) -> Result<(), KernelError> {
+        let read: Vec<Buffer> = recorded.inputs.iter().map(|x| self.contents[&x.address].clone()).collect();
+        let mut written: Vec<Buffer> = recorded
+            .outputs
+            .iter()
+            .map(|y| self.contents.remove(&y.address).expect("written once"))
+            .collect();
+        let inputs: Vec<Arg<'_>> = (recorded.inputs.iter().zip(&read))
             .map(|(x, buffer)| Arg { buffer, dtype: x.dtype, view: &x.view })
             .collect();
-        let mut outputs: Vec<ArgMut<'_>> = (noted.outputs.iter().zip(&mut written))
+        let mut outputs: Vec<ArgMut<'_>> = (recorded.outputs.iter().zip(&mut written))
             .map(|(y, buffer)| ArgMut { buffer, dtype: y.dtype, view: &y.view })
             .collect();
-        let mut launch = Launch { inputs: &inputs, outputs: &mut outputs, scalars: &noted.scalars };
-        let done = host.launch(&noted.kernel, &mut launch);
-        for (y, contents) in noted.outputs.iter().zip(written) {
+        let mut launch = Launch { inputs: &inputs, outputs: &mut outputs, scalars: &recorded.scalars };
+        let result = host.launch(&recorded.kernel, &mut launch);
+        for (y, contents) in recorded.outputs.iter().zip(written) {
             self.contents.insert(y.address, contents);
         }
-        done
+        result
     }
 }
 
-impl DeviceAllocator for Store {
+impl DeviceAllocator for DeviceMemory {
     fn give_back(&self, address: u64) {
-        let mut books = locked(&self.books);
-        books.held.remove(&address);
-        books.free_if_unused(&*self.host, address);
+        let mut blocks = lock(&self.blocks);
+        blocks.live.remove(&address);
+        blocks.free_if_unused(&*self.host, address);
     }
 }
 
@@ -174,15 +177,15 @@ struct Operand {
 
 /// A recorded launch.
 #[derive(Debug)]
-struct Noted {
+struct RecordedLaunch {
     kernel: Kernel,
     inputs: Vec<Operand>,
     outputs: Vec<Operand>,
     scalars: Vec<Scalar>,
 }
 
-impl Noted {
-    fn of(kernel: &Kernel, launch: &mut Launch<'_>) -> Noted {
+impl RecordedLaunch {
+    fn of(kernel: &Kernel, launch: &mut Launch<'_>) -> RecordedLaunch {
         let Kernel { name, reference, cpu, flops, bytes, bound, .. } = *kernel;
         let at = |buffer: &Buffer| buffer.device_address().expect("memory of this device");
         let input = |x: &Arg<'_>| Operand { address: at(x.buffer), dtype: x.dtype, view: x.view.clone() };
@@ -190,7 +193,7 @@ impl Noted {
             assert!(y.buffer.is_unique(), "an output has one handle");
             Operand { address: at(y.buffer), dtype: y.dtype, view: y.view.clone() }
         };
-        Noted {
+        RecordedLaunch {
             kernel: Kernel { name, reference, cpu, gpu: None, flops, bytes, bound },
             inputs: launch.inputs.iter().map(input).collect(),
             scalars: launch.scalars.to_vec(),
@@ -201,75 +204,77 @@ impl Noted {
 
 /// A captured graph; its blocks are not reused.
 #[derive(Debug)]
-struct Work {
-    store: Arc<Store>,
-    launches: Vec<Noted>,
-    kept: Vec<u64>,
+struct CapturedGraph {
+    memory: Arc<DeviceMemory>,
+    launches: Vec<RecordedLaunch>,
+    used: Vec<u64>,
     /// Blocks allocated during the capture.
     own: Vec<u64>,
 }
 
-impl Work {
+impl CapturedGraph {
     fn keep(&mut self, address: u64) {
-        *locked(&self.store.books).kept.entry(address).or_default() += 1;
-        self.kept.push(address);
+        *lock(&self.memory.blocks).graph_uses.entry(address).or_default() += 1;
+        self.used.push(address);
     }
 }
 
-impl Drop for Work {
+impl Drop for CapturedGraph {
     fn drop(&mut self) {
-        self.kept.iter().for_each(|address| self.store.release(*address));
+        self.used.iter().for_each(|address| self.memory.release(*address));
     }
 }
 
 #[derive(Debug)]
-struct OneRank {
+struct CapturingBackend {
     host: Arc<dyn Backend>,
-    store: Arc<Store>,
+    memory: Arc<DeviceMemory>,
     device: CapturingDevice,
-    noting: Mutex<Option<Work>>,
+    capture: Mutex<Option<CapturedGraph>>,
 }
 
-impl OneRank {
-    fn note(&self, asked: Asked) {
-        locked(&self.device.asked).push(asked);
+impl CapturingBackend {
+    fn record(&self, call: DeviceCall) {
+        lock(&self.device.calls).push(call);
     }
 
     fn not_captured(&self, what: &'static str) -> Result<(), KernelError> {
-        if locked(&self.noting).is_some() { Err(KernelError::NotCapturable { what }) } else { Ok(()) }
+        if lock(&self.capture).is_some() { Err(KernelError::NotCapturable { what }) } else { Ok(()) }
     }
 }
 
-impl Backend for OneRank {
+impl Backend for CapturingBackend {
     fn device(&self) -> Device {
         Device::Cuda(0)
     }
 
     fn alloc(&self, bytes: usize) -> Result<Buffer, KernelError> {
-        let buffer = self.store.alloc(bytes)?;
-        if let Some(work) = &mut *locked(&self.noting) {
+        let buffer = self.memory.alloc(bytes)?;
+        if let Some(captured) = &mut *lock(&self.capture) {
             let address = buffer.device_address().unwrap();
-            work.own.push(address);
-            work.keep(address);
+            captured.own.push(address);
+            captured.keep(address);
         }
         Ok(buffer)
     }
 
     fn launch(&self, kernel: &Kernel, launch: &mut Launch<'_>) -> Result<(), KernelError> {
-        let noted = Noted::of(kernel, launch);
-        let mut noting = locked(&self.noting);
-        let Some(work) = &mut *noting else {
-            self.note(Asked::Launch);
-            return locked(&self.store.books).run(&*self.host, &noted);
+        let recorded = RecordedLaunch::of(kernel, launch);
+        let mut capture = lock(&self.capture);
+        let Some(captured) = &mut *capture else {
+            self.record(DeviceCall::Launch);
+            return lock(&self.memory.blocks).run(&*self.host, &recorded);
         };
-        let used: Vec<u64> = noted.inputs.iter().chain(&noted.outputs).map(|x| x.address).collect();
-        used.into_iter().for_each(|address| work.keep(address));
-        work.launches.push(noted);
-        let (refusals, at) = &self.device.refusals;
-        let refuses = kernel.name == *at
-            && refusals.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1)).is_ok();
+        let used: Vec<u64> = recorded.inputs.iter().chain(&recorded.outputs).map(|x| x.address).collect();
+        used.into_iter().for_each(|address| captured.keep(address));
+        captured.launches.push(recorded);
+        let (failing_captures, at) = &self.device.failing_captures;
+        let fails = kernel.name == *at
+            && failing_captures
+                .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1))
+                .is_ok();
         let error = || KernelError::Device { call: "launch", why: "not now".into(), is_permanent: false };
-        if refuses { Err(error()) } else { Ok(()) }
+        if fails { Err(error()) } else { Ok(()) }
     }
 
     fn memory(&self) -> MemoryStats {
@@ -286,16 +291,16 @@ impl Backend for OneRank {
 
     fn upload(&self, from: &[u8], to: &mut Buffer) -> Result<(), KernelError> {
         self.not_captured("copies from the host")?;
-        self.note(Asked::Upload);
+        self.record(DeviceCall::Upload);
         assert!(to.is_unique(), "a buffer that is written has one handle");
         let address = to.device_address().unwrap();
-        self.host.upload(from, locked(&self.store.books).contents.get_mut(&address).unwrap())
+        self.host.upload(from, lock(&self.memory.blocks).contents.get_mut(&address).unwrap())
     }
 
     fn download(&self, from: &Buffer, to: &mut [u8]) -> Result<(), KernelError> {
         self.not_captured("copies to the host")?;
-        self.note(Asked::Download);
-        self.host.download(&locked(&self.store.books).contents[&from.device_address().unwrap()], to)
+        self.record(DeviceCall::Download);
+        self.host.download(&lock(&self.memory.blocks).contents[&from.device_address().unwrap()], to)
     }
 
     fn record_event(&self) -> Result<SyncEvent, KernelError> {
@@ -305,28 +310,28 @@ impl Backend for OneRank {
 
     fn capture(&self, work: &mut dyn FnMut() -> Result<(), KernelError>) -> Result<Graph, KernelError> {
         self.not_captured("captures other work")?;
-        let (launches, kept, own) = (Vec::new(), Vec::new(), Vec::new());
-        *locked(&self.noting) = Some(Work { store: self.store.clone(), launches, kept, own });
+        let (launches, used, own) = (Vec::new(), Vec::new(), Vec::new());
+        *lock(&self.capture) = Some(CapturedGraph { memory: self.memory.clone(), launches, used, own });
         let done = work();
-        let noted = locked(&self.noting).take().unwrap();
+        let captured = lock(&self.capture).take().unwrap();
         if let Err(error) = done {
-            let books = locked(&self.store.books);
-            let bytes = noted.own.iter().filter_map(|address| books.held.get(address)).sum();
-            drop(books);
+            let blocks = lock(&self.memory.blocks);
+            let bytes = captured.own.iter().filter_map(|address| blocks.live.get(address)).sum();
+            drop(blocks);
             return Err(if bytes > 0 { KernelError::CaptureOutputHeld { bytes } } else { error });
         }
         self.device.counts[0].fetch_add(1, Ordering::Relaxed);
-        Ok(Graph::new(Arc::new(noted)))
+        Ok(Graph::new(Arc::new(captured)))
     }
 
     fn replay(&self, graph: &Graph) -> Result<(), KernelError> {
         let number = self.device.counts[1].fetch_add(1, Ordering::Relaxed) + 1;
-        self.note(Asked::Replay);
-        if self.device.failing == Some(number) {
+        self.record(DeviceCall::Replay);
+        if self.device.failing_replay == Some(number) {
             return Err(KernelError::Device { call: "replay", why: "not now".into(), is_permanent: false });
         }
-        let work: &Work = graph.downcast_ref().expect("a graph of this device");
-        let mut books = locked(&self.store.books);
-        work.launches.iter().try_for_each(|launch| books.run(&*self.host, launch))
+        let captured: &CapturedGraph = graph.downcast_ref().expect("a graph of this device");
+        let mut blocks = lock(&self.memory.blocks);
+        captured.launches.iter().try_for_each(|launch| blocks.run(&*self.host, launch))
     }
 }

@@ -1,8 +1,8 @@
 //! Graph capture of the optimizer update: bitwise equal to an eager update for any step inputs, with one host synchronization per step.
 
-use super::device::{CapturingDevice, Asked};
-use super::{Case, Lm, STEPS, Captured, config, read, settings};
-use shardgrad::nn::optim::{OverflowCheck, ParamGroup, OptimizerState, LossScale};
+use super::device::{CapturingDevice, DeviceCall};
+use super::{Captured, Case, Lm, STEPS, config, read, settings};
+use shardgrad::nn::optim::{LossScale, OptimizerState, OverflowCheck, ParamGroup};
 use shardgrad::nn::{LanguageModel, ModelConfig, StepReport};
 use shardgrad::prelude::*;
 use std::ops::Range;
@@ -57,7 +57,9 @@ fn failed_replay_leaves_parameters_unchanged_or_marks_them_lost() {
     let config = ModelConfig::from(config(0.0));
     // Each step replays its pass, then its update.
     for (number, is_update) in [(5, false), (6, true)] {
-        let world = World::new(Mesh::single()).threads(1).on_device(Arc::new(CapturingDevice::failing(number)));
+        let world = World::new(Mesh::single())
+            .threads(1)
+            .on_device(Arc::new(CapturingDevice::failing_replay(number)));
         let ended = world.launch(|rank| {
             let (model, plan) = (LanguageModel::new(&config), LanguageModel::plan(&config));
             let loss = |model: &LanguageModel, x: &[Var]| model.loss_from_batch(x);
@@ -139,7 +141,7 @@ fn moved_optimizer_state_is_recaptured() {
 
 #[test]
 fn update_that_synchronizes_runs_eagerly_after_a_captured_pass() {
-    let why = "the optimizer cannot be captured: work that is being captured copies to the host";
+    let why = "the optimizer cannot be captured: graph capture: a graph cannot contain work that copies to the host";
     let expected = Captured { captures: 1, replays: STEPS, why_not: Some(why.into()) };
     Case::new().check_by(&expected, || SynchronizingAdamW(grouped()));
 }
@@ -195,10 +197,15 @@ fn skipped_step_leaves_everything_unchanged() {
     let odd = |_: &mut Lm<'_>, step: usize| Ok(vec![1.0, if step == 3 { f64::NAN } else { step as f64 }]);
     let check = |expected: &dyn Fn(World, bool) -> Steps| {
         let device = CapturingDevice::default();
-        let on = |capture| expected(World::new(Mesh::single()).threads(1).on_device(Arc::new(device.clone())), capture);
+        let on = |capture| {
+            expected(World::new(Mesh::single()).threads(1).on_device(Arc::new(device.clone())), capture)
+        };
         let (run, captured) = (on(false), on(true));
         assert_eq!(captured, run);
-        assert_eq!(run[3].0, "step 4: control number 1 sums to NaN over all ranks; the update was not applied");
+        assert_eq!(
+            run[3].0,
+            "step 4: control number 1 sums to NaN over all ranks; the update was not applied"
+        );
         assert_eq!(run[3].1, run[2].1);
         assert_ne!(run[4].1, run[3].1);
         // A skipped step is not recaptured.
@@ -224,17 +231,17 @@ fn host_synchronizes_once_per_step() {
                 if step < 2 {
                     super::set_step(&mut trainer, step as u64, Some(LossScale::new([4.0, 8.0][step], 0)));
                 }
-                device.take_asked();
+                device.take_calls();
                 trainer.step(&[step as f64])?;
-                let asked = device.take_asked();
-                let downloads = asked.iter().filter(|asked| **asked == Asked::Download).count();
-                assert_eq!((downloads, asked.last()), (1, Some(&Asked::Download)), "step {step}");
-                let first = asked.iter().position(|asked| *asked == Asked::Replay);
+                let calls = device.take_calls();
+                let downloads = calls.iter().filter(|call| **call == DeviceCall::Download).count();
+                assert_eq!((downloads, calls.last()), (1, Some(&DeviceCall::Download)), "step {step}");
+                let first = calls.iter().position(|call| *call == DeviceCall::Replay);
                 if capture {
                     let first = first.expect("a step is replayed");
                     assert_eq!(
-                        asked[first..],
-                        [Asked::Replay, Asked::Replay, Asked::Download],
+                        calls[first..],
+                        [DeviceCall::Replay, DeviceCall::Replay, DeviceCall::Download],
                         "step {step}"
                     );
                 } else {
@@ -252,9 +259,9 @@ fn host_synchronizes_once_per_step() {
 
 /// Updates of all optimizers on a GPU, and an invalid token, whose error makes the device skip the step.
 #[cfg(feature = "cuda")]
-pub(super) fn on_the_card(card: &Arc<dyn shardgrad::kernels::BackendProvider>) {
+pub(super) fn on_gpu(gpu: &Arc<dyn shardgrad::kernels::BackendProvider>) {
     use super::{ROWS, SEQ, VOCAB};
-    let world = || World::new(Mesh::single()).threads(1).on_device(card.clone());
+    let world = || World::new(Mesh::single()).threads(1).on_device(gpu.clone());
     let run = |capture| Case::new().run_by(world(), capture, || descent(true)).unwrap();
     let (captured, why_not) = run(true);
     assert_eq!((captured, why_not), (run(false).0, None));

@@ -22,19 +22,19 @@ from safetensors.torch import load_file, save_file
 from make_fixtures import configs, fresh, has_experts, kind, reread
 
 MESHES = ["dp=1", "tp=2", "dp=2", "pp=2", "dp=2,tp=2", "pp=2,tp=2", "tp=3"]
-# Of models with experts.
+# For models with experts.
 EXPERT_MESHES = ["ep=2", "ep=3", "dp=2,ep=2", "ep=2,tp=2", "pp=2,ep=2"]
 ROWS, SEQ, STEPS, LR = 4, 8, 12, 1e-3
 
 
 def tokens(vocab):
-    """Rows that are used in order, again from the start where they end."""
+    """Yields rows in order, repeated from the start."""
     generator = torch.Generator().manual_seed(5)
     return torch.randint(vocab, (3 * ROWS, SEQ + 1), generator=generator)
 
 
 def data(name, model):
-    """What stands in the file of tokens, and how rows of it become arguments and targets of the model."""
+    """Tensors of the token file, and a function from its rows to arguments and targets of the model."""
     rows = tokens(model.config.vocab_size)
     if kind(name) is None:
         split = lambda at: (dict(input_ids=rows[at, :-1]), rows[at, 1:])
@@ -42,10 +42,10 @@ def data(name, model):
     place = torch.arange(SEQ).expand(len(rows), SEQ)
     number = torch.arange(len(rows)).unsqueeze(1)
     given = dict(
-        # transformers keeps the gradient of lookups away from the token that rows are filled up with, which is 0.
+        # transformers masks the embedding gradient of the padding token, which is 0.
         input_ids=rows[:, :-1].clamp_min(1).contiguous(),
-        # Up to two places at the end are filled up. Rows ask for one or two tokens: the mean over a batch is not the mean of
-        # those over its parts.
+        # Up to two positions at the end are padding. Rows have one or two targets, so the mean over a batch is not the mean over its
+        # microbatches.
         attention_mask=(place < SEQ - number % 3).long(),
         token_type_ids=(place > 2 + number % 2).long(),
     )
@@ -56,7 +56,7 @@ def data(name, model):
 
 
 def train(model, count, split):
-    """Losses, gradient norms and weights of some steps by transformers."""
+    """Losses, gradient norms and weights of some steps of transformers."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -75,13 +75,13 @@ def train(model, count, split):
 
 
 def largest(numbers):
-    """The largest of some numbers; infinite where one is none, which `max` may pass over."""
+    """Maximum of some numbers; infinite if one is NaN, which `max` may ignore."""
     numbers = list(numbers)
     return max(numbers) if all(map(math.isfinite, numbers)) else math.inf
 
 
 def far(found, exact):
-    """The largest difference in units of the largest number."""
+    """Maximum difference relative to the largest element."""
     return largest([((found - exact).abs().max() / exact.abs().max().clamp_min(1e-30)).item()])
 
 
@@ -90,10 +90,10 @@ def worst_weight(found, exact):
     for name, weight in exact.items():
         other = found[name].detach()
         if name.endswith("attention.self.key.bias"):
-            # Softmax does not see what is added to every key: Adam makes steps of the rounding of zero.
+            # A key bias has zero gradient (softmax shift invariance); Adam would amplify its rounding.
             continue
         if name == "cls.predictions.bias" and "cls.predictions.decoder.bias" in exact:
-            # Nothing is added to the scores but the bias that lies beside the untied weight.
+            # The other bias is unused with an untied head.
             continue
         if name.endswith("attn.c_attn.bias"):
             d = len(weight) // 3
@@ -116,7 +116,7 @@ def compare(binary, name, folder, meshes):
     good = True
     for mesh in meshes:
         out, file = folder / mesh, folder / f"{mesh}.safetensors"
-        # Stages are of training.
+        # Pipeline stages are for training only.
         flat = ",".join(axis for axis in mesh.split(",") if not axis.startswith("pp=")) or "dp=1"
         run = lambda *args: subprocess.run([binary, *map(str, args), *common], check=True, capture_output=True)
         run("eval", "--mesh", flat, "--model", start, "--batch", ROWS, "--logits", file)
@@ -153,7 +153,7 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         meshes = lambda name: MESHES + (EXPERT_MESHES if has_experts(name) else [])
         run = lambda name: compare(args.binary, name, Path(folder) / name, args.mesh or meshes(name))
-        # An encoder without a head of tokens learns nothing; the recorded fixtures compare its vectors.
+        # An encoder without a language-model head cannot be trained; the fixtures compare its outputs.
         names = [name for name in configs() if name != "bert-encoder"]
         good = [run(name) for name in args.model or names]
     sys.exit(0 if all(good) else 1)

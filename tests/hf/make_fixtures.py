@@ -1,4 +1,4 @@
-"""Makes the recorded fixtures of tests/data/hf: small random models of transformers with odd sizes, and what they compute.
+"""Makes the fixtures of tests/data/hf: small random transformers models with odd sizes, and their outputs.
 
     python tests/hf/make_fixtures.py [FOLDER [NAME..]]
 
@@ -19,7 +19,7 @@ ROWS = 3
 
 
 def ids(vocab):
-    """Tokens that any language computes alike."""
+    """Token ids by a formula that is also in the Rust test."""
     return table(lambda r, t: (r * 7 + t * 5 + r * t * 3 + t * t) % vocab)
 
 
@@ -28,7 +28,7 @@ def table(number):
 
 
 def encoder_input(vocab):
-    """Rows of several lengths with two types of tokens, and what is asked for at some places."""
+    """Padded rows with two token types, and labels at some positions."""
     mask = table(lambda r, t: int(t < SEQ - 2 * r))
     types = table(lambda r, t: int(t > 3 + r))
     labels = table(lambda r, t: (t * 11 + r) % vocab if (r + t) % 3 == 0 and mask[r][t] else -100)
@@ -123,7 +123,7 @@ def has_experts(name):
 
 
 def kind(name):
-    """The class of transformers."""
+    """The transformers class of a model."""
     if name == "bert-encoder":
         return transformers.BertModel
     return transformers.BertForMaskedLM if name.startswith("bert") else None
@@ -131,15 +131,15 @@ def kind(name):
 
 @torch.no_grad()
 def computed(name, model):
-    """What a model makes of the tokens, in f32."""
+    """Outputs of a model for the token ids, in f32."""
     if has_experts(name):
-        # Beside the logits how unevenly experts are used.
+        # Also the load-balancing loss.
         out = model(ids(model.config.vocab_size), output_router_logits=True)
         return {"logits": out.logits, "balance": out.aux_loss.reshape(1)}
     if kind(name) is None:
         return {"logits": model(ids(model.config.vocab_size)).logits}
     given, labels = encoder_input(model.config.vocab_size)
-    # What stands where a row is filled up means nothing.
+    # Outputs at padding positions are meaningless.
     real = given["attention_mask"].unsqueeze(-1)
     if name == "bert-encoder":
         out = model(**given)
@@ -149,7 +149,7 @@ def computed(name, model):
 
 
 def fresh(name):
-    """A model with random weights; biases and norms too, which as zeros and ones would hide mistakes."""
+    """A model with random weights, biases and norms too: zeros and ones would hide errors."""
     torch.manual_seed(sum(name.encode()))
     config = configs()[name]
     model = kind(name)(config) if kind(name) else transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -161,14 +161,14 @@ def fresh(name):
 
 
 def plain(name, model):
-    """Experts one by one: products of groups take no odd widths."""
+    """Eager experts: grouped matmuls do not support odd widths."""
     if has_experts(name):
         model.set_experts_implementation("eager")
     return model
 
 
 def reread(name, model, folder):
-    """A saved model in f32, whose tables of angles were never rounded to the dtype of its weights."""
+    """A saved model in f32, whose rotary tables were never rounded to the dtype of its weights."""
     return plain(name, type(model).from_pretrained(folder, dtype=torch.float32)).eval()
 
 

@@ -1,4 +1,4 @@
-"""Makes the recorded fixtures of tests/data/tokenizers: two tiny tokenizer.json, and what they make of some texts.
+"""Makes the fixtures of tests/data/tokenizers: two tiny tokenizer.json, and their encodings of some texts.
 
     python tests/hf/make_tokenizers.py [FOLDER]     writes FOLDER/{bpe,wordpiece}/tokenizer.json and FOLDER/expected.json
 
@@ -33,7 +33,7 @@ def wordpiece():
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     made.train_from_iterator(LEARNED, trainers.WordPieceTrainer(vocab_size=60, special_tokens=special))
     made.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
-    # Published files fill up and cut; a corpus must be neither.
+    # Published files enable padding and truncation, which a corpus must not have.
     made.enable_padding(length=8)
     made.enable_truncation(4)
     return made

@@ -2,7 +2,7 @@
 
 use shardgrad::prelude::*;
 use shardgrad::tensor::LocalTensor;
-use shardgrad::tensor::op::{Cotangents, ForwardContext, Op, LocalTensors, Vjp};
+use shardgrad::tensor::op::{Cotangents, ForwardContext, LocalTensors, Op, Vjp};
 use std::rc::Rc;
 
 /// A planted bug.

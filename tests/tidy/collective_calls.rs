@@ -15,7 +15,8 @@ const COLLECTIVES: [&str; 6] = ["all_reduce", "all_gather", "reduce_scatter", "a
 
 /// Outside `dist` and tests, only the listed files call collectives.
 fn collective_calls(source: &Source) -> Vec<Finding> {
-    let is_allowed = ALLOWED_CALLERS.iter().any(|d| source.path == *d || (d.ends_with('/') && source.path.starts_with(d)));
+    let is_allowed =
+        ALLOWED_CALLERS.iter().any(|d| source.path == *d || (d.ends_with('/') && source.path.starts_with(d)));
     if is_allowed || source.package().is_none_or(|package| package == "dist") {
         return Vec::new();
     }
@@ -48,7 +49,9 @@ fn listed_callers_exist() {
     let stale = ALLOWED_CALLERS.iter().filter(|d| !tree.iter().any(|s| s.path.starts_with(*d)));
     let advice = |d: &&str| format!("`{d}` does not exist; remove it from the list");
     nothing_in(
-        stale.map(|d| Finding { path: "tests/tidy/collective_calls.rs".into(), line: 1, advice: advice(d) }).collect(),
+        stale
+            .map(|d| Finding { path: "tests/tidy/collective_calls.rs".into(), line: 1, advice: advice(d) })
+            .collect(),
     );
 }
 

@@ -24,7 +24,9 @@ fn refusal(package: &str, imported: &str) -> Option<String> {
     let fine = imported == package || allowed.contains(&imported);
     let may = if allowed.is_empty() { "no workspace crate".to_string() } else { allowed.join(", ") };
     (!fine).then(|| {
-        format!("`{package}` may import {may}, not `{imported}`; move the code to a crate that may import both")
+        format!(
+            "`{package}` may import {may}, not `{imported}`; move the code to a crate that may import both"
+        )
     })
 }
 

@@ -77,15 +77,20 @@ fn unexplained(dependencies: &[Dependency], reasons: &str) -> Vec<Finding> {
         .iter()
         .filter(|w| w.table != "workspace.dependencies" && !reasons.contains(&format!("`{}`", w.name)));
     missing
-        .map(|w| w.finding(format!("`{}` has no reason in {REASONS}; add one, or remove the dependency", w.name)))
+        .map(|w| {
+            w.finding(format!("`{}` has no reason in {REASONS}; add one, or remove the dependency", w.name))
+        })
         .collect()
 }
 
 /// Finds dependencies that the code of their package does not name; a normal dependency must be named outside of tests. `named` returns
 /// whether a package (by its folder) names a crate, in tests too if the flag is set.
 fn unused(dependencies: &[Dependency], named: &dyn Fn(&str, &str, bool) -> bool) -> Vec<Finding> {
-    let asked: BTreeSet<&str> =
-        dependencies.iter().filter(|w| w.table != "workspace.dependencies").map(|w| w.name.as_str()).collect();
+    let asked: BTreeSet<&str> = dependencies
+        .iter()
+        .filter(|w| w.table != "workspace.dependencies")
+        .map(|w| w.name.as_str())
+        .collect();
     let idle = dependencies.iter().filter(|w| !w.for_features).filter(|w| match w.table.as_str() {
         "workspace.dependencies" => !asked.contains(w.name.as_str()),
         table => {
@@ -174,7 +179,8 @@ fn only_dev_dependencies_may_be_for_features_alone() {
 #[test]
 fn one_dependency_too_many_is_found() {
     let list = |count: usize| (10..10 + count).map(|i| format!("d{i} = \"1\"\n")).collect::<String>();
-    let found = |count| too_many(&dependencies("Cargo.toml", &format!("[dependencies]\n{}", list(count)))).len();
+    let found =
+        |count| too_many(&dependencies("Cargo.toml", &format!("[dependencies]\n{}", list(count)))).len();
     assert_eq!((found(DIRECT_MAX), found(DIRECT_MAX + 1)), (0, 1));
     let elsewhere = format!("[dev-dependencies]\n{}", list(DIRECT_MAX + 5));
     assert!(too_many(&dependencies("Cargo.toml", &elsewhere)).is_empty());

@@ -89,8 +89,9 @@ fn machine_paths(path: &str, text: &str) -> Vec<Finding> {
                 .match_indices(&start)
                 .any(|(i, _)| !row[..i].ends_with(|c: char| c.is_alphanumeric() || "_-./})>*~".contains(c)));
             if named {
-                let advice =
-                    format!("`{start}` is a machine-specific path; use a relative path or a temporary folder");
+                let advice = format!(
+                    "`{start}` is a machine-specific path; use a relative path or a temporary folder"
+                );
                 findings.push(Finding { path: path.to_string(), line: at + 1, advice });
             }
         }

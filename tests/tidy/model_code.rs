@@ -24,13 +24,14 @@ fn one_model_source(source: &Source) -> Vec<Finding> {
     each_level(&without_attributes(&source.product), &mut |level| {
         for tree in level {
             let found: Option<String> = match tree {
-                TokenTree::Ident(ident) => Some(ident.to_string()).filter(|i| PARALLEL_METHODS.contains(&i.as_str())),
+                TokenTree::Ident(ident) => {
+                    Some(ident.to_string()).filter(|i| PARALLEL_METHODS.contains(&i.as_str()))
+                }
                 TokenTree::Literal(literal) => axis_in(&literal.to_string()),
                 _ => None,
             };
             if let Some(found) = found {
-                let advice =
-                    format!("`{found}` in model code; name a point here and let a plan shard it");
+                let advice = format!("`{found}` in model code; name a point here and let a plan shard it");
                 findings.push(source.finding(line(tree), advice));
             }
         }

@@ -300,7 +300,7 @@ impl Step<'_> {
             let program = stages.program();
             let computed =
                 leaf.in_layout(&program.external_inputs[external as usize].layout, stages.first_use(stage, external));
-            let reuse = is_reused.then(|| computed.tensor().reuse());
+            let reuse = is_reused.then(|| computed.tensor().cache_packed());
             (computed, reuse)
         };
         self.compute_parameters.entry(external).or_insert_with(redistribute).0.clone()
@@ -478,6 +478,6 @@ fn missing_value() -> Error {
 
 impl std::fmt::Debug for PipelineInputs<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "StepInputs(weight {})", self.weight)
+        write!(f, "PipelineInputs(weight {})", self.weight)
     }
 }

@@ -113,7 +113,7 @@ impl Chunk {
     }
 
     fn at(&self, offset: usize) -> NonNull<u8> {
-        assert!(offset <= self.bytes, "a block lies inside of its chunk");
+        assert!(offset <= self.bytes, "a block must be within its chunk");
         // SAFETY: there are `skipped` and `bytes` bytes from `start` on: at most `slack` were skipped.
         unsafe { self.start.add(self.skipped + offset) }
     }
@@ -141,25 +141,25 @@ fn ask_for_huge_pages(start: NonNull<u8>, capacity: usize) {
             fn madvise(start: *mut c_void, length: usize, advice: c_int) -> c_int;
         }
         const MADV_HUGEPAGE: c_int = 14;
-        // SAFETY: the range lies inside of memory that this program owns; the advice changes no contents.
+        // SAFETY: the range is within memory that this program owns; the advice changes no contents.
         let _ = unsafe { madvise(start.as_ptr().cast(), capacity / HUGE_PAGE * HUGE_PAGE, MADV_HUGEPAGE) };
     }
     #[cfg(not(target_os = "linux"))]
     let _ = (start, capacity);
 }
 
-/// The address space that large allocations leave for the rest of the program: stacks of threads, messages, small vectors. These
-/// abort the process where they fail.
+/// The memory that large allocations must leave for the rest of the program: thread stacks, messages, small vectors. A failure of those
+/// aborts the process.
 const MARGIN: usize = 16 << 20;
 
-/// Whether the system would give [`MARGIN`] bytes yet. It refuses under a limit of the address space (`ulimit -v`), and where it
-/// promises no more memory than it has.
+/// Returns whether the system can still provide [`MARGIN`] bytes. It refuses beyond a limit of the address space (`ulimit -v`), and, if
+/// overcommit is off, beyond its memory.
 pub(crate) fn has_margin() -> bool {
     #[cfg(target_os = "linux")]
     {
         use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
         let access = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a new mapping at an address that the system chooses; nothing uses it before it is taken back, whole.
+        // SAFETY: a new mapping at an address that the system chooses; it is unmapped as a whole before anything uses it.
         unsafe {
             let start = mmap_anonymous(std::ptr::null_mut(), MARGIN, access, MapFlags::PRIVATE);
             start.is_ok_and(|start| munmap(start, MARGIN).is_ok())

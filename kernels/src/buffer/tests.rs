@@ -71,7 +71,7 @@ fn cache_is_freed_with_the_allocator() {
     drop(a.clone());
     assert_eq!(reserved(), CHUNK_MIN + 2 * 128 + 5120, "there is another handle");
     drop(a);
-    assert_eq!(reserved(), CHUNK_MIN + 128, "what is held stays");
+    assert_eq!(reserved(), CHUNK_MIN + 128, "a block in use stays");
     drop(large);
     assert_eq!(reserved(), 128, "a chunk goes with its last block");
     drop(held.clone());
@@ -100,7 +100,7 @@ fn large_blocks_share_a_chunk() {
     assert_eq!(a.stats().num_system_allocs, 2);
     drop(other);
     a.release_cache();
-    assert_eq!(a.stats().reserved_bytes, CHUNK_MIN, "what is in use is part of a chunk");
+    assert_eq!(a.stats().reserved_bytes, CHUNK_MIN, "the chunk of a block in use stays");
     drop(third);
     a.release_cache();
     assert_eq!((a.stats().reserved_bytes, a.stats().in_use_bytes), (0, 0));

@@ -70,7 +70,7 @@ mod tests {
             (vec![0, 1, 2, 3, 4, 5, 6, 7], pairs, vec![0, 1, 2, 3, 4, 5, 6, 7]),
             (vec![0, 1, 4, 6], pairs, vec![0, 1, 6, 4]),
             (vec![1, 3], ranges, vec![1, 3]),
-            // The first CPU of the core belongs to another process; its second is free all the same.
+            // The first CPU of the core is not available; the second one still identifies the core.
             (vec![0, 1, 3], ranges, vec![0, 3, 1]),
             (vec![5, 9], silent, vec![5, 9]),
             (vec![], ranges, vec![]),

@@ -5,7 +5,7 @@
 //! instruction set do not change the bits, so that the bits of a row do not depend on the rows around it.
 //!
 //! Exception: two bf16 operands use the CPU's bf16 dot products where these are faster (AMX; AVX512-BF16 except on Intel's CPUs).
-//! There blocks have [`BF16_KC`] terms, and within a block an f32 sum takes up, in the order of k, a pair of products at a time
+//! There blocks have [`BF16_KC`] terms, and within a block an f32 sum accumulates, in the order of k, a pair of products at a time
 //! (AVX512-BF16), or 32 terms at a time: the fused sum of the even terms plus that of the odd terms (AMX). Subnormal operands and
 //! sums count as 0. Shapes, strides and threads do not change those bits either. Two f32 operands, rounded to bf16, use the same
 //! instructions if a [`MatmulPrecision`] allows it.
@@ -55,9 +55,9 @@ pub struct MatrixMut<'a, T> {
     pub col_stride: usize,
 }
 
-/// Terms of a sum that are added up before they are added to c (BLIS: KC). Changing this changes results.
+/// Terms of a sum that are summed before they are added to c (BLIS: KC). Changing this changes results.
 pub const KC: usize = pack::KC;
-/// The same for bf16 dot products.
+/// [`KC`] for bf16 dot products.
 pub const BF16_KC: usize = bf16::KC;
 
 /// c = a b, or c += a b if `accumulate`; `dims` is (m, n, k), a is (m, k), b is (k, n), c is (m, n) in the accumulator type.
@@ -132,9 +132,9 @@ fn gemm_with_kind<A, B, R>(
     R: Real,
 {
     let [m, n, k] = dims;
-    assert!(required_len([m, k], a.row_stride, a.col_stride) <= a.data.len(), "a lies inside of its memory");
-    assert!(required_len([k, n], b.row_stride, b.col_stride) <= b.data.len(), "b lies inside of its memory");
-    assert!(required_len([m, n], c.row_stride, c.col_stride) <= c.data.len(), "c lies inside of its memory");
+    assert!(required_len([m, k], a.row_stride, a.col_stride) <= a.data.len(), "a must be within its memory");
+    assert!(required_len([k, n], b.row_stride, b.col_stride) <= b.data.len(), "b must be within its memory");
+    assert!(required_len([m, n], c.row_stride, c.col_stride) <= c.data.len(), "c must be within its memory");
     let to = MatrixPtrMut { start: c.data.as_mut_ptr(), row_stride: c.row_stride, col_stride: c.col_stride };
     match kind {
         KernelKind::Fma(at) => {
@@ -184,7 +184,7 @@ pub struct BatchedMatrixMut<'a, T> {
 /// 16-bit operands are summed in f32 and rounded once; the pool's precision applies to f32.
 ///
 /// # Panics
-/// If a stack reaches outside of its memory, or elements of c may share memory.
+/// If a batch reaches beyond its memory, or elements of c may share memory.
 pub fn batched_gemm<T: Float>(
     pool: &Pool,
     dims: [usize; 4],
@@ -206,9 +206,9 @@ fn batched_gemm_with_isa<T: Float>(
     epilogue: Option<&BoundEpilogue<'_, T>>,
 ) {
     let [g, m, n, k] = dims;
-    assert!(batched_required_len([g, m, k], a.strides) <= a.data.len(), "a lies inside of its memory");
-    assert!(batched_required_len([g, k, n], b.strides) <= b.data.len(), "b lies inside of its memory");
-    assert!(batched_required_len([g, m, n], c.strides) <= c.data.len(), "c lies inside of its memory");
+    assert!(batched_required_len([g, m, k], a.strides) <= a.data.len(), "a must be within its memory");
+    assert!(batched_required_len([g, k, n], b.strides) <= b.data.len(), "b must be within its memory");
+    assert!(batched_required_len([g, m, n], c.strides) <= c.data.len(), "c must be within its memory");
     assert!(is_non_overlapping([g, m, n], c.strides), "elements of c share no memory");
     if g * m * n == 0 {
         return;
@@ -280,7 +280,8 @@ pub(crate) fn prepacked_bytes<T: Float>([m, n, k]: [usize; 3], strides: [[usize;
     prepacked::prepacked_bytes::<T>([m, n, k], packs)
 }
 
-/// [`batched_gemm`] by bf16 dot products, after its bounds checks. R is T, under a name whose accumulator is known to be f32.
+/// [`batched_gemm`] by bf16 dot products, after its bounds checks. R is the same type as T, with the static knowledge that its
+/// accumulator is f32.
 fn batched_bf16_gemm<T: Float, R: Float<Acc = f32>>(
     isa: Bf16Isa,
     pool: &Pool,
@@ -373,7 +374,7 @@ unsafe fn gemm_rounded<T: Float>(
         let product = unsafe { BlockedGemm::new(kernels, [rows, n, k], a.submatrix(first, 0), b, false, to) };
         // SAFETY: as above.
         unsafe { product.with_packed_b(packed).run(scratch) };
-        // SAFETY: these rows lie inside of c, and no other thread uses them meanwhile.
+        // SAFETY: these rows are within c, and no other thread uses them meanwhile.
         unsafe { store_rounded(wide, n, c.submatrix(first, 0)) };
         if k > 0 {
             on_finished(first..first + rows, 0..n);
@@ -391,12 +392,12 @@ unsafe fn store_rounded<T: Float>(wide: &[T::Acc], n: usize, c: MatrixPtrMut<T>)
         || {
             for (i, row) in wide.chunks_exact(n).enumerate() {
                 if c.col_stride == 1 {
-                    // SAFETY: row i lies inside of c, contiguous.
+                    // SAFETY: row i is within c, contiguous.
                     let to = unsafe { std::slice::from_raw_parts_mut(c.at(i, 0), n) };
                     to.iter_mut().zip(row).for_each(|(to, &sum)| *to = T::narrow(sum));
                 } else {
                     for (j, &sum) in row.iter().enumerate() {
-                        // SAFETY: (i, j) lies inside of c.
+                        // SAFETY: (i, j) is within c.
                         unsafe { *c.at(i, j) = T::narrow(sum) };
                     }
                 }

@@ -6,12 +6,12 @@ use std::time::{Duration, Instant};
 /// Thousandths of thread time that may be idle before finer tasks are worth their cost: they read operands again, some 5% of a
 /// product's time.
 const IDLE_MAX: u32 = 80;
-/// The most that a single measurement counts, in thousandths: one delay of a thread says little.
+/// The largest value of a single measurement, in thousandths: one delay of a thread is weak evidence.
 const SAMPLE_MAX: u32 = 400;
 /// Tasks per thread if threads have different speeds: a slow thread leaves most of its share to the others.
 const TASKS_FINE: usize = 4;
-/// One of so many products is split evenly all the same, to measure whether the threads are balanced again. A prime, so that it is not
-/// the same product of every step.
+/// The interval of sampled products: one of this many is split evenly anyway, to measure whether the threads are balanced again. A prime,
+/// so that it is not the same product of every step.
 const SAMPLE_EVERY: u32 = 31;
 
 /// A running mean of the time that threads idle at the end of evenly split products. Decides how later products are split, which does not
@@ -29,7 +29,7 @@ impl ImbalanceEstimate {
         if self.idle.load(Ordering::Relaxed) <= IDLE_MAX { 1 } else { TASKS_FINE }
     }
 
-    /// The same for a product that can be timed; now and then returns one, to sample.
+    /// Returns the number of tasks per thread for a product that can be timed: every [`SAMPLE_EVERY`] calls one, to sample.
     pub(crate) fn tasks_per_thread_sampled(&self) -> usize {
         let is_sample = self.products.fetch_add(1, Ordering::Relaxed).is_multiple_of(SAMPLE_EVERY);
         if is_sample { 1 } else { self.tasks_per_thread() }

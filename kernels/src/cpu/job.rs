@@ -120,9 +120,9 @@ impl Job<'_> {
 /// The loop of a worker: runs the jobs that are offered at its slot, until the slot is closed.
 pub(super) fn serve(slot: &WorkerSlot, thread: usize) {
     while let Some(job) = slot.take() {
-        // SAFETY: offers are made by `Job::offer_to_next` and `Job::run` alone and point to jobs that `Job::run` keeps until it has recalled
-        // them, which waits until this worker is done; jobs are shared between threads only through atomics, their task, which is `Sync`, and
-        // slots and handles of threads, which are too.
+        // SAFETY: offers are made by `Job::offer_to_next` and `Job::run` alone and point to jobs that `Job::run` keeps until it has
+        // recalled them, which waits until this worker is done; jobs are shared between threads only through atomics, their task, which
+        // is `Sync`, and slots and handles of threads, which are too.
         unsafe { &*job.cast::<Job<'_>>() }.run_tasks(thread);
         slot.finish();
     }

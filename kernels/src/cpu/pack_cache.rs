@@ -110,8 +110,8 @@ impl PackCache {
         Some(packed)
     }
 
-    /// Frees all packed forms, because another allocation needs the memory; returns whether there were any. Nothing more is packed until all
-    /// operands are gone.
+    /// Frees all packed forms, because another allocation needs the memory; returns whether there were any. Nothing more is packed until
+    /// all operands are gone.
     pub(crate) fn evict_all(&self) -> bool {
         if !self.is_in_use() {
             return false;

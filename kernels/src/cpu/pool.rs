@@ -29,7 +29,7 @@ pub struct Pool {
     pack_cache: Option<Arc<PackCache>>,
 }
 
-/// Scratch memory that one thread has used: it is in the caches of the thread's core.
+/// Scratch memory that one thread has used, which is in the caches of its core.
 #[derive(Default)]
 #[repr(align(128))]
 struct ScratchCache(Mutex<Vec<Scratch>>);
@@ -133,8 +133,8 @@ impl Pool {
         &self.imbalance
     }
 
-    /// Returns scratch memory of a thread for as long as a task holds the guard (see [`Pool::run_on_threads`]): what that thread returned
-    /// last, if any.
+    /// Returns scratch memory of a thread for as long as a task holds the guard (see [`Pool::run_on_threads`]): the memory that this
+    /// thread returned last, if any.
     pub(crate) fn scratch_for(&self, thread: usize) -> ScratchGuard<'_> {
         let cache = &self.scratch_caches[thread].0;
         let mut free = cache.lock().unwrap_or_else(PoisonError::into_inner);
@@ -168,7 +168,7 @@ impl Pool {
     /// threads each finds in its caches what it left there in an equal call before (if the second joins in time).
     ///
     /// # Panics
-    /// If a task panics, after all are done; with the [`KernelError`] with which a task unwound, if one did.
+    /// If a task panics, after all are done. A [`KernelError`] payload is passed on.
     pub(crate) fn run_on_threads(&self, count: usize, task: &ThreadTask<'_>) {
         if count <= 1 || self.workers.is_empty() {
             (0..count).for_each(|i| task(0, i));
@@ -178,9 +178,9 @@ impl Pool {
             match payload.downcast::<KernelError>() {
                 Ok(error) => resume_unwind(error),
                 Err(payload) => {
-                    // To drop it may panic again.
+                    // Dropping the payload may panic again.
                     std::mem::forget(payload);
-                    panic!("a kernel task panicked (its own message stands above)");
+                    panic!("a kernel task panicked (see its message above)");
                 }
             }
         }

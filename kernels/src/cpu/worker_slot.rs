@@ -19,7 +19,8 @@ const CLOSED: *mut () = without_provenance_mut(3);
 
 /// The state of one worker: `READY`, `PARKED`, `CLOSED`, an offered job, or a job in progress (its address with the lowest bit set).
 ///
-/// A caller that offers a job calls [`WorkerSlot::recall`] on every slot it was offered to, before the job ends. After that no worker uses it.
+/// A caller that offers a job calls [`WorkerSlot::recall`] on every slot it was offered to, before the job ends. After that no worker
+/// uses it.
 #[derive(Debug)]
 #[repr(align(128))]
 pub(super) struct WorkerSlot {

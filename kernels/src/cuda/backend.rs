@@ -66,8 +66,8 @@ impl BackendProvider for CudaDevice {
         Device::Cuda(self.number)
     }
 
-    fn backend(&self, settings: BackendConfig) -> Result<Arc<dyn Backend>, KernelError> {
-        Ok(Arc::new(Cuda::new(self, settings)?))
+    fn backend(&self, config: BackendConfig) -> Result<Arc<dyn Backend>, KernelError> {
+        Ok(Arc::new(Cuda::new(self, config)?))
     }
 }
 
@@ -163,24 +163,24 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Cuda {
-    fn new(device: &CudaDevice, settings: BackendConfig) -> Result<Cuda, KernelError> {
+    fn new(device: &CudaDevice, config: BackendConfig) -> Result<Cuda, KernelError> {
         let stream = Stream::new(&device.context)?;
         let chunks = Arc::new(DriverChunks::of(&device.context));
-        let memory = CachingAllocator::new(chunks, settings.memory_bytes_max);
+        let memory = CachingAllocator::new(chunks, config.memory_bytes_max);
         let workspace = memory.alloc(WORKSPACE_BYTES)?;
         let mut records = memory.alloc(FAULTS_MAX * FAULT_BYTES)?;
         stream.clear(&mut records)?;
         let rank = RankState {
             number: device.number,
             shared_bytes_max: device.properties.shared_bytes_max,
-            num_threads: settings.num_threads,
+            num_threads: config.num_threads,
             programs: device.programs.clone(),
             cost: Mutex::default(),
             memory,
             stream,
         };
         Ok(Cuda {
-            planner: Mutex::new(MatmulPlanner::new(&device.cublaslt, settings.precision)),
+            planner: Mutex::new(MatmulPlanner::new(&device.cublaslt, config.precision)),
             workspace,
             faults: Mutex::new(Faults { records, kernels: Vec::new() }),
             staging: Mutex::new(Staging::new(&device.context)?),
@@ -203,13 +203,13 @@ impl Cuda {
             match step {
                 Step::Grid(grid) => {
                     let mut faults = locked(&self.faults);
-                    let notes = grid.args.contains(&GridArg::Fault);
-                    let fault = if notes { faults.address(kernel.name) } else { 0 };
+                    let records_faults = grid.args.contains(&GridArg::Fault);
+                    let fault = if records_faults { faults.address(kernel.name) } else { 0 };
                     let operands = Operands { launch, scratch: &scratch, fault, faults: faults.base() };
                     drop(faults);
                     self.rank.programs.launch(&self.rank.stream, kernel.name, gpu.source, grid, &operands)?;
                 }
-                Step::Matmul(product) => {
+                Step::Matmul(matmul) => {
                     let runner = MatmulRunner {
                         memory: &memory,
                         planner: &self.planner,
@@ -217,7 +217,7 @@ impl Cuda {
                         stream: &self.rank.stream,
                         run: &|kernel, launch| self.run(kernel, launch),
                     };
-                    runner.run(launch, *product)?;
+                    runner.run(launch, *matmul)?;
                 }
             }
         }

@@ -82,11 +82,11 @@ impl PendingOps {
     fn release_up_to(&mut self, op: u64) {
         self.waited_for = op;
         self.uses.retain(|address, used| {
-            let goes_on = used.written.max(used.read) > op;
-            if !goes_on {
+            let is_pending = used.written.max(used.read) > op;
+            if !is_pending {
                 used.allocator.release(*address);
             }
-            goes_on
+            is_pending
         });
     }
 }

@@ -258,8 +258,8 @@ fn pending_collectives_retain_limited_memory() {
         compute.begin_async().unwrap().expect("a GPU has a communication stream").record_stream(&x);
         compute.end_async().unwrap();
     }
-    let kept = compute.memory().in_use_bytes - before;
-    assert!((1..100 * 4 * N).contains(&kept), "{kept}");
+    let retained = compute.memory().in_use_bytes - before;
+    assert!((1..100 * 4 * N).contains(&retained), "{retained}");
 }
 
 #[test]
@@ -268,7 +268,7 @@ fn graphs_and_collectives_wait_for_each_other() {
     let (compute, mut gate) = rank(&folder);
     let x = upload(&*compute, &[9f32; N]).unwrap();
     let error = compute.capture(&mut || compute.begin_async().map(drop)).unwrap_err();
-    assert_eq!(error.to_string(), "work that is being captured records an event for other back ends");
+    assert_eq!(error.to_string(), "graph capture: a graph cannot contain work that records an event for other back ends");
     let (mut y, mut z) = (start_copy(&*compute, &gate, &x), compute.alloc(4 * N).unwrap());
     let graph = compute.capture(&mut || twice(&*compute, &y, &mut z, N, 1.0)).unwrap();
     compute.replay(&graph).unwrap();

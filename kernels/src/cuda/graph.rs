@@ -47,7 +47,7 @@ pub(super) type CaptureState = Mutex<Option<CapturedBuffers>>;
 /// Captures the work that a function submits to a stream, without executing it.
 pub(super) fn capture(
     stream: &Stream,
-    home: &Arc<CachingAllocator>,
+    rank_memory: &Arc<CachingAllocator>,
     capture_state: &CaptureState,
     work: &mut dyn FnMut() -> Result<(), KernelError>,
 ) -> Result<CapturedGraph, KernelError> {
@@ -55,17 +55,17 @@ pub(super) fn capture(
     if state().is_some() {
         return Err(KernelError::NotCapturable { what: "captures other work" });
     }
-    // The graph allocates chunks of its own. Chunks cannot be freed during capture, because that waits for all work of the GPU.
-    home.release_empty_chunks();
-    let ends = ClearOnDrop(capture_state);
-    let begun = StreamCapture::new(stream)?;
-    *state() = Some(CapturedBuffers::new(home));
-    let done = work();
+    // Frees memory for the graph, which allocates its own chunks. During capture no chunk can be freed: that waits for all work of the GPU.
+    rank_memory.release_empty_chunks();
+    let clear_state = ClearOnDrop(capture_state);
+    let stream_capture = StreamCapture::new(stream)?;
+    *state() = Some(CapturedBuffers::new(rank_memory));
+    let result = work();
     let buffers = state().take().expect("bug: the capture ended early");
-    let program = begun.end();
-    drop(ends);
-    match done.and(program) {
-        Ok(program) => Ok(CapturedGraph { program, _buffers: buffers }),
+    let exec = stream_capture.end();
+    drop(clear_state);
+    match result.and(exec) {
+        Ok(exec) => Ok(CapturedGraph { exec, _buffers: buffers }),
         Err(error) => {
             let bytes = buffers.memory.stats().in_use_bytes;
             Err(if bytes > 0 { KernelError::CaptureOutputHeld { bytes } } else { error })
@@ -103,17 +103,17 @@ impl<'a> StreamCapture<'a> {
 
     fn close(&mut self) -> Result<GraphExec, KernelError> {
         self.is_open = false;
-        let (context, mut graph, mut program) = (self.stream.context(), ptr::null_mut(), ptr::null_mut());
+        let (context, mut graph, mut exec) = (self.stream.context(), ptr::null_mut(), ptr::null_mut());
         let table = context.bound()?;
         // SAFETY: the stream is alive and in capture; the out-pointers outlive the calls. The graph is destroyed here, the
         // executable graph once, when the returned value is dropped.
         unsafe {
             table.cuStreamEndCapture(self.stream.handle(), &mut graph)?;
-            let made = table.cuGraphInstantiateWithFlags(&mut program, graph, 0);
+            let made = table.cuGraphInstantiateWithFlags(&mut exec, graph, 0);
             let destroyed = table.cuGraphDestroy(graph);
             made?;
-            let program = GraphExec { context: context.clone(), handle: program.expose_provenance() };
-            destroyed.map(|()| program)
+            let exec = GraphExec { context: context.clone(), handle: exec.expose_provenance() };
+            destroyed.map(|()| exec)
         }
     }
 }
@@ -147,14 +147,14 @@ impl Drop for GraphExec {
 /// An executable graph, and the memory that it uses.
 #[derive(Debug)]
 pub(super) struct CapturedGraph {
-    program: GraphExec,
+    exec: GraphExec,
     _buffers: CapturedBuffers,
 }
 
 impl CapturedGraph {
     /// Submits the graph to the stream on which it was captured.
     pub(super) fn replay(&self, stream: &Stream) -> Result<(), KernelError> {
-        let handle: CUgraphExec = ptr::with_exposed_provenance_mut(self.program.handle);
+        let handle: CUgraphExec = ptr::with_exposed_provenance_mut(self.exec.handle);
         // SAFETY: graph and stream are alive. The graph retains the memory at its addresses, and work on that memory is submitted
         // to this stream alone.
         unsafe { stream.context().bound()?.cuGraphLaunch(handle, stream.handle()) }

@@ -9,7 +9,7 @@ use crate::error::KernelError;
 /// The libraries and GPUs of a machine.
 #[derive(Clone, Debug)]
 pub struct Report {
-    /// For each library its name, and its file and version, or an error that says how to mend it.
+    /// For each library its name, and its file and version, or an error that says how to fix it.
     pub libraries: Vec<(&'static str, Result<String, KernelError>)>,
     /// The GPUs, by number.
     pub devices: Vec<Result<DeviceProperties, KernelError>>,

@@ -35,7 +35,8 @@ const fn kernel(name: &'static str, gpu: GpuCode) -> Kernel {
     }
 }
 
-/// y[i] = T(factor * x[i * stride[1]] + more + rate + shift), through scratch memory; an index fault if the scratch value is not in 0..1000.
+/// y[i] = T(factor * x[i * stride[1]] + more + rate + shift), through scratch memory; an index fault if the scratch value is not in
+/// 0..1000.
 static TWICE: Kernel = kernel(
     "twice",
     GpuCode {
@@ -118,11 +119,11 @@ pub(super) fn twice(
 
 #[test]
 fn missing_or_old_library_is_an_error_that_says_what_to_install() {
-    let refused = |words: &str, text: &str| {
-        let Some(folder) = fake::gpu(words) else { return };
+    let refused = |options: &str, text: &str| {
+        let Some(folder) = fake::gpu(options) else { return };
         let error = CudaDevice::open(&folder.search_paths(), 0).unwrap_err();
-        let KernelError::Library { why, help, .. } = &error else { panic!("{words}: {error}") };
-        assert!(why.contains(text) && help.contains("install"), "{words}: {error}");
+        let KernelError::Library { why, help, .. } = &error else { panic!("{options}: {error}") };
+        assert!(why.contains(text) && help.contains("install"), "{options}: {error}");
     };
     refused("driver=12080", "is for CUDA 12.8, and 13.0 or newer is needed");
     refused("nvrtc=12", "is for CUDA 12.0, and 13.0 or newer is needed");
@@ -267,7 +268,7 @@ fn out_of_memory_and_lost_contexts_are_reported() {
     let error = twice(&*gpu, &x, &mut y, 4, 1.0).and_then(|()| gpu.synchronize()).unwrap_err();
     assert!(matches!(&error, KernelError::Device { is_permanent: true, .. }), "{error}");
     assert!(
-        error.to_string().contains("CUDA_ERROR_LAUNCH_FAILED (719); the device answers nothing more"),
+        error.to_string().contains("CUDA_ERROR_LAUNCH_FAILED (719); the device context is lost"),
         "{error}"
     );
 }
@@ -355,8 +356,8 @@ fn epilogue<T: Element>(
     let whole = Strides::contiguous(&[g, m, n]);
     let line = Strides::contiguous(&[n]);
     // The residual has an offset.
-    let behind = whole.clone().at(3);
-    let views = [&Strides::contiguous(&[g, m, k]), &b_view, &line, &behind];
+    let with_offset = whole.clone().at(3);
+    let views = [&Strides::contiguous(&[g, m, k]), &b_view, &line, &with_offset];
     let [a, b, bias, residual] = operands;
     let buffers = [up(a), up(b), up(bias), up(&[&[55.0; 3], residual].concat())];
     let inputs: Vec<Arg<'_>> =
@@ -430,8 +431,8 @@ fn f32_matmul_follows_the_precision_setting() {
 fn epilogues_match_known_values_with_and_without_library_support() {
     let memory =
         |n: usize, by: usize| (0..n).map(|i| ((i * by + 11) % 17) as f64 / 4.0 - 2.0).collect::<Vec<f64>>();
-    for words in ["", "plain-products"] {
-        let Some(folder) = fake::gpu(words) else { return };
+    for options in ["", "plain-products"] {
+        let Some(folder) = fake::gpu(options) else { return };
         let gpu = backend(&folder);
         let shapes = [
             ([1, 5, 8, 6], false),
@@ -454,13 +455,13 @@ fn epilogues_match_known_values_with_and_without_library_support() {
             let got = epilogue::<f32>(&*gpu, number, shape, operands);
             let exact = expected_epilogue(number, shape, operands);
             let mut both = got.iter().flatten().zip(exact.iter().flatten());
-            assert!(both.all(|(x, y)| (x - y).abs() < 1e-4), "{words} {number} {shape:?}: {got:?} {exact:?}");
+            assert!(both.all(|(x, y)| (x - y).abs() < 1e-4), "{options} {number} {shape:?}: {got:?} {exact:?}");
         }
         // 256 + 1 + 1 with eight bits: the fused epilogue rounds once, separate kernels round twice.
         let (a, b, bias) = ([256.0, 1.0], [1.0; 16], [1.0; 8]);
         let [c, _] = epilogue::<half::bf16>(&*gpu, 0, ([1, 1, 8, 2], false), [&a, &b, &bias, &bias]);
-        assert_eq!(c, [if words.is_empty() { 258.0 } else { 256.0 }; 8]);
+        assert_eq!(c, [if options.is_empty() { 258.0 } else { 256.0 }; 8]);
         let [c, _] = epilogue::<half::bf16>(&*gpu, 3, ([1, 1, 8, 2], false), [&a, &b, &bias, &bias]);
-        assert_eq!(c, [if words.is_empty() { 260.0 } else { 256.0 }; 8], "259 is a tie, and 260 is even");
+        assert_eq!(c, [if options.is_empty() { 260.0 } else { 256.0 }; 8], "259 is a tie, and 260 is even");
     }
 }

@@ -15,7 +15,7 @@ pub(in crate::op) fn choose<V>(is_first: bool, a: V, b: V) -> V {
 
 /// Returns whether x is NaN.
 #[inline(always)]
-#[expect(clippy::eq_op, reason = "only not-a-number differs from itself")]
+#[expect(clippy::eq_op, reason = "only NaN differs from itself")]
 pub(in crate::op) fn is_nan<R: Real>(x: R) -> bool {
     x != x
 }
@@ -56,7 +56,7 @@ formulas! {
     /// 1 / (1 + e^-x).
     fn sigmoid(x) { R::ONE / (R::ONE + (-x).exp()) }
 
-    /// x, or the nearer end of -limit to limit; NaN stays.
+    /// x clamped to -limit .. limit; NaN stays.
     fn within(x, limit) { choose(x > limit, limit, choose(x < -limit, -limit, x)) }
 
     /// 0.5 (1 + tanh u) = sigmoid(2 u) with u = sqrt(2/pi) (x + 0.044715 x^3): exact in both tails, where 1 + tanh cancels.
@@ -65,18 +65,19 @@ formulas! {
     /// The derivative of x s(g(x)), where s is the sigmoid with value `s` and `slope` is the derivative of g.
     fn gate_slope(x, s, slope) { x.fma(slope * (s * (R::ONE - s)), s) }
 
-    /// The derivative of x gelu_gate(x), for x of which the gate's slope is finite.
+    /// The derivative of x gelu_gate(x), for x with a finite slope of the gate.
     fn gelu_slope_near(x) {
         gate_slope(x, gelu_gate(x), (x * x).fma(R::lit(6.0 * ROOT_2_BY_PI * CUBIC), R::lit(2.0 * ROOT_2_BY_PI)))
     }
 
-    /// The same for all x. Beyond 16 the gate is 0 or 1 in f64 too; without the limit its slope would be infinity times 0.
+    /// The derivative of gelu for all x. Beyond 16 the gate is 0 or 1 in f64 too; without the limit its slope would be infinity times 0.
     fn gelu_slope(x) { gelu_slope_near(within(x, R::lit(16.0))) }
 
     /// Phi(x) + x e^(-x^2 / 2) / sqrt(2 pi), for finite x.
     fn gelu_exact_slope_near(x) { (x * R::lit(ONE_BY_ROOT_2_PI)).fma((-x).bell(), (-x).tail()) }
 
-    /// The same for all x. Beyond 40 the exponential is 0 in f64 too; without the limit it would be multiplied by infinity.
+    /// The derivative of exact gelu for all x. Beyond 40 the exponential is 0 in f64 too; without the limit it would be multiplied by
+    /// infinity.
     fn gelu_exact_slope(x) { gelu_exact_slope_near(within(x, R::lit(40.0))) }
 
     /// The derivative of the error function.

@@ -9,7 +9,7 @@ use crate::op::rows::no_float;
 pub(in crate::op) use crate::op::pointwise::gpu::SOURCE as FORMULA_SOURCE;
 pub(in crate::op) const SOURCE: &str = include_str!("gpu_row_values.cu");
 
-/// Threads of a block; the same constant as in the source.
+/// Threads of a block; equal to the constants in the CUDA source.
 const THREADS: usize = 256;
 /// Longer rows have a block each, others a warp.
 const WARP_MAX: usize = 1024;

@@ -15,7 +15,7 @@ const WARPS: usize = 128;
 /// Threads per block for flat runs of elements.
 pub(crate) const FLAT: usize = 256;
 
-/// Returns the elements of 16 bytes.
+/// Returns the number of elements in a chunk of 16 bytes.
 pub(crate) fn width(dtype: DType) -> usize {
     16 / dtype.size()
 }
@@ -50,20 +50,20 @@ pub(crate) struct Rows {
     threads: usize,
     /// Chunks of 16 bytes that a thread holds in registers; 0: rows are read again in each pass.
     pub(crate) held: usize,
-    /// Whether a chunk can be loaded at once.
+    /// Whether chunks are aligned, so that they are loaded as vectors.
     pub(crate) is_aligned: bool,
     /// The macros of the source.
     defines: Vec<(&'static str, Cow<'static, str>)>,
 }
 
 impl Rows {
-    /// Rows of n elements are held in registers if not too long for so many threads; longer ones are read again in each pass. Threads and
-    /// chunks depend on the dtype and n only.
-    pub(crate) fn new(launch: &Launch<'_>, dtype: DType, n: usize, threads_that_hold: usize) -> Rows {
+    /// Distributes rows of n elements. Rows are held in registers if at most `held_threads_max` threads suffice; longer rows are read
+    /// again in each pass. Threads and chunks depend only on the dtype and n.
+    pub(crate) fn new(launch: &Launch<'_>, dtype: DType, n: usize, held_threads_max: usize) -> Rows {
         let chunks = n.div_ceil(width(dtype)).max(1);
         let threads = chunks.div_ceil(HELD).next_multiple_of(32).min(THREADS);
         let held = chunks.div_ceil(threads);
-        let held = if threads <= threads_that_hold && held <= HELD { held } else { 0 };
+        let held = if threads <= held_threads_max && held <= HELD { held } else { 0 };
         let is_aligned = is_aligned(launch, dtype, n);
         let mut rows = Rows { threads, held, is_aligned, defines: defines(dtype, is_aligned) };
         let numbers = [("THREADS", threads), ("HELD", held), ("BLOCK", rows.block())];
@@ -87,7 +87,7 @@ impl Rows {
         self.block() / self.threads
     }
 
-    /// Returns a grid for so many rows.
+    /// Returns a grid for `rows` rows.
     pub(crate) fn grid(&self, entry: &'static str, rows: usize, args: Vec<GridArg>) -> Grid {
         let (blocks, defines) = ([rows.div_ceil(self.of_block()) as u32, 1, 1], self.defines.clone());
         Grid { entry, defines, blocks, threads: self.block() as u32, shared_bytes: 0, args }

@@ -4,7 +4,7 @@
 use crate::gpu::{Grid, GridArg, LaunchPlan};
 use std::borrow::Cow;
 
-/// The same constant as in the source.
+/// Equals the constant in the CUDA source.
 const THREADS: u32 = 256;
 const TILE: usize = 2048;
 
@@ -15,9 +15,9 @@ pub(crate) struct Sorting {
     pub(crate) rows: usize,
     /// Elements of a row, fewer than 2^32.
     pub(crate) n: usize,
-    /// Items wanted of each row.
+    /// The sorted items to store per row, the first k.
     pub(crate) k: usize,
-    /// Whether keys have 64 bits, as the macro `WIDE` says.
+    /// Whether keys have 64 bits: the macro `WIDE`.
     pub(crate) is_wide: bool,
 }
 
@@ -86,7 +86,7 @@ impl Sorting {
         (self.rows * self.n.div_ceil(TILE)).div_ceil(TILE / self.segment())
     }
 
-    /// Returns the launch parameters for runs of this length.
+    /// Returns the bytes of the stored items of all runs of length `span`.
     fn bytes(&self, span: usize) -> usize {
         self.rows * self.n.div_ceil(span) * self.k.min(span) * if self.is_wide { 16 } else { 8 }
     }

@@ -127,8 +127,7 @@ impl<'a> Case<'a> {
         self
     }
 
-    /// Allows the fast path so many units in the last place of a 16-bit output at its largest magnitude, where the contract allows operands to
-    /// be rounded.
+    /// Allows the fast path an extra error in ulps of a 16-bit output at its largest magnitude, where the contract allows rounded operands.
     pub(crate) fn allow(mut self, units: f64) -> Self {
         self.allowance = units;
         self
@@ -244,7 +243,7 @@ impl<'a> Case<'a> {
         Ok(outputs.iter().zip(&written).map(|(o, buffer)| load(buffer, o.kind.dtype(tested))).collect())
     }
 
-    /// `allowance`: see [`LaunchPlan::allow`](crate::gpu::LaunchPlan::allow).
+    /// Compares outputs with the exact ones. `allowance` is in ulps, as [`LaunchPlan::extra_ulps`](crate::gpu::LaunchPlan::extra_ulps).
     fn compare(
         &self,
         who: &str,
@@ -274,7 +273,7 @@ impl<'a> Case<'a> {
             }
             let same = |p: usize| got[number][p].to_bits() == before[p].to_bits();
             if let Some(place) = (0..before.len()).find(|&p| !touched[p] && !same(p)) {
-                return Err(format!("{who}, output {number}: wrote outside of its view at {place}"));
+                return Err(format!("{who}, output {number}: wrote outside of its view, at offset {place}"));
             }
         }
         Ok(())
@@ -295,7 +294,7 @@ fn agrees(dtype: DType, got: f64, exact: f64, allowed: f64) -> bool {
     got == exact_rounded || (got.is_nan() && exact.is_nan()) || (got - exact).abs() <= allowed
 }
 
-/// Returns one unit in the last place of a dtype at a magnitude (0 for integers, which must agree exactly).
+/// Returns one ulp (unit in the last place) of a dtype at a magnitude (0 for integers, which must agree exactly).
 pub(crate) fn unit(dtype: DType, at: f64) -> f64 {
     let (digits, exponent_min) = match dtype {
         DType::F64 => (52, -1022),
@@ -349,7 +348,7 @@ fn reversed(operand: &Operand) -> Operand {
     moved(operand, Strides::contiguous(&shape).permute(&order))
 }
 
-/// Returns the same values with unused elements before, between and behind them.
+/// Returns the same values with unused elements before, between and after them.
 fn gapped(operand: &Operand) -> Operand {
     let mut view =
         Strides::contiguous(&operand.view.shape.iter().map(|n| n + 1).collect::<Vec<_>>()).geometry();

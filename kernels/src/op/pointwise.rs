@@ -15,7 +15,7 @@ use crate::op::rows::{holds, write};
 use crate::op::strided_iter::{StridedIter, element_offset};
 use half::{bf16, f16};
 
-/// Elements per task: enough to outlast the hand-over, and few enough for the cache of one core.
+/// Elements per task: enough to amortise the hand-over, and few enough for the cache of one core.
 pub(crate) const TASK: usize = 1 << 14;
 
 /// Elements gathered or widened at a time.
@@ -298,7 +298,7 @@ pub(crate) fn plain<const N: usize>(
     Ok(())
 }
 
-/// The same on elements of the accumulator type.
+/// y_i = f(x0_i, x1_i, ...) on elements of the accumulator type, element by element.
 pub(crate) fn plain_as<const N: usize, T: Element, U: Element>(
     inputs: [&Arg<'_>; N],
     y: &mut ArgMut<'_>,
@@ -325,7 +325,7 @@ pub(crate) const fn names(pattern: &str) -> usize {
     commas + 1
 }
 
-/// Defines a table of elementwise kernels, one per line: constant, kernel name, operations per element, bound in units of the last place,
+/// Defines a table of elementwise kernels, one per line: constant, kernel name, operations per element, bound in ulps,
 /// inputs and two scalars (0 if a launch has fewer), formula, and optionally the formula for i64. The float formula is compiled for f32 and
 /// f64; the reference evaluates it in f64. The text of both is also compiled as CUDA C++ (see [`crate::op::formula`]).
 macro_rules! pointwise {

@@ -1,4 +1,4 @@
-//! Helpers of row-wise kernels: contiguous operands as slices, fixed tasks, and sums in a fixed order.
+//! Row-wise kernels: contiguous operands as slices, fixed tasks, and sums in a fixed order.
 
 use crate::cpu::simd::{prefetch_after, prefetch_ahead};
 use crate::cpu::{Pool, vectorized};
@@ -14,10 +14,10 @@ pub(crate) const LANES: usize = 16;
 /// exceed the bounds of kernels.
 const CHUNKS_PER_SUM: usize = 64;
 
-/// About how many elements one task handles: enough to outlast the hand-over, and few enough for the cache of one core.
+/// The approximate number of elements per task: enough to amortise the hand-over, and few enough for the cache of one core.
 const TASK: usize = 1 << 14;
 
-/// Sums over rows are formed in blocks of so many rows, and the blocks added up in order.
+/// Rows per block of sums over rows; blocks are combined in order.
 pub(crate) const ROWS_PER_SUM: usize = 32;
 
 /// Columns of such sums per task.
@@ -107,7 +107,7 @@ pub(crate) fn check_indices(kernel: &'static str, indices: &[i64], rows: i64) ->
     Err(KernelError::Index { kernel, index: indices[position], position, rows: rows as usize })
 }
 
-/// The error of a kernel whose operand is no float.
+/// Returns the error of a kernel whose operand is not a float.
 pub(crate) fn no_float(kernel: &'static str, dtype: DType) -> Result<(), KernelError> {
     Err(KernelError::DType { kernel, dtype })
 }
@@ -125,13 +125,13 @@ fn fold<R: Real>(mut lanes: [R; LANES], join: impl Fn(R, R) -> R) -> R {
     lanes[0]
 }
 
-/// Chunks of a row whose maxima are found beside those of the chunks before: one after the other they would wait for each other.
+/// Chunks of a row whose maxima are independent of those of earlier chunks, so that the CPU overlaps the comparisons.
 const CHUNKS_PER_MAX: usize = 8;
 
-/// The largest element, as seen through `value`; NaN is passed over. Negative infinity for an empty row.
+/// Returns the largest `value` of the elements, ignoring NaN; negative infinity for an empty row.
 #[inline(always)]
 pub(crate) fn largest<T: Copy, R: Real>(x: &[T], value: impl Fn(T) -> R) -> R {
-    // A comparison and a choice, in this order, are one instruction.
+    // A comparison and a selection in this order compile to one instruction.
     let larger = |a: R, b: R| if b > a { b } else { a };
     let mut lanes = [R::NEG_INFINITY; LANES];
     let (chunks, rest) = x.as_chunks::<LANES>();
@@ -159,25 +159,25 @@ pub(crate) fn largest<T: Copy, R: Real>(x: &[T], value: impl Fn(T) -> R) -> R {
     fold(lanes, larger)
 }
 
-/// The sum of `term` over a row.
+/// Returns the sum of `term` over a row.
 #[inline(always)]
 pub(crate) fn sum<T: Copy, R: Real>(x: &[T], term: impl Fn(T) -> R) -> R {
     sum_triples(x, x, x, |x, _, _| term(x))
 }
 
-/// The same, with the cache lines asked for that lie so many bytes behind: for terms that leave time for it.
+/// Returns the sum of `term` over a row, prefetching the cache lines `bytes` bytes ahead; for terms with enough arithmetic.
 #[inline(always)]
 pub(crate) fn sum_before<T: Copy, R: Real>(x: &[T], bytes: usize, term: impl Fn(T) -> R) -> R {
     sum_prefetching(x, x, x, |chunk, _| prefetch_after(chunk, bytes), |x, _, _| term(x))
 }
 
-/// The sum of `term` over two rows side by side.
+/// Returns the sum of `term` over two rows.
 #[inline(always)]
 pub(crate) fn sum_pairs<T: Copy, U: Copy, R: Real>(x: &[T], y: &[U], term: impl Fn(T, U) -> R) -> R {
     sum_triples(x, y, y, |x, y, _| term(x, y))
 }
 
-/// The sum of `term` over three rows side by side.
+/// Returns the sum of `term` over three rows.
 #[inline(always)]
 pub(crate) fn sum_triples<T: Copy, U: Copy, V: Copy, R: Real>(
     x: &[T],
@@ -188,7 +188,7 @@ pub(crate) fn sum_triples<T: Copy, U: Copy, V: Copy, R: Real>(
     sum_prefetching(x, y, z, |_, _| (), term)
 }
 
-/// The same; `prefetch` sees each whole chunk of x and of z before its terms are found.
+/// Returns the sum of `term` over three rows; calls `prefetch` with each whole chunk of x and of z before its terms are computed.
 #[inline(always)]
 pub(crate) fn sum_prefetching<T: Copy, U: Copy, V: Copy, R: Real>(
     x: &[T],
@@ -219,10 +219,10 @@ pub(crate) fn sum_prefetching<T: Copy, U: Copy, V: Copy, R: Real>(
     fold(lanes, |a, b| a + b)
 }
 
-/// Blocks that are added up before they meet the rest: an f32 that grows loses what is added to it.
+/// Blocks per group: groups are summed separately, because a large f32 sum would lose small terms.
 const BLOCKS_TOGETHER: usize = 64;
 
-/// Adds up blocks of `out.len()` partial sums: groups of them in order, then the groups.
+/// Sums blocks of `out.len()` partial sums: the blocks of a group in order, then the groups.
 pub(crate) fn add_blocks<T: Float>(pool: &Pool, blocks: &[T::Acc], out: &mut [T]) {
     let width = out.len();
     pool.chunks(out, COLUMNS_PER_TASK, |i, out| {
@@ -256,7 +256,7 @@ mod tests {
         assert_eq!(sum_pairs(&x, &x, |a, b| a * b), 16206.0);
         assert_eq!(largest(&x, |v| -v), 0.0);
         assert_eq!(largest(&[f32::NAN, -3.0, f32::NAN], |v| v), -3.0);
-        // In each place of a group of chunks, of those behind, and of the rest; of equal numbers the first one counts.
+        // The maximum at each position of groups of chunks, single chunks and the rest; of equal numbers, the first.
         for n in [8 * LANES, 8 * LANES + 1, 19 * LANES + 5] {
             for at in 0..n {
                 let mut x = vec![f32::NAN; n];
@@ -270,7 +270,7 @@ mod tests {
         assert_eq!(sum(&[] as &[f64], |v| v), 0.0);
     }
 
-    /// Lane after lane, as plainly as can be.
+    /// A plain reference: lane by lane.
     fn first_largest(x: &[f32]) -> f32 {
         let larger = |a: f32, b: f32| if b > a { b } else { a };
         let lane = |i: usize| x.iter().skip(i).step_by(LANES).copied().fold(f32::NEG_INFINITY, larger);

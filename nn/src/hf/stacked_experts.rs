@@ -6,7 +6,7 @@ use shardgrad_tensor::DType;
 use std::collections::{BTreeMap, HashMap};
 
 /// Name, dtype and shape of a tensor.
-type Entry = (String, DType, Vec<usize>);
+type TensorSpec = (String, DType, Vec<usize>);
 
 /// The part of tensor names before the expert index.
 const EXPERTS_INFIX: &str = ".experts.";
@@ -34,7 +34,7 @@ fn stack_and_index(name: &str) -> Option<(String, usize)> {
     Some((format!("{before}{EXPERTS_INFIX}*.{after}"), index))
 }
 
-/// Returns the name of the tensor with index `index` in a stack.
+/// Returns the name of the tensor at `index` of a stack.
 pub(super) fn member_name(stack: &str, index: usize) -> String {
     stack.replacen('*', &index.to_string(), 1)
 }
@@ -85,8 +85,8 @@ impl StackedExperts {
 }
 
 /// Replaces each stack of a list by its tensors, as files hold them.
-pub(super) fn unstack(entries: &[Entry]) -> Vec<Entry> {
-    let each = |(name, dtype, shape): &Entry| match shape.split_first() {
+pub(super) fn unstack(entries: &[TensorSpec]) -> Vec<TensorSpec> {
+    let each = |(name, dtype, shape): &TensorSpec| match shape.split_first() {
         Some((count, rest)) if is_stacked_name(name) => {
             (0..*count).map(|index| (member_name(name, index), *dtype, rest.to_vec())).collect()
         }
@@ -104,7 +104,7 @@ mod tests {
 
     const STACK: &str = "layers.3.experts.*.w.weight";
 
-    fn named(name: &str, shape: &[usize]) -> Entry {
+    fn named(name: &str, shape: &[usize]) -> TensorSpec {
         (name.to_string(), DType::U8, shape.to_vec())
     }
 

@@ -15,7 +15,7 @@ use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::path::{Path, PathBuf};
 
 /// Name, dtype and shape of a tensor.
-pub type Entry = (String, DType, Vec<usize>);
+pub type TensorSpec = (String, DType, Vec<usize>);
 
 /// Writes a list of tensors into a folder, in order. All files have temporary names (`*.tmp-` and the process id)
 /// until the last one is complete, and the folder keeps the model that it had; dropped before that, the new files are
@@ -26,7 +26,7 @@ pub type Entry = (String, DType, Vec<usize>);
 pub struct WeightsWriter {
     dir: PathBuf,
     /// Files still to be written, with their tensors.
-    files: VecDeque<(String, Vec<Entry>)>,
+    files: VecDeque<(String, Vec<TensorSpec>)>,
     open_file: Option<TensorWriter>,
     /// Number of tensors still to come in the open file.
     tensors_left: usize,
@@ -54,7 +54,7 @@ struct Index {
 }
 
 /// Refuses two tensors of one name, in whichever files: the index could name only one.
-fn check_names(dir: &Path, entries: &[Entry]) -> Result<()> {
+fn check_names(dir: &Path, entries: &[TensorSpec]) -> Result<()> {
     let mut names = HashSet::new();
     match entries.iter().find(|(name, ..)| !names.insert(name)) {
         None => Ok(()),
@@ -78,7 +78,7 @@ impl WeightsWriter {
     pub fn create(
         dir: &Path,
         config: Option<&str>,
-        entries: &[Entry],
+        entries: &[TensorSpec],
         bytes_max: u64,
     ) -> Result<WeightsWriter> {
         WeightsWriter::begin(dir, config, entries, bytes_max, None)
@@ -88,7 +88,7 @@ impl WeightsWriter {
     pub(crate) fn with_step(
         dir: &Path,
         config: Option<&str>,
-        entries: &[Entry],
+        entries: &[TensorSpec],
         bytes_max: u64,
         step: u64,
     ) -> Result<WeightsWriter> {
@@ -98,16 +98,16 @@ impl WeightsWriter {
     fn begin(
         dir: &Path,
         config: Option<&str>,
-        entries: &[Entry],
+        entries: &[TensorSpec],
         bytes_max: u64,
         step: Option<u64>,
     ) -> Result<WeightsWriter> {
         let entries = &unstack(entries)[..];
         check_names(dir, entries)?;
         let lock = FolderLock::acquire(dir)?;
-        let bytes = |e: &Entry| (e.2.iter().product::<usize>() * e.1.size()) as u64;
+        let bytes = |e: &TensorSpec| (e.2.iter().product::<usize>() * e.1.size()) as u64;
         check_space(dir, entries.iter().map(bytes).sum())?;
-        let mut groups: Vec<Vec<Entry>> = vec![Vec::new()];
+        let mut groups: Vec<Vec<TensorSpec>> = vec![Vec::new()];
         let mut sum = 0;
         for entry in entries {
             if sum > 0 && sum + bytes(entry) > bytes_max {
@@ -121,7 +121,7 @@ impl WeightsWriter {
         let name = |i: usize| if count == 1 { WEIGHTS_FILE.to_string() } else { shard_name(i + 1, count) };
         let files: VecDeque<_> = groups.into_iter().enumerate().map(|(i, g)| (name(i), g)).collect();
         let index = (count > 1).then(|| {
-            let of_file = |(name, group): &(String, Vec<Entry>)| -> Vec<(String, String)> {
+            let of_file = |(name, group): &(String, Vec<TensorSpec>)| -> Vec<(String, String)> {
                 group.iter().map(|e| (e.0.clone(), name.clone())).collect()
             };
             Index {

@@ -65,11 +65,11 @@ impl Embedding {
     }
 
     /// Returns x weight^T, the logits of a tied output layer: `[.., d]` to `[.., num]`.
-    #[doc(alias = "lm_head")]
-    #[doc(alias = "as_linear")]
     ///
     /// # Panics
     /// Unwinds with an error if the last dim of x is not d.
+    #[doc(alias = "lm_head")]
+    #[doc(alias = "as_linear")]
     #[track_caller]
     #[must_use]
     pub fn logits(&self, x: &Var) -> Var {

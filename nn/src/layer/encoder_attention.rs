@@ -81,9 +81,11 @@ impl EncoderAttention {
         }
     }
 
-    /// Applies attention: `[b, t, d]` to `[b, t, d]`. The mask `[b, t]` is added to the scores of the keys: 0 for visible keys, a large negative number
-    /// for padding; with gathered keys the mask covers all keys. With a mask or dropout the attention weights are materialized,
-    /// `t * t` per head; without, attention is fused and stores none.
+    /// Applies attention: `[b, t, d]` to `[b, t, d]`.
+    ///
+    /// The mask `[b, t]` is added to the scores of the keys: 0 for visible keys, a large negative number for padding; with gathered
+    /// keys the mask covers all keys. With a mask or dropout the attention weights are materialized, `t * t` per head; without,
+    /// attention is fused and stores none.
     ///
     /// # Panics
     /// Unwinds with an error if x or the mask has another shape.

@@ -197,11 +197,11 @@ impl Bert {
     /// Returns the last hidden state of each token: `[b, t]` (i64) to `[b, t, d]`. `mask` is 1 for tokens and 0 for padding (i64,
     /// `[b, t]`; `None` for no padding); `types` are the token types (i64, `[b, t]`; `None` for all 0). Hidden states of padding are
     /// meaningless.
-    #[doc(alias = "last_hidden_state")]
-    #[doc(alias = "attention_mask")]
     ///
     /// # Panics
     /// Unwinds with `Kind::Shape` if the ids have other dims, or `t` exceeds `max_position_embeddings`.
+    #[doc(alias = "last_hidden_state")]
+    #[doc(alias = "attention_mask")]
     #[track_caller]
     #[must_use]
     pub fn hidden_states(&self, ids: &Var, mask: Option<&Var>, types: Option<&Var>) -> Var {
@@ -224,10 +224,10 @@ impl Bert {
     }
 
     /// Returns the pooled vector of each row from [`Bert::hidden_states`]: `[b, t, d]` to `[b, d]`.
-    #[doc(alias = "pooler_output")]
     ///
     /// # Panics
     /// Unwinds with `Kind::Unsupported` if the model has a masked language modeling head instead of a pooler.
+    #[doc(alias = "pooler_output")]
     #[track_caller]
     #[must_use]
     pub fn pool(&self, hidden: &Var) -> Var {

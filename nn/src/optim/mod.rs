@@ -19,5 +19,5 @@ pub use sgd::Sgd;
 pub use shardgrad_tensor::{OverflowCheck, HostStep};
 pub(crate) use hyperparameter::check_clip;
 pub use optimizer::{Optimizer, OptimizerState, StepArgs, UpdateReport};
-pub(crate) use optimizer::{Update, step};
+pub(crate) use optimizer::{OptimizerStep, step};
 pub use param_group::ParamGroup;

@@ -212,15 +212,16 @@ pub trait Optimizer: fmt::Debug {
 
 /// One optimizer step, with the tensors that the step reads and changes.
 #[derive(Debug)]
-pub(crate) struct Update {
-    step: OverflowCheck,
+pub(crate) struct OptimizerStep {
+    overflow_check: OverflowCheck,
     /// Gradients whose elements count on this rank.
     counted_gradients: Vec<Tensor>,
     loss: Option<PartialLoss>,
+    /// Parameters to update, with their gradients.
     updates: Vec<(Param, Tensor)>,
 }
 
-impl Update {
+impl OptimizerStep {
     /// Prepares a step; nothing is launched. The sum of the loss, if there is one, comes before the control sums.
     ///
     /// # Errors
@@ -230,20 +231,20 @@ impl Update {
         (rank, params): (&Rank, &[Param]),
         (mut gradients, loss): (Gradients, Option<PartialLoss>),
         args: StepArgs<'_>,
-    ) -> Result<Update> {
+    ) -> Result<OptimizerStep> {
         optim.check_params(params)?;
         let counted_gradients = counted_gradients(params, &gradients).cloned().collect();
         let trained = params.iter().filter(|param| !param.is_frozen());
         let updates = trained.filter_map(|param| Some((param.clone(), gradients.remove(&param.key())?)));
         let updates: Vec<(Param, Tensor)> = updates.collect();
-        let step = OverflowCheck::new(rank, step_inputs(optim, &updates, args)?, loss.is_some())?;
-        Ok(Update { step, counted_gradients, loss, updates })
+        let overflow_check = OverflowCheck::new(rank, step_inputs(optim, &updates, args)?, loss.is_some())?;
+        Ok(OptimizerStep { overflow_check, counted_gradients, loss, updates })
     }
 
     /// Uploads the hyperparameters of another step into the same memory. Returns false if their numbers do not fit.
     ///
     /// # Errors
-    /// As [`Update::new`].
+    /// As [`OptimizerStep::new`].
     pub(crate) fn upload_into(
         &mut self,
         optim: &mut dyn Optimizer,
@@ -251,7 +252,7 @@ impl Update {
         args: StepArgs<'_>,
     ) -> Result<bool> {
         optim.check_params(params)?;
-        self.step.upload_into(step_inputs(optim, &self.updates, args)?)
+        self.overflow_check.upload_into(step_inputs(optim, &self.updates, args)?)
     }
 
     /// Launches the gradient norm and the overflow check. One all-reduce over the whole mesh.
@@ -260,7 +261,7 @@ impl Update {
     /// Errors of the collective and of the kernels.
     pub(crate) fn check_overflow(&mut self, site: &'static Location<'static>) -> Result<()> {
         let losses = self.loss.as_ref().map_or((&[][..], 1), |loss| (&loss.tensors[..], loss.count));
-        self.step.check(&self.counted_gradients, losses, site)
+        self.overflow_check.check(&self.counted_gradients, losses, site)
     }
 
     /// Launches the update of the parameters.
@@ -270,7 +271,7 @@ impl Update {
     pub(crate) fn apply(&self, optim: &mut dyn Optimizer) -> Result<()> {
         let updates: Vec<(&Param, Tensor)> =
             self.updates.iter().map(|(param, gradient)| (param, gradient.clone())).collect();
-        optim.apply_update(&updates, &self.step)
+        optim.apply_update(&updates, &self.overflow_check)
     }
 
     /// Returns all tensors that the update writes: parameters and their optimizer state.
@@ -288,19 +289,19 @@ impl Update {
     /// # Errors
     /// Errors of the device.
     pub(crate) fn finish(&self, optim: &mut dyn Optimizer, in_progress: &mut bool) -> Result<UpdateReport> {
-        let outcome = self.step.read();
-        let StepOutcome { grad_norm, is_taken, sums, .. } = outcome.map_err(|error| self.fail(in_progress, error))?;
-        if is_taken {
+        let outcome = self.overflow_check.read();
+        let StepOutcome { grad_norm, is_applied, sums, .. } = outcome.map_err(|error| self.fail(in_progress, error))?;
+        if is_applied {
             optim.count_step(&self.updates.iter().map(|(param, _)| param).collect::<Vec<&Param>>());
         }
         *in_progress = false;
-        Ok(UpdateReport { grad_norm, control: sums, applied: is_taken })
+        Ok(UpdateReport { grad_norm, control: sums, applied: is_applied })
     }
 
     /// Extends the error of a failed step: its parameters are lost, unless the overflow check had already stopped the
     /// update, as it does when the device finds a fault in the gradients.
     pub(crate) fn fail(&self, in_progress: &mut bool, error: Error) -> Error {
-        if let Ok(StepOutcome { is_taken: false, .. }) = self.step.read() {
+        if let Ok(StepOutcome { is_applied: false, .. }) = self.overflow_check.read() {
             *in_progress = false;
             return error;
         }
@@ -329,12 +330,12 @@ fn step_inputs(optim: &mut dyn Optimizer, updates: &[(Param, Tensor)], args: Ste
 pub(crate) fn step(
     optim: &mut dyn Optimizer,
     rank_and_params: (&Rank, &[Param]),
-    results: (Gradients, Option<PartialLoss>),
+    gradients_and_loss: (Gradients, Option<PartialLoss>),
     args: StepArgs<'_>,
     in_progress: &mut bool,
 ) -> Result<UpdateReport> {
     let site = Location::caller();
-    let mut update = Update::new(optim, rank_and_params, results, args)?;
+    let mut update = OptimizerStep::new(optim, rank_and_params, gradients_and_loss, args)?;
     update.check_overflow(site)?;
     *in_progress = true;
     update.apply(optim).map_err(|error| update.fail(in_progress, error))?;

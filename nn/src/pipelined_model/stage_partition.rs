@@ -45,7 +45,7 @@ pub(super) fn choose<M: Module>(
 fn check_action_lists(lists: &Schedule, num_ranks: usize, num_microbatches: usize) -> Result<&Schedule> {
     if !lists.trains() {
         let text = format!("schedule {} has no backward pass, so it cannot train", lists.name);
-        let help = "add a backward action for each stage and microbatch (B0.3), or a split one (I0.3 and W0.3)";
+        let help = "add a backward action for each stage and microbatch, as in B0.3, or a split one, as in I0.3 and W0.3";
         return Err(Error::new(Kind::Config, text).detail("help", help));
     }
     let expected = [lists.ranks.len(), lists.num_microbatches];

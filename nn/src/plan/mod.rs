@@ -18,13 +18,13 @@ use std::fmt;
 /// A plan is an ordered list of rules; for the same name and axis a later rule overrides an earlier one. A rule is a glob
 /// pattern over names (see [`matches()`]) and one word per axis:
 ///
-/// | word | state on axis `tp` |
+/// | word | placement on axis `tp` |
 /// |---|---|
 /// | `tp@1` | dim 1 is sharded |
 /// | `tp~` | every rank has a copy, with a gradient of its own (replicate) |
 /// | `tp=` | every rank has the same copy and the same gradient (invariant) |
 /// | `tp+` | every rank has a partial sum |
-/// | `tp@1\|@2` | the first state that leaves no rank with an empty shard; if none does, the one with the fewest empty shards |
+/// | `tp@1\|@2` | the first placement that leaves no rank with an empty shard; if none does, the one with the fewest empty shards |
 ///
 /// Several axes on one dim shard it in the order of their rules, the first axis outermost. Rules of axes that a mesh does not
 /// have are ignored, so one plan serves many meshes. Parameters without a rule are invariant (`=`); activations without a
@@ -67,16 +67,16 @@ impl Plan {
     #[doc(alias = "ZeRO")]
     #[doc(alias = "FullyShardedDataParallel")]
     #[must_use]
-    pub fn store(self, pattern: &str, states: &str) -> Plan {
-        self.rule(RuleTarget::Store, pattern, states, false)
+    pub fn store(self, pattern: &str, placements: &str) -> Plan {
+        self.rule(RuleTarget::Store, pattern, placements, false)
     }
 
     /// Adds a rule for the layout in which layers use parameters, where it differs from the stored one. A parameter moves there once
     /// a step (an all-gather for FSDP), and its gradient moves back (a reduce-scatter).
     #[doc(alias = "FSDP")]
     #[must_use]
-    pub fn compute(self, pattern: &str, states: &str) -> Plan {
-        self.rule(RuleTarget::Compute, pattern, states, false)
+    pub fn compute(self, pattern: &str, placements: &str) -> Plan {
+        self.rule(RuleTarget::Compute, pattern, placements, false)
     }
 
     /// Adds a rule for the layout of activations at [`ActivationPoint`](crate::ActivationPoint)s, for example sequence parallelism.
@@ -86,8 +86,8 @@ impl Plan {
     #[doc(alias = "with_sharding_constraint")]
     #[doc(alias = "PrepareModuleInput")]
     #[must_use]
-    pub fn point(self, pattern: &str, states: &str) -> Plan {
-        self.rule(RuleTarget::Point, pattern, states, false)
+    pub fn point(self, pattern: &str, placements: &str) -> Plan {
+        self.rule(RuleTarget::Point, pattern, placements, false)
     }
 
     /// Combines two plans: the rules of this plan, then those of the other.
@@ -110,11 +110,11 @@ impl Plan {
         self
     }
 
-    fn rule(mut self, target: RuleTarget, pattern: &str, states: &str, optional: bool) -> Plan {
-        if states.split_whitespace().next().is_none() {
-            self.errors.push(format!("{target} {pattern}: the rule has no state; write axis@dim, axis~, axis= or axis+"));
+    fn rule(mut self, target: RuleTarget, pattern: &str, placements: &str, optional: bool) -> Plan {
+        if placements.split_whitespace().next().is_none() {
+            self.errors.push(format!("{target} {pattern}: the rule has no placement; write axis@dim, axis~, axis= or axis+"));
         }
-        for word in states.split_whitespace() {
+        for word in placements.split_whitespace() {
             match Rule::read(target, pattern, word, optional) {
                 Ok(rule) => self.rules.push(rule),
                 Err(why) => self.errors.push(format!("{target} {pattern} {word}: {why}")),
@@ -135,7 +135,7 @@ impl Plan {
         }
         let axes = self.batch.iter().filter(|(_, dim)| *dim < shape.len());
         let axes = axes.filter_map(|(name, dim)| Some((mesh.axis(name)?, Placement::Shard(*dim))));
-        Ok(axes.fold(Layout::invariant(mesh, dtype, shape), |l, (axis, state)| l.with_placement(axis, state)))
+        Ok(axes.fold(Layout::invariant(mesh, dtype, shape), |l, (axis, placement)| l.with_placement(axis, placement)))
     }
 
     /// Rejects a plan with rules that cannot be parsed.
@@ -148,9 +148,9 @@ impl Plan {
         Err(self.errors.iter().fold(error, |e, error_text| e.detail("rule", error_text)))
     }
 
-    /// Returns the states that the rules give to a name, in the order of the winning rules. `shape` is the shape of a parameter,
+    /// Returns the placements that the rules give to a name, in the order of the winning rules. `shape` is the shape of a parameter,
     /// `None` for an activation. Marks every rule that matches in `used`, whether or not the mesh has its axis.
-    pub(crate) fn states(
+    pub(crate) fn placements(
         &self,
         target: RuleTarget,
         name: &str,
@@ -158,18 +158,18 @@ impl Plan {
         mesh: &Mesh,
         used: &mut [bool],
     ) -> Vec<(Axis, Placement)> {
-        let mut states: Vec<(Axis, Placement)> = Vec::new();
+        let mut placements: Vec<(Axis, Placement)> = Vec::new();
         for (rule, used) in self.rules.iter().zip(used) {
             if rule.target != target || !matches(&rule.pattern, name) {
                 continue;
             }
             *used = true;
             if let Some(axis) = mesh.axis(&rule.axis).filter(|a| mesh.size(*a) > 1) {
-                states.retain(|(a, _)| *a != axis);
-                states.push((axis, rule.state(shape, mesh.size(axis))));
+                placements.retain(|(a, _)| *a != axis);
+                placements.push((axis, rule.placement(shape, mesh.size(axis))));
             }
         }
-        states
+        placements
     }
 
     /// The number of rules.
@@ -220,8 +220,8 @@ mod tests {
     fn stored(plan: &Plan, mesh: &str, name: &str) -> String {
         let mesh = Mesh::parse(mesh).unwrap();
         let mut used = vec![false; plan.num_rules()];
-        let states = plan.states(RuleTarget::Store, name, None, &mesh, &mut used);
-        states.iter().map(|(a, s)| format!("{}{s}", mesh.name(*a))).collect::<Vec<_>>().join(" ")
+        let placements = plan.placements(RuleTarget::Store, name, None, &mesh, &mut used);
+        placements.iter().map(|(a, s)| format!("{}{s}", mesh.name(*a))).collect::<Vec<_>>().join(" ")
     }
 
     #[test]
@@ -269,7 +269,7 @@ mod tests {
     fn rules_without_a_match_suggest_the_nearest_names() {
         let plan = Plan::new().store("up.wieght", "tp@1").point("dwn.out", "tp=").compute("up.weight", "dp~");
         let mut used = vec![false; 3];
-        let _ = plan.states(RuleTarget::Compute, "up.weight", None, &Mesh::single(), &mut used);
+        let _ = plan.placements(RuleTarget::Compute, "up.weight", None, &Mesh::single(), &mut used);
         assert_eq!(used, [false, false, true]);
         let text = plan.check_all_rules_matched(&used, &["up.weight", "up.bias"], &["down.out"]).unwrap_err().to_string();
         assert!(text.contains("2 rule(s)"), "{text}");

@@ -2,7 +2,7 @@
 
 use super::{Plan, RuleTarget};
 
-/// Parameters of GPT-2 and their stored states. Heads and hidden units are sharded, so a block costs two all-reduces forward and
+/// Parameters of GPT-2 and their stored placements. Heads and hidden units are sharded, so a block costs two all-reduces forward and
 /// two backward; the vocabulary is sharded, so no rank ever holds all logits.
 const GPT2_TENSOR: [(&str, &str); 8] = [
     ("wte.weight", "tp@0"),
@@ -21,13 +21,13 @@ impl Plan {
     pub fn gpt2() -> Plan {
         let start = Plan::data_parallel("dp").and(Plan::context_parallel("cp")).and(Plan::pipeline_parallel("pp"));
         // Optional rules: without blocks, or with a tied output layer, some of these parameters do not exist.
-        GPT2_TENSOR.iter().fold(start, |plan, (pattern, state)| {
-            plan.rule(RuleTarget::Store, pattern, state, *pattern != "wte.weight")
+        GPT2_TENSOR.iter().fold(start, |plan, (pattern, placement)| {
+            plan.rule(RuleTarget::Store, pattern, placement, *pattern != "wte.weight")
         })
     }
 }
 
-/// Parameters of the Llama family and their stored states. Key heads, with their groups of query heads, and hidden units are
+/// Parameters of the Llama family and their stored placements. Key heads, with their groups of query heads, and hidden units are
 /// sharded, so a block costs two all-reduces forward and two backward; the vocabulary is sharded, so no rank ever holds all
 /// logits. With fewer key heads than ranks, the query heads of each group are sharded, and every rank has all keys.
 const LLAMA_TENSOR: [(&str, &str); 14] = [
@@ -47,7 +47,7 @@ const LLAMA_TENSOR: [(&str, &str); 14] = [
     ("lm_head.weight", "tp@0"),
 ];
 
-/// Compute states of keys and values. Key projections that every rank has are used as replicas: their gradients are then reduced
+/// Compute placements of keys and values. Key projections that every rank has are used as replicas: their gradients are then reduced
 /// once per step, not once per activation.
 const LLAMA_KEYS: [(&str, &str); 4] = [
     ("*.self_attn.k_proj.weight", "tp@1|~"),
@@ -73,7 +73,7 @@ impl Plan {
         // After the other batch axes, so that `dp` is the outermost axis of the rows.
         let plan = LLAMA_EXPERTS
             .iter()
-            .fold(Plan::llama(), |plan, (pattern, state)| plan.rule(RuleTarget::Store, pattern, state, true));
+            .fold(Plan::llama(), |plan, (pattern, placement)| plan.rule(RuleTarget::Store, pattern, placement, true));
         plan.and(Plan::expert_parallel("ep"))
     }
 
@@ -83,14 +83,14 @@ impl Plan {
     pub fn llama() -> Plan {
         // Optional rules: not every model has biases, blocks and an untied output layer.
         let start = Plan::data_parallel("dp").and(Plan::context_parallel("cp")).and(Plan::pipeline_parallel("pp"));
-        let plan = LLAMA_TENSOR.iter().fold(start, |plan, (pattern, state)| {
-            plan.rule(RuleTarget::Store, pattern, state, *pattern != "model.embed_tokens.weight")
+        let plan = LLAMA_TENSOR.iter().fold(start, |plan, (pattern, placement)| {
+            plan.rule(RuleTarget::Store, pattern, placement, *pattern != "model.embed_tokens.weight")
         });
-        LLAMA_KEYS.iter().fold(plan, |plan, (pattern, state)| plan.rule(RuleTarget::Compute, pattern, state, true))
+        LLAMA_KEYS.iter().fold(plan, |plan, (pattern, placement)| plan.rule(RuleTarget::Compute, pattern, placement, true))
     }
 }
 
-/// Parameters of BERT and their stored states. Heads and hidden units are sharded, so a block costs two all-reduces forward and
+/// Parameters of BERT and their stored placements. Heads and hidden units are sharded, so a block costs two all-reduces forward and
 /// two backward; the vocabulary is sharded, so no rank ever holds all logits.
 const BERT_TENSOR: [(&str, &str); 13] = [
     ("embeddings.word_embeddings.weight", "tp@0"),
@@ -114,8 +114,8 @@ impl Plan {
     pub fn bert() -> Plan {
         let start = Plan::data_parallel("dp").and(Plan::context_parallel("cp")).and(Plan::pipeline_parallel("pp"));
         // Optional rules: not every model has blocks and a head.
-        BERT_TENSOR.iter().fold(start, |plan, (pattern, state)| {
-            plan.rule(RuleTarget::Store, pattern, state, !pattern.starts_with("embeddings"))
+        BERT_TENSOR.iter().fold(start, |plan, (pattern, placement)| {
+            plan.rule(RuleTarget::Store, pattern, placement, !pattern.starts_with("embeddings"))
         })
     }
 }

@@ -69,7 +69,7 @@ impl Plan {
     }
 }
 
-/// Activation points and their states: attention reads the keys and values of all tokens, and the mask of all tokens.
+/// Activation points and their placements: attention reads the keys and values of all tokens, and the mask of all tokens.
 const CONTEXT_POINTS: [(&str, &str); 3] = [("keys", "~"), ("values", "~"), ("mask", "=")];
 
 impl Plan {
@@ -86,8 +86,8 @@ impl Plan {
         let plan = Plan { batch: vec![(axis.to_string(), 1)], ..Plan::new() };
         let plan = plan.rule(RuleTarget::Compute, "*", &format!("{axis}~"), true);
         // These rules are optional: a model may have no attention.
-        CONTEXT_POINTS.iter().fold(plan, |plan, (point, state)| {
-            plan.rule(RuleTarget::Point, point, &format!("{axis}{state}"), true)
+        CONTEXT_POINTS.iter().fold(plan, |plan, (point, placement)| {
+            plan.rule(RuleTarget::Point, point, &format!("{axis}{placement}"), true)
         })
     }
 }
@@ -95,7 +95,7 @@ impl Plan {
 /// The parameters of experts, stored and used sharded.
 const EXPERT_PARAMS: [&str; 3] = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"];
 
-/// The activation points of a mixture of experts, and their states.
+/// The activation points of a mixture of experts, and their placements.
 const EXPERT_POINTS: [(&str, &str); 4] =
     [("experts.rows", "~"), ("experts.index", "="), ("experts.shares", "~"), ("experts.out", "@0")];
 
@@ -113,8 +113,8 @@ impl Plan {
             // A later rule wins: experts are used where they are stored.
             plan.rule(RuleTarget::Store, stack, &split, true).rule(RuleTarget::Compute, stack, &split, true)
         });
-        EXPERT_POINTS.iter().fold(plan, |plan, (point, state)| {
-            plan.rule(RuleTarget::Point, point, &format!("{axis}{state}"), true)
+        EXPERT_POINTS.iter().fold(plan, |plan, (point, placement)| {
+            plan.rule(RuleTarget::Point, point, &format!("{axis}{placement}"), true)
         })
     }
 }

@@ -1,4 +1,4 @@
-//! One rule of a plan: a target, a name pattern, an axis and a state, or several states to choose from by shape.
+//! One rule of a plan: a target, a name pattern, an axis and a placement, or several placements to choose from by shape.
 
 use shardgrad_tensor::Placement;
 use std::fmt;
@@ -19,8 +19,8 @@ pub(super) struct Rule {
     pub(super) target: RuleTarget,
     pub(super) pattern: String,
     pub(super) axis: String,
-    /// The states to choose from, in order of preference; usually one.
-    states: Vec<Placement>,
+    /// The placements to choose from, in order of preference; usually one.
+    placements: Vec<Placement>,
     /// Whether the rule may match nothing, as for the bias of a layer that may have none.
     pub(super) optional: bool,
 }
@@ -28,29 +28,29 @@ pub(super) struct Rule {
 impl Rule {
     /// Parses a word such as `tp@1`, `tp~` or `tp@1|@2`. The error says why the word is not a rule.
     pub(super) fn read(target: RuleTarget, pattern: &str, word: &str, optional: bool) -> Result<Rule, String> {
-        let (axis, states) = parse(word)
-            .ok_or_else(|| format!("`{word}` is not a state; write axis@dim, axis~, axis= or axis+"))?;
-        let is_stored = |state: &Placement| !matches!(state, Placement::Partial | Placement::Replicate);
-        if target == RuleTarget::Store && !states.iter().all(is_stored) {
+        let (axis, placements) = parse(word)
+            .ok_or_else(|| format!("`{word}` is not a placement; write axis@dim, axis~, axis= or axis+"))?;
+        let is_stored = |placement: &Placement| !matches!(placement, Placement::Partial | Placement::Replicate);
+        if target == RuleTarget::Store && !placements.iter().all(is_stored) {
             return Err("stored parameters are sharded (axis@dim) or invariant (axis=)".to_string());
         }
-        if target == RuleTarget::Point && states.len() > 1 {
-            return Err("a point takes one state, not a choice".to_string());
+        if target == RuleTarget::Point && placements.len() > 1 {
+            return Err("a point takes one placement, not a choice".to_string());
         }
-        Ok(Rule { target, pattern: pattern.to_string(), axis: axis.to_string(), states, optional })
+        Ok(Rule { target, pattern: pattern.to_string(), axis: axis.to_string(), placements, optional })
     }
 
-    /// Chooses the state for a parameter of a shape over an axis of `size` ranks: the first state that leaves no rank with an empty
-    /// shard, or else the one with the fewest empty shards. Without a shape, the first state.
-    pub(super) fn state(&self, shape: Option<&[usize]>, size: usize) -> Placement {
-        let parts = |state: &Placement| match (state, shape) {
+    /// Chooses the placement for a parameter of a shape over an axis of `size` ranks: the first that leaves no rank with an empty shard,
+    /// or else the one with the fewest empty shards. Without a shape, the first.
+    pub(super) fn placement(&self, shape: Option<&[usize]>, size: usize) -> Placement {
+        let parts = |placement: &Placement| match (placement, shape) {
             (Placement::Shard(dim), Some(shape)) => shape.get(*dim).map_or(size, |extent| size.min(*extent)),
             _ => size,
         };
-        let mut best = self.states[0];
-        for state in &self.states[1..] {
-            if parts(state) > parts(&best) {
-                best = *state;
+        let mut best = self.placements[0];
+        for placement in &self.placements[1..] {
+            if parts(placement) > parts(&best) {
+                best = *placement;
             }
         }
         best
@@ -59,17 +59,17 @@ impl Rule {
 
 /// Parses an axis and `@dim`, `~`, `=` or `+`, or several of these separated by `|`.
 fn parse(word: &str) -> Option<(&str, Vec<Placement>)> {
-    let (axis, states) = word.split_at(word.find(['@', '~', '=', '+'])?);
-    let parse_state = |text: &str| match (text, text.strip_prefix('@')) {
+    let (axis, placements) = word.split_at(word.find(['@', '~', '=', '+'])?);
+    let parse_placement = |text: &str| match (text, text.strip_prefix('@')) {
         (_, Some(dim)) => dim.parse().ok().map(Placement::Shard),
         ("~", _) => Some(Placement::Replicate),
         ("=", _) => Some(Placement::Invariant),
         ("+", _) => Some(Placement::Partial),
         _ => None,
     };
-    let states: Option<Vec<Placement>> = states.split('|').map(parse_state).collect();
+    let placements: Option<Vec<Placement>> = placements.split('|').map(parse_placement).collect();
     let is_name = !axis.is_empty() && axis.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
-    Some((axis, states?)).filter(|_| is_name)
+    Some((axis, placements?)).filter(|_| is_name)
 }
 
 impl fmt::Display for RuleTarget {
@@ -84,8 +84,8 @@ impl fmt::Display for RuleTarget {
 
 impl fmt::Display for Rule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let states: Vec<String> = self.states.iter().map(Placement::to_string).collect();
-        write!(f, "{} {} {}{}", self.target, self.pattern, self.axis, states.join("|"))
+        let placements: Vec<String> = self.placements.iter().map(Placement::to_string).collect();
+        write!(f, "{} {} {}{}", self.target, self.pattern, self.axis, placements.join("|"))
     }
 }
 
@@ -94,7 +94,7 @@ mod tests {
     use super::*;
 
     fn chosen(word: &str, shape: &[usize], size: usize) -> String {
-        Rule::read(RuleTarget::Compute, "x", word, false).unwrap().state(Some(shape), size).to_string()
+        Rule::read(RuleTarget::Compute, "x", word, false).unwrap().placement(Some(shape), size).to_string()
     }
 
     #[test]
@@ -105,7 +105,7 @@ mod tests {
         assert_eq!(chosen("tp@1|@2", &[9, 2, 3], 4), "@2");
         assert_eq!(chosen("tp@1|=", &[9, 2], 4), "=");
         assert_eq!(chosen("tp@1|~", &[9, 2], 2), "@1");
-        assert_eq!(chosen("tp@1", &[9, 2], 4), "@1", "a single state");
+        assert_eq!(chosen("tp@1", &[9, 2], 4), "@1", "a single placement");
         assert_eq!(chosen("tp@5|~", &[9, 2], 4), "@5", "a missing dim is rejected later");
     }
 
@@ -114,9 +114,9 @@ mod tests {
         let rule = |target, word| Rule::read(target, "a.b", word, false).map(|rule| rule.to_string());
         assert_eq!(rule(RuleTarget::Store, "tp@1|@2|="), Ok("store a.b tp@1|@2|=".to_string()));
         assert!(rule(RuleTarget::Store, "tp@1|~").unwrap_err().contains("sharded (axis@dim) or invariant"));
-        assert!(rule(RuleTarget::Point, "tp@1|~").unwrap_err().contains("a point takes one state"));
+        assert!(rule(RuleTarget::Point, "tp@1|~").unwrap_err().contains("a point takes one placement"));
         for bad in ["tp@1|", "tp|@1", "tp@1|2", "tp@1||@2", "tp=~", "|"] {
-            assert!(rule(RuleTarget::Compute, bad).unwrap_err().contains("is not a state"), "{bad}");
+            assert!(rule(RuleTarget::Compute, bad).unwrap_err().contains("is not a placement"), "{bad}");
         }
     }
 }

@@ -13,11 +13,11 @@ use std::ops::Range;
 
 /// signSGD: w = w - lr sign(g) (Bernstein et al., arXiv 1802.04434).
 #[derive(Debug, Default)]
-struct Signs {
+struct SignSgd {
     num_steps: u64,
 }
 
-impl Optimizer for Signs {
+impl Optimizer for SignSgd {
     fn lr(&self) -> f64 {
         1e-3
     }
@@ -75,7 +75,7 @@ fn custom_optimizer_matches_on_every_mesh() {
         let result = World::run(Mesh::parse(mesh).unwrap(), |rank| match which {
             0 => run_with(rank, Sgd::new(0.1).momentum(0.5).nesterov().weight_decay(0.1)),
             1 => run_with(rank, AdamW::new(0.01).weight_decay(0.1)),
-            _ => run_with(rank, Signs::default()),
+            _ => run_with(rank, SignSgd::default()),
         });
         let mut ranks = result.unwrap_or_else(|e| panic!("optimizer {which} on {mesh}: {e}"));
         let first = ranks.swap_remove(0);
@@ -256,7 +256,7 @@ fn optimizer_state_transfers_between_trainers() {
             }
             let none = vec![(here(&second)[0].clone(), OptimizerState { num_steps: 1, tensors: Vec::new() })];
             assert_eq!(second.parts_mut().1.load_state(1, none).unwrap_err().kind(), Kind::Config);
-            let mut signs = trainer(rank, &plan, Signs::default())?;
+            let mut signs = trainer(rank, &plan, SignSgd::default())?;
             assert_eq!(signs.parts_mut().1.load_state(1, Vec::new()).unwrap_err().kind(), Kind::Unsupported);
             Ok(())
         });

@@ -318,7 +318,7 @@ fn save_with_sidecar_files(dir: &Path, byte: u8, companions: &[SidecarFile<'_>],
 
 #[test]
 fn sidecar_files_are_replaced_with_the_model() {
-    let (folder, from) = (Folder::new("beside"), Folder::new("beside-from"));
+    let (folder, from) = (Folder::new("sidecars"), Folder::new("sidecar-sources"));
     let dir = &folder.0;
     [dir, &from.0].into_iter().for_each(|dir| fs::create_dir_all(dir).unwrap());
     for name in ["tokenizer.json", "merges.txt"] {

@@ -137,7 +137,7 @@ fn damaged_headers_are_refused_or_parsed() {
         if let Ok(header) = &read {
             let mut end = 0;
             for tensor in &header.tensors {
-                assert_eq!(tensor.bytes.start, end, "what is accepted covers the file once");
+                assert_eq!(tensor.bytes.start, end, "tensors of an accepted header cover the file once");
                 end = tensor.bytes.end;
             }
             assert_eq!(end, 30);
@@ -158,7 +158,7 @@ fn damaged_configs_are_refused_or_parsed() {
         let read = ModelConfig::parse(Path::new("c"), &text);
         if let Ok(config) = &read {
             let again = ModelConfig::parse(Path::new("c"), &config.to_json()).unwrap();
-            assert_eq!(again.max_positions(), config.max_positions(), "what is accepted can be written");
+            assert_eq!(again.max_positions(), config.max_positions(), "an accepted config can be written");
         }
         accepted += u64::from(check_result(read, text.as_bytes()));
     }

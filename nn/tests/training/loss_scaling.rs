@@ -147,7 +147,7 @@ fn overflow_skips_the_step_on_all_ranks_and_halves_the_scale() {
             factor /= if report.skipped { 2.0 } else { 1.0 };
         }
         assert_eq!(scale.factor(), factor);
-        assert!(reports[23].loss < 0.9 * reports[0].loss, "{mesh}: it goes on to learn");
+        assert!(reports[23].loss < 0.9 * reports[0].loss, "{mesh}: the loss keeps falling");
     }
 }
 

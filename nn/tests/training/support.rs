@@ -148,7 +148,7 @@ pub(crate) fn values<M: Module>(
     let mut values = BTreeMap::new();
     for param in model.params() {
         if let Some(gradient) = gradients.get(&param.key()) {
-            assert_eq!(gradient.layout(), param.tensor().layout(), "a gradient lies as its parameter");
+            assert_eq!(gradient.layout(), param.tensor().layout(), "a gradient has the layout of its parameter");
             values.insert(param.name(), gradient.to_f64()?);
         }
     }

@@ -127,7 +127,7 @@ fn separate_qkv_projections_need_no_more_collectives() {
     };
     let sequence = plan.point("o.out", "tp@1").point("c_fc.input", "tp~");
     let one_each = ["forward all_gather 1", "forward all_reduce 1", "forward reduce_scatter 1"];
-    assert_eq!(forward(&sequence), one_each, "a bias that meets a pending sum completes it for all");
+    assert_eq!(forward(&sequence), one_each, "a bias that meets a partial sum completes it for all");
     let stated = sequence.point("c_proj.out", "tp@1");
     assert_eq!(forward(&stated), ["forward all_gather 1", "forward reduce_scatter 2"]);
 }

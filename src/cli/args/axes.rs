@@ -4,7 +4,7 @@ use shardgrad::dist::{Axis, Mesh};
 use shardgrad::nn::ModelConfig;
 use shardgrad::{Error, Kind, Result};
 
-/// The axes of a mesh that a kind of computation shards something over.
+/// The mesh axes that a computation can shard over.
 #[derive(Debug)]
 pub(super) struct SupportedAxes {
     computation: &'static str,

@@ -3,7 +3,7 @@
 //! Every option is compared unless it is listed in [`NOT_COMPARED`] with a reason, so that new options are compared by default.
 
 use super::truncate::{VALUE_CHARS_MAX, shortened};
-use super::small_file::read_small;
+use super::values::read_small;
 use crate::data::ContentHash;
 use clap::{Arg, ArgMatches, Command};
 use shardgrad::autograd::pipeline::Schedule;
@@ -89,7 +89,7 @@ mod tests {
     #[test]
     fn options_are_compared_unless_listed() {
         let plain = ["train"];
-        for (more, told) in [
+        for (more, expected) in [
             (&["--lr", "0.1"][..], "--lr 0.002 0.1"),
             (&["--save-every", "5"], "--save-every not given 5"),
             (&["--no-shuffle"], "--no-shuffle false true"),
@@ -100,7 +100,7 @@ mod tests {
             (&["--timeout", "5"], "--timeout 60 5"),
             (&["--end-of-text", "5"], "--end-of-text not given 5"),
         ] {
-            assert_eq!(differing(&plain, &[&plain[..], more].concat()), [told]);
+            assert_eq!(differing(&plain, &[&plain[..], more].concat()), [expected]);
         }
         let alike =
             ["train", "--out", "x", "--json", "--threads", "3", "--data", "y", "--mesh", "dp=2", "--resume"];

@@ -2,10 +2,9 @@
 
 use super::Cli;
 use super::compared_options::options_to_compare;
-use super::truncate::with_short_arguments;
-use super::small_file::read_small;
 use super::nearest::nearest;
-use super::values::Bytes;
+use super::truncate::with_short_arguments;
+use super::values::{Bytes, read_small};
 use clap::error::ErrorKind;
 use clap::{Arg, ArgAction, ArgMatches, Command, CommandFactory, FromArgMatches};
 use shardgrad::{Error, Kind, Result};
@@ -111,7 +110,9 @@ fn from_file(path: &Path, command: &Command, given: &ArgMatches) -> Result<Vec<S
         let line = 1 + text[..e.span().map_or(0, |s| s.start)].matches('\n').count();
         let why = e.message().replace('\n', ", ");
         let help = match why.contains("too large") {
-            true => "write numbers above 9223372036854775807 as strings, as in seed = \"18446744073709551615\"",
+            true => {
+                "write numbers above 9223372036854775807 as strings, as in seed = \"18446744073709551615\""
+            }
             false => "write option = value, as in lr = 1e-3 or mesh = \"dp=2\"",
         };
         Error::new(Kind::Config, format!("{name} is not valid TOML: line {line}: {why}")).detail("help", help)
@@ -147,7 +148,7 @@ fn arguments(table: &toml::Table, command: &Command, given: &ArgMatches) -> (Vec
         }
         match argument(option, &long, value, command) {
             Err(why) => faults.push(format!("`{key}`: {why}")),
-            Ok(found) if !is_overruled(option, command, given) => arguments.extend(found),
+            Ok(found) if !is_overridden(option, command, given) => arguments.extend(found),
             Ok(_) => {}
         }
     }
@@ -189,21 +190,22 @@ fn argument(option: &Arg, long: &str, value: &Value, command: &Command) -> Resul
         // The message of clap is `error: invalid value 'x' for '--option <X>': why`, followed by possible values and suggestions.
         let message = e.to_string();
         let error_text = message.lines().map(str::trim).filter(|line| !line.is_empty());
-        let error_text: Vec<&str> =
-            error_text.take_while(|line| !line.starts_with("For more") && !line.starts_with("Usage")).collect();
+        let error_text: Vec<&str> = error_text
+            .take_while(|line| !line.starts_with("For more") && !line.starts_with("Usage"))
+            .collect();
         let error_text = error_text.join("; ").trim_start_matches("error: ").to_string();
         with_short_arguments(&error_text, &[typed.into()])
     })
 }
 
 /// Returns whether the command line has the option, or one that conflicts with it.
-fn is_overruled(option: &Arg, command: &Command, given: &ArgMatches) -> bool {
+fn is_overridden(option: &Arg, command: &Command, given: &ArgMatches) -> bool {
     let typed =
         |a: &Arg| given.value_source(a.get_id().as_str()) == Some(clap::parser::ValueSource::CommandLine);
     let excludes =
         |a: &Arg, b: &Arg| command.get_arg_conflicts_with(a).iter().any(|c| c.get_id() == b.get_id());
-    let rivals = command.get_arguments().filter(|a| excludes(a, option) || excludes(option, a));
-    typed(option) || rivals.into_iter().any(typed)
+    let conflicting = command.get_arguments().filter(|a| excludes(a, option) || excludes(option, a));
+    typed(option) || conflicting.into_iter().any(typed)
 }
 
 #[cfg(test)]

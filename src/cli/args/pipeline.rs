@@ -44,7 +44,8 @@ impl PipelineArgs {
 
     /// Returns whether the stage cut or the schedule depends on measured times.
     pub(crate) fn uses_measured_times(&self) -> bool {
-        let searched = matches!(self.pass_order(), PipelineSchedule::Named(name) if in_flight_max(&name, 1).is_some());
+        let searched =
+            matches!(self.pass_order(), PipelineSchedule::Named(name) if in_flight_max(&name, 1).is_some());
         searched || self.cut == Some(Cut::Measured)
     }
 
@@ -63,7 +64,9 @@ impl PipelineArgs {
         let order = self.pass_order();
         let runs = |m: usize| match &order {
             _ if stages == 1 => true,
-            PipelineSchedule::Named(name) => in_flight_max(name, 1).is_some() || Schedule::named(name, stages, m).is_ok(),
+            PipelineSchedule::Named(name) => {
+                in_flight_max(name, 1).is_some() || Schedule::named(name, stages, m).is_ok()
+            }
             PipelineSchedule::Actions(lists) => lists.num_microbatches == m,
         };
         let of_file = match &order {
@@ -81,12 +84,14 @@ impl PipelineArgs {
     /// Returns error texts for options that do not fit the batch or the mesh.
     pub(crate) fn faults(&self, mesh: &Mesh, batch: usize) -> Vec<String> {
         let uneven = self.microbatches.filter(|m| !batch.is_multiple_of(*m));
-        let uneven = uneven
-            .map(|count| format!("--batch {batch} is not divisible by --microbatches {count}"));
+        let uneven =
+            uneven.map(|count| format!("--batch {batch} is not divisible by --microbatches {count}"));
         let given = [("--schedule", self.schedule.is_some()), ("--cut", self.cut.is_some())];
         let idle = given.into_iter().filter(|(_, given)| *given && mesh.axis("pp").is_none());
         let idle = idle.map(|(name, _)| {
-            format!("{name} needs a pipeline, and the mesh has no pp axis; add pp=2 to --mesh, or omit {name}")
+            format!(
+                "{name} needs a pipeline, and the mesh has no pp axis; add pp=2 to --mesh, or omit {name}"
+            )
         });
         uneven.into_iter().chain(idle).collect()
     }

@@ -192,10 +192,7 @@ fn misspelled_names_get_a_suggestion() {
     assert!(error_text("train --device gpu").contains("expected cpu, cuda or cuda:N"));
     assert!(error_text("train --preset tinny").contains("did you mean `tiny`?"));
     let mesh = error_text("train --mesh dp=2,tq=2");
-    assert!(
-        mesh.contains("invalid value 'dp=2,tq=2' for '--mesh <AXES>': unknown mesh axis `tq`"),
-        "{mesh}"
-    );
+    assert!(mesh.contains("invalid value 'dp=2,tq=2' for '--mesh <AXES>': unknown mesh axis `tq`"), "{mesh}");
     assert!(mesh.contains("did you mean `tp`?"), "{mesh}");
     assert!(error_text("train --mesh tp=2,tp=2").contains("axis `tp` is named twice"));
     assert!(error_text("train extra").contains("unexpected argument 'extra'"));
@@ -230,7 +227,9 @@ fn numbers_out_of_range_are_refused() {
         assert!(text.contains(&format!("invalid value '{bad}' for '--{option} <")), "{text}");
     }
     assert!(error_text("train --steps 0").ends_with("must be an integer of at least 1"));
-    assert!(error_text("generate --prompt x --top-p 1.5").ends_with("must be a number above 0 and at most 1"));
+    assert!(
+        error_text("generate --prompt x --top-p 1.5").ends_with("must be a number above 0 and at most 1")
+    );
 }
 
 #[test]

@@ -4,7 +4,7 @@ use super::{CheckpointArgs, DataArgs, ModelArgs, PipelineArgs, RunArgs, StoredAr
 use clap::{Args, ValueEnum};
 use shardgrad::dist::Mesh;
 use shardgrad::kernels::DType;
-use shardgrad::nn::{CastRule, ModelConfig, Precision, LrScheduler};
+use shardgrad::nn::{CastRule, LrScheduler, ModelConfig, Precision};
 use shardgrad::{Error, Kind, Result};
 use std::path::PathBuf;
 
@@ -259,7 +259,9 @@ impl TrainArgs {
             faults.push(format!("--warmup {warmup} exceeds --steps {steps}"));
         }
         if self.source.tokens.is_some() && self.eval_every.is_some_and(|n| n > 0) {
-            faults.push("--eval-every needs text (--data); a file of --tokens has no validation split".to_string());
+            faults.push(
+                "--eval-every needs text (--data); a file of --tokens has no validation split".to_string(),
+            );
         }
         if faults.is_empty() {
             return Ok(());

@@ -1,13 +1,15 @@
 //! Value parsers of options, with one-line errors.
 
-use super::small_file::read_small;
 use super::nearest::nearest;
-use shardgrad::autograd::pipeline::{Cut, NAMES, Schedule, PassTimes};
+use crate::outputs::io_error;
+use shardgrad::autograd::pipeline::{Cut, NAMES, PassTimes, Schedule};
 use shardgrad::dist::Mesh;
 use shardgrad::kernels::Device;
 use shardgrad::nn::ModelConfig;
 use shardgrad::nn::plan::PipelineSchedule;
 use shardgrad::{Error, Kind, Result};
+use std::fs::{self, File};
+use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -186,9 +188,29 @@ pub(super) fn seconds(text: &str) -> Result<Duration, String> {
         .map(Duration::from_secs_f64)
 }
 
+/// Reads a regular text file of at most `bytes_max` bytes.
+///
+/// # Errors
+/// `Kind::Io` if the file cannot be read; `Kind::Data` for a pipe, a device, a folder, or a larger file.
+pub(super) fn read_small(path: &Path, bytes_max: u64) -> Result<String> {
+    let refuse = |why: String| Err(Error::new(Kind::Data, format!("{}: {why}", path.display())));
+    let found = fs::metadata(path).map_err(|e| io_error("read", path, &e))?;
+    if !found.is_file() {
+        return refuse("is a folder, a pipe or a device, not a file".to_string());
+    }
+    let mut text = String::new();
+    let file = File::open(path).map_err(|e| io_error("read", path, &e))?;
+    file.take(bytes_max + 1).read_to_string(&mut text).map_err(|e| io_error("read", path, &e))?;
+    if text.len() as u64 > bytes_max {
+        return refuse(format!("has more than {bytes_max} bytes"));
+    }
+    Ok(text)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::data::scratch::Scratch;
 
     #[test]
     fn byte_sizes_are_parsed() {
@@ -229,17 +251,16 @@ mod tests {
         assert_eq!(error_text("tp=0"), "axis `tp` has size 0; leave it out or give it size 1");
         assert_eq!(error_text("tp"), "`tp` is not a mesh axis: write axis=size, as in dp=2,tp=2");
         assert_eq!(error_text("tp=-1"), "`tp=-1` is not a mesh axis: write axis=size, as in dp=2,tp=2");
-        assert_eq!(error_text("tp=99999999999"), "axis `tp` of size 99999999999 makes the mesh larger than 2^31 ranks");
+        assert_eq!(
+            error_text("tp=99999999999"),
+            "axis `tp` of size 99999999999 makes the mesh larger than 2^31 ranks"
+        );
     }
 
     #[test]
     fn presets_are_checked() {
         assert_eq!(preset("tiny").unwrap(), "tiny");
-        assert!(
-            preset("tinny")
-                .unwrap_err()
-                .starts_with("unknown preset; did you mean `tiny`? presets are")
-        );
+        assert!(preset("tinny").unwrap_err().starts_with("unknown preset; did you mean `tiny`? presets are"));
         assert!(preset("bert").unwrap_err().starts_with("unknown preset; presets are tiny, "));
     }
 
@@ -266,5 +287,14 @@ mod tests {
         }
         assert_eq!(seconds("0.5").unwrap(), Duration::from_millis(500));
         assert!(["0", "-1", "nan", "1e7", "x"].iter().all(|text| seconds(text).is_err()));
+    }
+
+    #[test]
+    fn read_small_refuses_long_and_special_files() {
+        let dir = Scratch::new();
+        assert_eq!(read_small(&dir.file("f", "four"), 4).unwrap(), "four");
+        let error_text = |path: &Path| read_small(path, 3).unwrap_err().message().to_string();
+        assert!(error_text(&dir.path("f")).ends_with("f: has more than 3 bytes"));
+        assert!(error_text(Path::new("/dev/zero")).ends_with("is a folder, a pipe or a device, not a file"));
     }
 }

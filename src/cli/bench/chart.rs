@@ -1,6 +1,8 @@
 //! Small log-log charts side by side in one SVG.
 
-use crate::plot::{Area, SCALE, INK, SMOOTHED, scaled, draw_error, stroke_style, with_display_size, text_style, title};
+use crate::plot::{
+    Area, INK, SCALE, SMOOTHED, draw_error, scaled, stroke_style, text_style, title, with_display_size,
+};
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, VPos};
 use shardgrad::Result;
@@ -44,8 +46,8 @@ pub(super) fn draw(heading: &str, panels: &[Panel]) -> Result<String> {
 
 fn draw_panel(area: &Area<'_>, panel: &Panel) -> Result<()> {
     let px = |n: i32| n * SCALE;
-    let x = around(panel.points.iter().map(|p| p.0));
-    let y = around(panel.points.iter().map(|p| p.1));
+    let x = padded_range(panel.points.iter().map(|p| p.0));
+    let y = padded_range(panel.points.iter().map(|p| p.1));
     let mut chart = ChartBuilder::on(area)
         .margin_right(px(18))
         .margin_left(px(8))
@@ -68,14 +70,16 @@ fn draw_panel(area: &Area<'_>, panel: &Panel) -> Result<()> {
         .y_desc(panel.y)
         .draw()
         .map_err(draw_error)?;
-    chart.draw_series(LineSeries::new(panel.points.clone(), stroke_style(SMOOTHED, 2.0))).map_err(draw_error)?;
+    chart
+        .draw_series(LineSeries::new(panel.points.clone(), stroke_style(SMOOTHED, 2.0)))
+        .map_err(draw_error)?;
     let dots = panel.points.iter().map(|p| Circle::new(*p, px(3), SMOOTHED.filled()));
     chart.draw_series(dots).map_err(draw_error)?;
     Ok(())
 }
 
 /// Returns the axis range of some values with a margin, never empty.
-fn around(values: impl Iterator<Item = f64>) -> Range<f64> {
+fn padded_range(values: impl Iterator<Item = f64>) -> Range<f64> {
     let (low, high) = values.fold((f64::MAX, f64::MIN), |(low, high), x| (low.min(x), high.max(x)));
     if low > high { 1.0..10.0 } else { low / 1.3..high * 1.3 }
 }

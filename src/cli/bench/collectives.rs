@@ -20,9 +20,24 @@ const CASES: [Case; 4] = [
         to: Placement::Invariant,
         part: |n| 2.0 * (n - 1.0) / n,
     },
-    Case { name: "reduce_scatter", from: |_| Placement::Partial, to: Placement::Shard(0), part: |n| (n - 1.0) / n },
-    Case { name: "all_gather", from: |_| Placement::Shard(0), to: Placement::Invariant, part: |n| (n - 1.0) / n },
-    Case { name: "all_to_all", from: |_| Placement::Shard(0), to: Placement::Shard(1), part: |n| (n - 1.0) / n / n },
+    Case {
+        name: "reduce_scatter",
+        from: |_| Placement::Partial,
+        to: Placement::Shard(0),
+        part: |n| (n - 1.0) / n,
+    },
+    Case {
+        name: "all_gather",
+        from: |_| Placement::Shard(0),
+        to: Placement::Invariant,
+        part: |n| (n - 1.0) / n,
+    },
+    Case {
+        name: "all_to_all",
+        from: |_| Placement::Shard(0),
+        to: Placement::Shard(1),
+        part: |n| (n - 1.0) / n / n,
+    },
 ];
 
 /// Maximum bytes per sample, unless a sample is one call.

@@ -109,7 +109,7 @@ fn gpt2(bench: &Bench, machine: &Arc<dyn BackendProvider>) -> Result<()> {
     let losses = run.run()?.losses;
     check("the first loss", &losses[..1], &[(VOCAB as f64).ln()], 0.05)?;
     let case = "gpt2-124m bf16, 32 x 1024 tokens";
-    run.report(bench, "card_steps", &format!("{case}, launch by launch"), &losses)?;
+    run.report(bench, "card_steps", &format!("{case}, without graph capture"), &losses)?;
     Training { capture: true, ..run }.report(bench, "card_steps", case, &losses)?;
     Ok(())
 }

@@ -31,8 +31,8 @@ pub(super) fn run(bench: &Bench, path: &Path) -> Result<()> {
     panels.extend(both(bench, "width", &WIDTHS, width)?);
     let depth = |n: usize| Training::new(with(|base| base[3] = n), ROWS, BASE[1]);
     panels.extend(both(bench, "blocks", &DEPTHS, depth)?);
-    let pieces = |n: usize| Training { microbatches: n, ..Training::new(with(|_| ()), 32, 64) };
-    panels.extend(both(bench, "microbatches (32 sequences of 64 tokens)", &MICROBATCHES, pieces)?);
+    let with_microbatches = |n: usize| Training { microbatches: n, ..Training::new(with(|_| ()), 32, 64) };
+    panels.extend(both(bench, "microbatches (32 sequences of 64 tokens)", &MICROBATCHES, with_microbatches)?);
     let ranks = |n: usize| Training {
         mesh: format!("dp={n}"),
         threads: Some(1),

@@ -154,7 +154,10 @@ mod tests {
         assert!(check("x", &[1.0, 2.0], &[1.0, 2.0 + 1e-9], 1e-6).is_ok());
         for got in [&[1.0, 2.1][..], &[1.0, f64::NAN], &[1.0]] {
             let text = check("x", got, &[1.0, 2.0], 1e-6).unwrap_err().to_string();
-            assert!(text.starts_with("x: wrong result at element 1: ") && text.ends_with("; not timed"), "{text}");
+            assert!(
+                text.starts_with("x: wrong result at element 1: ") && text.ends_with("; not timed"),
+                "{text}"
+            );
         }
     }
 
@@ -169,7 +172,8 @@ mod tests {
 
     #[test]
     fn measurement_takes_enough_samples() {
-        let bench = Bench { limit: Duration::from_millis(1), json: false, roofline: None, device: Device::Cpu };
+        let bench =
+            Bench { limit: Duration::from_millis(1), json: false, roofline: None, device: Device::Cpu };
         let mut calls = 0;
         let seconds = bench.seconds(3, || {
             calls += 1;

@@ -69,13 +69,14 @@ impl Sizes {
                 F32 => KernelCase::new("cast f32 to bf16", &copy::COPY, [(d, x)], [(DType::BF16, x)], &[]),
                 _ => KernelCase::new("cast {} to f32", &copy::COPY, [(d, x)], [(F32, x)], &[]),
             },
-            KernelCase::new(&transpose, &copy::COPY, [(d, &square)], [(d, &square)], &[]).with_layout(0, OperandLayout::Transposed),
+            KernelCase::new(&transpose, &copy::COPY, [(d, &square)], [(d, &square)], &[])
+                .with_layout(0, OperandLayout::Transposed),
             self.elementwise::<2>("add {}", &binary::ADD),
             KernelCase::new("add row {}", &binary::ADD, [(d, x), (d, width)], [(d, x)], &[])
                 .with_layout(1, OperandLayout::Broadcast(self.rows[0])),
             self.elementwise::<1>("gelu {}", &unary::GELU),
             self.elementwise::<2>("gelu gradient {}", &unary::GELU_GRAD),
-            KernelCase::new("rope {}", &rope::ROTATE, [(d, &self.heads)], [(d, &self.heads)], &angles),
+            KernelCase::new("rope {}", &rope::ROPE, [(d, &self.heads)], [(d, &self.heads)], &angles),
             KernelCase::new("swiglu gradient {}", &swiglu::BACKWARD, [hidden; 3], [hidden; 2], &[]),
         ]
     }
@@ -98,7 +99,13 @@ impl Sizes {
             ),
             KernelCase::new("rms_norm {}", &rms_norm::FORWARD, [x, w], [x, row], &eps),
             KernelCase::new("rms_norm gradient {}", rms_back, [x, w, row, x], [x, w], &[]),
-            KernelCase::new("rms_norm gradient {}, with a residual", rms_back, [x, w, row, x, x], [x, w], &[]),
+            KernelCase::new(
+                "rms_norm gradient {}, with a residual",
+                rms_back,
+                [x, w, row, x, x],
+                [x, w],
+                &[],
+            ),
         ]
     }
 
@@ -112,7 +119,8 @@ impl Sizes {
             self.elementwise::<1>("softmax {}", &softmax::FORWARD),
             self.elementwise::<2>("softmax gradient {}", &softmax::BACKWARD),
             KernelCase::new("sum of rows {}", &reduce::SUM, [x], [row], &last),
-            KernelCase::new("sum of columns {}", &reduce::SUM, [(d, &columns)], [w], &last).with_layout(0, OperandLayout::Transposed),
+            KernelCase::new("sum of columns {}", &reduce::SUM, [(d, &columns)], [w], &last)
+                .with_layout(0, OperandLayout::Transposed),
             KernelCase::new("max of rows {}, vocabulary", &reduce::MAX, [z], [of], &last[..1]),
         ]
     }
@@ -125,7 +133,7 @@ impl Sizes {
         let table = [kinds, self.rows[1]];
         let part = [Scalar::Int(0), Scalar::Int(kinds as i64)];
         let cases = vec![
-            KernelCase::new("cross_entropy {}", &cross_entropy::TERMS, [z, label], [term, term], &part),
+            KernelCase::new("cross_entropy {}", &cross_entropy::FORWARD, [z, label], [term, term], &part),
             KernelCase::new("embedding {}", &embedding::FORWARD, [(d, &table), token], [x], &part),
             KernelCase::new("embedding gradient {}", &embedding::BACKWARD, [token, x], [(d, &table)], &part),
             KernelCase::new(

@@ -11,7 +11,6 @@ mod products;
 mod collectives;
 mod tape;
 mod pipeline;
-mod train_step;
 mod growth;
 mod gpu;
 
@@ -52,10 +51,10 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
         pipeline::run(&bench)?;
     }
     if wanted(BenchChoice::TrainStep) {
-        train_step::run(&bench)?;
+        training::run_tiny(&bench)?;
     }
     if wanted(BenchChoice::Presets) {
-        train_step::run_large(&bench)?;
+        training::run_presets(&bench)?;
     }
     if wanted(BenchChoice::Growth) {
         growth::run(&bench, &args.picture)?;

@@ -2,10 +2,10 @@
 //! for any number of ranks.
 
 use super::measurement::{Bench, Work};
-use shardgrad::autograd::pipeline::{NAMES, Schedule, PassTimes};
+use shardgrad::autograd::pipeline::{NAMES, PassTimes, Schedule};
 use shardgrad::prelude::*;
 use shardgrad::tensor::LocalTensor;
-use shardgrad::tensor::op::{Cotangents, ForwardContext, Op, LocalTensors, Vjp};
+use shardgrad::tensor::op::{Cotangents, ForwardContext, LocalTensors, Op, Vjp};
 use std::ops::Range;
 use std::rc::Rc;
 use std::time::Duration;
@@ -115,7 +115,8 @@ fn measured(bench: &Bench, name: &str, num_ranks: usize) -> Result<(Schedule, Ve
     let num_layers = Schedule::named(name, num_ranks, num_microbatches)?.num_stages();
     // Per rank and step: forward, input and weight gradient of every layer.
     let num_sleeps = 3 * num_microbatches * num_layers / num_ranks;
-    let num_steps = ((bench.limit * TIME_FACTOR).as_secs_f64() / (num_sleeps as f64 * UNIT.as_secs_f64())) as usize;
+    let num_steps =
+        ((bench.limit * TIME_FACTOR).as_secs_f64() / (num_sleeps as f64 * UNIT.as_secs_f64())) as usize;
     let num_steps = num_steps.clamp(1, STEPS_MAX);
     let plan = Plan::pipeline_parallel("pp").pipeline_schedule(name);
     let ranks = World::new(Mesh::new(&[("pp", num_ranks)])?).threads(1).launch(|rank| {
@@ -124,7 +125,8 @@ fn measured(bench: &Bench, name: &str, num_ranks: usize) -> Result<(Schedule, Ve
             Ok(vec![Tensor::from_host(rank, &[rows.len(), 1], &vec![1.0f32; rows.len()])?])
         };
         let loss = |model: &Sleeper, x: &[Var]| model.forward(&x[0]).mean();
-        let settings = TrainerConfig { microbatches: num_microbatches, ..TrainerConfig::new(num_microbatches) };
+        let settings =
+            TrainerConfig { microbatches: num_microbatches, ..TrainerConfig::new(num_microbatches) };
         let mut trainer = Trainer::new(rank, model, &plan, AdamW::new(0.0), settings, read, loss)?;
         let mut seconds = Vec::new();
         for _ in 0..=num_steps {

@@ -56,7 +56,9 @@ fn shapes() -> Vec<(Transposed, [usize; 3])> {
         [scores, (Transposed::Neither, [t, t, CHANNELS]), (Transposed::A, [t, t, CHANNELS])]
     });
     let layers = TOKENS.iter().flat_map(|&tokens| {
-        let each = WEIGHTS.iter().flat_map(move |&weights| Transposed::EVERY.map(|transposed| (transposed, weights)));
+        let each = WEIGHTS
+            .iter()
+            .flat_map(move |&weights| Transposed::EVERY.map(|transposed| (transposed, weights)));
         each.map(move |(transposed, weights)| (transposed, transposed.extents(tokens, weights)))
     });
     squares.chain(heads).chain(layers).collect()
@@ -71,14 +73,22 @@ pub(super) fn run(bench: &Bench) -> Result<()> {
         let bench = Bench { roofline: Some(roofline::measure(bench, threads)?), ..*bench };
         let on = if threads == 1 { "1 thread".into() } else { format!("{threads} threads") };
         World::new(Mesh::single()).threads(threads).launch(|rank| {
-            shapes().into_iter().try_for_each(|(transposed, extents)| product(&bench, rank, &on, transposed, extents))
+            shapes()
+                .into_iter()
+                .try_for_each(|(transposed, extents)| product(&bench, rank, &on, transposed, extents))
         })?;
     }
     Ok(())
 }
 
 /// Checks and measures one shape, on buffers of the CPU back end.
-fn product(bench: &Bench, rank: &Rank, on: &str, transposed: Transposed, [m, k, n]: [usize; 3]) -> Result<()> {
+fn product(
+    bench: &Bench,
+    rank: &Rank,
+    on: &str,
+    transposed: Transposed,
+    [m, k, n]: [usize; 3],
+) -> Result<()> {
     let numbers = |seed: usize, len: usize| -> Vec<f32> {
         (0..len).map(|i| ((i * 7919 + seed * 104_729) % 2001) as f32 / 1000.0 - 1.0).collect()
     };

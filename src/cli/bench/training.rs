@@ -2,6 +2,7 @@
 
 use super::measurement::{Bench, Work, check};
 use shardgrad::kernels::BackendProvider;
+use shardgrad::nn::hf::Gpt2Config;
 use shardgrad::nn::{LanguageModel, ModelConfig};
 use shardgrad::prelude::*;
 use std::ops::Range;
@@ -70,7 +71,13 @@ impl Training {
     }
 
     /// Runs the benchmark, checks the losses against those of one rank, and reports the throughput.
-    pub(super) fn report(&self, bench: &Bench, group: &str, case: &str, one: &[f64]) -> Result<TrainingResult> {
+    pub(super) fn report(
+        &self,
+        bench: &Bench,
+        group: &str,
+        case: &str,
+        one: &[f64],
+    ) -> Result<TrainingResult> {
         let found = self.run()?;
         check("the loss of a training step", &found.losses, one, 1e-5)?;
         let work = Work::Tokens((self.rows * self.seq) as f64, found.flops);
@@ -87,10 +94,10 @@ impl Training {
         let settings = TrainerConfig { microbatches, dtype, param_dtype, capture: self.capture, ..plain };
         let read = |rank: &Rank, step: u64, rows: Range<usize>| {
             let layout = plan.batch_layout(rank.mesh(), DType::I64, &[rows.len(), self.seq])?;
-            let tokens = |ahead: usize| {
+            let tokens = |offset: usize| {
                 let ids: Vec<i64> = rows
                     .clone()
-                    .flat_map(|row| (0..self.seq).map(move |at| (row, at + ahead)))
+                    .flat_map(|row| (0..self.seq).map(move |at| (row, at + offset)))
                     .map(|(row, at)| ((at * at + 7 * row + step as usize) % config.vocab_size()) as i64)
                     .collect();
                 Tensor::from_global(rank, &layout, &ids)
@@ -106,7 +113,10 @@ impl Training {
             losses.push(trainer.step(&[])?.loss);
         }
         if let Some(why) = trainer.capture_refusal() {
-            return Err(Error::new(why.kind(), format!("steps cannot be captured as a graph: {}", why.message())));
+            return Err(Error::new(
+                why.kind(),
+                format!("steps cannot be captured as a graph: {}", why.message()),
+            ));
         }
         let before = rank.backend().cost().flops;
         let mut seconds = Vec::new();
@@ -120,4 +130,37 @@ impl Training {
         let peak_bytes = rank.backend().memory().peak_bytes;
         Ok(TrainingResult { losses, seconds: seconds[STEPS / 2], flops, peak_bytes })
     }
+}
+
+/// Preset, rows and sequence length of the quick benchmark.
+const SMALL: (&str, usize, usize) = ("tiny", 8, 64);
+/// Presets that are compared with other frameworks.
+const LARGE: [(&str, usize, usize); 3] = [("s", 8, 128), ("m", 8, 256), ("l", 2, 256)];
+
+/// Runs the benchmark of the preset tiny.
+pub(super) fn run_tiny(bench: &Bench) -> Result<()> {
+    on_meshes(bench, SMALL, &["dp=2", "tp=2", "dp=2,tp=2"])
+}
+
+/// Runs the benchmark of the larger presets.
+pub(super) fn run_presets(bench: &Bench) -> Result<()> {
+    LARGE.into_iter().try_for_each(|preset| on_meshes(bench, preset, &["dp=2", "tp=2"]))
+}
+
+/// Checks that losses match one rank on each mesh, then measures.
+fn on_meshes(bench: &Bench, (name, rows, seq): (&str, usize, usize), meshes: &[&str]) -> Result<()> {
+    let config =
+        Gpt2Config::preset(name).ok_or_else(|| Error::new(Kind::Config, format!("no preset `{name}`")))?;
+    let case = format!("{name} f32, {rows} x {seq} tokens");
+    let one = Training::new(config.clone(), rows, seq);
+    // With initial weights all tokens are about equally likely.
+    let uniform = (config.vocab_size as f64).ln();
+    let losses = one.run()?.losses;
+    check("the first loss", &losses[..1], &[uniform], 0.05)?;
+    one.report(bench, "train_step", &case, &losses)?;
+    for mesh in meshes {
+        let split = Training { mesh: (*mesh).to_string(), ..one.clone() };
+        split.report(bench, "train_step", &case, &losses)?;
+    }
+    Ok(())
 }

@@ -99,7 +99,11 @@ mod tests {
         assert_eq!(sample_token(&logits, &sampling(Some(1), None, false), 0.99), 1);
         assert_eq!(sample_token(&logits, &sampling(None, Some(0.6), false), 0.99), 2);
         assert_eq!(sample_token(&logits, &sampling(None, Some(0.5), false), 0.99), 1);
-        assert_eq!(sample_token(&[1.0, 3.0, 3.0], &sampling(None, None, true), 0.0), 1, "ties go to the first");
+        assert_eq!(
+            sample_token(&[1.0, 3.0, 3.0], &sampling(None, None, true), 0.0),
+            1,
+            "ties go to the first"
+        );
     }
 
     /// Reference: samples with all tokens sorted.
@@ -136,8 +140,10 @@ mod tests {
             let logits = logits(case % 7);
             let top_k = [None, Some(1), Some(40), Some(1500), Some(3000), Some(9000)][case as usize % 6];
             let top_p = [None, Some(0.01), Some(0.5), Some(0.99), Some(1.0)][case as usize % 5];
-            let sampling =
-                SamplingArgs { temperature: [1.0, 0.3, 2.0][case as usize % 3], ..sampling(top_k, top_p, false) };
+            let sampling = SamplingArgs {
+                temperature: [1.0, 0.3, 2.0][case as usize % 3],
+                ..sampling(top_k, top_p, false)
+            };
             let u = uniform_at(9, 2, case);
             let one = sample_token(&logits, &sampling, u);
             assert_eq!(one, sorted(&logits, &sampling, u), "case {case}: {top_k:?}, {top_p:?}, {u}");

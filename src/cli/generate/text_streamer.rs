@@ -164,7 +164,11 @@ mod tests {
             assert_eq!(emitted(&tokenizer, &[2], &[e5, b8c, b97, 2]), ["", "", "", "北 the", ""]);
             let broken = "\u{fffd}".repeat(4) + " the";
             assert_eq!(emitted(&tokenizer, &[2], &[e5, b8c, b97, e4, 2]), ["", "", "", "", &broken, ""]);
-            assert_eq!(emitted(&tokenizer, &[2], &[e5, b8c, b97, 1, e4, 2]).concat(), broken, "a mark between");
+            assert_eq!(
+                emitted(&tokenizer, &[2], &[e5, b8c, b97, 1, e4, 2]).concat(),
+                broken,
+                "a mark between"
+            );
             assert_eq!(emitted(&tokenizer, &[2], &[e5, b8c, b97]), ["", "", "", "北"]);
         }
 

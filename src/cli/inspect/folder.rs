@@ -2,9 +2,9 @@
 
 use serde_json::Value;
 use shardgrad::nn::ModelConfig;
+use shardgrad::nn::checkpoint::{Checkpoint, Checkpoints, OPTIMIZER_FILE, STATE_FILE};
 use shardgrad::nn::hf::weights::INDEX_FILE;
 use shardgrad::nn::hf::{CONFIG_FILE, TensorFile, WEIGHTS_FILE, Weights, read_text};
-use shardgrad::nn::checkpoint::{Checkpoint, Checkpoints, OPTIMIZER_FILE, STATE_FILE};
 use shardgrad::prelude::*;
 use std::collections::BTreeMap;
 use std::fs;
@@ -125,7 +125,12 @@ pub(super) fn inspect(dir: &Path) -> Result<FolderReport> {
 impl FolderReport {
     /// Returns the errors of the folder and of its parts.
     pub(super) fn all_damage(&self) -> Box<dyn Iterator<Item = &str> + '_> {
-        Box::new(self.damage.iter().map(String::as_str).chain(self.parts.iter().flat_map(FolderReport::all_damage)))
+        Box::new(
+            self.damage
+                .iter()
+                .map(String::as_str)
+                .chain(self.parts.iter().flat_map(FolderReport::all_damage)),
+        )
     }
 
     /// Lists the files of a folder without reading them.

@@ -66,14 +66,16 @@ pub(crate) fn memory_limits(read: ReadFile<'_>) -> Vec<MemoryLimit> {
         available_bytes,
     });
     let groups = read(Path::new("/proc/self/cgroup")).unwrap_or_default();
-    let group = groups.lines().flat_map(|line| cgroup_limits(line, swap, read)).min_by_key(|r| r.available_bytes);
+    let group =
+        groups.lines().flat_map(|line| cgroup_limits(line, swap, read)).min_by_key(|r| r.available_bytes);
     let limits = read(Path::new("/proc/self/limits")).unwrap_or_default();
     let status = read(Path::new("/proc/self/status")).unwrap_or_default();
     let limited = |source: LimitSource, limit: &str, used: &str| {
         let max_bytes = limits.lines().find_map(|line| line.strip_prefix(limit))?;
         let max_bytes: u64 = max_bytes.split_whitespace().next()?.parse().ok()?;
         let available_bytes = max_bytes.saturating_sub(kib(&status, used).unwrap_or(0));
-        Some(MemoryLimit { source, max_bytes, available_bytes }).filter(|memory_limit| memory_limit.max_bytes < UNLIMITED)
+        Some(MemoryLimit { source, max_bytes, available_bytes })
+            .filter(|memory_limit| memory_limit.max_bytes < UNLIMITED)
     };
     let space = limited(LimitSource::AddressSpace, "Max address space", "VmSize");
     let data = limited(LimitSource::DataSize, "Max data size", "VmData");
@@ -143,7 +145,10 @@ mod tests {
     fn stated(files: &[(&str, &str)]) -> Vec<(LimitSource, u64, u64)> {
         let text = |path: &Path| files.iter().find(|(name, _)| Path::new(name) == path);
         let memory_limits = memory_limits(&|path| text(path).map(|(_, text)| text.to_string()));
-        memory_limits.into_iter().map(|memory_limit| (memory_limit.source, memory_limit.max_bytes, memory_limit.available_bytes)).collect()
+        memory_limits
+            .into_iter()
+            .map(|memory_limit| (memory_limit.source, memory_limit.max_bytes, memory_limit.available_bytes))
+            .collect()
     }
 
     #[test]
@@ -160,8 +165,10 @@ mod tests {
         assert_eq!(stated(&[("/proc/self/limits", &unlimited)]), []);
         let limits = line("Max data size", "9000") + &line("Max address space", "50000");
         let status = ("/proc/self/status", "Name: x\nVmSize:\t      30 kB\nVmData:\t  2 kB\n");
-        let expected =
-            [(LimitSource::AddressSpace, 50_000, 50_000 - 30_720), (LimitSource::DataSize, 9000, 9000 - 2048)];
+        let expected = [
+            (LimitSource::AddressSpace, 50_000, 50_000 - 30_720),
+            (LimitSource::DataSize, 9000, 9000 - 2048),
+        ];
         assert_eq!(stated(&[("/proc/self/limits", &limits), status]), expected);
     }
 
@@ -193,7 +200,10 @@ mod tests {
         assert_eq!(stated(&[old, none]), []);
         let root = ("/sys/fs/cgroup/memory.max", "5000\n");
         for path in ["0::/\n", "0::/../other\n", "0::/unseen/here\n"] {
-            assert_eq!(stated(&[("/proc/self/cgroup", path), root]), [(LimitSource::ControlGroup, 5000, 5000)]);
+            assert_eq!(
+                stated(&[("/proc/self/cgroup", path), root]),
+                [(LimitSource::ControlGroup, 5000, 5000)]
+            );
         }
     }
 

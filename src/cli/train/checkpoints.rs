@@ -60,7 +60,10 @@ pub(super) fn save_checkpoint(trainer: &Trainer<'_, LanguageModel>, job: &Job) -
 ///
 /// # Errors
 /// As [`save_checkpoint`], as is the returned `Some`.
-pub(super) fn save_periodic_checkpoint(trainer: &Trainer<'_, LanguageModel>, job: &Job) -> Result<Option<Error>> {
+pub(super) fn save_periodic_checkpoint(
+    trainer: &Trainer<'_, LanguageModel>,
+    job: &Job,
+) -> Result<Option<Error>> {
     match (save_checkpoint(trainer, job)?, &job.checkpoints) {
         (Some(refused), Some(policy)) if refused.kind() == Kind::Io => {
             let step = trainer.state().step;

@@ -1,8 +1,8 @@
 //! Tests of the peak-memory estimate against the peak that the allocators measure.
 
 use crate::cli::args::{Command, config};
-use crate::cli::explain::{StepSpec, PeakMemory};
-use crate::cli::memory::need_under;
+use crate::cli::explain::{PeakMemory, StepSpec};
+use crate::cli::memory::bytes_under_limit;
 use crate::cli::train::{Job, launch, prepare, run_steps};
 use crate::data::scratch::Scratch;
 use shardgrad::Result;
@@ -27,7 +27,7 @@ const RUNS: [&str; 13] = [
     "--preset mixtral-tiny --mesh ep=2 --batch 4",
 ];
 
-/// A run in a folder of its own.
+/// Prepares a run in an empty folder.
 fn job(dir: &Scratch, given: &str, limit: Option<u64>) -> (Mesh, crate::cli::ranks::Ranks, Job) {
     let (data, out) = (dir.file("text", "The quick brown fox. ".repeat(300)), dir.path("out"));
     let _ = std::fs::remove_dir_all(&out);
@@ -82,7 +82,7 @@ fn run_fits_the_smallest_accepted_memory_limit() {
     let dir = Scratch::new();
     for given in RUNS {
         let (mesh, _, outline) = job(&dir, given, None);
-        let least = with_spec(&outline, |step| need_under(&mesh, step, 1));
+        let least = with_spec(&outline, |step| bytes_under_limit(&mesh, step, 1));
         drop(outline);
         let (_, ranks, job) = job(&dir, given, Some(least));
         let (_, failed) = launch(&ranks, &job, &run_steps);

@@ -9,7 +9,11 @@ use shardgrad::prelude::*;
 use std::sync::atomic::Ordering;
 
 /// Reports the outcome of a run. A run stopped after its last step is complete.
-pub(super) fn report_outcome(job: &Job, stopped: Option<StopReason>, failed: Option<Error>) -> Result<(), Failure> {
+pub(super) fn report_outcome(
+    job: &Job,
+    stopped: Option<StopReason>,
+    failed: Option<Error>,
+) -> Result<(), Failure> {
     let (saved, taken) = (job.saved.load(Ordering::SeqCst), job.metrics().num_new_steps());
     if let Some(e) = failed {
         let model = format!("the model after step {saved}, in {}", job.model().display());
@@ -34,7 +38,7 @@ pub(super) fn report_outcome(job: &Job, stopped: Option<StopReason>, failed: Opt
         Some(reason) => Err(Failure::stopped(saved_after(job, reason, saved), reason)),
         None => {
             let error = Error::new(Kind::PeerLost, "another rank ended the run");
-            Err(Failure::of_run(error.detail("help", "see its message")))
+            Err(Failure::of_run(error.detail("help", "see the error message of that rank")))
         }
     }
 }
@@ -45,9 +49,8 @@ fn saved_after(job: &Job, reason: StopReason, step: usize) -> Error {
         Error::new(Kind::Interrupted, format!("stopped by {reason} after step {step}; {saved} saved"))
     };
     match job.checkpoints {
-        Some(_) => {
-            error("the model and a checkpoint are").detail("help", "resume with the same options and --resume")
-        }
+        Some(_) => error("the model and a checkpoint are")
+            .detail("help", "resume with the same options and --resume"),
         None => error("the model is"),
     }
 }

@@ -50,7 +50,10 @@ fn report_measured_schedule(trainer: &Trainer<'_, LanguageModel>, schedule: &Sch
         let starts = trainer.stage_starts();
         let starts: Vec<&str> = starts.iter().skip(1).map(|(_, path)| &**path).collect();
         let starts = starts.join(", ");
-        job.lines.print_line(format_args!("pipeline stages start at {starts}; the schedule is in {}", path.display()));
+        job.lines.print_line(format_args!(
+            "pipeline stages start at {starts}; the schedule is in {}",
+            path.display()
+        ));
     }
 }
 
@@ -136,9 +139,8 @@ pub(super) fn print_summary(job: &Job, steps: &[StepMetrics]) {
         (out.join("loss.svg"), "loss plot"),
         (out.join("model"), "the model, in Hugging Face format"),
     ];
-    let left = left
-        .into_iter()
-        .chain(checkpoint.map(|path| (path, "checkpoint for --resume with more --steps")));
+    let left =
+        left.into_iter().chain(checkpoint.map(|path| (path, "checkpoint for --resume with more --steps")));
     for (path, what) in left {
         print_line(format!("  {:<28} {what}", path.display().to_string()));
     }

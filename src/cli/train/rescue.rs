@@ -1,6 +1,6 @@
 //! Saving the weights of a failed run: each rank keeps its local weights, and the ranks of a second world save them.
 
-use super::{StepsOutcome, Job, not_saved, save};
+use super::{Job, StepsOutcome, not_saved, save};
 use crate::cli::DISK_TIMEOUT;
 use crate::cli::ranks::Ranks;
 use shardgrad::nn::{LanguageModel, WeightSnapshot};
@@ -41,8 +41,8 @@ pub(super) fn save_rescued(ranks: &Ranks, job: &Job, failed: Error) -> Error {
     snapshots.retain(|rank, _| here.contains(rank));
     let steps = snapshots.values().flatten().map(WeightSnapshot::step).max().unwrap_or(0) as usize;
     // A save that failed by I/O or non-finite weights would fail again; a second world has more memory (no optimizer) and waits longer.
-    let may_go_well = matches!(failed.kind(), Kind::OutOfMemory | Kind::Timeout | Kind::PeerLost);
-    if steps <= job.num_steps_before() || job.saving.load(Ordering::SeqCst) && !may_go_well {
+    let may_succeed = matches!(failed.kind(), Kind::OutOfMemory | Kind::Timeout | Kind::PeerLost);
+    if steps <= job.num_steps_before() || job.saving.load(Ordering::SeqCst) && !may_succeed {
         return failed;
     }
     let parts = job.out.verify().and_then(|_| complete_snapshots(snapshots, steps, here));
@@ -62,17 +62,17 @@ fn complete_snapshots(
     steps: usize,
     here: Range<usize>,
 ) -> Result<Snapshots> {
-    let lacks = |rank: usize, why: &str| {
+    let missing_weights = |rank: usize, why: &str| {
         Error::new(Kind::PeerLost, format!("rank {rank} has no weights of step {steps}: {why}"))
     };
-    if let Some(gone) = here.into_iter().find(|rank| !snapshots.contains_key(rank)) {
-        return Err(lacks(gone, "it ended before the others"));
+    if let Some(missing) = here.into_iter().find(|rank| !snapshots.contains_key(rank)) {
+        return Err(missing_weights(missing, "it ended before the others"));
     }
     let own = |(rank, snapshot): (usize, Result<WeightSnapshot>)| {
-        let snapshot = snapshot.map_err(|why| lacks(rank, why.message()))?;
+        let snapshot = snapshot.map_err(|why| missing_weights(rank, why.message()))?;
         match snapshot.step() as usize {
             step if step == steps => Ok((rank, Mutex::new(Some(snapshot)))),
-            step => Err(lacks(rank, &format!("it has those of step {step}"))),
+            step => Err(missing_weights(rank, &format!("it has those of step {step}"))),
         }
     };
     snapshots.into_iter().map(own).collect()
@@ -100,10 +100,10 @@ mod tests {
     use crate::cli::args::{Command, config};
     use crate::cli::train::{Steps, launch, prepare, run_steps};
     use crate::data::scratch::Scratch;
-    use shardgrad::nn::checkpoint::RunState;
-    use shardgrad::tensor::control::world_sum;
     use crate::train::Prefetcher;
     use shardgrad::dist::Process;
+    use shardgrad::nn::checkpoint::RunState;
+    use shardgrad::tensor::control::world_sum;
     use std::fs;
     use std::net::TcpListener;
     use std::panic::Location;
@@ -164,10 +164,14 @@ mod tests {
         let job = prepare(&args).unwrap().unwrap();
         let world = args.run.training_world(&args.mesh()).unwrap();
         let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-        let failing = move |trainer: &mut Trainer<'_, LanguageModel>, prefetcher: &Prefetcher<'_>, is_rank_zero: bool, job: &Job| {
+        let failing = move |trainer: &mut Trainer<'_, LanguageModel>,
+                            prefetcher: &Prefetcher<'_>,
+                            is_rank_zero: bool,
+                            job: &Job| {
             run_steps(trainer, prefetcher, is_rank_zero, job)?;
             match is_rank_zero {
-                true => world_sum(trainer.rank().world(), &[0.0], Location::caller()).map(|_| StepsOutcome::default()),
+                true => world_sum(trainer.rank().world(), &[0.0], Location::caller())
+                    .map(|_| StepsOutcome::default()),
                 false => Err(Error::new(kind, "no memory for an evaluation")),
             }
         };
@@ -195,7 +199,7 @@ mod tests {
             }
             assert!(saved == whole, "{mesh}: {failed:?}");
         }
-        // After another error a process may be gone, so that nobody connects again.
+        // After another error a process may be gone, so the processes do not reconnect.
         let (_, saved) = run_connected(&dir, "dp=2", Kind::Data);
         assert_eq!(saved, None);
     }

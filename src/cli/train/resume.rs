@@ -9,8 +9,8 @@ use crate::cli::report_unverified;
 use crate::metrics::PreviousMetrics;
 use crate::outputs::{OutFolder, resolve_path};
 use shardgrad::nn::ModelConfig;
-use shardgrad::nn::hf::Weights;
 use shardgrad::nn::checkpoint::{Checkpoints, RunState, STATE_FILE};
+use shardgrad::nn::hf::Weights;
 use shardgrad::prelude::*;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -35,7 +35,8 @@ pub(super) struct ResumePoint {
 /// As [`Sampler::fingerprint`](crate::data::Sampler::fingerprint).
 pub(super) fn notes(args: &TrainArgs, rows: &Dataset) -> Result<BTreeMap<String, String>> {
     let recorded = args.recorded_options(rows.rows.seq()).into_iter().flatten();
-    let mut notes: BTreeMap<String, String> = recorded.map(|(name, value)| (name.to_string(), value)).collect();
+    let mut notes: BTreeMap<String, String> =
+        recorded.map(|(name, value)| (name.to_string(), value)).collect();
     notes.insert(DATA.to_string(), rows.rows.fingerprint()?);
     Ok(notes)
 }
@@ -67,7 +68,9 @@ pub(super) fn start_point(
     };
     let is_exact = args.checkpoints.is_exact();
     let SoundCheckpoint { dir, damaged } = match named {
-        Some(dir) if is_checkpoint(dir)? => SoundCheckpoint::named(dir).map_err(|e| with_other_checkpoint(e, dir))?,
+        Some(dir) if is_checkpoint(dir)? => {
+            SoundCheckpoint::named(dir).map_err(|e| with_other_checkpoint(e, dir))?
+        }
         Some(dir) => newest_sound(dir, is_exact)?.ok_or_else(|| no_checkpoint_in(dir))?,
         None => match newest_sound(&args.out, is_exact)? {
             Some(newest) => newest,
@@ -152,8 +155,7 @@ fn rename_damaged(out: &OutFolder, damaged: &[PathBuf]) -> Result<()> {
 /// Returns the error of `--resume DIR` without a checkpoint.
 fn no_checkpoint_in(dir: &Path) -> Error {
     let text = format!("no checkpoint in {}", dir.display());
-    let help =
-        "name a checkpoint or a run folder with checkpoints; --resume without DIR starts from scratch if --out has none";
+    let help = "name a checkpoint or a run folder with checkpoints; --resume without DIR starts from scratch if --out has none";
     Error::new(Kind::Checkpoint, text).detail("help", help)
 }
 
@@ -170,15 +172,19 @@ fn with_other_checkpoint(e: Error, dir: &Path) -> Error {
 }
 
 /// Rejects checkpoints in the run folder that belong to another run, or to later steps than the resumed one. Damaged checkpoints are ignored.
-fn check_no_other_checkpoints(out: &OutFolder, from: Option<&ResumePoint>, damaged: &[PathBuf]) -> Result<()> {
+fn check_no_other_checkpoints(
+    out: &OutFolder,
+    from: Option<&ResumePoint>,
+    damaged: &[PathBuf],
+) -> Result<()> {
     let here = resolve_path(&out.join("x")).parent().map(Path::to_path_buf);
     let parent_of = |dir: &Path| dir.parent().map(Path::to_path_buf);
     // The checkpoint may be a link to one elsewhere.
-    let resumes_here = |from: &&ResumePoint| {
+    let is_in_run_folder = |from: &&ResumePoint| {
         let beside = from.dir.parent().map(|dir| resolve_path(&dir.join("x")));
         parent_of(&resolve_path(&from.dir)) == here || beside.is_some_and(|beside| parent_of(&beside) == here)
     };
-    let step = from.filter(resumes_here).map(|from| from.step as u64);
+    let step = from.filter(is_in_run_folder).map(|from| from.step as u64);
     let found = Checkpoints::find(&out.join(""))?;
     if let Some(path) = found.not_replaceable().next() {
         let text = format!("{} is named like a checkpoint but is not one", path.display());
@@ -211,13 +217,16 @@ fn check_same_run(
         notes.get(name).map_or("not recorded".to_string(), Clone::clone)
     };
     let differs = |name: &str| {
-        let (here, there) = (recorded(notes, name), recorded(checkpoint_notes, name));
-        (here != there).then(|| format!("--{name} {here} (checkpoint: {there})"))
+        let (current, saved) = (recorded(notes, name), recorded(checkpoint_notes, name));
+        (current != saved).then(|| format!("--{name} {current} (checkpoint: {saved})"))
     };
-    let [must_match, may_change] = args.recorded_options(0).map(|recorded| recorded.into_iter().map(|(name, _)| name).collect::<Vec<_>>());
+    let [must_match, may_change] = args
+        .recorded_options(0)
+        .map(|recorded| recorded.into_iter().map(|(name, _)| name).collect::<Vec<_>>());
     let [mut faults, dropped] = config_differences(dir, config)?;
     // The fingerprint depends on the sequence length, which is compared separately.
-    let is_other = notes.get("seq") == checkpoint_notes.get("seq") && notes.get(DATA) != checkpoint_notes.get(DATA);
+    let is_other =
+        notes.get("seq") == checkpoint_notes.get("seq") && notes.get(DATA) != checkpoint_notes.get(DATA);
     faults.extend(is_other.then(|| "the data differs from that of the checkpoint".to_string()));
     faults.extend(must_match.into_iter().filter_map(differs));
     if !faults.is_empty() {
@@ -234,21 +243,22 @@ fn check_same_run(
 
 /// Returns the differences between the config of a checkpoint and of the model: those that are errors, and those in dropout only.
 fn config_differences(dir: &Path, config: &ModelConfig) -> Result<[Vec<String>; 2]> {
-    let there = ModelConfig::read(dir).map_err(|e| with_other_checkpoint(e, dir))?;
+    let saved = ModelConfig::read(dir).map_err(|e| with_other_checkpoint(e, dir))?;
     // Written and parsed like a file, so that fields that are not in files do not differ.
-    let here = ModelConfig::parse(dir, &config.to_json())?;
-    let [here, there] = [here, there].map(|config| config.with_dtype(DType::F32));
+    let current = ModelConfig::parse(dir, &config.to_json())?;
+    let [current, saved] = [current, saved].map(|config| config.with_dtype(DType::F32));
     let plain = |config: &ModelConfig| config.clone().with_dropout(0.0).to_json();
-    let faults = differing_lines(&plain(&here), &plain(&there));
-    let dropped = if faults.is_empty() { differing_lines(&here.to_json(), &there.to_json()) } else { Vec::new() };
+    let faults = differing_lines(&plain(&current), &plain(&saved));
+    let dropped =
+        if faults.is_empty() { differing_lines(&current.to_json(), &saved.to_json()) } else { Vec::new() };
     Ok([faults, dropped])
 }
 
 /// Returns the differing lines of two configs.
-fn differing_lines(here: &str, there: &str) -> Vec<String> {
+fn differing_lines(current: &str, saved: &str) -> Vec<String> {
     let line = |line: &str| line.trim().trim_end_matches(',').to_string();
-    let lines = here.lines().zip(there.lines()).filter(|(here, there)| here != there);
+    let lines = current.lines().zip(saved.lines()).filter(|(current, saved)| current != saved);
     let lines =
-        lines.map(|(here, there)| format!("config.json {} (checkpoint: {})", line(here), line(there)));
+        lines.map(|(current, saved)| format!("config.json {} (checkpoint: {})", line(current), line(saved)));
     lines.take(LINES_MAX).collect()
 }

@@ -45,7 +45,7 @@ impl SoundCheckpoint {
             let step = Checkpoints::step_of(&path);
             if is_exact && step.is_some_and(|step| newest.is_none_or(|newest| step > newest)) {
                 let text = format!("{} is damaged: it has no {STATE_FILE}", path.display());
-                return Err(refused(Error::new(Kind::Checkpoint, text)));
+                return Err(with_resume_help(Error::new(Kind::Checkpoint, text)));
             }
             if is_rank_zero() {
                 eprintln!("skipping {}: the save was not finished", path.display());
@@ -62,7 +62,7 @@ impl SoundCheckpoint {
                     let damaged = damaged.into_iter().map(|(path, _)| path).collect();
                     return Ok(Some(SoundCheckpoint { dir: path, damaged }));
                 }
-                Err(e) if is_exact => return Err(refused(e)),
+                Err(e) if is_exact => return Err(with_resume_help(e)),
                 Err(e) if !matches!(e.kind(), Kind::Checkpoint | Kind::Io) => return Err(e),
                 Err(e) => damaged.push((path, e)),
             }
@@ -80,6 +80,9 @@ impl SoundCheckpoint {
 }
 
 /// Adds the help to an error of --resume-exact.
-fn refused(error: Error) -> Error {
-    error.detail("help", "use --resume instead of --resume-exact to resume from the newest undamaged checkpoint")
+fn with_resume_help(error: Error) -> Error {
+    error.detail(
+        "help",
+        "use --resume instead of --resume-exact to resume from the newest undamaged checkpoint",
+    )
 }

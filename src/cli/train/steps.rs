@@ -5,7 +5,7 @@ use super::progress::{Progress, record_step};
 use super::{Job, save_final_state};
 use crate::interrupt::StopReason;
 use crate::metrics::StepMetrics;
-use crate::train::{Prefetcher, ControlFlags, Evaluation, mean_loss};
+use crate::train::{ControlFlags, Evaluation, Prefetcher, mean_loss};
 use shardgrad::nn::{LanguageModel, StepReport};
 use shardgrad::prelude::*;
 use shardgrad::tensor::control::world_sum;
@@ -38,9 +38,9 @@ impl StepsOutcome {
     }
 
     /// Records why a checkpoint was not saved, if so.
-    pub(super) fn note(&mut self, refused: Option<Error>) {
-        self.unsaved |= refused.is_some();
-        self.failed = self.failed.take().or(refused);
+    pub(super) fn record_failed_save(&mut self, error: Option<Error>) {
+        self.unsaved |= error.is_some();
+        self.failed = self.failed.take().or(error);
     }
 }
 
@@ -56,9 +56,9 @@ pub(super) fn run_steps(
 ) -> Result<StepsOutcome> {
     let train_config = &job.train_config;
     let progress = is_rank_zero.then(|| Progress::new(job));
-    let began = Instant::now();
+    let start = Instant::now();
     let mut outcome = StepsOutcome::default();
-    let mut is_refusal_reported = job.json || !is_rank_zero;
+    let mut is_capture_failure_reported = job.json || !is_rank_zero;
     let (first, mut step_seconds) = (job.num_steps_before(), 0.0);
     for step in first..train_config.steps {
         if step == first || job.check_every > 0 && step % job.check_every == 0 {
@@ -70,7 +70,8 @@ pub(super) fn run_steps(
         if step + 1 < train_config.steps && outcome.failed.is_none() {
             outcome.failed = prefetcher.read(trainer.rank(), step as u64 + 1).err();
         }
-        let own = ControlFlags { stop: job.interrupt.reason(), failed: outcome.failed.is_some(), step_seconds };
+        let own =
+            ControlFlags { stop: job.interrupt.reason(), failed: outcome.failed.is_some(), step_seconds };
         let report = match trainer.step(&own.to_numbers()) {
             Err(e) if e.kind() == Kind::NotFinite && step > first => {
                 outcome.failed = Some(with_lr_help(e));
@@ -89,16 +90,19 @@ pub(super) fn run_steps(
         }
         (outcome.steps, outcome.stopped) = (step + 1, agreed.stop);
         let mut is_over = agreed.stop.is_some() || agreed.failed;
-        let mut entry = metrics_of_step(job, &report, step_seconds, began);
+        let mut entry = metrics_of_step(job, &report, step_seconds, start);
         if !agreed.failed && is_evaluated(job, step + 1, is_over) {
             if is_rank_zero {
                 outcome.failed = outcome.failed.or(job.metrics().begin_step(&entry).err());
             }
             (entry.val_loss, is_over) = evaluate(trainer, is_rank_zero, job, &mut outcome)?;
         }
-        if let Some(why) = trainer.capture_refusal().filter(|_| !is_refusal_reported) {
-            is_refusal_reported = true;
-            job.lines.print_line(format_args!("steps are not captured as a graph and run kernel by kernel: {}", why.message()));
+        if let Some(why) = trainer.capture_refusal().filter(|_| !is_capture_failure_reported) {
+            is_capture_failure_reported = true;
+            job.lines.print_line(format_args!(
+                "steps are not captured as a graph and run kernel by kernel: {}",
+                why.message()
+            ));
         }
         if let Some(progress) = &progress {
             let recorded = record_step(trainer, job, progress, &entry);
@@ -106,7 +110,7 @@ pub(super) fn run_steps(
         }
         if !is_over && is_checkpointed(job, step + 1) {
             job.verify_folder(&mut outcome)?;
-            outcome.note(save_periodic_checkpoint(trainer, job)?);
+            outcome.record_failed_save(save_periodic_checkpoint(trainer, job)?);
             is_over = outcome.unsaved;
         }
         if is_over {
@@ -151,14 +155,14 @@ fn agreed_stop(trainer: &Trainer<'_, LanguageModel>, job: &Job) -> Result<Option
 }
 
 /// Returns the metrics of a step.
-fn metrics_of_step(job: &Job, report: &StepReport, seconds: f64, began: Instant) -> StepMetrics {
+fn metrics_of_step(job: &Job, report: &StepReport, seconds: f64, start: Instant) -> StepMetrics {
     StepMetrics {
         step: report.step + 1,
         loss: report.loss,
         grad_norm: report.grad_norm,
         lr: report.lr,
         tokens_per_s: (job.train_config.batch * job.train_config.seq) as f64 / seconds,
-        seconds: job.seconds + began.elapsed().as_secs_f64(),
+        seconds: job.seconds + start.elapsed().as_secs_f64(),
         loss_scale: report.loss_scale,
         skipped: report.loss_scale.map(|_| report.skipped),
         val_loss: None,

@@ -16,7 +16,7 @@ use crate::refusal::Refusal;
 use crate::placement::Placement;
 use crate::tensor::Tensor;
 use shardgrad_dist::{AxisSet, ReduceOp, Result};
-use shardgrad_kernels::op::cross_entropy::{BACKWARD, TERMS};
+use shardgrad_kernels::op::cross_entropy::{BACKWARD, FORWARD};
 use shardgrad_kernels::op::log_sum_exp::{FINISH, SUM_EXP};
 use shardgrad_kernels::{DType, Scalar};
 use smallvec::{SmallVec, smallvec};
@@ -103,7 +103,7 @@ impl Op for CrossEntropyTerms {
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         let x = local.contiguous(x)?;
-        let mut terms = local.launch(&TERMS, &[&x[0], &x[1]], &columns(local))?;
+        let mut terms = local.launch(&FORWARD, &[&x[0], &x[1]], &columns(local))?;
         let axes = axes(local.inference);
         if axes.is_empty() {
             return Ok(terms);

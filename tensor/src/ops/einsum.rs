@@ -12,7 +12,7 @@ use crate::signature::{Labels, Mark, Signature, Term};
 use crate::tensor::Tensor;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::op::batched_matmul::BATCHED_MATMUL;
-use shardgrad_kernels::op::linear::PRODUCT_ADD;
+use shardgrad_kernels::op::linear::MATMUL_ADD;
 use shardgrad_kernels::{Arg, ArgMut, Dims, Strides};
 use smallvec::SmallVec;
 use std::borrow::Cow;
@@ -243,7 +243,7 @@ impl BatchedMatrices {
         let factors = if *transposed { [b, a] } else { [a, b] };
         let inputs = [factors[0], factors[1], as_arg(&&r)];
         let out = ArgMut { buffer: &mut out.buffer, dtype: out.dtype, view };
-        launch_args(local.rank, &PRODUCT_ADD, &inputs, &mut [out], &[])?;
+        launch_args(local.rank, &MATMUL_ADD, &inputs, &mut [out], &[])?;
         Ok(true)
     }
 }

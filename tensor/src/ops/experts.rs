@@ -11,7 +11,7 @@ use crate::tensor::Tensor;
 use shardgrad_dist::{Rank, Result};
 use shardgrad_kernels::op::batched_matmul::BATCHED_MATMUL;
 use shardgrad_kernels::op::binary::{ADD, MUL};
-use shardgrad_kernels::op::grouped_matmul::{GRADIENT, PRODUCT};
+use shardgrad_kernels::op::grouped_matmul::{FORWARD, WEIGHT_GRAD};
 use shardgrad_kernels::op::index::{GATHER, SCATTER_ADD};
 use shardgrad_kernels::op::sort_by_group::SORT_BY_GROUP;
 use shardgrad_kernels::op::swiglu;
@@ -139,13 +139,13 @@ impl<'a> TokenExpertPairs<'a> {
     /// Multiplies each pair with the matrix of its expert (grouped GEMM).
     fn grouped_matmul(&self, x: &LocalTensor, w: &LocalTensor) -> Result<LocalTensor> {
         let mut y = LocalTensor::alloc(self.rank, x.dtype, &[self.count(), w.view.shape[2]])?;
-        launch(self.rank, &PRODUCT, &[x, w, &self.starts], &mut [&mut y], &self.scalars())?;
+        launch(self.rank, &FORWARD, &[x, w, &self.starts], &mut [&mut y], &self.scalars())?;
         Ok(y)
     }
 
     /// The gradients of the matrices of a grouped product.
     fn weight_gradient(&self, x: &LocalTensor, dy: &LocalTensor, dw: &mut LocalTensor) -> Result<()> {
-        launch(self.rank, &GRADIENT, &[x, dy, &self.starts], &mut [dw], &self.scalars())
+        launch(self.rank, &WEIGHT_GRAD, &[x, dy, &self.starts], &mut [dw], &self.scalars())
     }
 
     fn scalars(&self) -> [Scalar; 1] {

@@ -8,7 +8,7 @@ use crate::local_tensor::{LocalTensor, launch};
 use crate::tensor::Tensor;
 use shardgrad_dist::{Rank, Result};
 use shardgrad_kernels::op::batched_matmul::BATCHED_MATMUL;
-use shardgrad_kernels::op::linear::{LINEAR, LINEAR_ADD, PRODUCT_ADD, PRODUCT_SUMS};
+use shardgrad_kernels::op::linear::{LINEAR, LINEAR_ADD, MATMUL_ADD, MATMUL_BIAS_GRAD};
 use shardgrad_kernels::op::reduce::SUM;
 use shardgrad_kernels::{DType, Scalar, Strides};
 use smallvec::{SmallVec, smallvec};
@@ -135,7 +135,7 @@ pub(super) fn matmul_epilogue(
     with_matrix_view(y, num_columns, |y| match (&bias, &residual) {
         (None, None) => launch(rank, &BATCHED_MATMUL, &[a, b], &mut [y], &[]),
         (Some(bias), None) => launch(rank, &LINEAR, &[a, b, bias], &mut [y], &[]),
-        (None, Some(r)) => launch(rank, &PRODUCT_ADD, &[a, b, r], &mut [y], &[]),
+        (None, Some(r)) => launch(rank, &MATMUL_ADD, &[a, b, r], &mut [y], &[]),
         (Some(bias), Some(r)) => launch(rank, &LINEAR_ADD, &[a, b, bias, r], &mut [y], &[]),
     })
 }
@@ -157,7 +157,7 @@ pub(super) fn weight_and_bias_grads(
     }
     let shape = db.view.clone();
     db.view = Strides::contiguous(&[shape.numel()]).into();
-    with_matrix_view(dw, num_out, |dw| launch(rank, &PRODUCT_SUMS, &[&x, g], &mut [dw, &mut *db], &[]))?;
+    with_matrix_view(dw, num_out, |dw| launch(rank, &MATMUL_BIAS_GRAD, &[&x, g], &mut [dw, &mut *db], &[]))?;
     db.view = shape;
     Ok(())
 }

@@ -8,7 +8,7 @@ use crate::op::{Cotangents, DTypes, SavedForBackward, ForwardContext, GradAccumu
 use crate::local_tensor::{LocalTensor, launch};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
-use shardgrad_kernels::op::linear::{LINEAR_GELU, PRODUCT_GELU_GRAD};
+use shardgrad_kernels::op::linear::{LINEAR_GELU, MATMUL_GELU_GRAD};
 use shardgrad_kernels::{DType, Strides};
 use smallvec::smallvec;
 use std::rc::Rc;
@@ -209,7 +209,7 @@ impl Op for MlpBackward {
             _ => unused.insert(LocalTensor::alloc(rank, g.dtype, &[num_hidden])?),
         };
         let shape = std::mem::replace(&mut sums.view, Strides::contiguous(&[num_hidden]).into());
-        launch(rank, &PRODUCT_GELU_GRAD, &[g, &transposed(w2), &z], &mut [&mut u, &mut *sums], &[])?;
+        launch(rank, &MATMUL_GELU_GRAD, &[g, &transposed(w2), &z], &mut [&mut u, &mut *sums], &[])?;
         sums.view = shape;
         if let Some(db1) = params.get_mut(1).filter(|db1| db1.dtype != g.dtype) {
             sum_rows(rank, &u, db1)?;

@@ -7,7 +7,7 @@ use crate::local_tensor::LocalTensor;
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::Scalar;
-use shardgrad_kernels::op::rope::ROTATE;
+use shardgrad_kernels::op::rope::ROPE;
 use std::rc::Rc;
 
 /// Rotary position embedding (RoPE): rotates pairs of channels by angles proportional to the position.
@@ -70,7 +70,7 @@ impl Op for Rope {
         let frequencies = self.frequencies.iter().map(|f| Scalar::Real(self.sign * f));
         let scalars: Vec<Scalar> =
             std::iter::once(Scalar::Int((self.first + range.start) as i64)).chain(frequencies).collect();
-        local.launch(&ROTATE, &[&x[0].contiguous(local.rank)?], &scalars)
+        local.launch(&ROPE, &[&x[0].contiguous(local.rank)?], &scalars)
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

@@ -9,7 +9,7 @@ use crate::op::{Cotangents, DTypes, SavedForBackward, ForwardContext, Op, LocalT
 use crate::local_tensor::LocalTensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::DType;
-use shardgrad_kernels::op::compare_select::CHOOSE;
+use shardgrad_kernels::op::compare_select::WHERE;
 use std::rc::Rc;
 
 /// Selects elements by a mask: z = x where the mask is true, else y (`torch.where`, `jnp.where`).
@@ -62,7 +62,7 @@ impl Op for WhereCond {
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
-        Broadcast::launch(local, &CHOOSE, x, &[])
+        Broadcast::launch(local, &WHERE, x, &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

@@ -1,7 +1,7 @@
 //! A training step of a GPT by burn, in f32 on its CPU back end `flex`: pre-norm blocks with biases, GELU, learned
-//! positions, an output layer of its own, AdamW. `benches/peers.py` runs it.
+//! positions, untied output layer, AdamW. `benches/peers.py` runs it.
 //!
-//! GELU is the one by erf, which is a kernel of burn's: by tanh it would be a chain of ops, and slower.
+//! GELU uses erf, which is a kernel in burn; the tanh approximation would be a slower chain of ops.
 
 #![forbid(unsafe_code)]
 
@@ -11,7 +11,7 @@ use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, L
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::prelude::*;
 use burn::tensor::activation::{gelu, softmax};
-use peer_steps::{Asked, Shape};
+use peer_steps::{Benchmark, Shape};
 use std::convert::Infallible;
 
 const RANDOM: Initializer = Initializer::Normal { mean: 0.0, std: 0.02 };
@@ -24,7 +24,7 @@ fn embedding(count: usize, width: usize, device: &Device) -> Embedding {
     EmbeddingConfig::new(count, width).with_initializer(RANDOM).init(device)
 }
 
-/// Attention and MLP, each on what a norm gives of the residual stream, which they are added to.
+/// Pre-norm block: attention and MLP with residual connections.
 #[derive(Module, Debug)]
 struct Block {
     norms: [LayerNorm; 2],
@@ -45,7 +45,7 @@ impl Block {
         }
     }
 
-    /// From tokens to tokens, `[rows, seq, width]`; `hidden` is true where scores are of what comes later.
+    /// Maps `[rows, seq, width]` to the same shape; `hidden` is the causal mask, true for later tokens.
     fn forward(&self, x: Tensor<3>, heads: usize, hidden: &Tensor<4, Bool>) -> Tensor<3> {
         let [rows, seq, width] = x.dims();
         let channels = width / heads;
@@ -86,7 +86,7 @@ impl Gpt {
     }
 }
 
-/// Tokens, what should follow them, their places, and which scores are of what comes later.
+/// Inputs, targets, positions and causal mask.
 struct Batch {
     ids: Tensor<2, Int>,
     targets: Tensor<1, Int>,
@@ -111,7 +111,7 @@ impl Batch {
         }
     }
 
-    /// The mean cross-entropy of the targets.
+    /// Returns the mean cross entropy of the targets.
     fn loss(&self, gpt: &Gpt) -> Tensor<1> {
         let x = gpt.tokens.forward(self.ids.clone()) + gpt.places.forward(self.places.clone());
         let x = gpt.blocks.iter().fold(x, |x, block| block.forward(x, self.heads, &self.hidden));
@@ -121,7 +121,7 @@ impl Batch {
 }
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let asked = Asked::of(std::env::args().skip(1))?;
+    let asked = Benchmark::of(std::env::args().skip(1))?;
     let device = Device::flex().autodiff();
     let batch = Batch::new(&asked.shape, &device);
     let mut gpt = Gpt::new(&asked.shape, &device);

@@ -1,25 +1,25 @@
 //! A training step of a GPT by candle, in f32 on the CPU: pre-norm blocks with biases, tanh GELU, learned positions,
-//! an output layer of its own, AdamW. `benches/peers.py` runs it.
+//! untied output layer, AdamW. `benches/peers.py` runs it.
 
 #![forbid(unsafe_code)]
 
 use candle_core::{D, DType, Device, Result, Tensor};
 use candle_nn::{AdamW, Embedding, Init, Linear, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use candle_nn::{loss, ops};
-// Asked for because of its feature: it makes the products of candle.
+// A dependency only for its feature, which enables the matmuls of candle.
 use gemm as _;
-use peer_steps::{Asked, Shape};
+use peer_steps::{Benchmark, Shape};
 
 const RANDOM: Init = Init::Randn { mean: 0.0, stdev: 0.02 };
 
-/// `x` times `[fan_out, fan_in]`, with a bias or without.
+/// Linear layer with weight `[fan_out, fan_in]` and optional bias.
 fn linear(fan_in: usize, fan_out: usize, has_bias: bool, vars: VarBuilder<'_>) -> Result<Linear> {
     let weight = vars.get_with_hints((fan_out, fan_in), "weight", RANDOM)?;
     let bias = has_bias.then(|| vars.get_with_hints(fan_out, "bias", Init::Const(0.0))).transpose()?;
     Ok(Linear::new(weight, bias))
 }
 
-/// Layer norm of ops that have gradients, which the fused one of candle has not.
+/// Layer norm from differentiable ops; the fused one of candle has no gradient.
 struct Norm {
     weight: Tensor,
     bias: Tensor,
@@ -38,7 +38,7 @@ impl Module for Norm {
     }
 }
 
-/// Attention and MLP, each on what a norm gives of the residual stream, which they are added to.
+/// Pre-norm block: attention and MLP with residual connections.
 struct Block {
     norms: [Norm; 2],
     fused: Linear,
@@ -58,13 +58,13 @@ impl Block {
         })
     }
 
-    /// From tokens to tokens, `[rows * seq, width]`: products of two dims are faster in candle than those of more.
+    /// Maps `[rows * seq, width]` to the same shape: 2-D matmuls are faster in candle than batched ones.
     fn forward(&self, x: &Tensor, shape: &Shape, hidden: &Tensor) -> Result<Tensor> {
         let Shape { width, heads, seq, rows, .. } = *shape;
         let channels = width / heads;
         let fused =
             self.fused.forward(&self.norms[0].forward(x)?)?.reshape((rows, seq, 3, heads, channels))?;
-        // Which of the three comes first: so the gradient puts whole pieces together.
+        // q, k, v is the first dim, so that the gradient concatenates contiguous blocks.
         let split = fused.permute((2, 0, 3, 1, 4))?;
         let part = |which: usize| split.get(which)?.contiguous();
         let (query, key, value) = (part(0)?, part(1)?, part(2)?);
@@ -72,7 +72,7 @@ impl Block {
         let mixed = ops::softmax(&scores, D::Minus1)?.matmul(&value)?;
         let mixed = mixed.transpose(1, 2)?.contiguous()?.reshape((rows * seq, width))?;
         let x = (x + self.out.forward(&mixed)?)?;
-        // candle calls the one by tanh `gelu`.
+        // In candle, `gelu` is the tanh approximation.
         let inner = self.up.forward(&self.norms[1].forward(&x)?)?.gelu()?;
         &x + self.down.forward(&inner)?
     }
@@ -84,7 +84,7 @@ struct Gpt {
     blocks: Vec<Block>,
     norm: Norm,
     head: Linear,
-    /// What is added to scores: nothing, or minus infinity for what comes later.
+    /// Returns the causal mask added to the scores: 0, or minus infinity for later tokens.
     hidden: Tensor,
     shape: Shape,
 }
@@ -105,7 +105,7 @@ impl Gpt {
         })
     }
 
-    /// The mean cross-entropy of targets, `[rows * seq]`, as tokens that follow `ids`, `[rows, seq]`.
+    /// Returns the mean cross entropy of targets `[rows * seq]` given `ids` `[rows, seq]`.
     fn loss(&self, ids: &Tensor, targets: &Tensor) -> Result<Tensor> {
         let Shape { width, seq, rows, .. } = self.shape;
         let x = self.tokens.forward(ids)?.broadcast_add(&self.places)?.reshape((rows * seq, width))?;
@@ -115,7 +115,7 @@ impl Gpt {
 }
 
 fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
-    let asked = Asked::of(std::env::args().skip(1))?;
+    let asked = Benchmark::of(std::env::args().skip(1))?;
     let Shape { seq, rows, .. } = asked.shape;
     let vars = VarMap::new();
     let gpt = Gpt::new(asked.shape, VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu))?;

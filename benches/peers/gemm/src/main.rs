@@ -1,5 +1,5 @@
 //! f32 matmuls by the crate gemm: reads one shape per line and prints the rate of each.
-//! `benches/products.py` runs it, with as many threads for rayon as it names here.
+//! `benches/products.py` runs it and sets the number of rayon threads.
 
 use gemm::Parallelism;
 use std::error::Error;
@@ -8,25 +8,25 @@ use std::time::Instant;
 
 const USAGE: &str =
     "usage: THREADS SECONDS, and lines of M K N and `plain`, `b transposed` or `a transposed` to read";
-/// So many operations make a sample that the clock can tell.
+/// FLOPs per sample, enough for the clock resolution.
 const SAMPLE: f64 = 5e6;
-/// Samples of a shape, of which the median counts.
+/// Number of samples per shape; the median counts.
 const SAMPLES_MIN: usize = 5;
 const SAMPLES_MAX: usize = 101;
-/// Elements of a product that are held against sums in f64.
+/// Number of elements compared with sums in f64.
 const CHECKED: usize = 64;
 const TOLERANCE: f64 = 1e-5;
-/// The most rows, terms or columns, so that no count of elements is too large.
+/// Maximum m, k and n, so that element counts do not overflow.
 const EXTENT_MAX: usize = 65_536;
 
-/// A matrix, and the steps from row to row and from column to column.
+/// A matrix with row and column strides.
 struct Matrix {
     data: Vec<f32>,
     strides: [usize; 2],
 }
 
 impl Matrix {
-    /// Random numbers of -1 to 1, in memory row by row, or column by column.
+    /// Returns random numbers in -1..1, row-major or column-major.
     fn random([rows, cols]: [usize; 2], transposed: bool, seed: usize) -> Matrix {
         let number = |i: usize| ((i * 7919 + seed * 104_729) % 2001) as f32 / 1000.0 - 1.0;
         let strides = if transposed { [1, rows] } else { [cols, 1] };
@@ -47,7 +47,7 @@ struct Product {
 }
 
 impl Product {
-    /// From a line such as `128 64 128 b transposed`.
+    /// Parses a line such as `128 64 128 b transposed`.
     fn of(line: &str) -> Option<Product> {
         let mut words = line.splitn(4, ' ');
         let mut extent = || words.next()?.parse().ok().filter(|n| (1..=EXTENT_MAX).contains(n));
@@ -75,7 +75,7 @@ impl Product {
         }
     }
 
-    /// Whether some elements are what sums in f64 say, to a part of the largest.
+    /// Returns whether some elements match sums in f64, relative to the largest.
     fn is_right(&self) -> bool {
         let [m, k, n] = self.extents;
         let places = || (0..CHECKED).map(|i| (i * 7919 % m, i * 104_729 % n));
@@ -85,7 +85,7 @@ impl Product {
         places().zip(&sums).all(|((i, j), sum)| (f64::from(self.c.at(i, j)) - sum).abs() <= TOLERANCE * scale)
     }
 
-    /// Billions of operations a second: of the median of samples that take so many seconds together.
+    /// Returns GFLOP/s of the median sample, for samples that take `seconds` in total.
     fn gflops(&mut self, threads: Parallelism, limit: f64) -> f64 {
         let flops = 2.0 * self.extents.iter().product::<usize>() as f64;
         let calls = (SAMPLE / flops).ceil() as usize;
@@ -94,7 +94,7 @@ impl Product {
             (0..calls).for_each(|_| self.form(threads));
             started.elapsed().as_secs_f64()
         };
-        // The first one warms caches, and says how many there is time for.
+        // The first sample warms caches, and determines the number of samples.
         let count = ((limit / sample()) as usize).clamp(SAMPLES_MIN, SAMPLES_MAX);
         let mut samples: Vec<f64> = (0..count).map(|_| sample()).collect();
         samples.sort_by(f64::total_cmp);

@@ -1,34 +1,34 @@
-//! What the programs that train have in common: the shape that `benches/peers.py` asks for, one batch of random
-//! tokens, and steps that are timed and told in the line that it reads.
+//! Shared code of the benchmark programs: model shape from the command line, a batch of random tokens, and timed steps, reported as the JSON line
+//! that `benches/peers.py` reads.
 
 #![forbid(unsafe_code)]
 
 use std::fmt::Debug;
 use std::time::{Duration, Instant};
 
-/// What stands on the command line, all in numbers.
+/// Command-line arguments, all numbers.
 const USAGE: &str = "BLOCKS WIDTH HEADS SEQ ROWS VOCAB STEPS_BEFORE STEPS_MIN SECONDS";
 
-/// Extents of a GPT and of its batch.
+/// Shape of a GPT and of its batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
     /// Blocks of attention and MLP.
     pub blocks: usize,
-    /// Channels of the residual stream.
+    /// Width of the residual stream.
     pub width: usize,
-    /// Heads that the channels are split into.
+    /// Attention heads.
     pub heads: usize,
-    /// Tokens of a row.
+    /// Sequence length.
     pub seq: usize,
     /// Rows of the batch.
     pub rows: usize,
-    /// Different tokens.
+    /// Vocabulary size.
     pub vocab: usize,
 }
 
-/// What to measure, and for how long.
+/// The benchmark to run, and its duration.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Asked {
+pub struct Benchmark {
     /// The model and its batch.
     pub shape: Shape,
     steps_before: usize,
@@ -36,30 +36,29 @@ pub struct Asked {
     limit: Duration,
 }
 
-impl Asked {
-    /// Reads the arguments of a command line, without the name of the program. The error says what is wrong with
-    /// them, and what is expected.
-    pub fn of(arguments: impl Iterator<Item = String>) -> Result<Asked, String> {
+impl Benchmark {
+    /// Parses command-line arguments, without the program name. The error describes the problem and the usage.
+    pub fn of(arguments: impl Iterator<Item = String>) -> Result<Benchmark, String> {
         let words: Vec<String> = arguments.collect();
         let [counts @ .., seconds] = &words[..] else { return Err(format!("usage: {USAGE}")) };
         let numbers: Vec<usize> = counts
             .iter()
-            .map(|word| word.parse().ok().filter(|n| *n > 0).ok_or(format!("`{word}` is no count: {USAGE}")))
+            .map(|word| word.parse().ok().filter(|n| *n > 0).ok_or(format!("`{word}` is not a positive integer; usage: {USAGE}")))
             .collect::<Result<_, _>>()?;
         let [blocks, width, heads, seq, rows, vocab, steps_before, steps_min] = numbers[..] else {
-            return Err(format!("{} arguments instead of 9: {USAGE}", words.len()));
+            return Err(format!("{} arguments, expected 9: {USAGE}", words.len()));
         };
         if width % heads != 0 {
-            return Err(format!("{width} channels cannot be split into {heads} heads"));
+            return Err(format!("width {width} is not divisible by {heads} heads"));
         }
         let limit = seconds.parse().ok().and_then(|s| Duration::try_from_secs_f64(s).ok());
-        let limit = limit.ok_or(format!("`{seconds}` is no number of seconds: {USAGE}"))?;
+        let limit = limit.ok_or(format!("`{seconds}` is not a number of seconds; usage: {USAGE}"))?;
         let shape = Shape { blocks, width, heads, seq, rows, vocab };
-        Ok(Asked { shape, steps_before, steps_min, limit })
+        Ok(Benchmark { shape, steps_before, steps_min, limit })
     }
 
-    /// Makes steps, which give their losses, until the time is over, and prints the tokens a second of those after
-    /// the first few, and the first loss and the last. The error is that of the step.
+    /// Runs steps, which return their losses, until the time is over; prints tokens per second of the timed steps, and the first and last loss.
+    /// Returns the error of a failed step.
     pub fn run<E: Debug>(&self, mut step: impl FnMut() -> Result<f32, E>) -> Result<(), E> {
         let first = step()?;
         let mut last = first;
@@ -79,8 +78,7 @@ impl Asked {
 }
 
 impl Shape {
-    /// Tokens of every row, one row after the other, and those that should follow them: random, and the same every
-    /// time.
+    /// Returns inputs and targets, row-major: random, but equal every time.
     pub fn batch(&self) -> [Vec<u32>; 2] {
         let mut state = 0u64;
         [(); 2].map(|()| {
@@ -89,7 +87,7 @@ impl Shape {
     }
 }
 
-/// The next number of SplitMix64.
+/// Returns the next number of SplitMix64.
 fn mixed(state: &mut u64) -> u64 {
     *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let z = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -101,15 +99,15 @@ fn mixed(state: &mut u64) -> u64 {
 mod tests {
     use super::*;
 
-    fn asked(line: &str) -> Result<Asked, String> {
-        Asked::of(line.split_whitespace().map(str::to_string))
+    fn parse(line: &str) -> Result<Benchmark, String> {
+        Benchmark::of(line.split_whitespace().map(str::to_string))
     }
 
     #[test]
-    fn a_command_line_is_read() {
-        let found = asked("4 256 8 128 2 512 2 3 0").unwrap();
+    fn arguments_are_parsed() {
+        let found = parse("4 256 8 128 2 512 2 3 0").unwrap();
         let shape = Shape { blocks: 4, width: 256, heads: 8, seq: 128, rows: 2, vocab: 512 };
-        assert_eq!(found, Asked { shape, steps_before: 2, steps_min: 3, limit: Duration::ZERO });
+        assert_eq!(found, Benchmark { shape, steps_before: 2, steps_min: 3, limit: Duration::ZERO });
         let wrong = [
             "",
             "4 256 8 128 2 512 2 3",
@@ -118,24 +116,24 @@ mod tests {
             "4 0 8 128 2 512 2 3 1",
         ];
         for line in [&wrong[..], &["4 256 8 128 2 512 2 3 -1", "4 256 8 128 2 512 2 3 soon"]].concat() {
-            assert!(asked(line).is_err(), "{line}");
+            assert!(parse(line).is_err(), "{line}");
         }
     }
 
     #[test]
     fn steps_are_counted() {
         let mut steps = 0;
-        let counted = asked("1 1 1 1 1 1 2 3 0").unwrap().run(|| {
+        let counted = parse("1 1 1 1 1 1 2 3 0").unwrap().run(|| {
             steps += 1;
             Ok::<f32, String>(1.0)
         });
         assert_eq!((counted, steps), (Ok(()), 5));
-        assert_eq!(asked("1 1 1 1 1 1 2 3 0").unwrap().run(|| Err("no memory")), Err("no memory"));
+        assert_eq!(parse("1 1 1 1 1 1 2 3 0").unwrap().run(|| Err("no memory")), Err("no memory"));
     }
 
     #[test]
-    fn a_batch_is_random_and_the_same() {
-        let shape = asked("1 1 1 64 4 10 1 1 0").unwrap().shape;
+    fn batch_is_random_and_reproducible() {
+        let shape = parse("1 1 1 64 4 10 1 1 0").unwrap().shape;
         let [ids, targets] = shape.batch();
         assert_eq!((ids.len(), targets.len()), (256, 256));
         assert!(

@@ -47,7 +47,7 @@ fn form<T: Float<Acc = f32>>(
     assert_eq!(ones, m * n, "no two elements of c share memory");
     let touched: Vec<f32> = (0..m * n).map(|at| memory[at / n * c_row + at % n * c_col]).collect();
     (0..m * n).for_each(|at| memory[at / n * c_row + at % n * c_col] = 7.0);
-    assert!(memory.iter().all(|&x| x == 7.0), "nothing beside c is written");
+    assert!(memory.iter().all(|&x| x == 7.0), "only c is written");
     touched
 }
 
@@ -206,7 +206,7 @@ fn f32_extremes_round_to_infinity_and_zero() {
 
 #[test]
 fn f32_operands_are_rounded_once_to_nearest() {
-    // 1 + 3 * 2^-8 lies between two bf16, and its square says which was taken: 1 + 2^-6, whose last bit is even.
+    // 1 + 3 * 2^-8 is a tie between two bf16 numbers; its square shows which was chosen: 1 + 2^-6, whose last bit is even.
     let x = 1.0 + 3.0 * 2f32.powi(-8);
     for &isa in Bf16Isa::available() {
         assert_eq!(form(isa, [1, 1, 1], [0, 0, 0], false, |_, _, _| x), [1.015_625f32 * 1.015_625]);

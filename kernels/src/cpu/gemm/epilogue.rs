@@ -6,7 +6,7 @@ use crate::cpu::simd::blocked_gemm::MatrixPtrMut;
 use crate::dtype::Float;
 use std::ops::Range;
 
-/// Elements per task that only applies an epilogue: enough to outlast the hand-over.
+/// Elements per task that only applies an epilogue: enough to amortise the hand-over.
 const TASK_ELEMENTS: usize = 1 << 14;
 
 /// Epilogue applied to a finished run of a row of c. Arguments: \[row, counted over the whole batch, and first column\], the run of c,
@@ -21,7 +21,8 @@ pub(super) struct BoundEpilogue<'a, T> {
 }
 
 /// [`batched_gemm`](super::batched_gemm) into a contiguous c with an epilogue, which sees every element of c once, rounded to T, and may
-/// change it. The epilogue may write to the same place of `aux`, an auxiliary output as large as c. How rows are cut into runs is not specified.
+/// change it. The epilogue may write to the same elements of `aux`, an auxiliary output as large as c. How rows are cut into runs is not
+/// specified.
 ///
 /// # Panics
 /// If a matrix reaches outside of its memory, c is not contiguous, or `aux` is not as large as c.
@@ -55,8 +56,9 @@ impl<T: Float> BoundEpilogue<'_, T> {
             let [_, m, n] = epilogue.dims;
             for i in rows {
                 let row = matrix * m + row + i;
-                // SAFETY: `batched_gemm_with_epilogue` checked that both outputs are contiguous and as large as `dims`; each part is finished
-                // once, by the thread that wrote it, and `batched_gemm_with_epilogue` borrows both outputs until all threads are done.
+                // SAFETY: `batched_gemm_with_epilogue` checked that both outputs are contiguous and as large as `dims`; each part is
+                // finished once, by the thread that wrote it, and `batched_gemm_with_epilogue` borrows both outputs until all threads are
+                // done.
                 let [sums, aux] = unsafe {
                     let sums = std::slice::from_raw_parts_mut(c.at(i, cols.start), cols.len());
                     let place = |aux: MatrixPtrMut<T>| {
@@ -64,7 +66,7 @@ impl<T: Float> BoundEpilogue<'_, T> {
                     };
                     [sums, epilogue.aux.map(place).unwrap_or_default()]
                 };
-                debug_assert!(col + cols.end <= n, "a part lies inside of c");
+                debug_assert!(col + cols.end <= n, "a part must be within c");
                 (epilogue.epilogue)([row, col + cols.start], sums, aux);
             }
         }
@@ -140,7 +142,7 @@ mod tests {
 
     #[test]
     fn epilogue_sees_every_element_once_with_its_position() {
-        // One row, one column, no terms, nothing; parts of tiles; several blocks of depth and of columns; formed together.
+        // One row, one column, k = 0, empty; partial tiles; several blocks of depth and of columns; batches.
         let shapes = [
             [1, 1, 70, 9],
             [3, 5, 1, 4],

@@ -1,4 +1,5 @@
-//! Prepacked right operands of GEMM: packed by the first product that reads a cached operand ([`PackCache`](crate::cpu::pack_cache::PackCache)).
+//! Prepacked right operands of GEMM: packed by the first product that reads a cached operand
+//! ([`PackCache`](crate::cpu::pack_cache::PackCache)).
 
 use super::BatchedMatrixRef;
 use crate::buffer::{Buffer, bytes_of};
@@ -52,7 +53,7 @@ mod tests {
     use half::bf16;
     use std::sync::Arc;
 
-    /// A pool whose products keep what recurs, in memory without a limit.
+    /// Creates a pool with a pack cache without a memory limit.
     fn keeping(threads: usize) -> (Pool, Arc<PackCache>) {
         let pack_cache = Arc::new(PackCache::new(Allocator::default()));
         (Pool::new(threads).with_pack_cache(pack_cache.clone()), pack_cache)
@@ -68,8 +69,8 @@ mod tests {
         buffer
     }
 
-    /// Rows side by side, columns side by side, both apart; from some element on.
-    fn lies(kind: usize, [k, n]: [usize; 2]) -> (usize, [usize; 3]) {
+    /// Returns offset and strides of a layout: row-major, column-major, or strided in both dims.
+    fn layout(kind: usize, [k, n]: [usize; 2]) -> (usize, [usize; 3]) {
         [(0, [0, n, 1]), (5, [0, 1, k + 3]), (3, [0, 2 * n + 3, 2]), (7, [0, n + 9, 1])][kind]
     }
 
@@ -89,9 +90,9 @@ mod tests {
         [c, epilogue]
     }
 
-    /// Several products with one b, held and not; gives how many forms were packed of it.
+    /// Runs several products with one b, cached and not; returns the number of packed forms of b.
     fn examine<T: Float>([m, n, k]: [usize; 3], kind: usize, threads: usize) -> usize {
-        let (offset, strides) = lies(kind, [k, n]);
+        let (offset, strides) = layout(kind, [k, n]);
         let memory = buffer(&numbers::<T>(2, offset + 2 * (k + 9) * (n + 9)));
         let data = &memory.as_slice::<T>()[offset..];
         let (pool, pack_cache) = keeping(threads);
@@ -114,7 +115,7 @@ mod tests {
 
     #[test]
     fn prepacked_operands_give_the_same_bits() {
-        // Strips that are not whole, blocks of columns and of depth that are not, tasks by rows and by columns.
+        // Partial panels, partial blocks of columns and of depth, tasks by rows and by columns.
         let shapes =
             [[29, 33, 5], [64, 100, 300], [57, 801, 70], [90, 40, 513], [70, 560, 256], [300, 70, 9]];
         for (dims, threads) in shapes.into_iter().flat_map(|dims| [1, 2, 3].map(|threads| (dims, threads))) {
@@ -124,7 +125,7 @@ mod tests {
                     examine::<f64>(dims, kind, threads),
                     if crate::cpu::gemm::has_bf16_dot() { 1 } else { examine::<bf16>(dims, kind, threads) },
                 ] {
-                    assert!(forms <= 1, "what is packed serves every product: {dims:?}");
+                    assert!(forms <= 1, "one packed form serves every product: {dims:?}");
                 }
             }
         }

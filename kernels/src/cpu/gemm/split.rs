@@ -7,9 +7,9 @@ use crate::cpu::simd::blocked_gemm::cols_in_place;
 use crate::cpu::simd::scratch::Scratch;
 use crate::dtype::{Element, Float};
 
-/// A task of fewer operations is not worth its hand-over.
+/// Fewest operations per task: fewer do not pay for the hand-over.
 pub(super) const FLOPS_MIN: usize = 1 << 20;
-/// Below so many operations per thread a product is not timed for the imbalance estimate: waking a thread may take half as long.
+/// Fewest operations per thread of a product that is timed for the imbalance estimate: waking a thread may take half as long.
 const TIMED_FLOPS_MIN: usize = 1 << 23;
 /// Tasks per thread, for a batch of fewer products.
 const TASKS_PER_THREAD_BATCHED: usize = 2;
@@ -30,7 +30,7 @@ pub(super) struct Split {
 }
 
 impl Split {
-    /// Returns the fastest split for so many threads and tasks per thread. Every task that shares rows or columns reads those elements
+    /// Returns the fastest split for a number of threads and tasks per thread. Every task that shares rows or columns reads those elements
     /// of a or b again, at `read_cost`.
     pub(super) fn new(
         [g, m, n, k]: [usize; 4],
@@ -117,14 +117,14 @@ fn flops([m, n, k]: [usize; 3]) -> usize {
 
 /// Cost for a task to read an element of an operand in place, in multiply-adds.
 const COST_IN_PLACE: usize = 4;
-/// The same if the element is packed first.
+/// Cost for a task to read an element that is packed first.
 const COST_PACKING: usize = 16;
 
 /// Cost for a task to read an element of a and of b ([`Split::new`]), in multiply-adds.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ReadCost {
     pub(super) b: usize,
-    /// Up to so many columns of c, a is read in place.
+    /// The number of columns of c up to which a is read in place.
     pub(super) in_place: usize,
 }
 
@@ -149,8 +149,8 @@ impl ReadCost {
         ReadCost { b: if is_packed { COST_IN_PLACE } else { COST_PACKING }, in_place }
     }
 
-    /// The cost per element of a, for a task of so many columns. In place, each panel of columns reads the element once; packing is chosen
-    /// where that would take longer.
+    /// Returns the cost per element of a, for a task of `cols` columns. In place, each panel of columns reads the element once; packing
+    /// is chosen where that would take longer.
     fn a(self, cols: usize) -> usize {
         let in_place = (COST_PACKING * cols).div_ceil(self.in_place.max(1));
         if cols <= self.in_place { in_place.clamp(COST_IN_PLACE, COST_PACKING - 1) } else { COST_PACKING }

@@ -149,7 +149,7 @@ fn comparison_detects_another_summation_order() {
 }
 
 #[test]
-#[should_panic(expected = "b lies inside of its memory")]
+#[should_panic(expected = "b must be within its memory")]
 fn short_memory_is_refused() {
     let (a, b) = ([0f32; 6], [0f32; 5]);
     let a = MatrixRef { data: &a[..], row_stride: 3, col_stride: 1 };
@@ -298,7 +298,7 @@ fn large_products_are_split_and_small_products_share_tasks() {
     assert_eq!(
         cut([1, 128, 128, 128], 2, few_in_place),
         transposed,
-        "a task of half of the columns reads a where it lies"
+        "a task of half of the columns reads a in place"
     );
     let fine = Split::new([1, 1024, 256, 1024], 2, 4, few_in_place);
     assert_eq!(

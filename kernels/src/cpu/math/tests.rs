@@ -3,7 +3,7 @@
 use super::*;
 use crate::cpu::vectorized;
 
-/// Returns the largest error in units of the last place over every 1997th f32 of a range; infinite if a result is NaN.
+/// Returns the largest error in ulps over every 1997th f32 of a range; infinite if a result is NaN.
 fn worst(range: [f32; 2], ours: impl Fn(f32) -> f32, exact: impl Fn(f64) -> f64) -> f64 {
     let order = |x: f32| if x < 0.0 { -i64::from(x.to_bits() & 0x7fff_ffff) } else { i64::from(x.to_bits()) };
     let value = |i: i64| f32::from_bits(if i < 0 { -i as u32 | 0x8000_0000 } else { i as u32 });

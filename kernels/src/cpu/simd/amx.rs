@@ -125,13 +125,13 @@ macro_rules! sums {
 }
 
 /// c_ij = the dot product of vector i of a (vector-major) and vector j of b (pair-major) over `steps` steps, for `extents` vectors of
-/// each, 16 or 32; rows of c are [`PANEL`] apart. A sum starts at 0 and takes up one step at a time: the products of even terms, summed in
-/// order by fused multiply-adds, plus those of odd terms.
+/// each, 16 or 32; rows of c are [`PANEL`] apart. A sum starts at 0 and accumulates one step at a time: the products of even terms,
+/// summed in order by fused multiply-adds, plus those of odd terms.
 ///
 /// # Safety
 /// The panels are packed, c has room, and this thread has [`Registers`].
 pub(crate) unsafe fn dot_panel(steps: usize, a: *const u32, b: *const u32, extents: [usize; 2], c: *mut f32) {
-    // SAFETY: the addresses below stay within one step of a panel; c has 16 or 32 rows of 128 bytes; the caller vouches for the rest.
+    // SAFETY: the addresses below stay within one step of a panel; c has 16 or 32 rows of 128 bytes; the caller guarantees the rest.
     unsafe {
         match extents {
             [PANEL, PANEL] => sums!(

@@ -3,11 +3,11 @@
 use crate::cpu::simd::pack_bf16::{PANEL, STEP_WORDS};
 use std::arch::x86_64::*;
 
-/// Rows of sums formed at a time: with two vectors each, they and their operands fit the registers.
+/// Rows of sums computed at a time: with two vectors each, they and their operands fit the registers.
 const ROWS: usize = 8;
 
 /// c_ij = the dot product of vector i of a (vector-major) and vector j of b (pair-major) over `steps` steps, for `extents` vectors of
-/// each, 16 or 32; rows of c are [`PANEL`] apart. A sum starts at 0 and takes up a pair of products at a time, in the order of k.
+/// each, 16 or 32; rows of c are [`PANEL`] apart. A sum starts at 0 and accumulates a pair of products at a time, in the order of k.
 ///
 /// # Safety
 /// The panels are packed, c has room, and the CPU has AVX512-BF16.
@@ -38,7 +38,7 @@ unsafe fn tile<const W: usize>(steps: usize, (a, rows): (*const u32, usize), b: 
         for word in 0..STEP_WORDS {
             let a = a.wrapping_add(step * rows * STEP_WORDS + word);
             let b = b.wrapping_add((step * STEP_WORDS + word) * 16 * W);
-            // SAFETY: the caller vouches for `steps` steps of these vectors; every bit pattern is a vector.
+            // SAFETY: the caller guarantees `steps` steps of these vectors; every bit pattern is a vector.
             let b: [__m512bh; W] = std::array::from_fn(|w| unsafe {
                 std::mem::transmute::<__m512i, __m512bh>(_mm512_loadu_si512(b.wrapping_add(16 * w).cast()))
             });
@@ -57,7 +57,7 @@ unsafe fn tile<const W: usize>(steps: usize, (a, rows): (*const u32, usize), b: 
     }
     for (i, sums) in sums.into_iter().enumerate() {
         for (w, sum) in sums.into_iter().enumerate() {
-            // SAFETY: the caller vouches for the room.
+            // SAFETY: the caller guarantees the room.
             unsafe { _mm512_storeu_ps(c.wrapping_add(i * PANEL + 16 * w), sum) };
         }
     }

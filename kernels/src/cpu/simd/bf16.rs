@@ -1,7 +1,7 @@
 //! GEMM by bf16 dot products of the CPU: blocking and the loops around the dot product kernels.
 //!
-//! All of b that fits [`B_ELEMENTS`] is packed, then all of a that fits [`A_ELEMENTS`]; each tile of c then takes up its whole depth and
-//! is rounded to the type of c.
+//! All of b that fits [`B_ELEMENTS`] is packed, then all of a that fits [`A_ELEMENTS`]; each tile of c is then summed over its whole depth
+//! and rounded to the type of c.
 
 use crate::cpu::simd::blocked_gemm::MatrixPtrMut;
 use crate::cpu::simd::pack_bf16::{DotOperand, K_STEP, PANEL, PairLayout, STEP_WORDS, padded};
@@ -15,15 +15,15 @@ use std::arch::x86_64::{__cpuid, _MM_HINT_T1, _mm_prefetch};
 use std::ops::Range;
 use std::sync::OnceLock;
 
-/// Terms of a sum that are added up before they are added to the others (BLIS: KC). Changing this changes results.
+/// Terms of a sum that are summed before they are added to the others (BLIS: KC). Changing this changes results.
 pub(crate) const KC: usize = 1024;
 /// The most elements of b packed at a time.
 const B_ELEMENTS: usize = 1 << 21;
-/// The most elements of a packed at a time: they stay in the second-level cache.
+/// The most elements of a packed at a time: they stay in the L2 cache.
 const A_ELEMENTS: usize = 1 << 18;
-/// Up to so many rows, packed b is used at once, and should stay in the cache until then.
+/// Rows up to which packed b is used at once, and should stay in the cache until then.
 const FEW_ROWS: usize = 2 * PANEL;
-/// Columns packed at a time for so few rows.
+/// Columns packed at a time if c has few rows.
 const COLS_IF_FEW_ROWS: usize = 4 * PANEL;
 /// Columns are prefetched up to this many terms: longer ones would evict a from the cache.
 const PREFETCH_DEPTH_MAX: usize = 2048;
@@ -58,8 +58,8 @@ impl Bf16Isa {
 
     /// Returns the fastest that this CPU has, if faster than FMA on operands widened to f32 (decided once).
     ///
-    /// AVX512-BF16 doubles the throughput of FMA on AMD's CPUs, and halves it on Intel's: 91 against 189 GFLOP/s on a core of family 6, model
-    /// 207. The choice must not be timed, because bits depend on it.
+    /// AVX512-BF16 doubles the throughput of FMA on AMD's CPUs, and halves it on Intel's: 91 against 189 GFLOP/s on a core of family 6,
+    /// model 207. The choice must not be timed, because bits depend on it.
     pub(crate) fn best() -> Option<Bf16Isa> {
         static BEST: OnceLock<Option<Bf16Isa>> = OnceLock::new();
         *BEST.get_or_init(|| {
@@ -91,7 +91,7 @@ struct PackedPanels {
     count: usize,
 }
 
-/// Returns the 32-bit words of so many packed vectors.
+/// Returns the number of 32-bit words of packed vectors.
 fn packed_words(count: usize, steps: usize) -> usize {
     padded(count) * steps * STEP_WORDS
 }
@@ -99,7 +99,7 @@ fn packed_words(count: usize, steps: usize) -> usize {
 /// c = a b, or c += a b if `accumulate`, rounded once; `dims` is (m, n, k); the vectors of a are its rows, those of b its columns.
 ///
 /// # Safety
-/// The matrices lie inside of their memories; c overlaps neither a nor b; the CPU has the isa.
+/// The matrices are within their memory; c overlaps neither a nor b; the CPU has the isa.
 pub(crate) unsafe fn gemm<T: Float<Acc = f32>>(
     isa: Bf16Isa,
     scratch: &mut Scratch,
@@ -198,7 +198,7 @@ unsafe fn macro_kernel<T: Float<Acc = f32>>(
                     sums.0.iter_mut().zip(&later.0).for_each(|(sum, later)| *sum += *later);
                 }
             }
-            // SAFETY: the tile lies inside of c.
+            // SAFETY: the tile is within c.
             unsafe {
                 store(
                     &sums,
@@ -224,7 +224,7 @@ fn prefetch(start: *const u32, words: Range<usize>) {
 /// Rounds a tile of sums into c.
 ///
 /// # Safety
-/// The tile lies inside of c.
+/// The tile is within c.
 #[inline(always)]
 unsafe fn store<T: Float<Acc = f32>>(
     sums: &Sums,
@@ -244,7 +244,7 @@ unsafe fn store<T: Float<Acc = f32>>(
             }
         } else {
             for (j, &sum) in sums.iter().enumerate().take(cols) {
-                // SAFETY: (i, j) lies inside of c.
+                // SAFETY: (i, j) is within c.
                 put(unsafe { &mut *c.at(i, j) }, sum);
             }
         }

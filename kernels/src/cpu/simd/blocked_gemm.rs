@@ -12,16 +12,16 @@ use std::ops::Range;
 
 /// Panels of a that are packed at a time (BLIS: MC): rows of a, if they are far apart, are then read in runs of useful length.
 const MC_PANELS: usize = 8;
-/// Columns of b that are packed at a time (BLIS: NC): with [`KC`] rows they stay in the second-level cache, from which they are read once
+/// Columns of b that are packed at a time (BLIS: NC): with [`KC`] rows they stay in the L2 cache, from which they are read once
 /// for each panel of a.
 const NC: usize = 768;
-/// Packing an operand does not pay for so many panels of the other operand or fewer.
+/// The most panels of the other operand for which packing an operand does not pay.
 const UNPACKED_PANELS: usize = 2;
-/// Nor for so many, if steps of k are at most [`NEAR_STRIDE`] elements apart: half a page of f32.
+/// The same limit if steps of k are at most [`NEAR_STRIDE`] elements apart: half a page of f32.
 const UNPACKED_PANELS_NEAR: usize = 4;
 /// See [`UNPACKED_PANELS_NEAR`]: tiles that touch a new page in each step wait for its translation.
 const NEAR_STRIDE: usize = 512;
-/// Bytes of a block of b, gaps between its rows included, that stays in the first-level cache while all panels of a read it.
+/// Bytes of a block of b, gaps between its rows included, that stays in the L1 cache while all panels of a read it.
 const NARROW_BYTES: usize = 32 << 10;
 
 /// Returns the number of columns of c up to which a transposed a is read in place (see [`UNPACKED_PANELS_NEAR`]). `step` is the distance
@@ -65,7 +65,7 @@ impl<T> MatrixPtrMut<T> {
     }
 
     /// # Safety
-    /// The element lies inside of the memory.
+    /// The element is within the memory.
     #[inline(always)]
     pub(crate) unsafe fn at(self, i: usize, j: usize) -> *mut T {
         // SAFETY: as promised by the caller.
@@ -138,7 +138,7 @@ impl<'t, R: Real> BlockedGemm<'t, R> {
     /// matrices if that is faster.
     ///
     /// # Safety
-    /// The matrices lie inside of their memories; c overlaps neither a nor b, nor itself; the CPU has the kernels. That
+    /// The matrices are within their memory; c overlaps neither a nor b, nor itself; the CPU has the kernels. That
     /// holds for as long as the value is used.
     pub(crate) unsafe fn new(
         kernels: &'t MicroKernels<R>,
@@ -154,7 +154,7 @@ impl<'t, R: Real> BlockedGemm<'t, R> {
             if transposed { (n, m, b.transposed(), a.transposed(), c.transposed()) } else { (m, n, a, b, c) };
         let wide = 2 * kernels.lanes;
         let panels = EvenPartition::new(m, kernels.by_height.len());
-        // For few panels of a, packed b is used at once, and should stay in the first-level cache until then.
+        // For few panels of a, packed b is used at once, and should stay in the L1 cache until then.
         let cols_max = if panels.count <= UNPACKED_PANELS { wide } else { NC };
         let block_cols = n.div_ceil(n.div_ceil(cols_max).max(1)).next_multiple_of(wide);
         let reads_a_in_place = a.direct
@@ -166,7 +166,7 @@ impl<'t, R: Real> BlockedGemm<'t, R> {
             && (panels.count <= UNPACKED_PANELS || b.row_stride <= NR_MAX || is_narrow);
         if k == 0 && !accumulate {
             for (i, j) in (0..m).flat_map(|i| (0..n).map(move |j| (i, j))) {
-                // SAFETY: (i, j) lies inside of c.
+                // SAFETY: (i, j) is within c.
                 unsafe { *c.at(i, j) = R::ZERO };
             }
         }
@@ -217,12 +217,12 @@ impl<'t, R: Real> BlockedGemm<'t, R> {
         self.block_cols.min(self.n.next_multiple_of(self.kernels.lanes)) * self.k.min(KC)
     }
 
-    /// Returns the elements of so many packed panels of a.
+    /// Returns the number of elements of packed panels of a.
     fn packed_a_len(&self, panels: usize) -> usize {
         if self.reads_a_in_place { 0 } else { panels * self.kernels.by_height.len() * self.k.min(KC) }
     }
 
-    /// Iterates over the blocks, in the order in which sums take them up.
+    /// Iterates over the blocks, in the order in which they are accumulated.
     fn blocks(&self) -> impl Iterator<Item = Block> + use<R> {
         let (n, k, block_cols) = (self.n, self.k, self.block_cols);
         (0..n).step_by(block_cols.max(1)).flat_map(move |first_col| {
@@ -235,7 +235,8 @@ impl<'t, R: Real> BlockedGemm<'t, R> {
         })
     }
 
-    /// Packs a block of b and returns a pointer to its panels: only the last panel if the others are read in place, nothing if b is prepacked.
+    /// Packs a block of b and returns a pointer to its panels: only the last panel if the others are read in place, nothing if b is
+    /// prepacked.
     ///
     /// # Safety
     /// `to` has room for [`BlockedGemm::packed_b_len`] elements.
@@ -275,7 +276,7 @@ impl<'t, R: Real> BlockedGemm<'t, R> {
             is_far: self.packed.is_some(),
         };
         let add = self.accumulate || block.first_depth > 0;
-        // SAFETY: the panels lie inside of a, b and c; there is room for those of a.
+        // SAFETY: the panels are within a, b and c; there is room for those of a.
         unsafe {
             let a_panels = match self.reads_a_in_place {
                 true => APanels::InPlace(a),
@@ -365,7 +366,7 @@ impl<R: Real> APanels<R> {
 /// Packs some panels of rows of a.
 ///
 /// # Safety
-/// The rows lie inside of their memory, and `to` has room for them.
+/// The rows are within their memory, and `to` has room for them.
 unsafe fn pack_rows<R: Real>(
     kernels: &MicroKernels<R>,
     from: MatrixPtr<R>,
@@ -393,7 +394,7 @@ unsafe fn pack_rows<R: Real>(
 /// The macro-kernel: c = a b or c += a b for some panels of a and a block of panels of b.
 ///
 /// # Safety
-/// `a` and `b` are laid out as above, and c lies inside of its memory.
+/// `a` and `b` are laid out as above, and c is within its memory.
 unsafe fn macro_kernel<R: Real>(
     kernels: &MicroKernels<R>,
     (cut, some): (EvenPartition, Range<usize>),
@@ -453,7 +454,7 @@ unsafe fn run_tile<R: Real>(
     unsafe { microkernel(depth, a, b, (full.as_mut_ptr(), width), false, prefetch) };
     for i in 0..height {
         for j in 0..used {
-            // SAFETY: (i, j) lies inside of the tile of c.
+            // SAFETY: (i, j) is within the tile of c.
             let to = unsafe { &mut *c.at(i, j) };
             let sum = full[i * width + j];
             *to = if add { *to + sum } else { sum };

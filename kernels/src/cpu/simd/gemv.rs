@@ -7,7 +7,7 @@ use crate::cpu::simd::pack::KC;
 use crate::cpu::simd::vectorized;
 use crate::dtype::{Float, Real};
 
-/// Columns whose sums are held at a time: they stay in the first-level cache.
+/// Columns whose sums are held at a time: they stay in the L1 cache.
 const COLS: usize = 1024;
 /// Rows taken at a time: each sum is loaded and stored once for all of them.
 const ROWS: usize = 8;

@@ -22,7 +22,7 @@ use std::arch::x86_64::*;
 /// length.
 ///
 /// # Safety
-/// x and y are of the accumulator type; y.1 columns of x.1 elements lie inside of the memory; the CPU has the instruction set.
+/// x and y are of the accumulator type; y.1 columns of x.1 elements are within the memory; the CPU has the instruction set.
 type GemvFn = unsafe fn((*const u8, usize), (*const u8, usize), (*mut u8, usize));
 
 /// Returns whether an instruction set has a kernel for a dtype.
@@ -36,7 +36,7 @@ pub(crate) fn gemv_column_major<T: Float>(at: Level, x: &[T::Acc], b: &[T], stri
     assert!(at as u8 <= super::level() as u8, "this CPU has the level");
     let gemv = gemv_fn(T::DTYPE, at).expect("the level has vectors for the dtype");
     if let Some(last) = y.len().checked_sub(1) {
-        assert!(last * stride + x.len() <= b.len(), "b lies inside of its memory");
+        assert!(last * stride + x.len() <= b.len(), "b must be within its memory");
     }
     let (x, b) = ((x.as_ptr().cast(), x.len()), (b.as_ptr().cast(), stride * size_of::<T>()));
     // SAFETY: the reach and the level were checked above; `gemv` is those of the dtype.
@@ -66,7 +66,7 @@ trait LoadTransposed<T, const K: usize>: Vector {
     /// Loads the next K elements of `LANES` columns that are `step` bytes apart: vector p holds the p-th of each.
     ///
     /// # Safety
-    /// They lie inside of the memory.
+    /// They are within the memory.
     unsafe fn load_transposed(from: *const u8, step: usize) -> [Self; K];
 }
 
@@ -84,7 +84,7 @@ unsafe fn gemv<V: LoadTransposed<T, K>, T: Float<Acc = V::Item>, const K: usize>
     (b, step): (*const u8, usize),
     (y, n): (*mut u8, usize),
 ) {
-    // SAFETY: the caller vouches for both.
+    // SAFETY: the caller guarantees both.
     let (x, y) = unsafe {
         (std::slice::from_raw_parts(x.cast::<V::Item>(), k), std::slice::from_raw_parts_mut(y.cast(), n))
     };
@@ -93,7 +93,7 @@ unsafe fn gemv<V: LoadTransposed<T, K>, T: Float<Acc = V::Item>, const K: usize>
         let b = b.wrapping_add(i * GROUPS * V::LANES * step);
         for (block, x) in x.chunks(KC).enumerate() {
             let b = b.wrapping_add(block * KC * size_of::<T>());
-            // SAFETY: all of these columns lie inside of the memory.
+            // SAFETY: all of these columns are within the memory.
             let sums = unsafe { sums::<V, T, K, GROUPS>(x, b, step) };
             for (y, sum) in y.chunks_exact_mut(V::LANES).zip(sums) {
                 add(block, sum, y);
@@ -107,7 +107,7 @@ unsafe fn gemv<V: LoadTransposed<T, K>, T: Float<Acc = V::Item>, const K: usize>
         for (block, x) in x.chunks(KC).enumerate() {
             let b = b.wrapping_add(block * KC * size_of::<T>()).cast::<T>();
             for (j, to) in copies.chunks_exact_mut(KC).take(y.len()).enumerate() {
-                // SAFETY: the caller vouches for the column.
+                // SAFETY: the caller guarantees the column.
                 to[..x.len()].copy_from_slice(unsafe {
                     std::slice::from_raw_parts(b.wrapping_byte_add(j * step), x.len())
                 });
@@ -136,7 +136,7 @@ fn add<V: Vector>(block: usize, sums: V, y: &mut [V::Item]) {
 /// Returns the sums of a block for G vectors of columns, from 0 upwards in the order of k.
 ///
 /// # Safety
-/// As many columns of x.len() elements lie inside of the memory.
+/// As many columns of x.len() elements are within the memory.
 #[inline(always)]
 unsafe fn sums<V: LoadTransposed<T, K>, T: Float<Acc = V::Item>, const K: usize, const G: usize>(
     x: &[V::Item],
@@ -153,7 +153,7 @@ unsafe fn sums<V: LoadTransposed<T, K>, T: Float<Acc = V::Item>, const K: usize,
         }
         for piece in 0..PIECES {
             for (g, sum) in sums.iter_mut().enumerate() {
-                // SAFETY: the caller vouches for the columns.
+                // SAFETY: the caller guarantees the columns.
                 let transposed = unsafe {
                     V::load_transposed(
                         at.wrapping_add(g * V::LANES * step + piece * K * size_of::<T>()),
@@ -172,7 +172,7 @@ unsafe fn sums<V: LoadTransposed<T, K>, T: Float<Acc = V::Item>, const K: usize,
             let mut lanes = [V::Item::ZERO; LANES_MAX];
             for (lane, to) in lanes.iter_mut().take(V::LANES).enumerate() {
                 let place = at.wrapping_add((g * V::LANES + lane) * step).cast::<T>().wrapping_add(p);
-                // SAFETY: the caller vouches for the columns.
+                // SAFETY: the caller guarantees the columns.
                 *to = unsafe { *place }.widen();
             }
             // SAFETY: no vector has more lanes.
@@ -185,7 +185,7 @@ unsafe fn sums<V: LoadTransposed<T, K>, T: Float<Acc = V::Item>, const K: usize,
 /// Loads 16 bytes each from four columns that are `apart` bytes apart into one vector, so that no later shuffle crosses these parts.
 ///
 /// # Safety
-/// They lie inside of the memory; used only inside of functions compiled for this level.
+/// They are within the memory; used only inside of functions compiled for this level.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
 unsafe fn four_parts(from: *const u8, apart: usize) -> __m512 {
@@ -336,8 +336,8 @@ mod tests {
     #[cfg(not(target_arch = "x86_64"))]
     use half::{bf16, f16};
 
-    /// Checks on every instruction set the bits of the definition, and that nothing is read or written outside: column counts that are whole
-    /// vectors and not, depths around those of cache lines and blocks, columns close together and apart.
+    /// Checks on every instruction set the bits of the definition, and that nothing is read or written outside: column counts that are
+    /// whole vectors and not, depths around those of cache lines and blocks, columns close together and apart.
     fn check<T: Float>() {
         for at in [Level::Avx2, Level::Avx512].into_iter().filter(|at| *at as u8 <= level() as u8) {
             for n in [1, 2, 7, 8, 15, 16, 17, 31, 33, 65, 100] {
@@ -389,9 +389,9 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "b lies inside of its memory")]
+    #[should_panic(expected = "b must be within its memory")]
     fn short_memory_is_refused() {
-        assert!(is_supported(level(), DType::F32), "b lies inside of its memory, as nothing reads it");
+        assert!(is_supported(level(), DType::F32), "b must be within its memory, as nothing reads it");
         gemv_column_major(level(), &[1f32; 4], &[0f32; 11], 4, &mut [0.0; 3]);
     }
 }

@@ -18,7 +18,7 @@ pub(crate) type PrefetchPtr<R> = (*const R, usize);
 /// and take one fused multiply-add per step of k.
 ///
 /// # Safety
-/// The extents lie inside of the memories, no other thread reads c, and the CPU has the instruction set of the [`MicroKernels`].
+/// The extents are within the memory, no other thread reads c, and the CPU has the instruction set of the [`MicroKernels`].
 pub(crate) type MicroKernel<R> =
     unsafe fn(usize, APanel<R>, (*const R, usize), (*mut R, usize), bool, PrefetchPtr<R>);
 
@@ -33,7 +33,7 @@ pub(crate) struct MicroKernels<R: 'static> {
     pub(crate) lanes: usize,
     /// Indexed by rows - 1, from 1 row to the tallest tile, then by width: one or two vectors.
     pub(crate) by_height: &'static [[MicroKernel<R>; 2]],
-    /// The same kernels with prefetching; the others do not spend time on prefetches.
+    /// The kernels with prefetches; the others omit them, which saves time.
     pub(crate) prefetching: &'static [[MicroKernel<R>; 2]],
     /// Rows transposed at a time, and the function that does.
     pub(crate) transpose: (usize, TransposeTile<R>),
@@ -73,15 +73,15 @@ pub(super) trait Vector: Copy {
     /// # Safety
     /// There are `LANES` elements to write.
     unsafe fn store(self, to: *mut Self::Item);
-    /// Prefetches a cache line into the first-level cache; any address is allowed.
+    /// Prefetches a cache line into the L1 cache; any address is allowed.
     fn prefetch(at: *const Self::Item);
-    /// Prefetches a cache line into the second-level cache; any address is allowed.
+    /// Prefetches a cache line into the L2 cache; any address is allowed.
     fn prefetch_l2(at: *const Self::Item);
     fn fma(self, a: Self, b: Self) -> Self;
     fn plus(self, a: Self) -> Self;
 }
 
-/// Prefetch a row of c once in so many steps: all at once would fill the queue that loads of b pass, too.
+/// Steps of k between prefetches of rows of c: all prefetches at once would fill the load queue, which loads of b need too.
 const PREFETCH_EVERY: usize = 4;
 
 /// See [`MicroKernel`].
@@ -94,7 +94,7 @@ unsafe fn microkernel<V: Vector, const H: usize, const W: usize, const PREFETCHE
     add: bool,
     (mut later, later_step): PrefetchPtr<V::Item>,
 ) {
-    // One pointer for three rows: there are registers for so many pointers, and each row is within reach of an addressing mode.
+    // One pointer for three rows: this saves registers, and an addressing mode reaches each row.
     let mut a: [_; MR_MAX.div_ceil(3)] = std::array::from_fn(|third| a.wrapping_add(3 * third * a_row));
     let mut sums = [[V::splat(V::Item::ZERO); W]; H];
     let mut ahead = c.cast_const();
@@ -105,7 +105,7 @@ unsafe fn microkernel<V: Vector, const H: usize, const W: usize, const PREFETCHE
             V::prefetch(ahead.wrapping_add(W * V::LANES - 1));
             ahead = ahead.wrapping_add(c_step);
         }
-        // SAFETY: the caller vouches for `depth` columns of a and rows of b; `wrapping_add` may step past the last.
+        // SAFETY: the caller guarantees `depth` columns of a and rows of b; `wrapping_add` may step past the last.
         let row: [V; W] = std::array::from_fn(|w| unsafe { V::load(b.wrapping_add(w * V::LANES)) });
         // Loops of few iterations each, so that the compiler unrolls them all.
         for (third, a) in a.into_iter().enumerate() {
@@ -130,7 +130,7 @@ unsafe fn microkernel<V: Vector, const H: usize, const W: usize, const PREFETCHE
     for (h, sums) in sums.into_iter().enumerate() {
         for (w, sum) in sums.into_iter().enumerate() {
             let to = c.wrapping_add(h * c_step + w * V::LANES);
-            // SAFETY: the caller vouches for H rows of W vectors of c.
+            // SAFETY: the caller guarantees H rows of W vectors of c.
             unsafe { if add { V::load(to).plus(sum) } else { sum }.store(to) };
         }
     }

@@ -75,7 +75,7 @@ impl<R: Real> MatrixPtr<R> {
     /// Packs `cols` columns of `depth` steps into panels two vectors wide (one vector, if the last panel holds no more).
     ///
     /// # Safety
-    /// The columns lie inside of the memory, and `to` has room for their panels.
+    /// The columns are within the memory, and `to` has room for their panels.
     pub(crate) unsafe fn pack_columns(
         self,
         kernels: &MicroKernels<R>,
@@ -97,7 +97,7 @@ impl<R: Real> MatrixPtr<R> {
     /// See [`PackFn`].
     ///
     /// # Safety
-    /// The panels lie inside of the memory, and `to` has room for them.
+    /// The panels are within the memory, and `to` has room for them.
     pub(crate) unsafe fn pack(self, kernels: &MicroKernels<R>, panels: PanelShape, to: *mut R) {
         if panels.count > 0 {
             // SAFETY: as promised by the caller; `pack` is that of the type of the elements.
@@ -122,7 +122,7 @@ pub(crate) fn pack_row_panels<T: Float>(rows: &[T], depth: usize, width: usize, 
 /// See [`PackFn`].
 ///
 /// # Safety
-/// `from` is of type T; the panels lie inside of its memory, and `to` has room for them.
+/// `from` is of type T; the panels are within its memory, and `to` has room for them.
 unsafe fn pack<T: Float>(
     kernels: &MicroKernels<T::Acc>,
     from: MatrixPtr<T::Acc>,
@@ -162,7 +162,7 @@ unsafe fn pack<T: Float>(
 /// Transposes a tile's worth of rows of `depth` elements, widening 16-bit elements first.
 ///
 /// # Safety
-/// The rows, and as many columns of `to`, lie inside of their memories.
+/// The rows, and as many columns of `to`, are within their memory.
 unsafe fn transpose_rows<T: Float>(
     kernels: &MicroKernels<T::Acc>,
     (from, from_step): (*const T, usize),
@@ -224,11 +224,11 @@ unsafe fn copy_rows<T: Float, const N: usize>(
             for p in 0..depth {
                 let (from, to) = (from.wrapping_add(p * from_step), to.wrapping_add(p * N));
                 for s in 0..count {
-                    // SAFETY: the caller vouches for N contiguous elements.
+                    // SAFETY: the caller guarantees N contiguous elements.
                     let row = unsafe { *from.wrapping_add(s * N).cast::<[T; N]>() };
                     let to = to.wrapping_add(s * depth * N);
                     for (j, x) in row.into_iter().enumerate() {
-                        // SAFETY: the caller vouches for the room.
+                        // SAFETY: the caller guarantees the room.
                         unsafe { *to.wrapping_add(j) = x.widen() };
                     }
                 }

@@ -96,11 +96,11 @@ impl DotOperand {
         }
     }
 
-    /// Packs `count` vectors of `depth` terms into panels of [`PANEL`] (the last [`padded`]), panel after panel, each step after step. Touches
-    /// nothing if there is no term or no vector.
+    /// Packs `count` vectors of `depth` terms into panels of [`PANEL`] (the last [`padded`]), panel after panel, each step after step.
+    /// Touches nothing if there is no term or no vector.
     ///
     /// # Safety
-    /// The vectors lie inside of their memory; `to` has room; the CPU has AVX2.
+    /// The vectors are within their memory; `to` has room; the CPU has AVX2.
     pub(crate) unsafe fn pack(self, layout: PairLayout, count: usize, depth: usize, to: *mut u32) {
         // SAFETY: as promised by the caller; `is_f32` states the element type.
         unsafe {
@@ -173,7 +173,7 @@ impl DotOperand {
                     }
                 }
             }
-            // SAFETY: there is room for these vectors; a row has `STEP_WORDS` words; the caller vouches for AVX2.
+            // SAFETY: there is room for these vectors; a row has `STEP_WORDS` words; the caller guarantees AVX2.
             unsafe {
                 match layout {
                     PairLayout::VectorMajor => {
@@ -189,8 +189,8 @@ impl DotOperand {
         }
     }
 
-    /// Packs a block in which each term of all vectors is contiguous: interleaves each term with the next one. A `WHOLE` block has [`PANEL`]
-    /// vectors, which are moved in SIMD registers, without a call.
+    /// Packs a block in which each term of all vectors is contiguous: interleaves each term with the next one. A `WHOLE` block has
+    /// [`PANEL`] vectors, which are moved in SIMD registers, without a call.
     ///
     /// # Safety
     /// As for [`DotOperand::pack`].
@@ -217,8 +217,8 @@ impl DotOperand {
                     }
                 }
             }
-            // SAFETY: there is room for these words; a row of `words` has at least as many words as there are vectors; the caller vouches for
-            // AVX2.
+            // SAFETY: there is room for these words; a row of `words` has at least as many words as there are vectors; the caller
+            // guarantees AVX2.
             unsafe {
                 match layout {
                     PairLayout::PairMajor if WHOLE => {

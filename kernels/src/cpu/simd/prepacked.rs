@@ -9,7 +9,7 @@ use crate::cpu::simd::pack::{KC, MatrixPtr};
 use crate::dtype::{Float, Real};
 
 /// Columns packed at a time: rows of their panels are written in turn, and rows of more panels, which are pages apart, would evict each
-/// other from the first-level cache.
+/// other from the L1 cache.
 const COLS: usize = 256;
 
 /// A prepacked matrix, from some column on.
@@ -59,7 +59,7 @@ pub(crate) fn pack_block<T: Float>(
 ) {
     let first = block * KC;
     assert!(n > 0 && first < k, "a block of something");
-    assert!((k - 1) * strides[0] + (n - 1) * strides[1] < b.len(), "b lies inside of its memory");
+    assert!((k - 1) * strides[0] + (n - 1) * strides[1] < b.len(), "b must be within its memory");
     let (kernels, depth) = (MicroKernels::<T::Acc>::for_level(level()), KC.min(k - first));
     assert!(to.len() == PackedB::<T::Acc>::width(n) * depth, "room for the block");
     let b = MatrixPtr::new(b, strides[0], strides[1]);

@@ -14,7 +14,7 @@ struct Line([u8; 64]);
 pub struct Scratch(Vec<Line>);
 
 impl Scratch {
-    /// Room for `len` elements, from the start of a cache line on, until the next request. Unwinds where there is no memory.
+    /// Returns memory for `len` elements, aligned to a cache line. Panics with a [`KernelError`](crate::KernelError) if there is none.
     pub(crate) fn room<R: Float>(&mut self, len: usize) -> *mut R {
         let lines = (len * size_of::<R>()).div_ceil(size_of::<Line>());
         if self.0.len() < lines {
@@ -30,8 +30,8 @@ impl Scratch {
         let whole = lens.map(|len| len.next_multiple_of(line));
         let mut start = self.room::<R>(whole.iter().sum());
         std::array::from_fn(|i| {
-            // SAFETY: the memory holds all slices, one behind the other; its bytes were zeros or floats before, and every pattern is a float;
-            // `self` stays borrowed.
+            // SAFETY: the memory holds all slices, one behind the other; its bytes were zeros or floats before, and every pattern is a
+            // float; `self` stays borrowed.
             let slice = unsafe { std::slice::from_raw_parts_mut(start, lens[i]) };
             start = start.wrapping_add(whole[i]);
             slice

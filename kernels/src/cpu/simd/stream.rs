@@ -5,7 +5,7 @@ use crate::dtype::Element;
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
-/// Outputs of this size and more exceed the cache that a processor has per core: a later reader finds their beginning in memory anyway.
+/// Outputs of at least this size exceed the cache per core: a later reader reads their beginning from memory anyway.
 const LARGE_BYTES: usize = 32 << 20;
 
 /// Bytes of a cache line.

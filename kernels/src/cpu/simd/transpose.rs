@@ -7,11 +7,11 @@ use super::{Level, level};
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
 
-/// Rows and columns of `to` transposed together: cache lines of rows of `from`, and of `to`, that stay in the first-level cache.
+/// Rows and columns of `to` transposed together: cache lines of rows of `from`, and of `to`, that stay in the L1 cache.
 const TILE: [usize; 2] = [64, 32];
 /// Columns of `to` transposed for all rows before the next columns: as many pages of `from` as the TLB holds.
 const COLS_PER_PASS: usize = 512;
-/// The same with streaming stores, for which the order of the stores counts.
+/// Columns at a time with streaming stores, which depend on the order of the stores.
 const COLS_STREAMED: usize = 64;
 
 /// A transposition of a square in registers.
@@ -22,7 +22,7 @@ trait SquareKernel {
     /// to[i][j] = from[j][i] for a square; pointers and row strides. Uses streaming stores if `STREAMING`.
     ///
     /// # Safety
-    /// The rows lie inside of their memories, no other thread touches `to`, and the CPU has the instructions. If `STREAMING`, rows of `to` are
+    /// The rows are within their memory, no other thread touches `to`, and the CPU has the instructions. If `STREAMING`, rows of `to` are
     /// aligned to vectors.
     unsafe fn transpose<const STREAMING: bool>(from: (*const f32, usize), to: (*mut f32, usize));
 }
@@ -114,8 +114,8 @@ fn transpose_streaming<S: SquareKernel>(
                 if height == side && width == side {
                     let from = (from.memory[from_at..].as_ptr(), from.step);
                     let to = (to.memory[to_at..].as_mut_ptr(), to.step);
-                    // SAFETY: `transpose` has checked that both matrices lie in memory, and that rows of `to` start at cache lines, of which sides are
-                    // whole vectors; `level` has detected the instructions.
+                    // SAFETY: `transpose` has checked that both matrices lie in memory, and that rows of `to` start at cache lines, of
+                    // which sides are whole vectors; `level` has detected the instructions.
                     unsafe { S::transpose::<true>(from, to) };
                     continue;
                 }
@@ -131,7 +131,7 @@ fn transpose_streaming<S: SquareKernel>(
 #[repr(align(64))]
 struct Tile([[f32; TILE[0]]; TILE[1]]);
 
-/// Transposes tiles: copies each into the first-level cache in long runs, while the memory it is written to is prefetched.
+/// Transposes tiles: copies each into the L1 cache in long runs, while the memory it is written to is prefetched.
 #[inline(always)]
 fn transpose_tiled<S: SquareKernel>(
     from: StridedRows<&[f32]>,
@@ -173,7 +173,7 @@ fn store_tile<S: SquareKernel>(
         for j in (0..whole_cols).step_by(side) {
             let (from, to) =
                 (tile.as_flattened()[j * TILE[0] + i..].as_ptr(), to[i * step + j..].as_mut_ptr());
-            // SAFETY: the square lies inside of the tile, and of `to`, in which `transpose` has found room for the matrix; `level`
+            // SAFETY: the square is within the tile, and of `to`, in which `transpose` has found room for the matrix; `level`
             // has detected the instructions.
             unsafe { S::transpose::<false>((from, TILE[0]), (to, step)) };
         }
@@ -194,7 +194,7 @@ impl SquareKernel for Plain {
         (to, to_step): (*mut f32, usize),
     ) {
         for (i, j) in (0..Plain::SIDE).flat_map(|i| (0..Plain::SIDE).map(move |j| (i, j))) {
-            // SAFETY: the caller vouches for 8 rows of 8 elements on both sides.
+            // SAFETY: the caller guarantees 8 rows of 8 elements on both sides.
             unsafe { *to.add(i * to_step + j) = *from.add(j * from_step + i) };
         }
     }
@@ -213,7 +213,7 @@ impl SquareKernel for Sixteen {
         for quarter in (0..16).step_by(4) {
             // Rows i, i + 4, i + 8 and i + 12 in the quarters of one vector, so that no later shuffle crosses quarters.
             let part = |i: usize| {
-                // SAFETY: the caller vouches for 16 rows of 16 elements.
+                // SAFETY: the caller guarantees 16 rows of 16 elements.
                 unsafe { _mm_loadu_ps(from.add(i * from_step + quarter)) }
             };
             let row = |i: usize| {
@@ -225,7 +225,7 @@ impl SquareKernel for Sixteen {
             let (low2, high2) = (_mm512_unpacklo_ps(r2, r3), _mm512_unpackhi_ps(r2, r3));
             let store = |i: usize, row: __m512| {
                 let to = to.wrapping_add((quarter + i) * to_step);
-                // SAFETY: the caller vouches for 16 rows of 16 elements, aligned to vectors if streaming.
+                // SAFETY: the caller guarantees 16 rows of 16 elements, aligned to vectors if streaming.
                 unsafe { if STREAMING { _mm512_stream_ps(to, row) } else { _mm512_storeu_ps(to, row) } }
             };
             store(0, _mm512_shuffle_ps::<0x44>(low, low2));
@@ -250,7 +250,7 @@ impl SquareKernel for Eight {
             // Rows i and i + 4 in the halves of one vector, as above.
             let row = |i: usize| {
                 let from = from.wrapping_add(i * from_step + half);
-                // SAFETY: the caller vouches for 8 rows of 8 elements.
+                // SAFETY: the caller guarantees 8 rows of 8 elements.
                 unsafe { _mm256_loadu2_m128(from.wrapping_add(4 * from_step), from) }
             };
             let (r0, r1, r2, r3) = (row(0), row(1), row(2), row(3));
@@ -258,7 +258,7 @@ impl SquareKernel for Eight {
             let (low2, high2) = (_mm256_unpacklo_ps(r2, r3), _mm256_unpackhi_ps(r2, r3));
             let store = |i: usize, row: __m256| {
                 let to = to.wrapping_add((half + i) * to_step);
-                // SAFETY: the caller vouches for 8 rows of 8 elements, aligned to vectors if streaming.
+                // SAFETY: the caller guarantees 8 rows of 8 elements, aligned to vectors if streaming.
                 unsafe { if STREAMING { _mm256_stream_ps(to, row) } else { _mm256_storeu_ps(to, row) } }
             };
             store(0, _mm256_shuffle_ps::<0x44>(low, low2));

@@ -7,7 +7,7 @@ use std::arch::x86_64::*;
 /// to[j][i] = from[i][j] for j below the length and i below the number of rows transposed at a time; pointers and row strides.
 ///
 /// # Safety
-/// The rows and columns lie inside of their memories, hold at least a square, no other thread touches `to`, and the CPU has the
+/// The rows and columns are within their memory, hold at least a square, no other thread touches `to`, and the CPU has the
 /// instructions.
 pub(crate) type TransposeTile<R> = unsafe fn(usize, (*const R, usize), (*mut R, usize));
 
@@ -24,7 +24,7 @@ pub(crate) unsafe fn plain<R: Real, const N: usize>(
 ) {
     for i in 0..N {
         for j in 0..len {
-            // SAFETY: the caller vouches for N rows of `len` elements on both sides.
+            // SAFETY: the caller guarantees N rows of `len` elements on both sides.
             unsafe { *to.add(j * to_step + i) = *from.add(i * from_step + j) };
         }
     }
@@ -43,14 +43,14 @@ pub(crate) unsafe fn eight_f32(
             // Rows i and i + 4 in the halves of one vector, so that no later shuffle crosses the halves.
             let row = |i: usize| {
                 let from = from.wrapping_add(i * from_step + first + half);
-                // SAFETY: the caller vouches for 8 rows of at least 8 elements.
+                // SAFETY: the caller guarantees 8 rows of at least 8 elements.
                 unsafe { _mm256_loadu2_m128(from.wrapping_add(4 * from_step), from) }
             };
             let (r0, r1, r2, r3) = (row(0), row(1), row(2), row(3));
             let (low, high) = (_mm256_unpacklo_ps(r0, r1), _mm256_unpackhi_ps(r0, r1));
             let (low2, high2) = (_mm256_unpacklo_ps(r2, r3), _mm256_unpackhi_ps(r2, r3));
             let to = to.wrapping_add((first + half) * to_step);
-            // SAFETY: the caller vouches for 8 columns of at least 8 elements.
+            // SAFETY: the caller guarantees 8 columns of at least 8 elements.
             unsafe {
                 _mm256_storeu_ps(to, _mm256_shuffle_ps::<0x44>(low, low2));
                 _mm256_storeu_ps(to.add(to_step), _mm256_shuffle_ps::<0xee>(low, low2));
@@ -74,12 +74,12 @@ pub(crate) unsafe fn four_f64(
             // Rows i and i + 2 in the halves of one vector.
             let row = |i: usize| {
                 let from = from.wrapping_add(i * from_step + first + half);
-                // SAFETY: the caller vouches for 4 rows of at least 4 elements.
+                // SAFETY: the caller guarantees 4 rows of at least 4 elements.
                 unsafe { _mm256_loadu2_m128d(from.wrapping_add(2 * from_step), from) }
             };
             let (r0, r1) = (row(0), row(1));
             let to = to.wrapping_add((first + half) * to_step);
-            // SAFETY: the caller vouches for 4 columns of at least 4 elements.
+            // SAFETY: the caller guarantees 4 columns of at least 4 elements.
             unsafe {
                 _mm256_storeu_pd(to, _mm256_unpacklo_pd(r0, r1));
                 _mm256_storeu_pd(to.add(to_step), _mm256_unpackhi_pd(r0, r1));

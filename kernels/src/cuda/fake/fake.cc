@@ -37,7 +37,7 @@ std::string folder() {
     return path.substr(0, path.rfind('/'));
 }
 
-const std::string &words() {
+const std::string &options() {
     static const std::string *all = [] {
         std::stringstream text;
         text << std::ifstream(folder() + "/fake.txt").rdbuf();
@@ -45,10 +45,10 @@ const std::string &words() {
     }();
     return *all;
 }
-bool is(const char *word) { return words().find(word) != std::string::npos; }
-int number(const char *word, int usual) {
-    const size_t at = words().find(word);
-    return at == std::string::npos ? usual : atoi(words().c_str() + at + strlen(word));
+bool has_option(const char *word) { return options().find(word) != std::string::npos; }
+int option_value(const char *word, int usual) {
+    const size_t at = options().find(word);
+    return at == std::string::npos ? usual : atoi(options().c_str() + at + strlen(word));
 }
 
 // Never destroyed: a leaked stream still waits when the process ends.
@@ -116,7 +116,7 @@ std::string failure;
 
 Stream *stream_of(void *handle) { return static_cast<Stream *>(handle); }
 
-size_t gpu_bytes() { return is("small-gpu") ? size_t(160) << 20 : size_t(4) << 30; }
+size_t gpu_bytes() { return has_option("small-gpu") ? size_t(160) << 20 : size_t(4) << 30; }
 
 struct Grid {
     uint32_t blocks[3];
@@ -169,8 +169,8 @@ bool compile(const std::string &text, const std::string &entry, Function *to) {
 
 // ---- the driver ----
 
-API int cuDriverGetVersion(int *version) { return *version = number("driver=", 13000), 0; }
-API int cuInit(unsigned) { return is("no-start") ? 999 : is("no-gpu") ? 100 : 0; }
+API int cuDriverGetVersion(int *version) { return *version = option_value("driver=", 13000), 0; }
+API int cuInit(unsigned) { return has_option("no-start") ? 999 : has_option("no-gpu") ? 100 : 0; }
 API int cuGetErrorName(int code, const char **name) {
     *name = code == 2 ? "CUDA_ERROR_OUT_OF_MEMORY" : code == 100 ? "CUDA_ERROR_NO_DEVICE" :
         code == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : code == 719 ? "CUDA_ERROR_LAUNCH_FAILED" : "CUDA_ERROR_UNKNOWN";
@@ -181,7 +181,7 @@ API int cuDeviceGet(int *device, int number) { return *device = number, number =
 API int cuDeviceGetName(char *name, int bytes, int) { return snprintf(name, bytes, "fake GPU"), 0; }
 API int cuDeviceTotalMem_v2(size_t *bytes, int) { return *bytes = gpu_bytes(), 0; }
 API int cuDeviceGetAttribute(int *value, int which, int) {
-    *value = which == 75 ? (is("old-gpu") ? 7 : 9) : which == 76 ? 0 : which == 16 ? 132 : which == 97 ? 227 << 10 : 0;
+    *value = which == 75 ? (has_option("old-gpu") ? 7 : 9) : which == 76 ? 0 : which == 16 ? 132 : which == 97 ? 227 << 10 : 0;
     return 0;
 }
 API int cuDevicePrimaryCtxRetain(void **context, int) { return *context = &lock, 0; }
@@ -268,7 +268,7 @@ API int cuStreamEndCapture(void *stream, void **graph) {
     return 0;
 }
 API int cuGraphInstantiateWithFlags(void **program, void *graph, unsigned long long) {
-    if (is("no-graph")) return 801;
+    if (has_option("no-graph")) return 801;
     return *program = new Work(*static_cast<Work *>(graph)), 0;
 }
 API int cuGraphDestroy(void *graph) { return delete static_cast<Work *>(graph), 0; }
@@ -293,7 +293,7 @@ API int cuEventRecord(void *event, void *stream) {
     return 0;
 }
 API int cuStreamWaitEvent(void *stream, void *event, unsigned) {
-    if (is("unordered")) return 0;
+    if (has_option("unordered")) return 0;
     auto reached = static_cast<Event *>(event)->reached;
     stream_of(stream)->give([=] {
         std::unique_lock<std::mutex> held(lock);
@@ -326,7 +326,7 @@ API int cuLaunchKernel(void *handle, unsigned x, unsigned y, unsigned z, unsigne
     auto *function = static_cast<Function *>(handle);
     if (!x || !y || !z || y > 65535 || z > 65535 || !threads || threads > 1024 || int(shared_bytes) > function->shared_max)
         return 1;
-    if (is("lost")) return lost = 719, 0;
+    if (has_option("lost")) return lost = 719, 0;
     std::vector<std::vector<char>> values;
     for (unsigned i = 0; i < function->count; ++i) {
         const char *from = static_cast<const char *>(args[i]);
@@ -347,7 +347,7 @@ API int cuLaunchKernel(void *handle, unsigned x, unsigned y, unsigned z, unsigne
 // ---- NVRTC: the machine code is the source text ----
 
 API int nvrtcVersion(int *major, int *minor) {
-    *major = number("nvrtc=", 13);
+    *major = option_value("nvrtc=", 13);
     return *minor = 0, 0;
 }
 API int nvrtcCreateProgram(void **program, const char *source, const char *, int, const char *const *, const char *const *) {
@@ -423,7 +423,7 @@ double rounded_operand(double x, int compute) {
 
 }  // namespace
 
-API size_t cublasLtGetVersion() { return number("blas=", 130100); }
+API size_t cublasLtGetVersion() { return option_value("blas=", 130100); }
 API int cublasLtCreate(void **handle) { return *handle = &lock, 0; }
 API int cublasLtDestroy(void *) { return 0; }
 API int cublasLtMatmulDescCreate(void **product, int compute, int) { return *product = new Matmul{compute}, 0; }
@@ -458,7 +458,7 @@ API int cublasLtMatmulPreferenceSetAttribute(void *, int which, const void *, si
     return bytes == (which == 1 ? 8u : 4u) ? 0 : 7;
 }
 API int cublasLtMatmulAlgoGetHeuristic(void *, void *product, void *, void *, void *c, void *d, void *, int, void *, int *found) {
-    if (is("plain-products") && (static_cast<Matmul *>(product)->epilogue != 1 || c != d)) return 15;
+    if (has_option("plain-products") && (static_cast<Matmul *>(product)->epilogue != 1 || c != d)) return 15;
     return *found = 1, 0;
 }
 API int cublasLtMatmul(void *, void *product, const void *alpha, const void *a, void *a_layout, const void *b, void *b_layout,

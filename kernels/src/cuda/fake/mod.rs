@@ -63,7 +63,7 @@ pub(super) fn is_skipped() -> bool {
 
 /// Creates a folder with the libraries of a fake GPU with these options (`fake.cc` lists them); `None`, with a line on stderr, without
 /// g++.
-pub(super) fn gpu(words: &str) -> Option<Folder> {
+pub(super) fn gpu(options: &str) -> Option<Folder> {
     static BUILT: OnceLock<Vec<u8>> = OnceLock::new();
     if is_skipped() {
         return None;
@@ -82,6 +82,6 @@ pub(super) fn gpu(words: &str) -> Option<Folder> {
     for (name, text) in SHIM {
         fs::write(folder.0.join(name), text).unwrap();
     }
-    fs::write(folder.0.join("fake.txt"), words).unwrap();
+    fs::write(folder.0.join("fake.txt"), options).unwrap();
     Some(folder)
 }

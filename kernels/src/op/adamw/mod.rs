@@ -23,7 +23,7 @@ use crate::op::rows::{read, write};
 ///
 /// Everything is computed in the accumulator; 1 - beta1, 1 - beta2 and 1 - lr weight_decay are formed in f64 and
 /// rounded once. A parameter in a 16-bit float loses updates below half its last place: keep a wider copy of it if
-/// that matters. Counted: 16 operations an element.
+/// that matters. Counted: 16 operations per element.
 pub static STEP: Kernel = Kernel {
     name: "adamw",
     reference,

@@ -14,6 +14,8 @@ use crate::op::rows::{operands, read, rows_per_task, width, write};
 /// - in: x (.., n), any float, contiguous; n is at least 1
 /// - out: i (..), i64, contiguous
 /// - scalars: \[Int largest (1) or smallest (0)\]
+#[doc(alias = "argmax")]
+#[doc(alias = "argmin")]
 pub static ARG_EXTREME: Kernel = Kernel {
     name: "arg_extreme",
     reference: |_, launch| {

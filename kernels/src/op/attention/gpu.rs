@@ -8,7 +8,7 @@ use crate::gpu::{Grid, GridArg, LaunchPlan, type_name};
 use crate::kernel::{Arg, Kernel, Launch};
 use std::borrow::Cow;
 
-/// Tensor cores if HEAD is defined, else plain arithmetic.
+/// The CUDA source of the forward: tensor cores if HEAD is defined, else plain arithmetic.
 pub(super) const FORWARD_SOURCE: &str = concat!(
     include_str!("gpu/problem.cu"),
     "#ifdef HEAD\n",
@@ -18,7 +18,7 @@ pub(super) const FORWARD_SOURCE: &str = concat!(
     include_str!("gpu/plain.cu"),
     "#endif\n",
 );
-/// The same.
+/// The CUDA source of the backward.
 pub(super) const BACKWARD_SOURCE: &str = concat!(
     include_str!("gpu/problem.cu"),
     include_str!("gpu/deltas.cu"),
@@ -38,9 +38,9 @@ const PADDING: usize = 64;
 /// The kind of kernel of a launch.
 #[derive(Clone, Copy, Debug)]
 enum KernelKind {
-    /// Tiles with rows of so many channels.
+    /// Tensor-core tiles whose rows have this many channels.
     Tiles(usize),
-    /// Plain arithmetic with so many rows per warp and pieces of 32 channels per row.
+    /// Plain arithmetic: rows per warp, and pieces of 32 channels per row.
     Plain([usize; 2]),
 }
 
@@ -72,7 +72,7 @@ impl KernelKind {
     }
 }
 
-/// A launch that is being planned.
+/// The parameters of the launch being planned.
 struct Planner<'a> {
     problem: Problem,
     dtype: DType,
@@ -81,8 +81,8 @@ struct Planner<'a> {
     shape: &'a GridArg,
 }
 
-/// Returns whether 16 bytes of a row can be read at once: channels contiguous, all else at multiples of 8, and rows (the dims after
-/// sequences and after key heads) so close that 32 bits count the bytes of 16 of them.
+/// Returns whether rows can be read in vectors of 16 bytes: channels are contiguous, offset and other strides are multiples of 8, and rows
+/// (the dims after sequences and after key heads) are so close that 32 bits count the bytes of 16 rows.
 fn is_vector(arg: &Arg<'_>) -> bool {
     let (&inner, outer) = arg.view.strides.split_last().expect("heads have channels");
     let extents = &arg.view.shape;
@@ -123,7 +123,7 @@ fn defines(kind: KernelKind, problem: &Problem, launch: &Launch<'_>) -> Vec<(&'s
     let mut defines = vec![("T", type_name(dtype).into()), ("GROUP", number(group(problem.r)))];
     match kind {
         KernelKind::Tiles(head) => {
-            // Statistics, the fifth operand, are read one by one.
+            // lse, the fifth operand, is read without vectors.
             let vectors = launch.inputs.iter().enumerate().all(|(i, arg)| i == 4 || is_vector(arg))
                 && launch.outputs.iter().all(|out| out.view.offset.is_multiple_of(8));
             defines.push(("HEAD", number(head)));
@@ -138,7 +138,7 @@ fn defines(kind: KernelKind, problem: &Problem, launch: &Launch<'_>) -> Vec<(&'s
 }
 
 impl Planner<'_> {
-    /// Returns a grid of blocks for so many rows, or keys, of each head.
+    /// Returns a grid for `rows` rows, or keys, of each head.
     fn grid(&self, entry: &'static str, rows: usize, threads: usize, shared_bytes: u32) -> Grid {
         self.grid_of(entry, rows.div_ceil(self.kind.block()), threads, shared_bytes)
     }
@@ -229,7 +229,7 @@ pub(super) fn backward(
     Ok(())
 }
 
-/// Rows that `backward_keys` takes at a time: with heads of 128 channels 64 if a block has enough shared memory.
+/// Returns the rows per step of `backward_keys`: for heads of 128 channels 64 if a block has enough shared memory, else 32.
 fn backward_rows(kind: KernelKind, dtype: DType, shared_bytes_max: u32) -> usize {
     match kind {
         KernelKind::Plain(_) => 0,
@@ -238,7 +238,7 @@ fn backward_rows(kind: KernelKind, dtype: DType, shared_bytes_max: u32) -> usize
     }
 }
 
-/// 128 keys of k and v, two tiles of `step` rows of q and d_out, two of lse and delta.
+/// Returns the shared memory of `backward_keys`: 128 keys of k and v, two tiles of `step` rows of q and d_out, two of lse and delta.
 fn backward_keys_bytes(kind: KernelKind, dtype: DType, step: usize) -> u32 {
     kind.shared_bytes(dtype, 4 * BLOCK + 8 * step, 16 * step)
 }
@@ -253,7 +253,7 @@ impl Planner<'_> {
         grid
     }
 
-    /// Returns q, k, v, d_out and the result of [`Planner::deltas`].
+    /// Adds the arguments q, k, v, d_out, the results of [`Planner::deltas`], and the outputs.
     fn operands(&self, grid: &mut Grid, numbers: &[GridArg; 2], outputs: &[usize], padded: usize) {
         grid.args.extend([0, 1, 2, 5].map(GridArg::Input));
         grid.args.extend(numbers.iter().cloned());

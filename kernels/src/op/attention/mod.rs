@@ -28,10 +28,12 @@ const ALLOWANCE: f64 = 4.0;
 /// - out: o `(b, t, g, r, c)` like q, contiguous; lse `(b, t, g, r)` in the accumulator of q, contiguous
 /// - scalars: Real scale, Int causal (0 or 1), Int t_start, Int window (0 for none; only if causal)
 ///
-/// No t by s matrix is formed. Keys are taken in tiles that start at multiples of 64 (of 32 by plain arithmetic on a GPU), so a row's bits
-/// depend on its own query, its keys and its position only. On a GPU 16-bit heads of up to 128 channels use tensor cores, which get
-/// probabilities rounded to 16 bits, as do bf16 dot products on a CPU that has them; that may cost four units in the last place of the
-/// output's dtype at its largest magnitude. Counted: 4 c operations per visible pair of query and key.
+/// No t by s matrix is formed. Keys are processed in tiles that start at multiples of 64 (of 32 by plain arithmetic on a GPU), so the
+/// bits of a row depend only on its query, its keys and its position. On a GPU, 16-bit heads of up to 128 channels use tensor cores with
+/// probabilities rounded to 16 bits, as do bf16 dot products on a CPU that has them; the error may be four ulps of the output dtype at
+/// its largest magnitude. Counted: 4 c operations per visible pair of query and key.
+#[doc(alias = "scaled_dot_product_attention")]
+#[doc(alias = "flash_attention")]
 pub static FORWARD: Kernel = Kernel {
     name: "attention",
     reference: forward,
@@ -45,7 +47,7 @@ pub static FORWARD: Kernel = Kernel {
 /// The cotangents of attention: with dp_ij = do_i v_j and D_i = sum_c do_i o_i, dv_j = sum_i p_ij do_i,
 /// dq_i = scale sum_j p_ij (dp_ij - D_i) k_j and dk_j = scale sum_i p_ij (dp_ij - D_i) q_i.
 ///
-/// - in: q, k, v as for [`FORWARD`]; o and lse as it gave them; do `(b, t, g, r, c)`; any strides
+/// - in: q, k, v as for [`FORWARD`]; o and lse from it; do `(b, t, g, r, c)`; any strides
 /// - out: dq `(b, t, g, r, c)`, dk `(b, s, g, c)`, dv `(b, s, g, c)`, contiguous
 /// - scalars: as for [`FORWARD`]
 ///
@@ -71,7 +73,7 @@ pub static BACKWARD: Kernel = Kernel {
 /// - out: dq, dk and dv as the parts of `(b, t, 3, g, c)`, contiguous
 /// - scalars: as for [`FORWARD`]
 ///
-/// The same sums in the same order. Counted: 10 c operations per visible pair of query and key.
+/// The sums are those of [`BACKWARD`], in the same order. Counted: 10 c operations per visible pair of query and key.
 pub static BACKWARD_JOINED: Kernel = Kernel {
     name: "attention_backward_joined",
     reference: backward_joined,

@@ -1,4 +1,4 @@
-//! Attention against its reference, by hand, and at the edges.
+//! Tests of attention: known values, the reference, gradients, masks and special values.
 
 use super::*;
 use crate::dtype::DType;
@@ -83,7 +83,7 @@ fn check_fast_path(shape: [usize; 6], scalars: &[Scalar], dtypes: &[DType]) {
         .run_for(dtypes);
 }
 
-/// Of one tensor, parts of which are q, k and v: the same bits as apart, and within the bound on cards.
+/// Checks the joined backward, where q, k and v are parts of one tensor: the bits of separate cotangents, and the bound of GPU code.
 fn check_joined_backward([b, t, g, c]: [usize; 4], scalars: &[Scalar], dtypes: &[DType]) {
     let (all, of_queries, of_keys) = ([b, t, 3, g, c], [b, t, g, 1, c], [b, t, g, c]);
     let qkv = values(5, all.iter().product());
@@ -129,7 +129,7 @@ fn fast_path_matches_the_reference() {
     check_fast_path([1, 1, 1, 1, 1, 1], &scalars(1.0, false, 0), &DType::FLOATS);
     check_fast_path([2, 5, 7, 2, 3, 4], &scalars(0.5, true, 1), &DType::FLOATS);
     check_fast_path([1, 70, 70, 2, 1, 16], &scalars(0.25, true, 0), &DType::FLOATS);
-    // Strips of queries, some left over, heads of more channels than are read in place, keys in front and at the back.
+    // Whole and partial strips of queries, heads with more channels than are read in place, keys before and after the queries.
     check_fast_path([1, 100, 130, 1, 2, 72], &scalars(0.1, true, 30), &[DType::F32, DType::F16]);
     check_fast_path([1, 64, 90, 1, 1, 40], &scalars(0.1, true, -20), &[DType::F32, DType::F64]);
     check_fast_path([1, 130, 150, 1, 2, 8], &scalars(0.3, false, 0), &[DType::F32, DType::BF16]);
@@ -143,17 +143,17 @@ fn heads_of_real_models_match_the_reference() {
     check_fast_path([1, 130, 70, 1, 1, 128], &scalars(0.09, false, 0), &[DType::BF16]);
     check_fast_path([1, 150, 150, 1, 1, 128], &windowed(0.09, 0, 90), &[DType::F16]);
     check_fast_path([1, 33, 140, 1, 3, 80], &scalars(0.1, true, 107), &[DType::F16]);
-    // Groups that programs know, in rows that are read 16 bytes at a time.
+    // Numbers of query heads with programs of their own, in rows with vector loads.
     check_fast_path([1, 45, 100, 1, 4, 64], &scalars(0.125, true, 55), &[DType::BF16]);
     check_fast_path([1, 20, 70, 2, 8, 128], &scalars(0.09, true, 50), &[DType::BF16]);
-    // What no tile takes: long heads, and scales that turn maxima around.
+    // Cases outside the tiled kernels: long heads, and negative scales, which reverse the maxima.
     check_fast_path([1, 9, 20, 1, 2, 136], &scalars(0.1, true, 11), &[DType::F32, DType::BF16]);
     check_fast_path([1, 9, 20, 1, 2, 24], &scalars(-0.2, true, 11), &[DType::BF16, DType::F16]);
 }
 
 #[test]
 fn fast_path_matches_the_reference_with_sliding_windows() {
-    // Windows shorter and longer than a tile of keys, over borders of tiles of both kinds, and whole tiles before them.
+    // Windows shorter and longer than a tile of keys, across borders of tiles, and with whole tiles before them.
     for window in [1, 2, 3, 63, 64, 65, 130, 1000] {
         check_fast_path([1, 150, 150, 1, 2, 8], &windowed(0.3, 0, window), &[DType::F32]);
     }
@@ -161,7 +161,7 @@ fn fast_path_matches_the_reference_with_sliding_windows() {
     check_fast_path([1, 300, 300, 2, 1, 16], &windowed(0.25, 0, 70), &[DType::F32, DType::BF16]);
     check_fast_path([1, 67, 340, 1, 1, 9], &windowed(0.3, 273, 100), &[DType::F32, DType::F64]);
     check_fast_path([1, 1, 300, 2, 2, 20], &windowed(0.2, 299, 20), &[DType::F32, DType::BF16]);
-    // Queries before the first key, and so far behind the last that the window has left it.
+    // Queries before the first key, and so far after the last that the window excludes all keys.
     check_fast_path([1, 9, 6, 1, 2, 3], &windowed(1.0, -4, 2), &DType::FLOATS);
     check_fast_path([1, 200, 40, 1, 1, 3], &windowed(1.0, 0, 10), &DType::FLOATS);
 }
@@ -202,7 +202,7 @@ fn queries_without_keys_and_empty_extents() {
 fn special_values() {
     let (inf, nan) = (f64::INFINITY, f64::NAN);
     for bad in [inf, -inf, nan] {
-        // Query 0 meets the bad key alone, query 1 sees a good one too, query 2 is orthogonal to nothing.
+        // Query 0 sees only the special key, query 1 an ordinary key too, query 2 is orthogonal to none.
         let case = Case::new(&FORWARD).input(&[1, 3, 1, 1, 1], &[1.0, 1.0, 2.0]);
         let case = case.input(&[1, 3, 1, 1], &[bad, 1.0, 0.5]).input(&[1, 3, 1, 1], &[1.0, 2.0, 3.0]);
         case.output(&[1, 3, 1, 1, 1])
@@ -214,8 +214,7 @@ fn special_values() {
 
 #[test]
 fn softmax_is_stable_when_the_maximum_grows() {
-    // Scores that rise, fall and hardly move along the keys: a row is measured anew where it outgrows its origin, and the
-    // rows beside it are not.
+    // Scores that rise, fall and hardly change along the keys: a row is rescaled when its maximum grows, its neighbours are not.
     for c in [8, 72] {
         let slopes = [1.0, -1.0, 0.03125, 0.0, 0.5];
         let q: Vec<f64> = (0..5 * c).map(|n| if n % c == 0 { slopes[n / c] } else { 0.0 }).collect();
@@ -342,5 +341,5 @@ fn too_many_sequences_for_a_grid_are_an_error() {
         gpu::forward(&launch, &mut crate::gpu::LaunchPlan::new(99 << 10))
     };
     plan(65_535).unwrap();
-    assert!(plan(65_536).unwrap_err().to_string().contains("65536 sequences of 1 heads"));
+    assert!(plan(65_536).unwrap_err().to_string().contains("65536 sequences with 1 key heads"));
 }

@@ -19,10 +19,12 @@ use crate::strides::Strides;
 /// - out: c (g, m, n), same dtype, any strides without overlap
 ///
 /// The sum over k is formed in the accumulator, in the order that [`crate::cpu::gemm`] states (it depends on k only), and rounded once;
-/// k = 0 gives zeros. The error of a sum is half a unit in the last place of the accumulator, at the sum of the magnitudes of its terms,
-/// per term of a block and per block: on a CPU (256 + k / 256) / 2 units, which long sums of equal terms approach; the bound is that of
+/// k = 0 gives zeros. The error of a sum is half an ulp of the accumulator, at the sum of the magnitudes of its terms,
+/// per term of a block and per block: on a CPU (256 + k / 256) / 2 ulps, which long sums of equal terms approach; the bound is that of
 /// terms of changing signs. On CPUs with bf16 dot products, and only there, subnormal bf16 count as 0. The same holds for f32 under a
 /// [`MatmulPrecision`](crate::MatmulPrecision) that rounds it; the bound is that of the highest. Counted: 2 g m n k.
+#[doc(alias = "bmm")]
+#[doc(alias = "gemm")]
 pub static BATCHED_MATMUL: Kernel = Kernel {
     name: "batched_matmul",
     reference: plain,

@@ -1,4 +1,4 @@
-//! Arithmetic of two operands of one shape (broadcast by strides of 0), and sums in place.
+//! Elementwise arithmetic of two operands of one shape (broadcast by strides of 0), and in-place accumulation.
 
 use crate::cpu::Pool;
 use crate::cpu::math::Maths;
@@ -28,26 +28,24 @@ pointwise! {
     MUL "mul" 1 1.0 |[a, b], _| a * b, a.wrapping_mul(b);
     /// y = a / b. Operands as in [`ADD`], floats only.
     DIV "div" 1 1.0 |[a, b], _| a / b;
-    /// y = a^b as IEEE 754 `pow`: 1 where b is 0 or a is 1, not a number for a < 0 and fractions b. Floats only.
+    /// y = a^b as IEEE 754 `pow`: 1 where b is 0 or a is 1, NaN where a < 0 and b is not an integer. Floats only.
     POW "pow" 1 2.0 |[a, b], _| a.pow(b);
-    /// y = the larger of a and b; not-a-number wins. Operands as in [`ADD`].
+    /// y = the larger of a and b; NaN propagates. Operands as in [`ADD`].
     MAXIMUM "maximum" 1 0.0 |[a, b], _| choose(a > b || is_nan(a), a, b), a.max(b);
-    /// y = the smaller of a and b; not-a-number wins. Operands as in [`ADD`].
+    /// y = the smaller of a and b; NaN propagates. Operands as in [`ADD`].
     MINIMUM "minimum" 1 0.0 |[a, b], _| choose(a < b || is_nan(a), a, b), a.min(b);
 
     /// da = dy b a^(b - 1), 0 where b is 0. In: a, b, dy, floats.
     POW_BASE_GRAD "pow_base_grad" 3 8.0 |[a, b, dy], _| pow_slope(a, b) * dy;
     /// db = dy a^b ln a, 0 where a is 0 and b is not negative. In: a, b, dy, floats.
     POW_EXPONENT_GRAD "pow_exponent_grad" 4 8.0 |[a, b, dy], _| dy * pow_exponent_slope(a, b);
-    /// da = 0 where a < b, dy / 2 where a = b, else dy, so also where a or b is not a number; that of b is the same with a and
-    /// b exchanged. In: a, b, dy.
+    /// da = 0 where a < b, dy / 2 where a = b, else dy (also for NaN); db is the same with a and b exchanged. In: a, b, dy.
     MAXIMUM_GRAD "maximum_grad" 2 0.0 |[a, b, dy], _| choose(a == b, R::lit(0.5) * dy, choose(a < b, R::ZERO, dy));
-    /// da = 0 where a > b, dy / 2 where a = b, else dy, so also where a or b is not a number; that of b is the same with a and
-    /// b exchanged. In: a, b, dy.
+    /// da = 0 where a > b, dy / 2 where a = b, else dy (also for NaN); db is the same with a and b exchanged. In: a, b, dy.
     MINIMUM_GRAD "minimum_grad" 2 0.0 |[a, b, dy], _| choose(a == b, R::lit(0.5) * dy, choose(a > b, R::ZERO, dy));
 }
 
-/// y + x.
+/// The formula y + x of [`ACCUMULATE`].
 struct Sum;
 
 impl Formula<2> for Sum {
@@ -57,7 +55,7 @@ impl Formula<2> for Sum {
     }
 }
 
-/// y = y + x.
+/// y = y + x, in place.
 ///
 /// - in: x: float or i64, any strides
 /// - out: y: same dtype and shape, contiguous, updated
@@ -146,7 +144,7 @@ mod tests {
             [0.0, 1.0, 2.0]
         );
         for (a, b) in [(f64::NAN, 1.0), (1.0, f64::NAN), (f64::NAN, f64::NAN)] {
-            assert_eq!([at(&MAXIMUM_GRAD, a, b), at(&MINIMUM_GRAD, a, b)], [2.0, 2.0], "of {a} beside {b}");
+            assert_eq!([at(&MAXIMUM_GRAD, a, b), at(&MINIMUM_GRAD, a, b)], [2.0, 2.0], "{a} and {b}");
         }
         assert_eq!([at(&POW_BASE_GRAD, 3.0, 2.0), at(&POW_BASE_GRAD, 0.0, 0.0)], [12.0, 0.0]);
         assert_eq!([at(&POW_EXPONENT_GRAD, 1.0, 5.0), at(&POW_EXPONENT_GRAD, 0.0, 0.0)], [0.0, 0.0]);

@@ -125,7 +125,8 @@ fn check<const N: usize>(kernel: &'static str, inputs: [&Arg<'_>; N]) -> Result<
 ///
 /// - in: m, booleans; a, b: one dtype (any)
 /// - out: y, the dtype of a
-pub static CHOOSE: Kernel = exact(
+#[doc(alias = "select")]
+pub static WHERE: Kernel = exact(
     "where",
     |_, launch| {
         let ([m, a, b], [y], _) = operands(launch);
@@ -287,13 +288,13 @@ mod tests {
             case.output_as(BOOL, &shape).strided().run();
         }
         Case::new(&NOT).input_as(BOOL, &shape, &mask).output_as(BOOL, &shape).strided().run();
-        let case = Case::new(&CHOOSE).input_as(BOOL, &shape, &mask).input(&shape, &a).input(&shape, &b);
+        let case = Case::new(&WHERE).input_as(BOOL, &shape, &mask).input(&shape, &a).input(&shape, &b);
         case.output(&shape).strided().run();
         for on in [0, 1] {
             let case = Case::new(&MASKED_FILL).input(&shape, &a).input_as(BOOL, &shape, &mask);
             case.output(&shape).scalars(&[Scalar::Real(0.5), Scalar::Int(on)]).strided().run();
         }
-        let empty = Case::new(&CHOOSE).input_as(BOOL, &[0], &[]).input(&[0], &[]).input(&[0], &[]);
+        let empty = Case::new(&WHERE).input_as(BOOL, &[0], &[]).input(&[0], &[]).input(&[0], &[]);
         empty.output(&[0]).run();
     }
 

@@ -14,7 +14,7 @@ use crate::op::strided_iter::StridedIter;
 use half::{bf16, f16};
 use std::ops::Range;
 
-/// Rows and columns of a transposed tile: a few cache lines of both sides, which stay in the first-level cache.
+/// Rows and columns of a transposed tile: a few cache lines of both sides, which stay in the L1 cache.
 const TILE: usize = 64;
 /// Rows of y per transposing task, if there are enough for all threads: a page of f32 in each column of x.
 const ROWS: usize = 1024;

@@ -9,7 +9,7 @@ use std::borrow::Cow;
 
 pub(super) const SOURCE: &str = include_str!("gpu.cu");
 
-/// Threads per block and vectors per thread; the same constants as in the source.
+/// Threads per block and vectors per thread; equal to the constants in the CUDA source.
 const THREADS: usize = 256;
 const UNROLL: usize = 2;
 /// Bytes per load or store of a thread if elements are contiguous.

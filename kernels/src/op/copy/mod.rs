@@ -18,6 +18,8 @@ use crate::op::strided_iter::element_offset;
 ///
 /// Bits are copied between equal dtypes. Floats round to nearest, ties to even; to integers towards zero, saturating (NaN becomes 0); to
 /// bool everything but 0 is true. i64 to float rounds to f64 first.
+#[doc(alias = "cast")]
+#[doc(alias = "contiguous")]
 pub static COPY: Kernel = Kernel {
     name: "copy",
     reference: plain,

@@ -18,7 +18,7 @@ fn between(from: DType, to: DType, x: &[f64]) -> Vec<f64> {
 
 #[test]
 fn matches_known_values() {
-    // 1 + 2^-8 lies half way between two bf16 numbers, of which 1 is even; so does 1 + 3 * 2^-8, up to 1 + 2^-6.
+    // 1 + 2^-8 is a tie between two bf16 numbers, of which 1 is even; so is 1 + 3 * 2^-8, which rounds up to 1 + 2^-6.
     let halves = [1.0 + 1.0 / 256.0, 1.0 + 3.0 / 256.0, 1.0 + 1.001 / 256.0];
     assert_eq!(between(DType::F32, DType::BF16, &halves), [1.0, 1.0 + 1.0 / 64.0, 1.0 + 1.0 / 128.0]);
     assert_eq!(between(DType::F64, DType::BF16, &halves), [1.0, 1.0 + 1.0 / 64.0, 1.0 + 1.0 / 128.0]);
@@ -49,7 +49,7 @@ fn every_pair_of_dtypes_agrees_with_the_reference() {
 #[test]
 fn copies_match_for_all_strides() {
     let full = Strides::contiguous(&[3, 40, 37]);
-    let lies = |shape: &[usize]| {
+    let layouts = |shape: &[usize]| {
         let gapped: Vec<usize> = shape.iter().map(|n| n + 2).collect();
         let gaps = Strides::new(shape.into(), Strides::contiguous(&gapped).strides.clone(), 5);
         [Strides::contiguous(shape), gaps]
@@ -59,7 +59,7 @@ fn copies_match_for_all_strides() {
         let mut inverse = [0; 3];
         order.iter().enumerate().for_each(|(i, &d)| inverse[d] = i);
         let shape: Vec<usize> = order.iter().map(|&d| full.shape[d]).collect();
-        views.extend(lies(&shape).map(|view| view.permute(&inverse)));
+        views.extend(layouts(&shape).map(|view| view.permute(&inverse)));
     }
     let column = Strides::contiguous(&[3, 40, 1]).broadcast(&[3, 40, 37]).unwrap();
     let memory = values(1, 8000);

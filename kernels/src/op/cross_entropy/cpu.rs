@@ -1,7 +1,7 @@
 //! Cross-entropy on the CPU: tasks of whole rows; a row stays in the cache for the two passes of the forward, of which the second
 //! prefetches the next row.
 
-use super::{BACKWARD, TERMS, local};
+use super::{BACKWARD, FORWARD, local};
 use crate::cpu::math::Maths;
 use crate::cpu::simd::prefetch_ahead;
 use crate::cpu::{Pool, vectorized};
@@ -25,7 +25,7 @@ const RUN: usize = 64;
 pub(super) fn terms(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let ([z, target], [lse, picked], scalars) = operands(launch);
     let (v, v_start, target) = (width(z), scalars[0].int(), read::<i64>(target));
-    check_indices(TERMS.name, target, scalars[1].int())?;
+    check_indices(FORWARD.name, target, scalars[1].int())?;
     match_float!(z.dtype, T => {
         type Acc = <T as Float>::Acc;
         let (z, lse) = (read::<T>(z), write::<Acc>(lse));
@@ -41,7 +41,7 @@ pub(super) fn terms(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelEr
             });
         });
         Ok(())
-    }, else Err(KernelError::DType { kernel: TERMS.name, dtype: z.dtype }))
+    }, else Err(KernelError::DType { kernel: FORWARD.name, dtype: z.dtype }))
 }
 
 pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {

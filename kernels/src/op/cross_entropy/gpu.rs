@@ -1,6 +1,6 @@
 //! The terms of a cross-entropy on GPUs: one block per row, one pass.
 
-use super::{BACKWARD, TERMS};
+use super::{BACKWARD, FORWARD};
 use crate::dtype::DType;
 use crate::error::KernelError;
 use crate::gpu::{GridArg, LaunchPlan};
@@ -12,7 +12,7 @@ use crate::op::rows::{row_len, width};
 pub(super) const SOURCE: &str = concat!(include_str!("../gpu_rows.cu"), include_str!("gpu.cu"));
 
 pub(super) fn terms(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
-    float(TERMS.name, launch)?;
+    float(FORWARD.name, launch)?;
     let (z, rows) = (&launch.inputs[0], launch.inputs[1].view.numel());
     gemv_row_major("cross_entropy", launch, plan, (z.dtype, width(z), rows));
     Ok(())

@@ -19,8 +19,9 @@ use crate::op::rows::{check_indices, operands, read, row_len, width, write};
 ///
 /// The sum is that of exp(z - max z), so lse is finite for every finite z; it is negative infinity where every z is and where
 /// v is 0; NaN where a z is infinity. A target outside of `0..v_global` is [`KernelError::Index`].
-/// Counted: 4 operations an element of z.
-pub static TERMS: Kernel = Kernel {
+/// Counted: 4 operations per element of z.
+#[doc(alias = "vocab_parallel_cross_entropy")]
+pub static FORWARD: Kernel = Kernel {
     name: "cross_entropy",
     reference: terms,
     cpu: Some(cpu::terms),
@@ -32,11 +33,11 @@ pub static TERMS: Kernel = Kernel {
 
 /// Computes the cotangent of z in place: dz_j = exp(z_j - lse) d_lse + (d_picked if j is the target), for the lse of the whole row.
 ///
-/// - in: target as for [`TERMS`]; lse `(rows..)`, d_lse `(rows..)`, d_picked `(rows..)` in the accumulator of z
-/// - out: z as for [`TERMS`], which becomes dz
-/// - scalars: as for [`TERMS`]
+/// - in: target as for [`FORWARD`]; lse `(rows..)`, d_lse `(rows..)`, d_picked `(rows..)` in the accumulator of z
+/// - out: z as for [`FORWARD`], which becomes dz
+/// - scalars: as for [`FORWARD`]
 ///
-/// A target outside of `0..v_global` is [`KernelError::Index`]. Counted: 3 operations an element of z.
+/// A target outside of `0..v_global` is [`KernelError::Index`]. Counted: 3 operations per element of z.
 pub static BACKWARD: Kernel = Kernel {
     name: "cross_entropy_backward",
     reference: backward,
@@ -55,7 +56,7 @@ fn local(target: i64, v_start: i64, v: usize) -> Option<usize> {
 fn terms(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let ([z, target], [lse, picked], scalars) = operands(launch);
     let (v, v_start, target) = (width(z), scalars[0].int(), read::<i64>(target));
-    check_indices(TERMS.name, target, scalars[1].int())?;
+    check_indices(FORWARD.name, target, scalars[1].int())?;
     match_float!(z.dtype, T => {
         type Acc = <T as Float>::Acc;
         let z = read::<T>(z);
@@ -69,7 +70,7 @@ fn terms(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
             *picked = Acc::from_f64(local(target[row], v_start, v).map_or(0.0, |at| z[at].to_f64()));
         }
         Ok(())
-    }, else Err(KernelError::DType { kernel: TERMS.name, dtype: z.dtype }))
+    }, else Err(KernelError::DType { kernel: FORWARD.name, dtype: z.dtype }))
 }
 
 fn backward(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
@@ -112,7 +113,7 @@ mod tests {
         // Columns 2 and 3 of a vocabulary of 5; the second row's target is on another rank.
         let z = Value::real(&[2, 2], &[0.0, 2f64.ln(), 3f64.ln(), 5f64.ln()]);
         let target = Value::index(&[2], &[3.0, 4.0]);
-        let outputs = evaluate(&TERMS, &[z.clone(), target.clone()], &[&[2], &[2]], &shard(2, 5));
+        let outputs = evaluate(&FORWARD, &[z.clone(), target.clone()], &[&[2], &[2]], &shard(2, 5));
         assert!((outputs[0][0] - 3f64.ln()).abs() + (outputs[0][1] - 8f64.ln()).abs() < 1e-14, "{outputs:?}");
         assert_eq!(outputs[1], [2f64.ln(), 0.0]);
         let of = |data: &[f64]| Value::real(&[2], data);
@@ -126,7 +127,7 @@ mod tests {
     }
 
     fn case(rows: usize, v: usize, target: &[f64]) -> Case<'static> {
-        let case = Case::new(&TERMS).input(&[rows, v], &logits(rows, v)).scale(1.0);
+        let case = Case::new(&FORWARD).input(&[rows, v], &logits(rows, v)).scale(1.0);
         case.input_as(INDEX, &[rows], target).scalars(&shard(3, 5000))
     }
 
@@ -163,12 +164,12 @@ mod tests {
             for v in [2, 40, 5000] {
                 let mut z = vec![special[0]; 2 * v];
                 (z[v - 1], z[v]) = (special[1], special[1]);
-                let case = Case::new(&TERMS).input(&[2, v], &z).input_as(INDEX, &[2], &[0.0, 1.0]);
+                let case = Case::new(&FORWARD).input(&[2, v], &z).input_as(INDEX, &[2], &[0.0, 1.0]);
                 let case = case.scalars(&shard(0, v as i64)).scale(1.0);
                 case.output_as(Kind::Accumulator, &[2]).output_as(Kind::Accumulator, &[2]).run();
             }
         }
-        let case = Case::new(&TERMS).input(&[1, 3], &[-inf; 3]).input_as(INDEX, &[1], &[4.0]);
+        let case = Case::new(&FORWARD).input(&[1, 3], &[-inf; 3]).input_as(INDEX, &[1], &[4.0]);
         let case = case.output_as(Kind::Accumulator, &[1]).output_as(Kind::Accumulator, &[1]);
         assert_eq!(case.scalars(&shard(0, 5)).fast(DType::F32), [[-inf], [0.0]]);
     }
@@ -188,7 +189,7 @@ mod tests {
     #[test]
     fn backward_matches_finite_differences() {
         let inputs = [Value::real(&[3, 4], &values(5, 12)), Value::index(&[3], &[2.0, 6.0, 1.0])];
-        let terms = |x: &[Value]| evaluate(&TERMS, x, &[&[3], &[3]], &shard(2, 9));
+        let terms = |x: &[Value]| evaluate(&FORWARD, x, &[&[3], &[3]], &shard(2, 9));
         let (d_lse, d_picked) = (values(6, 3), values(7, 3));
         let of_rows = [&terms(&inputs)[0], &d_lse, &d_picked].map(|data| Value::real(&[3], data));
         let dz = update(&BACKWARD, &[&inputs[1..], &of_rows].concat(), &inputs[0], &shard(2, 9));

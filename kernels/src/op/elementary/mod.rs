@@ -3,8 +3,8 @@
 //! - in: x, any float, any strides; the gradients also take the cotangent dy of the function's result
 //! - out: y, same dtype and shape, contiguous
 //!
-//! 16-bit operands are widened, computed in f32 and rounded once. NaN in gives NaN out, except for a
-//! gradient where the function has a corner.
+//! 16-bit operands are widened, computed in f32 and rounded once. NaN propagates, except in gradients of functions that are not
+//! differentiable everywhere.
 
 use crate::cpu::Pool;
 use crate::cpu::math::Maths;
@@ -17,7 +17,7 @@ use crate::op::pointwise::{Formula, gpu, map, map_as, names, plain, plain_as, po
 use crate::op::rows::operands;
 
 pointwise! {
-    /// y = |x|, of i64 too (the smallest stays).
+    /// y = |x|, for i64 too (i64::MIN wraps to itself).
     ABS "abs" 1 0.0 |[x], _| x.abs(), x.wrapping_abs();
     /// y = -1, 0 or 1; a zero keeps its sign.
     SIGN "sign" 1 0.0 |[x], _| sign(x), x.signum();
@@ -43,7 +43,7 @@ pointwise! {
     CEIL "ceil" 1 0.0 |[x], _| x.ceil();
     /// y = the nearest integer, ties to even.
     ROUND "round" 1 0.0 |[x], _| x.round_even();
-    /// y = x^c: 1 for c = 0, NaN for x < 0 and fractions c; scalars: \[Real c\].
+    /// y = x^c: 1 for c = 0, NaN for x < 0 and fractional c; scalars: \[Real c\].
     POW_SCALAR "pow_scalar" 1 64.0 |[x], [c, _]| x.pow(c);
     /// y = a where x < a, b where x > b, else x; scalars: \[Real a, Real b\], a <= b.
     CLAMP "clamp" 2 1.0 |[x], [a, b]| choose(x < a, a, choose(x > b, b, x));
@@ -68,7 +68,7 @@ pointwise! {
     LEAKY_RELU_GRAD "leaky_relu_grad" 1 2.0 |[x, dy], [c, _]| choose(x > R::ZERO, dy, c * dy);
     /// dx = dy c x^(c - 1), 0 for c = 0. In: x, dy; scalars: \[Real c\].
     POW_SCALAR_GRAD "pow_scalar_grad" 3 8.0 |[x, dy], [c, _]| pow_slope(x, c) * dy;
-    /// dx = dy where a <= x <= b, else 0, so also where x is not a number. In: x, dy; scalars: \[Real a, Real b\].
+    /// dx = dy where a <= x <= b, else 0 (also for NaN). In: x, dy; scalars: \[Real a, Real b\].
     CLAMP_GRAD "clamp_grad" 2 0.0 |[x, dy], [a, b]| choose(x >= a && x <= b, dy, R::ZERO);
 }
 

@@ -1,4 +1,4 @@
-//! Embedding on GPUs: rows of a table are places of a dim (1, v, d), so the index kernels apply.
+//! Embedding on GPUs: gather and scatter-add along dim v of a table (1, v, d).
 
 pub(super) use crate::op::index::gpu::{ADDING, PICKING};
 

@@ -40,7 +40,7 @@ pub static FORWARD: Kernel = Kernel {
 /// - scalars: as for [`FORWARD`]
 ///
 /// A row is summed in the accumulator, in the order of n: sums of 32 terms, then sums of 32 such sums, then 32 of these, and the rest;
-/// and rounded once. An index outside of `0..v_global` is [`KernelError::Index`]. Counted: 1 operation an element of dy.
+/// and rounded once. An index outside of `0..v_global` is [`KernelError::Index`]. Counted: 1 operation per element of dy.
 pub static BACKWARD: Kernel = Kernel {
     name: "embedding_backward",
     reference: backward,

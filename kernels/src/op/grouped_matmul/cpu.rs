@@ -1,6 +1,6 @@
 //! Grouped matrix products on the CPU: one batched product per group.
 
-use super::{GRADIENT, PRODUCT};
+use super::{WEIGHT_GRAD, FORWARD};
 use crate::cpu::Pool;
 use crate::cpu::gemm::{BatchedMatrixMut, BatchedMatrixRef, batched_gemm};
 use crate::error::KernelError;
@@ -26,7 +26,7 @@ pub(super) fn product(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kernel
             batched_gemm(pool, [1, rows.len(), m, k], a, b, c);
         }
         y[starts[v] as usize * m..].fill(T::default());
-    }, else return Err(KernelError::DType { kernel: PRODUCT.name, dtype: x.dtype }));
+    }, else return Err(KernelError::DType { kernel: FORWARD.name, dtype: x.dtype }));
     Ok(())
 }
 
@@ -45,6 +45,6 @@ pub(super) fn gradient(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kerne
             let b = BatchedMatrixRef { data: &dy[rows.start * m..rows.end * m], strides: [0, m, 1] };
             batched_gemm(pool, [1, k, m, rows.len()], a, b, BatchedMatrixMut { data: dw, strides: [0, m, 1] });
         }
-    }, else return Err(KernelError::DType { kernel: GRADIENT.name, dtype: x.dtype }));
+    }, else return Err(KernelError::DType { kernel: WEIGHT_GRAD.name, dtype: x.dtype }));
     Ok(())
 }

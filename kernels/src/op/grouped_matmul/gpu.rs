@@ -1,6 +1,6 @@
 //! Grouped matrix products on GPUs: each block finds the group of its tile, so that the host need not know the sizes of groups.
 
-use super::{GRADIENT, PRODUCT};
+use super::{WEIGHT_GRAD, FORWARD};
 use crate::error::KernelError;
 use crate::gpu::{Grid, GridArg, LaunchPlan, type_name};
 use crate::kernel::Launch;
@@ -8,12 +8,12 @@ use crate::op::gpu_rows::float;
 
 pub(super) const SOURCE: &str = include_str!("gpu.cu");
 
-/// The same constant as in the source.
+/// Equals the constant in the CUDA source.
 const TILE: usize = 64;
 const THREADS: u32 = 256;
 
 pub(super) fn product(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
-    let dtype = float(PRODUCT.name, launch)?;
+    let dtype = float(FORWARD.name, launch)?;
     let (x, w) = (launch.inputs[0].view, launch.inputs[1].view);
     let (n, [v, k, m]) = (x.shape[0], [0, 1, 2].map(|d| w.shape[d]));
     if n * m == 0 {
@@ -40,7 +40,7 @@ pub(super) fn product(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), 
 }
 
 pub(super) fn gradient(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
-    let dtype = float(GRADIENT.name, launch)?;
+    let dtype = float(WEIGHT_GRAD.name, launch)?;
     let (n, dw) = (launch.inputs[0].view.shape[0], launch.outputs[0].view);
     let [v, k, m] = [0, 1, 2].map(|d| dw.shape[d]);
     if v * k * m == 0 {

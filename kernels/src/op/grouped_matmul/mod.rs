@@ -1,5 +1,5 @@
-//! Grouped matrix products (mixture of experts): rows sorted by group times the matrix of each group, and the gradients of the matrices. The
-//! starts of groups are read on the device, so that no shape depends on them.
+//! Grouped matrix products (mixture of experts): rows sorted by group times the matrix of each group, and the gradients of the matrices.
+//! The starts of groups are read on the device, so that no shape depends on them.
 
 mod cpu;
 mod gpu;
@@ -20,7 +20,9 @@ use crate::op::strided_iter::element_offset;
 ///
 /// Sums are formed as those of [`BATCHED_MATMUL`](super::batched_matmul::BATCHED_MATMUL), on GPUs in the accumulator in the order of k: the
 /// bits of a row do not depend on other rows. Counted: 2 n k m, times the share of the local groups.
-pub static PRODUCT: Kernel = Kernel {
+#[doc(alias = "grouped_mm")]
+#[doc(alias = "gmm")]
+pub static FORWARD: Kernel = Kernel {
     name: "grouped_matmul",
     reference: plain_product,
     cpu: Some(cpu::product),
@@ -35,12 +37,12 @@ pub static PRODUCT: Kernel = Kernel {
 
 /// dw_g = the sum over the rows r of group g of x_r^T dy_r; zeros for a group without rows.
 ///
-/// - in: x (n, k), dy (n, m), one float dtype, contiguous; starts as for [`PRODUCT`]
+/// - in: x (n, k), dy (n, m), one float dtype, contiguous; starts as for [`FORWARD`]
 /// - out: dw (v, k, m), same dtype, contiguous
-/// - scalars: as for [`PRODUCT`]
+/// - scalars: as for [`FORWARD`]
 ///
-/// Sums over rows are formed as those over k in [`PRODUCT`]. Counted: as there.
-pub static GRADIENT: Kernel = Kernel {
+/// Sums over rows are formed as those over k in [`FORWARD`]. Counted: as there.
+pub static WEIGHT_GRAD: Kernel = Kernel {
     name: "grouped_matmul_gradient",
     reference: plain_gradient,
     cpu: Some(cpu::gradient),
@@ -71,7 +73,7 @@ fn plain_product(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
             let sum = |g| (0..k).map(|l| x[r * k + l].to_f64() * at(g, l, j)).sum();
             y[r * m + j] = T::from_f64(group.map_or(0.0, sum));
         }
-    }, else return Err(KernelError::DType { kernel: PRODUCT.name, dtype: x.dtype }));
+    }, else return Err(KernelError::DType { kernel: FORWARD.name, dtype: x.dtype }));
     Ok(())
 }
 
@@ -86,7 +88,7 @@ fn plain_gradient(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> 
             let sum: f64 = rows.map(|r| x[r * k + i].to_f64() * dy[r * m + j].to_f64()).sum();
             dw[(g * k + i) * m + j] = T::from_f64(sum);
         }
-    }, else return Err(KernelError::DType { kernel: GRADIENT.name, dtype: x.dtype }));
+    }, else return Err(KernelError::DType { kernel: WEIGHT_GRAD.name, dtype: x.dtype }));
     Ok(())
 }
 
@@ -107,14 +109,14 @@ mod tests {
     /// A product of n rows in groups with these starts.
     fn product(starts: &[f64], [n, k, m]: [usize; 3]) -> Case<'static> {
         let v = starts.len() - 1;
-        let case = Case::new(&PRODUCT).input(&[n, k], &values(1, n * k)).scale(1.0);
+        let case = Case::new(&FORWARD).input(&[n, k], &values(1, n * k)).scale(1.0);
         let case = case.input(&[v, k, m], &values(2, v * k * m)).input_as(INDEX, &[v + 1], starts);
         case.output(&[n, m]).scalars(&all(v))
     }
 
     fn gradient(starts: &[f64], [n, k, m]: [usize; 3]) -> Case<'static> {
         let v = starts.len() - 1;
-        let case = Case::new(&GRADIENT).input(&[n, k], &values(3, n * k)).scale(1.0);
+        let case = Case::new(&WEIGHT_GRAD).input(&[n, k], &values(3, n * k)).scale(1.0);
         let case = case.input(&[n, m], &values(4, n * m)).input_as(INDEX, &[v + 1], starts);
         case.output(&[v, k, m]).scalars(&all(v))
     }
@@ -125,10 +127,10 @@ mod tests {
         let x = Value::real(&[4, 2], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]);
         let w = Value::real(&[3, 2, 1], &[1.0, 10.0, 0.5, 0.5, -1.0, 1.0]);
         let starts = Value::index(&[4], &[0.0, 2.0, 2.0, 3.0]);
-        let y = evaluate(&PRODUCT, &[x.clone(), w, starts.clone()], &[&[4, 1]], &all(3)).remove(0);
+        let y = evaluate(&FORWARD, &[x.clone(), w, starts.clone()], &[&[4, 1]], &all(3)).remove(0);
         assert_eq!(y, [21.0, 43.0, 1.0, 0.0]);
         let dy = Value::real(&[4, 1], &[1.0, -1.0, 2.0, 100.0]);
-        let dw = evaluate(&GRADIENT, &[x, dy, starts], &[&[3, 2, 1]], &all(3)).remove(0);
+        let dw = evaluate(&WEIGHT_GRAD, &[x, dy, starts], &[&[3, 2, 1]], &all(3)).remove(0);
         assert_eq!(dw, [-2.0, -2.0, 0.0, 0.0, 10.0, 12.0]);
     }
 
@@ -159,7 +161,7 @@ mod tests {
             Strides::contiguous(&[v + 1, k + 2, 2 * m]).narrow(0, 1, v).narrow(1, 1, k).narrow(2, 3, m + 3);
         for view in [transposed, narrow] {
             let memory = values(5, view.reach());
-            let case = Case::new(&PRODUCT).input(&[n, k], &values(1, n * k)).scale(1.0);
+            let case = Case::new(&FORWARD).input(&[n, k], &values(1, n * k)).scale(1.0);
             let case = case.input_view(Kind::Tested, view, &memory).input_as(INDEX, &[v + 1], &starts);
             case.output(&[n, m]).scalars(&all(v)).run();
         }
@@ -171,7 +173,7 @@ mod tests {
         let [n, k, m] = [90, 300, 40];
         let (x, w) = (values(1, n * k), values(2, 3 * k * m));
         let of = |rows: std::ops::Range<usize>, starts: [f64; 4], dtype| {
-            let case = Case::new(&PRODUCT).input(&[rows.len(), k], &x[rows.start * k..rows.end * k]);
+            let case = Case::new(&FORWARD).input(&[rows.len(), k], &x[rows.start * k..rows.end * k]);
             let case = case.input(&[3, k, m], &w).input_as(INDEX, &[4], &starts);
             case.output(&[rows.len(), m]).scalars(&all(3)).fast(dtype).remove(0)
         };
@@ -194,8 +196,8 @@ mod tests {
             [Value::real(&[n, k], &values(6, n * k)), Value::real(&[v, k, m], &values(7, v * k * m)), starts];
         let dy = Value::real(&[n, m], &values(8, n * m));
         let given = [inputs[0].clone(), dy.clone(), inputs[2].clone()];
-        let dw = evaluate(&GRADIENT, &given, &[&[v, k, m]], &all(v)).remove(0);
-        let loss = |x: &[Value]| dot(&evaluate(&PRODUCT, x, &[&[n, m]], &all(v))[0], &dy.data);
+        let dw = evaluate(&WEIGHT_GRAD, &given, &[&[v, k, m]], &all(v)).remove(0);
+        let loss = |x: &[Value]| dot(&evaluate(&FORWARD, x, &[&[n, m]], &all(v))[0], &dy.data);
         check_gradients(&inputs, &[(1, dw)], loss).unwrap();
     }
 

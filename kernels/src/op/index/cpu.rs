@@ -1,4 +1,4 @@
-//! Gather and scatter-add on the CPU. Tasks own whole parts of the result, so that no sum is shared.
+//! Gather and scatter-add on the CPU. Each task owns a part of the result, so that no two tasks add to the same sum.
 
 use super::{GATHER, LaunchPlan, SCATTER_ADD};
 use crate::cpu::{Pool, vectorized};
@@ -12,7 +12,7 @@ use half::{bf16, f16};
 
 /// Parts into which a single long dim is cut if one list of indices serves all; each part scans the whole list.
 const PARTS: usize = 16;
-/// The same if every element has an index.
+/// The number of parts if every element has an index.
 const PARTS_OF_MANY: usize = 2;
 
 pub(super) fn gather(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
@@ -104,7 +104,7 @@ pub(super) fn scatter_add(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Ke
 /// A part of the result and the (a, v) with which it begins.
 type Part<'a, S> = ([usize; 2], &'a mut [S]);
 
-/// Splits the result into whole a, or a single one into ranges of v, and zeroes it; `task` adds up a part from dy.
+/// Splits the result into whole a, or a single one into ranges of v, and zeroes it; `task` sums a part from dy.
 fn each<T: Element>(
     pool: &Pool,
     plan: &LaunchPlan<'_>,
@@ -128,7 +128,7 @@ fn each<T: Element>(
     });
 }
 
-/// Adds up the terms of a part, in the order of n.
+/// Sums the terms of a part, in the order of n.
 fn add_part<T: Element, S: Copy>(
     plan: &LaunchPlan<'_>,
     ([a, first], sums): Part<'_, S>,

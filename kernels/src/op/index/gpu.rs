@@ -1,5 +1,5 @@
-//! Gather and scatter-add on GPUs. For sums, tokens are first sorted by place (a stable sort), so that each place is one sum in the
-//! documented order.
+//! Gather and scatter-add on GPUs. For scatter-add, tokens are first sorted by target row (a stable sort), so that each row is one sum in
+//! the documented order.
 
 use crate::dtype::DType;
 use crate::gpu::{Grid, GridArg, LaunchPlan, bits_name, type_name};
@@ -10,21 +10,21 @@ pub(in crate::op) const PICKING: &str = concat!(include_str!("extents.cu"), incl
 pub(in crate::op) const ADDING: &str =
     concat!(include_str!("../gpu_sort.cu"), include_str!("extents.cu"), include_str!("sums.cu"));
 
-/// The same constant as in the source.
+/// Equals the constant in the CUDA source.
 const THREADS: usize = 256;
-/// The longest own list of indices that each place scans; longer ones are sorted.
+/// The longest list of indices that each target row scans as a whole, if every element has an index; longer lists are sorted.
 const FEW: usize = 32;
 
 /// A launch of gather, scatter-add or embedding.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::op) struct Indexed {
-    /// The operand that is gathered from or added up.
+    /// The operand that is gathered from or summed.
     pub(in crate::op) dtype: DType,
     /// Extents: the whole operand is (a, v, c), the picked one (a, n, c).
     pub(in crate::op) extents: [usize; 4],
     /// Whether all a and c share one list of indices.
     pub(in crate::op) is_shared: bool,
-    /// The first local place and the places of the whole dim.
+    /// The first local index and the global extent of the dim.
     pub(in crate::op) starts: [i64; 2],
     /// The offsets of the whole and the picked operand.
     pub(in crate::op) offsets: [usize; 2],
@@ -48,7 +48,7 @@ impl Indexed {
         self.grid(plan, "gather", a * n * c / vector, vector, args.to_vec());
     }
 
-    /// Plans dx = the sums. Inputs `index` and `dy`.
+    /// Plans dx = the sums of dy. Inputs `index` and `dy`.
     pub(in crate::op) fn scatter_add(&self, plan: &mut LaunchPlan, index: usize, dy: usize) {
         let [a, n, v, c] = self.extents;
         let (dx, one) = (GridArg::Output(0), self.numbers(1));
@@ -76,7 +76,7 @@ impl Indexed {
         self.grid(plan, "sum_tokens", a * v * c / vector, vector, args);
     }
 
-    /// Plans the check of the indices of a launch that picks nothing.
+    /// Plans the check of the indices of a launch that gathers nothing.
     fn check(&self, plan: &mut LaunchPlan, index: usize) {
         let [a, n, _, c] = self.extents;
         let count = if self.is_shared { n } else { a * n * c };
@@ -89,7 +89,7 @@ impl Indexed {
         self.grid(plan, "check", count, 1, args);
     }
 
-    /// Returns how many neighbours along c are moved at once.
+    /// Returns the elements per vector along c.
     fn vector(&self) -> usize {
         let vector = 16 / self.dtype.size();
         let is_whole = |n: &usize| n.is_multiple_of(vector);

@@ -11,13 +11,15 @@ use crate::op::rows::{check_indices, operands, read, write};
 use crate::strides::Strides;
 use crate::{match_dtype, match_float};
 
-/// y_(a, n, c) = x_(a, i - v_start, c) with i = index_n or index_(a, n, c); zero if place i is on another rank.
+/// y_(a, n, c) = x_(a, i - v_start, c) with i = index_n or index_(a, n, c); zero if row i is on another rank.
 ///
 /// - in: x `(a, v, c)`, any dtype, contiguous; index `(n)` or `(a, n, c)`, i64, contiguous
 /// - out: y `(a, n, c)` like x, contiguous
-/// - scalars: Int v_start, the global number of the first local place; Int v_global, the places of the whole dim
+/// - scalars: Int v_start, the first local index of the dim; Int v_global, the global extent of the dim
 ///
 /// An index outside of `0..v_global` is [`KernelError::Index`]. Exact. Counted: no operations.
+#[doc(alias = "index_select")]
+#[doc(alias = "take_along_axis")]
 pub static GATHER: Kernel = Kernel {
     name: "gather",
     reference: gather,
@@ -32,7 +34,7 @@ pub static GATHER: Kernel = Kernel {
     }),
     flops: |_| 0,
     bytes: Some(|launch| {
-        // No more places of each row than there are indices for it.
+        // At most as many elements of x as there are indices.
         let (x, num_picked) = (&launch.inputs[0], launch.outputs[0].view.shape[1]);
         let view = x.view.narrow(1, 0, x.view.shape[1].min(num_picked));
         launch.operand_bytes() - x.bytes() + Arg { view: &view, ..*x }.bytes()
@@ -46,10 +48,11 @@ pub static GATHER: Kernel = Kernel {
 /// - out: dx `(a, v, c)` like dy, contiguous
 /// - scalars: as for [`GATHER`]
 ///
-/// Each sum is formed in the accumulator, in the order of n, and rounded once; on GPUs 32 terms are added up together, then 32 of such
-/// sums, 32 of these, and the rest. On CPUs t terms of one place may be off by t / 2 units in the last place of the accumulator
+/// Each sum is formed in the accumulator, in the order of n, and rounded once; on GPUs hierarchically: sums of 32 terms, then sums of
+/// 32 such sums, then of 32 of these. On CPUs t terms of one row may be off by t / 2 ulps of the accumulator
 /// at the sum of their magnitudes, which is beyond the bound if there are more than 128. An index outside of `0..v_global` is
-/// [`KernelError::Index`]. Counted: 1 operation an element of dy.
+/// [`KernelError::Index`]. Counted: 1 operation per element of dy.
+#[doc(alias = "index_add")]
 pub static SCATTER_ADD: Kernel = Kernel {
     name: "scatter_add",
     reference: scatter_add,
@@ -114,7 +117,7 @@ impl<'a> LaunchPlan<'a> {
         Ok(LaunchPlan { a, n, v: whole[1], c, index, is_shared, v_start })
     }
 
-    /// Returns the local place of (a, n, c); `None` if it is on another rank.
+    /// Returns the local row of (a, n, c); `None` if it is on another rank.
     #[inline(always)]
     fn local(&self, row: usize, n: usize, c: usize) -> Option<usize> {
         let index = if self.is_shared { self.index[n] } else { self.index[row * self.c + c] };
@@ -190,7 +193,7 @@ mod tests {
 
     #[test]
     fn matches_known_values() {
-        // Places 1 and 2 of a dim of 4.
+        // Rows 1 and 2 of a dim of 4.
         let x = Value::real(&[2, 2, 1], &[1.0, 2.0, 3.0, 4.0]);
         let shared = Value::index(&[3], &[2.0, 0.0, 1.0]);
         let y = evaluate(&GATHER, &[x.clone(), shared.clone()], &[&[2, 3, 1]], &shard(1, 4)).remove(0);

@@ -11,7 +11,7 @@ fn double(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     Ok(())
 }
 
-fn honest(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+fn correct_double(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     write(launch.inputs[0], &mut launch.outputs[0], 0, pool);
     Ok(())
 }
@@ -35,7 +35,7 @@ fn write(x: Arg<'_>, y: &mut ArgMut<'_>, fault: i64, pool: &Pool) {
 const fn kernel(ulps: f64) -> Kernel {
     Kernel {
         name: "double",
-        reference: honest,
+        reference: correct_double,
         cpu: Some(double),
         gpu: None,
         flops: |_| 0,

@@ -17,8 +17,9 @@ use crate::op::rows::{operands, operands_and_last, read, width, write};
 /// - out: y like x; mean `(rows..)` and rstd `(rows..)` in the accumulator of x, for the backward
 /// - scalars: Real eps
 ///
-/// The mean is rounded to the accumulator. So the error of a row far from zero, |mean| rstd > |y|, is up to the bound at that magnitude.
-/// Counted: 8 operations an element. d = 0 gives NaN as the mean.
+/// The mean is rounded to the accumulator, so for a row far from zero, |mean| rstd > |y|, the error bound applies at the magnitude of the
+/// mean times rstd.
+/// Counted: 8 operations per element. d = 0 gives NaN as the mean.
 pub static FORWARD: Kernel = Kernel {
     name: "layer_norm",
     reference: forward,
@@ -32,12 +33,12 @@ pub static FORWARD: Kernel = Kernel {
 /// The cotangents of layer normalisation. With h = (x - mean) rstd and g = dy w:
 /// dx = rstd (g - mean(g) - h mean(g h)) + r, dw = sum over rows of dy h, db = sum over rows of dy.
 ///
-/// - in: x `(rows.., d)`, w `(d)`, mean `(rows..)`, rstd `(rows..)` as the forward gave them, dy like x; and r like x, the cotangent
-///   that x has from elsewhere, which may be missing
+/// - in: x `(rows.., d)`, w `(d)`, mean `(rows..)`, rstd `(rows..)` from the forward, dy like x; optionally r like x, the residual
+///   gradient, which is added to dx
 /// - out: dx like x, dw `(d)`, db `(d)`, both in the dtype of x or both in its accumulator
 ///
 /// dx is rounded once. Rows are summed in blocks of 32, 64 blocks in order, then these; on a GPU in blocks that depend on the shape, the
-/// dtype, the alignment of operands and the presence of r. Counted: 14 operations an element, and one more with r.
+/// dtype, the alignment of operands and the presence of r. Counted: 14 operations per element, and one more with r.
 pub static BACKWARD: Kernel = Kernel {
     name: "layer_norm_backward",
     reference: backward,
@@ -142,9 +143,9 @@ mod tests {
         let cotangents = evaluate(&BACKWARD, &backward_inputs, &[&[1, 4], &[4], &[4]], &[]);
         assert_eq!(cotangents[0], [0.25, -0.1875, -0.125, 0.0625]);
         assert_eq!(cotangents[1..], [vec![-1.0, 0.0, 0.0, 0.0], vec![1.0, 0.0, 0.0, 0.0]]);
-        // The other cotangent of x is added to dx alone.
-        let elsewhere = Value::real(&[1, 4], &[1.0, -2.0, 4.0, 8.0]);
-        let more = [backward_inputs.to_vec(), vec![elsewhere]].concat();
+        // The residual gradient is added to dx only.
+        let residual = Value::real(&[1, 4], &[1.0, -2.0, 4.0, 8.0]);
+        let more = [backward_inputs.to_vec(), vec![residual]].concat();
         let added = evaluate(&BACKWARD, &more, &[&[1, 4], &[4], &[4]], &[]);
         assert_eq!(added[0], [1.25, -2.1875, 3.875, 8.0625]);
         assert_eq!(added[1..], cotangents[1..]);
@@ -152,7 +153,7 @@ mod tests {
 
     fn check_fast_path(rows: usize, d: usize, shift: f64) {
         let shape = [rows, d];
-        // In f64 long sums of the reference are no more exact than those under test.
+        // For f64, long sums of the reference are no more accurate than those under test.
         let dtypes = &DType::FLOATS[usize::from(rows * d > 10_000)..];
         let x: Vec<f64> = values(1, rows * d).iter().map(|v| v + shift).collect();
         Case::new(&FORWARD)

@@ -1,6 +1,6 @@
 //! Linear layers on the CPU: a product with an epilogue on rows in the cache.
 
-use super::{LINEAR, LINEAR_ADD, LINEAR_GELU, PRODUCT_ADD, PRODUCT_GELU_GRAD, PRODUCT_SUMS};
+use super::{LINEAR, LINEAR_ADD, LINEAR_GELU, MATMUL_ADD, MATMUL_GELU_GRAD, MATMUL_BIAS_GRAD};
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::Float;
 use crate::error::KernelError;
@@ -44,7 +44,7 @@ pub(super) fn product_add(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Ke
             let r = &r[row * columns + col..];
             c.iter_mut().zip(r).for_each(|(c, r)| *c = T::narrow(c.widen() + r.widen()));
         }));
-    }, else return Err(KernelError::DType { kernel: PRODUCT_ADD.name, dtype: c.dtype }));
+    }, else return Err(KernelError::DType { kernel: MATMUL_ADD.name, dtype: c.dtype }));
     Ok(())
 }
 
@@ -71,14 +71,14 @@ pub(super) fn product_gelu_grad(pool: &Pool, launch: &mut Launch<'_>) -> Result<
             let z = &z[row * columns + col..];
             c.iter_mut().zip(z).for_each(|(c, z)| *c = T::narrow(c.widen() * gelu_slope(z.widen())));
         }));
-    }, else return Err(KernelError::DType { kernel: PRODUCT_GELU_GRAD.name, dtype: c.dtype }));
+    }, else return Err(KernelError::DType { kernel: MATMUL_GELU_GRAD.name, dtype: c.dtype }));
     column_sums(pool, &seen(c), sums)
 }
 
 pub(super) fn product_sums(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let ([a, b], [c, sums], _) = operands(launch);
     if !a.dtype.is_float() {
-        return Err(KernelError::DType { kernel: PRODUCT_SUMS.name, dtype: a.dtype });
+        return Err(KernelError::DType { kernel: MATMUL_BIAS_GRAD.name, dtype: a.dtype });
     }
     product(pool, [*a, *b], c)?;
     column_sums(pool, b, sums)

@@ -24,8 +24,9 @@ const BOUND: Bound = Bound { ulps: 64.0 };
 /// - in: a (g, m, k), b (g, k, n), any strides; bias (n), contiguous; one float dtype
 /// - out: c (g, m, n), contiguous, same dtype
 ///
-/// The sum over l is that of [`BATCHED_MATMUL`]. In 16-bit floats it may be rounded before the bias is added: one unit in the last place.
+/// The sum over l is that of [`BATCHED_MATMUL`]. In 16-bit floats it may be rounded before the bias is added, an error of one ulp.
 /// Counted: 2 g m n k.
+#[doc(alias = "addmm")]
 pub static LINEAR: Kernel = Kernel {
     name: "linear",
     reference: |_, launch| {
@@ -85,21 +86,22 @@ pub static LINEAR_ADD: Kernel = Kernel {
 /// - out: c (g, m, n), contiguous, same dtype
 ///
 /// In 16-bit floats the sum over l may be rounded before r is added. Counted: 2 g m n k.
-pub static PRODUCT_ADD: Kernel = Kernel {
+#[doc(alias = "baddbmm")]
+pub static MATMUL_ADD: Kernel = Kernel {
     name: "product_add",
     reference: |_, launch| {
         let ([a, b, r], [c], _) = operands(launch);
         match_float!(a.dtype, T => {
             let to = write::<T>(c).iter_mut().zip(read::<T>(r)).zip(products::<T>(a, b));
             to.for_each(|((c, r), sum)| *c = T::from_f64(sum + r.to_f64()));
-        }, else return Err(KernelError::DType { kernel: PRODUCT_ADD.name, dtype: a.dtype }));
+        }, else return Err(KernelError::DType { kernel: MATMUL_ADD.name, dtype: a.dtype }));
         Ok(())
     },
     cpu: Some(cpu::product_add),
     gpu: Some(GpuCode {
         source: "",
         plan: |launch, plan| {
-            gpu::ended(&PRODUCT_ADD, launch, plan, Epilogue::Add { bias: None, residual: 2 })
+            gpu::ended(&MATMUL_ADD, launch, plan, Epilogue::Add { bias: None, residual: 2 })
         },
     }),
     flops,
@@ -147,7 +149,7 @@ pub static LINEAR_GELU: Kernel = Kernel {
 /// - out: c (g, m, n), contiguous; sums (n), same dtype
 ///
 /// The product may be rounded before it is multiplied, and c before it is summed. Counted: 2 g m n k.
-pub static PRODUCT_GELU_GRAD: Kernel = Kernel {
+pub static MATMUL_GELU_GRAD: Kernel = Kernel {
     name: "product_gelu_grad",
     reference: |_, launch| {
         let ([a, b, z], [c, sums], _) = operands(launch);
@@ -161,7 +163,7 @@ pub static PRODUCT_GELU_GRAD: Kernel = Kernel {
                 *c = T::from_f64(x);
             });
             write::<T>(sums).iter_mut().zip(totals).for_each(|(to, x)| *to = T::from_f64(x));
-        }, else return Err(KernelError::DType { kernel: PRODUCT_GELU_GRAD.name, dtype: a.dtype }));
+        }, else return Err(KernelError::DType { kernel: MATMUL_GELU_GRAD.name, dtype: a.dtype }));
         Ok(())
     },
     cpu: Some(cpu::product_gelu_grad),
@@ -177,7 +179,7 @@ pub static PRODUCT_GELU_GRAD: Kernel = Kernel {
 /// - out: c (1, m, n), contiguous; sums (n), same dtype
 ///
 /// Counted: 2 m n k.
-pub static PRODUCT_SUMS: Kernel = Kernel {
+pub static MATMUL_BIAS_GRAD: Kernel = Kernel {
     name: "product_sums",
     reference: |_, launch| {
         let ([a, b], [c, sums], _) = operands(launch);
@@ -187,13 +189,13 @@ pub static PRODUCT_SUMS: Kernel = Kernel {
             terms.iter().enumerate().for_each(|(at, x)| totals[at % columns] += x);
             write::<T>(c).iter_mut().zip(products::<T>(a, b)).for_each(|(c, x)| *c = T::from_f64(x));
             write::<T>(sums).iter_mut().zip(totals).for_each(|(to, x)| *to = T::from_f64(x));
-        }, else return Err(KernelError::DType { kernel: PRODUCT_SUMS.name, dtype: a.dtype }));
+        }, else return Err(KernelError::DType { kernel: MATMUL_BIAS_GRAD.name, dtype: a.dtype }));
         Ok(())
     },
     cpu: Some(cpu::product_sums),
     gpu: Some(GpuCode {
         source: "",
-        plan: |launch, plan| gpu::ended(&PRODUCT_SUMS, launch, plan, Epilogue::BiasGrad { sums: 1 }),
+        plan: |launch, plan| gpu::ended(&MATMUL_BIAS_GRAD, launch, plan, Epilogue::BiasGrad { sums: 1 }),
     }),
     flops,
     bytes: None,

@@ -32,20 +32,20 @@ fn matches_known_values() {
     let r = || Value::real(&[1, 2, 3], &[-15.0, 3.0, 0.5, 0.0, -25.0, 100.0]);
     let c_r = evaluate(&LINEAR_ADD, &[a(), b(), bias(), r()], &[&[1, 2, 3]], &[]).remove(0);
     assert_eq!(c_r, [0.0, 25.0, -40.5, 21.0, -1.0, 57.0]);
-    let c_r = evaluate(&PRODUCT_ADD, &[a(), b(), r()], &[&[1, 2, 3]], &[]).remove(0);
+    let c_r = evaluate(&MATMUL_ADD, &[a(), b(), r()], &[&[1, 2, 3]], &[]).remove(0);
     assert_eq!(c_r, [-10.0, 5.0, -0.5, 11.0, -21.0, 97.0]);
     let both = evaluate(&LINEAR_GELU, &[a(), b(), bias()], &[&[1, 2, 3], &[1, 2, 3]], &[]);
     // For such large arguments gelu is x or 0.
     assert_eq!(both[1], c);
     assert_eq!(both[0], c.iter().map(|x| x.max(0.0)).collect::<Vec<f64>>());
     let z = Value::real(&[1, 2, 3], &[90.0, -90.0, 0.0, 90.0, 90.0, 0.0]);
-    let both = evaluate(&PRODUCT_GELU_GRAD, &[a(), b(), z], &[&[1, 2, 3], &[3]], &[]);
+    let both = evaluate(&MATMUL_GELU_GRAD, &[a(), b(), z], &[&[1, 2, 3], &[3]], &[]);
     let near = |got: &[f64], want: &[f64]| got.iter().zip(want).all(|(g, w)| (g - w).abs() < 1e-12);
     assert!(
         near(&both[0], &[5.0, 0.0, -0.5, 11.0, 4.0, -1.5]) && near(&both[1], &[16.0, 4.0, -2.0]),
         "{both:?}"
     );
-    let both = evaluate(&PRODUCT_SUMS, &[a(), b()], &[&[1, 2, 3], &[3]], &[]);
+    let both = evaluate(&MATMUL_BIAS_GRAD, &[a(), b()], &[&[1, 2, 3], &[3]], &[]);
     assert_eq!(both, [vec![5.0, 2.0, -1.0, 11.0, 4.0, -3.0], vec![3.0, 1.0, -1.0]]);
 }
 
@@ -56,11 +56,11 @@ fn fast_path_matches_the_reference() {
         let c = &[g, m, n];
         product_case(&LINEAR, shape).input(&[n], &bias).output(c).allow(1.0).run();
         product_case(&LINEAR_ADD, shape).input(&[n], &bias).input(c, &z).output(c).allow(1.0).run();
-        product_case(&PRODUCT_ADD, shape).input(c, &z).output(c).allow(1.0).run();
+        product_case(&MATMUL_ADD, shape).input(c, &z).output(c).allow(1.0).run();
         product_case(&LINEAR_GELU, shape).input(&[n], &bias).output(c).output(c).allow(2.0).run();
-        product_case(&PRODUCT_GELU_GRAD, shape).input(c, &z).output(c).output(&[n]).allow(2.0).run();
+        product_case(&MATMUL_GELU_GRAD, shape).input(c, &z).output(c).output(&[n]).allow(2.0).run();
         if g == 1 {
-            product_case(&PRODUCT_SUMS, shape).strided().output(c).output(&[n]).run();
+            product_case(&MATMUL_BIAS_GRAD, shape).strided().output(c).output(&[n]).run();
         }
     }
 }
@@ -74,7 +74,7 @@ fn residual_is_added_last() {
         let without = product_case(&BATCHED_MATMUL, shape).output(c);
         let added = [
             product_case(&LINEAR_ADD, shape).input(&[n], &bias).input(c, &r).output(c),
-            product_case(&PRODUCT_ADD, shape).input(c, &r).output(c),
+            product_case(&MATMUL_ADD, shape).input(c, &r).output(c),
         ];
         for (layer, added) in [with_bias, without].iter().zip(added) {
             let y = layer.fast(DType::F32).remove(0);
@@ -93,8 +93,8 @@ fn unsupported_dtypes_are_errors() {
     let case = product_case(&LINEAR_ADD, [1, 2, 2, 2]).input(&[2], &bias).input(&[1, 2, 2], &r);
     let refused = case.output(&[1, 2, 2]).verify(&[DType::I64]).unwrap_err();
     assert!(refused.contains("linear_add: no kernel for dtype i64"));
-    let case = product_case(&PRODUCT_ADD, [1, 2, 2, 2]).input(&[1, 2, 2], &r).output(&[1, 2, 2]);
+    let case = product_case(&MATMUL_ADD, [1, 2, 2, 2]).input(&[1, 2, 2], &r).output(&[1, 2, 2]);
     assert!(case.verify(&[DType::I64]).unwrap_err().contains("product_add: no kernel for dtype i64"));
-    let case = product_case(&PRODUCT_SUMS, [1, 2, 2, 2]).output(&[1, 2, 2]).output(&[2]);
+    let case = product_case(&MATMUL_BIAS_GRAD, [1, 2, 2, 2]).output(&[1, 2, 2]).output(&[2]);
     assert!(case.verify(&[DType::I64]).unwrap_err().contains("product_sums: no kernel for dtype i64"));
 }

@@ -6,7 +6,7 @@ use crate::kernel::Launch;
 
 pub(super) const SOURCE: &str = include_str!("gpu.cu");
 
-/// The same constant as in the source.
+/// Equals the constant in the CUDA source.
 const THREADS: u32 = 256;
 
 pub(super) fn control_word(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {

@@ -15,7 +15,7 @@ use crate::op::rows::{operands, read, write};
 /// - scalars: Int s, Real n, the count that each part of the loss is divided by, or 0 without a loss
 ///
 /// Sums are formed from the first term to the last. If a device has recorded an index out of range that the host does not know yet, the
-/// squares are NaN: results since then are meaningless. Counted: 2 operations a term.
+/// squares are NaN: results since then are meaningless. Counted: 2 operations per term.
 pub static CONTROL_WORD: Kernel = Kernel {
     name: "control_word",
     reference: control_word,
@@ -34,6 +34,8 @@ pub static CONTROL_WORD: Kernel = Kernel {
 /// - out: result f64 `(3 + w)`, contiguous: factor, 1 if the step is taken or else 0, norm, then the word
 ///
 /// Counted: 4 operations.
+#[doc(alias = "GradScaler")]
+#[doc(alias = "clip_grad_norm_")]
 pub static OVERFLOW_CHECK: Kernel = Kernel {
     name: "overflow_check",
     reference: overflow_check,

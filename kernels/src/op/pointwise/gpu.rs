@@ -1,5 +1,5 @@
-//! One CUDA entry point for all elementwise kernels: the formula is a macro, so that each formula, dtype and kind of operands is a program of
-//! its own.
+//! One CUDA entry point for all elementwise kernels: the formula is a macro, so that each combination of formula, dtypes and operand
+//! layouts is a separate program.
 //!
 //! Macros: `INPUTS`; for input n `S<n>`, its storage type, and `V<n>`, the type of the formula's argument; `Y`; `C`, `C0`, `C1`, the
 //! scalars; `R`, the type of the formula; `ARGS`, `SCALARS`, `FORMULA`; `FORMULAS`, functions that it may call; `VEC` elements of a vector,
@@ -17,7 +17,7 @@ use std::borrow::Cow;
 /// The source of every elementwise kernel.
 pub(crate) const SOURCE: &str = include_str!("gpu.cu");
 
-/// Threads per block and vectors per thread; the same constants as in the source.
+/// Threads per block and vectors per thread; equal to the constants in the CUDA source.
 const THREADS: usize = 256;
 const UNROLL: usize = 2;
 /// Bytes per load of a thread if elements are contiguous.

@@ -7,7 +7,7 @@ use crate::kernel::{ArgMut, Launch};
 
 pub(super) const SOURCE: &str = include_str!("gpu.cu");
 
-/// The same constant as in the source.
+/// Equals the constant in the CUDA source.
 const THREADS: usize = 256;
 const PER_THREAD: usize = 4;
 
@@ -30,7 +30,7 @@ pub(super) fn dropout(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), 
     draw(super::DROPOUT.name, launch, plan, ("2", 1), [0.0, 1.0 - p, (p * 16_777_216.0).ceil()])
 }
 
-/// `kind` as the source knows it and where the seed stands among the scalars; a, b and the threshold.
+/// Plans a launch. `kind` is the macro KIND and the index of the key among the scalars; then a, b and the threshold.
 fn draw(
     kernel: &'static str,
     launch: &Launch<'_>,

@@ -22,7 +22,7 @@ use smallvec::SmallVec;
 /// - scalars: Int key, Int stream, Real a, Real b; then per dim of y: Int global extent, Int start of this shard
 ///
 /// Computed in f64 and rounded once: all dtypes agree to rounding (which may round up to b). The global index is
-/// row-major over the global extents. Counted: 2 operations an element.
+/// row-major over the global extents. Counted: 2 operations per element.
 pub static UNIFORM: Kernel = Kernel {
     name: "uniform",
     reference: uniform,
@@ -34,13 +34,13 @@ pub static UNIFORM: Kernel = Kernel {
 };
 
 /// y_i = a + b n_i with n_i normal of mean 0 and variance 1: elements 4k, 4k+1 and elements 4k+2, 4k+3 of the global
-/// index are pairs after Box and Muller, from the bits that [`bits_at`] gives the two.
+/// index are Box-Muller pairs from the [`bits_at`] of the two elements.
 ///
 /// - out: y, any float and shape, contiguous
 /// - scalars: Int key, Int stream, Real a (mean), Real b (standard deviation); then per dim of y: Int global extent,
 ///   Int start of this shard
 ///
-/// Computed in f64 and rounded once: all dtypes agree to rounding. |n_i| < 6.7. Counted: 40 operations an element.
+/// Computed in f64 and rounded once: all dtypes agree to rounding. |n_i| < 6.7. Counted: 40 operations per element.
 pub static NORMAL: Kernel = Kernel {
     name: "normal",
     reference: normal,
@@ -57,7 +57,7 @@ pub static NORMAL: Kernel = Kernel {
 /// - out: y like x
 /// - scalars: Real p, Int key, Int stream; then per dim of x: Int global extent, Int start of this shard
 ///
-/// The backward is the same kernel on the cotangent. p = 1 gives zeros. Counted: 1 operation an element.
+/// The backward is the same kernel on the cotangent. p = 1 gives zeros. Counted: 1 operation per element.
 pub static DROPOUT: Kernel = Kernel {
     name: "dropout",
     reference: dropout,
@@ -73,7 +73,7 @@ pub static DROPOUT: Kernel = Kernel {
 struct Place {
     /// Per dim: local extent, start, global stride.
     dims: SmallVec<[(u64, u64, u64); 6]>,
-    /// Runs of so many elements, starting at a multiple of it, are contiguous in the global index too.
+    /// The length of runs that are contiguous in the global index too; runs start at multiples of it.
     run: usize,
 }
 

@@ -5,7 +5,7 @@
 /// ln 2 in two parts; the upper ends in zeros, so that its product with a small integer is exact.
 const LN_2_HIGH: f64 = 0.693_147_180_369_123_8;
 const LN_2_LOW: f64 = 1.908_214_929_270_587_7e-10;
-/// An angle of 2^-32 of a turn.
+/// The angle 2 pi / 2^32.
 const TURN: f64 = std::f64::consts::TAU / 4_294_967_296.0;
 
 /// The reciprocals 1/1, 1/3, ..., 1/21 of the series artanh(s) = s + s^3/3 + ...
@@ -62,10 +62,10 @@ fn radius(bits: u32) -> f64 {
     (-2.0 * ln_u).sqrt()
 }
 
-/// Cosine and sine of `bits` / 2^32 turns.
+/// Returns cosine and sine of the angle 2 pi `bits` / 2^32.
 #[inline(always)]
 fn direction(bits: u32) -> (f64, f64) {
-    // The nearest quarter turn, and the rest of at most an eighth.
+    // The nearest multiple of pi / 2, and the rest, at most pi / 4.
     let quarter = bits.wrapping_add(1 << 29) >> 30;
     let x = f64::from(bits.wrapping_sub(quarter << 30) as i32) * TURN;
     let (sin, cos) = (x * series(x * x, &SIN), series(x * x, &COS));
@@ -82,7 +82,7 @@ pub(super) fn normal_pair(first: u32, second: u32) -> (f64, f64) {
     (r * cos, r * sin)
 }
 
-/// The same by functions of std: the reference for [`normal_pair`].
+/// Returns the pair computed with functions of std: the reference for [`normal_pair`].
 pub(super) fn normal_pair_plain(first: u32, second: u32) -> (f64, f64) {
     let u = (f64::from(first) + 1.0) / 4_294_967_296.0;
     let angle = std::f64::consts::TAU * (f64::from(second) / 4_294_967_296.0);
@@ -96,7 +96,7 @@ mod tests {
 
     #[test]
     fn matches_known_values() {
-        // u = 1 has radius 0; an eighth of a turn after u = 1/2.
+        // u = 1 has radius 0; the second pair has u = 1/2 and the angle pi / 4.
         assert_eq!(normal_pair(u32::MAX, 12345).0, 0.0);
         let (a, b) = normal_pair((1 << 31) - 1, 1 << 29);
         let expected = 2f64.ln().sqrt();
@@ -112,7 +112,7 @@ mod tests {
     fn series_match_std() {
         for i in 0..40_000u32 {
             let (first, second) = (i.wrapping_mul(2_654_435_761), i.wrapping_mul(0x9e37_79b1) ^ 0x55);
-            // Small radii and the borders of the octants too.
+            // Also small radii and the borders of octants.
             for (first, second) in [
                 (first, second),
                 (u32::MAX - i, second),

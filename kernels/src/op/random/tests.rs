@@ -1,4 +1,4 @@
-//! Known answers, shards against the whole, and the shape of the distributions.
+//! Tests of random numbers: known values, shards against the whole tensor, and moments of the distributions.
 
 use super::*;
 use crate::dtype::DType;

@@ -18,7 +18,7 @@ pub(super) const BLOCK: usize = 256;
 pub(super) const LANES: usize = 16;
 /// Reduced elements per task of a long row: a power of two of blocks, and so a branch of the tree.
 const BRANCH: usize = 64 * BLOCK;
-/// Contiguous results that are formed together when rows are combined with each other.
+/// Adjacent results computed together in column reductions.
 const COLUMNS: usize = 128;
 
 /// The operation: how elements, widened first, become partial results, and how two partial results are combined.
@@ -97,7 +97,7 @@ impl<R: Real> Fold for Squares<R> {
     }
 }
 
-/// The final function of a result.
+/// The function applied to each finished result.
 type Finish<'f, F, U> = dyn Fn(<F as Fold>::Result) -> U + Sync + 'f;
 
 /// y = finish(fold of x over its last `num_reduced` dims).

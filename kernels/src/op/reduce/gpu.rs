@@ -9,14 +9,14 @@ use std::borrow::Cow;
 
 pub(super) const SOURCE: &str = include_str!("gpu.cu");
 
-/// The same constant as in the source.
+/// Equals the constant in the CUDA source.
 const THREADS: usize = 256;
 const LANES: usize = 16;
 const BLOCK: usize = 256;
 /// The most parts of one result that a thread combines, and results that are combined by one block.
 const PARTS: usize = 16;
 const COLUMNS: usize = 32;
-/// Thread blocks that occupy a large GPU: with fewer, each of them takes less.
+/// Thread blocks that occupy a large GPU; launches with fewer blocks reduce less per block.
 const BUSY: usize = 1024;
 
 /// The operation.
@@ -34,7 +34,7 @@ pub(super) enum Fold {
 
 type Defines = Vec<(&'static str, Cow<'static, str>)>;
 
-/// What all grids of a launch share.
+/// The parameters that all grids of a launch share.
 struct Reduction {
     defines: Defines,
     iter: Vec<i64>,
@@ -204,7 +204,7 @@ impl Reduction {
         }
     }
 
-    /// Scratch memory for the parts of each result; none if results are finished at once.
+    /// Allocates scratch memory for the parts of each result; none if results need no second grid.
     fn parts(&self, plan: &mut LaunchPlan, branches: usize) -> GridArg {
         let count = if branches == 1 { 0 } else { branches * self.results };
         plan.scratch(count * self.accumulator.size())
@@ -222,7 +222,7 @@ impl Reduction {
     }
 }
 
-/// Returns how many of at most `most` blocks of elements one group takes: as many as still occupy the GPU.
+/// Returns the blocks of elements per group, at most `most`, such that the launch still occupies the GPU.
 fn each(most: usize, blocks_if: impl Fn(usize) -> usize) -> usize {
     [4, 2].into_iter().find(|&each| each < 2 * most && blocks_if(each) >= BUSY).unwrap_or(1)
 }

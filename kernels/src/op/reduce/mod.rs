@@ -64,6 +64,7 @@ pub static SUM: Kernel = Kernel {
 /// - in: x (kept dims.., reduced dims..), any float, any strides
 /// - out: y (kept dims), contiguous, the dtype of x or its accumulator
 /// - scalars: \[Int number of reduced dims\]
+#[doc(alias = "amax")]
 pub static MAX: Kernel = Kernel {
     name: "max",
     reference: |_, launch| plain("max", launch, largest),
@@ -90,6 +91,7 @@ pub static MAX: Kernel = Kernel {
 };
 
 /// y = the smallest of x over the trailing dims; infinity for no elements; NaN propagates. Operands as in [`MAX`].
+#[doc(alias = "amin")]
 pub static MIN: Kernel = Kernel {
     name: "min",
     reference: |_, launch| plain("min", launch, smallest),
@@ -138,6 +140,7 @@ pub static SUM_SQUARES: Kernel = Kernel {
 ///
 /// - in: x_1 .. x_k of any shapes, of one float dtype, contiguous
 /// - out: y `(k)`, f64
+#[doc(alias = "foreach_norm")]
 pub static SUM_SQUARES_MANY: Kernel = Kernel {
     name: "sum_squares_many",
     reference: |_, launch| plain_squares(&SUM_SQUARES_MANY, launch),

@@ -10,7 +10,7 @@ pub(super) const SOURCE: &str = include_str!("squares.cu");
 
 /// Operands per launch: each takes three words of kernel arguments, of which 4096 bytes are allowed.
 const COUNT: usize = 160;
-/// The same constant as in the source.
+/// Equals the constant in the CUDA source.
 const THREADS: usize = 256;
 /// Elements per thread block: a power of two of blocks of 256, and so a branch of the tree.
 const BRANCH: usize = 1 << 14;

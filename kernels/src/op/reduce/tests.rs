@@ -202,5 +202,5 @@ fn bits_follow_the_stated_order_for_all_strides() {
         );
     }
     let x: Vec<f32> = values(5, 3000).iter().map(|&x| x as f32).collect();
-    assert_ne!(stated(&x), x.iter().sum::<f32>(), "the numbers tell orders apart");
+    assert_ne!(stated(&x), x.iter().sum::<f32>(), "the numbers distinguish the orders");
 }

@@ -1,4 +1,4 @@
-//! Root-mean-square normalisation on the CPU, built like layer normalisation.
+//! RMS normalisation on the CPU: tasks of whole rows; sums over rows in fixed blocks, combined in order.
 
 use super::{BACKWARD, FORWARD};
 use crate::cpu::{Pool, vectorized};

@@ -16,7 +16,7 @@ use crate::op::rows::{operands, operands_and_last, read, width, write};
 /// - out: y like x; rstd `(rows..)` in the accumulator of x, for the backward
 /// - scalars: Real eps
 ///
-/// Counted: 4 operations an element. d = 0 gives NaN as rstd.
+/// Counted: 4 operations per element. d = 0 gives NaN as rstd.
 pub static FORWARD: Kernel = Kernel {
     name: "rms_norm",
     reference: forward,
@@ -30,12 +30,12 @@ pub static FORWARD: Kernel = Kernel {
 /// The cotangents of root-mean-square normalisation. With h = x rstd and g = dy w:
 /// dx = rstd (g - h mean(g h)) + r, dw = sum over rows of dy h.
 ///
-/// - in: x `(rows.., d)`, w `(d)`, rstd `(rows..)` as the forward gave it, dy like x; and r like x, the cotangent that x has from
-///   elsewhere, which may be missing
+/// - in: x `(rows.., d)`, w `(d)`, rstd `(rows..)` from the forward, dy like x; optionally r like x, the residual gradient, which is
+///   added to dx
 /// - out: dx like x, dw `(d)` in the dtype of x or its accumulator
 ///
-/// dx is rounded once. Rows are summed in blocks of 32, 64 blocks in order, then these; on a GPU in blocks that the shape,
-/// the dtype, where operands begin and whether there is an r determine. Counted: 10 operations an element, and one more with r.
+/// dx is rounded once. Rows are summed in blocks of 32, 64 blocks in order, then these; on a GPU in blocks that depend on the shape, the
+/// dtype, the alignment of operands and the presence of r. Counted: 10 operations per element, and one more with r.
 pub static BACKWARD: Kernel = Kernel {
     name: "rms_norm_backward",
     reference: backward,
@@ -115,16 +115,16 @@ mod tests {
         let backward_inputs = [x, w, Value::real(&[1], &[0.5]), Value::real(&[1, 4], &[1.0, 0.0, 0.0, 0.0])];
         let cotangents = evaluate(&BACKWARD, &backward_inputs, &[&[1, 4], &[4]], &[]);
         assert_eq!(cotangents, [vec![0.46875, 0.03125, -0.09375, -0.03125], vec![0.5, 0.0, 0.0, 0.0]]);
-        // What x has from elsewhere is added to dx alone.
-        let elsewhere = Value::real(&[1, 4], &[1.0, -2.0, 4.0, 8.0]);
-        let more = [backward_inputs.to_vec(), vec![elsewhere]].concat();
+        // The residual gradient is added to dx only.
+        let residual = Value::real(&[1, 4], &[1.0, -2.0, 4.0, 8.0]);
+        let more = [backward_inputs.to_vec(), vec![residual]].concat();
         let added = evaluate(&BACKWARD, &more, &[&[1, 4], &[4]], &[]);
         assert_eq!(added, [vec![1.46875, -1.96875, 3.90625, 7.96875], vec![0.5, 0.0, 0.0, 0.0]]);
     }
 
     fn check_fast_path(rows: usize, d: usize) {
         let shape = [rows, d];
-        // In f64 long sums of the reference are no more exact than those under test.
+        // For f64, long sums of the reference are no more accurate than those under test.
         let dtypes = &DType::FLOATS[usize::from(rows * d > 10_000)..];
         Case::new(&FORWARD)
             .input(&shape, &values(1, rows * d))

@@ -1,6 +1,6 @@
 //! RoPE on the CPU: a table of cosines and sines, then products row by row.
 
-use super::{BLOCK, Problem, ROTATE, joined};
+use super::{BLOCK, Problem, ROPE, joined};
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{Float, Real};
 use crate::error::KernelError;
@@ -59,7 +59,7 @@ pub(super) fn rotate(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelE
             });
         });
         Ok(())
-    }, else Err(KernelError::DType { kernel: ROTATE.name, dtype: x.dtype }))
+    }, else Err(KernelError::DType { kernel: ROPE.name, dtype: x.dtype }))
 }
 
 #[inline(always)]

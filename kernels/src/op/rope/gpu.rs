@@ -1,6 +1,6 @@
 //! RoPE on GPUs: a table of cosines and sines in scratch memory, then one pass.
 
-use super::{Problem, ROTATE};
+use super::{Problem, ROPE};
 use crate::error::KernelError;
 use crate::gpu::{Grid, GridArg, LaunchPlan, type_name};
 use crate::kernel::Launch;
@@ -13,7 +13,7 @@ pub(super) const SOURCE: &str = include_str!("gpu.cu");
 const PAIRS: usize = 256;
 
 pub(super) fn rotate(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
-    let (dtype, x) = (float(ROTATE.name, launch)?, &launch.inputs[0]);
+    let (dtype, x) = (float(ROPE.name, launch)?, &launch.inputs[0]);
     let p = Problem::new(x, launch.scalars);
     if x.view.numel() == 0 {
         return Ok(());

@@ -18,8 +18,9 @@ use crate::op::rows::{operands, read, width, write};
 /// - scalars: Int first (the position of the first row of dim 1), then h times Real f_i
 ///
 /// Negated f_i invert the rotation. Cosine and sine of an angle are combined in f64 from those of 64 (p div 64) f_i and (p mod 64) f_i, so
-/// they depend on p and f_i only. Counted: 3 operations an element.
-pub static ROTATE: Kernel = Kernel {
+/// they depend on p and f_i only. Counted: 3 operations per element.
+#[doc(alias = "rotary_embedding")]
+pub static ROPE: Kernel = Kernel {
     name: "rope",
     reference,
     cpu: Some(cpu::rotate),
@@ -80,7 +81,7 @@ fn reference(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
             y[at + half] = T::from_f64(high * cos + low * sin);
         }
         Ok(())
-    }, else Err(KernelError::DType { kernel: ROTATE.name, dtype: x.dtype }))
+    }, else Err(KernelError::DType { kernel: ROPE.name, dtype: x.dtype }))
 }
 
 #[cfg(test)]
@@ -99,7 +100,7 @@ mod tests {
         // Quarter rotations for the first pair (channels 0 and 2), half rotations for the second.
         let quarter = std::f64::consts::FRAC_PI_2;
         let x = Value::real(&[1, 3, 1, 4], &[1.0, 2.0, 3.0, 4.0].repeat(3));
-        let y = evaluate(&ROTATE, &[x], &[&[1, 3, 1, 4]], &scalars(0, &[quarter, 2.0 * quarter])).remove(0);
+        let y = evaluate(&ROPE, &[x], &[&[1, 3, 1, 4]], &scalars(0, &[quarter, 2.0 * quarter])).remove(0);
         let exact = [1.0, 2.0, 3.0, 4.0, -3.0, -2.0, 1.0, -4.0, -1.0, 2.0, -3.0, 4.0];
         assert!(y.iter().zip(exact).all(|(y, e)| (y - e).abs() < 1e-14), "{y:?}");
     }
@@ -107,9 +108,9 @@ mod tests {
     #[test]
     fn positions_count_on_from_the_first() {
         let (x, f) = (values(1, 40), scalars(0, &[1.0, 0.1]));
-        let whole = evaluate(&ROTATE, &[Value::real(&[1, 10, 1, 4], &x)], &[&[1, 10, 1, 4]], &f).remove(0);
+        let whole = evaluate(&ROPE, &[Value::real(&[1, 10, 1, 4], &x)], &[&[1, 10, 1, 4]], &f).remove(0);
         let part = [Value::real(&[1, 4, 1, 4], &x[24..])];
-        let part = evaluate(&ROTATE, &part, &[&[1, 4, 1, 4]], &scalars(6, &[1.0, 0.1])).remove(0);
+        let part = evaluate(&ROPE, &part, &[&[1, 4, 1, 4]], &scalars(6, &[1.0, 0.1])).remove(0);
         assert_eq!(part, whole[24..]);
     }
 
@@ -117,7 +118,7 @@ mod tests {
     fn split_angles_equal_the_angles() {
         for (first, f) in [(63, 0.9), (64, 0.01), (12_345, 1.0), (131_071, 1e-4)] {
             let x = Value::real(&[1, 2, 1, 2], &[1.0, 0.0, 1.0, 0.0]);
-            let y = evaluate(&ROTATE, &[x], &[&[1, 2, 1, 2]], &scalars(first, &[f])).remove(0);
+            let y = evaluate(&ROPE, &[x], &[&[1, 2, 1, 2]], &scalars(first, &[f])).remove(0);
             for (n, y) in y.chunks(2).enumerate() {
                 let (sin, cos) = ((first + n as i64) as f64 * f).sin_cos();
                 assert!((y[0] - cos).abs() < 1e-10 && (y[1] - sin).abs() < 1e-10, "{first} {f}: {y:?}");
@@ -130,7 +131,7 @@ mod tests {
         let (shape, x) = ([2, 3, 2, 6], values(3, 72));
         let rotate = |x: &[f64], sign: f64| {
             let f = [1.0, 0.3, 0.01].map(|f| sign * f);
-            evaluate(&ROTATE, &[Value::real(&shape, x)], &[&shape], &scalars(100, &f)).remove(0)
+            evaluate(&ROPE, &[Value::real(&shape, x)], &[&shape], &scalars(100, &f)).remove(0)
         };
         let back = rotate(&rotate(&x, 1.0), -1.0);
         assert!(back.iter().zip(&x).all(|(a, b)| (a - b).abs() < 1e-14));
@@ -152,7 +153,7 @@ mod tests {
             let frequencies: Vec<f64> = (0..shape[3] / 2).map(|i| 10f64.powf(-(i as f64) / 3.0)).collect();
             for sign in [1.0, -1.0] {
                 let f: Vec<f64> = frequencies.iter().map(|f| sign * f).collect();
-                let case = Case::new(&ROTATE).input(&shape, &values(2, numel)).output(&shape);
+                let case = Case::new(&ROPE).input(&shape, &values(2, numel)).output(&shape);
                 case.scalars(&scalars(first, &f)).run();
             }
         }

@@ -8,7 +8,7 @@ use crate::op::rows::width;
 
 pub(super) const SOURCE: &str = include_str!("gpu.cu");
 
-/// Threads per block; the same constant as in the source.
+/// Threads per block; equal to the constants in the CUDA source.
 const THREADS: usize = 256;
 /// Longer rows have a block each, others a warp.
 const WARP_MAX: usize = 512;

@@ -9,8 +9,9 @@ use crate::kernel::{Bound, GpuCode, Kernel, Launch};
 use crate::match_float;
 use crate::op::rows::{operands, read, rows_per_task, width, write};
 
-/// y_i = x_0 + x_1 + .. + x_i over the last dim, or x_i + x_i+1 + .. to the end; added up one after another in f64, each sum rounded once.
-/// On GPUs runs of neighbours are added up first, in the accumulator, and the sums before them in f64, in an order that depends on n.
+/// y_i = x_0 + x_1 + .. + x_i over the last dim, or x_i + x_i+1 + .. to the end (torch.cumsum). Summed in order in f64, each result
+/// rounded once. On GPUs runs of adjacent elements are summed in the accumulator and the sums of earlier runs in f64, in an order that
+/// depends on n.
 ///
 /// - in: x (.., n), any float, contiguous
 /// - out: y, same dtype and shape, contiguous

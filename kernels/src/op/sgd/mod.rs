@@ -18,7 +18,7 @@ use crate::op::rows::{operands, read, rows_per_task, write};
 /// - scalars: Int nesterov (1 or 0)
 ///
 /// Everything is computed in the accumulator. A parameter in a 16-bit float loses updates below half its last place.
-/// Counted: 8 operations an element.
+/// Counted: 8 operations per element.
 pub static STEP: Kernel = Kernel {
     name: "sgd",
     reference,

@@ -1,4 +1,4 @@
-//! Softmax on the CPU: tasks of whole rows; a row stays in the first-level cache for its three passes.
+//! Softmax on the CPU: tasks of whole rows; a row stays in the L1 cache for its three passes.
 
 use super::{BACKWARD, FORWARD};
 use crate::cpu::math::Maths;

@@ -11,18 +11,18 @@ use crate::op::rows::width;
 pub(super) const SOURCE: &str = concat!(include_str!("../gpu_rows.cu"), include_str!("gpu.cu"));
 
 /// The most threads that hold a row in registers: with more, two blocks do not fit a multiprocessor.
-const HOLDING: usize = 512;
-const HOLDING_BACKWARD: usize = 256;
+const HELD_THREADS_MAX: usize = 512;
+const HELD_THREADS_MAX_BACKWARD: usize = 256;
 
 pub(super) fn forward(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let dtype = float(FORWARD.name, launch)?;
-    gemv_row_major("softmax", launch, plan, Rows::new(launch, dtype, width(&launch.inputs[0]), HOLDING));
+    gemv_row_major("softmax", launch, plan, Rows::new(launch, dtype, width(&launch.inputs[0]), HELD_THREADS_MAX));
     Ok(())
 }
 
 pub(super) fn backward(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let dtype = float(BACKWARD.name, launch)?;
-    let split = Rows::new(launch, dtype, width(&launch.inputs[0]), HOLDING_BACKWARD);
+    let split = Rows::new(launch, dtype, width(&launch.inputs[0]), HELD_THREADS_MAX_BACKWARD);
     gemv_row_major("softmax_backward", launch, plan, split);
     Ok(())
 }

@@ -15,8 +15,8 @@ use crate::op::rows::{operands, read, width, write};
 /// - in: x `(rows.., n)`, any float, contiguous
 /// - out: y like x
 ///
-/// A row with +inf or NaN, and a row of -inf only, gives NaN throughout, as in PyTorch.
-/// Sums are formed in the accumulator. Counted: 5 operations an element (compare, subtract, exp, add, multiply).
+/// A row with +inf or NaN, and a row of -inf only, gives NaN in all elements, as in PyTorch.
+/// Sums are formed in the accumulator. Counted: 5 operations per element (compare, subtract, exp, add, multiply).
 pub static FORWARD: Kernel = Kernel {
     name: "softmax",
     reference: forward,
@@ -32,7 +32,7 @@ pub static FORWARD: Kernel = Kernel {
 /// - in: y `(rows.., n)`, dy like y, any float, contiguous
 /// - out: dx like y
 ///
-/// Counted: 4 operations an element.
+/// Counted: 4 operations per element.
 pub static BACKWARD: Kernel = Kernel {
     name: "softmax_backward",
     reference: backward,

@@ -1,4 +1,4 @@
-//! Sorting on the CPU: elements become integers of the same order, with the place in the low bits, so that all keys differ and any sort is
+//! Sorting on the CPU: elements become integers of the same order, with the index in the low bits, so that all keys differ and any sort is
 //! stable.
 
 use super::SORT;

@@ -11,14 +11,16 @@ use crate::match_float;
 use crate::op::rows::{operands, read, width, write};
 use std::cmp::Ordering;
 
-/// The first k elements of each row in ascending or descending order, and their places in the row.
+/// The first k elements of each row in ascending or descending order, and their indices in the row.
 ///
 /// - in: x `(.., n)`, any float, i64, u8 or bool, contiguous
-/// - out: values `(.., k)` like x and places `(.., k)`, i64, contiguous; k is at most n
+/// - out: values `(.., k)` like x and indices `(.., k)`, i64, contiguous; k is at most n
 /// - scalars: Int 1 for descending order, 0 for ascending order
 ///
 /// The sort is stable in both directions; 0 and -0 are equal. NaN is larger than all numbers and equal to itself: NaN comes last in
-/// ascending and first in descending order. Exact. Counted: log2(n), rounded up, operations an element of x.
+/// ascending and first in descending order. Exact. Counted: log2(n), rounded up, operations per element of x.
+#[doc(alias = "topk")]
+#[doc(alias = "argsort")]
 pub static SORT: Kernel = Kernel {
     name: "sort",
     reference: plain,
@@ -87,7 +89,7 @@ mod tests {
 
     const PLACES: Kind = Kind::Fixed(DType::I64);
 
-    /// Returns values and places of one row, by the reference and by the fast path.
+    /// Returns values and indices of one row, by the reference and by the fast path.
     fn both(dtype: DType, x: &[f64], k: usize, descending: i64) -> [[Vec<f64>; 2]; 2] {
         let memory = Allocator::default();
         let (from, to) = (Strides::contiguous(&[x.len()]), Strides::contiguous(&[k]));

@@ -7,7 +7,7 @@ use crate::op::gpu_sort::Sorting;
 
 pub(super) const SOURCE: &str = concat!(include_str!("../gpu_sort.cu"), include_str!("gpu.cu"));
 
-/// The same constant as in the source.
+/// Equals the constant in the CUDA source.
 const THREADS: usize = 256;
 
 pub(super) fn plan(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {

@@ -1,15 +1,14 @@
 //! SwiGLU: y = silu(g) u with silu(g) = g / (1 + e^-g), and its gradient. Shazeer, arXiv 2002.05202.
 
-mod cotangents;
-
 use crate::cpu::math::Maths;
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{DType, Element, Float};
 use crate::error::KernelError;
-use crate::gpu::LaunchPlan;
+use crate::gpu::{GridArg, LaunchPlan};
 use crate::kernel::{Bound, GpuCode, Kernel, Launch};
 use crate::match_float;
 use crate::op::formula::{gate_slope, sigmoid};
+use crate::op::gpu_rows::{flat, float};
 use crate::op::pointwise::{Formula, TASK, gpu, map, map_as, names, plain, plain_as, pointwise, two_reals};
 use crate::op::rows::{operands, read, write};
 
@@ -26,16 +25,28 @@ pointwise! {
 /// - in: g, u, dy: one float dtype and shape, contiguous
 /// - out: dg, du like g
 ///
-/// Counted: 11 operations an element.
+/// Counted: 11 operations per element.
 pub static BACKWARD: Kernel = Kernel {
     name: "swiglu_backward",
     reference,
     cpu: Some(cpu),
-    gpu: Some(GpuCode { source: cotangents::SOURCE, plan: cotangents::backward }),
+    gpu: Some(GpuCode { source: BACKWARD_SOURCE, plan: plan_backward }),
     flops: |launch| 11 * launch.inputs[0].view.numel() as u64,
     bytes: None,
     bound: Bound { ulps: 16.0 },
 };
+
+/// The CUDA source of the backward.
+const BACKWARD_SOURCE: &str = concat!(include_str!("../gpu_rows.cu"), include_str!("gpu.cu"));
+
+/// Plans the backward on a GPU: one grid, one chunk per thread.
+fn plan_backward(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
+    let (dtype, n) = (float(BACKWARD.name, launch)?, launch.inputs[0].view.numel());
+    let mut args: Vec<GridArg> = [0, 1, 2].map(GridArg::Input).into();
+    args.extend([GridArg::Output(0), GridArg::Output(1), GridArg::I64(n as i64)]);
+    plan.grid(flat(launch, dtype, "swiglu_backward", n, args));
+    Ok(())
+}
 
 #[inline(always)]
 fn cotangents<R: Maths>(g: R, u: R, dy: R) -> (R, R) {

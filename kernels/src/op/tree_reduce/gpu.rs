@@ -6,7 +6,7 @@ use crate::kernel::Launch;
 
 pub(super) const SOURCE: &str = include_str!("gpu.cu");
 
-/// Threads per block; the same constant as in the source.
+/// Threads per block; equal to the constants in the CUDA source.
 const THREADS: usize = 256;
 
 /// `join` is the expression that combines two values, in CUDA C++ with the prelude.

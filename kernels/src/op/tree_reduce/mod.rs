@@ -10,7 +10,7 @@ use crate::match_float;
 use crate::op::pointwise::TASK;
 use crate::op::rows::{read, write};
 
-/// Elements combined at a time: the partial results of a branch stay in the first-level cache.
+/// Elements combined at a time: the partial results of a branch stay in the L1 cache.
 const BLOCK: usize = 512;
 
 /// How two elements are combined; floats are widened before and rounded after the whole tree.
@@ -245,7 +245,7 @@ mod tests {
             x.iter().map(|&x| Value { dtype: DType::F32, ..Value::real(&[1], &[f64::from(x)]) }).collect();
         let got = evaluate_as(SUM.cpu.unwrap(), DType::F32, &inputs, &[&[1]], &[]).remove(0)[0] as f32;
         let tree = ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + x[6]);
-        assert_eq!([got, x.iter().sum()], [tree, 4.0], "the numbers tell the tree from a straight sum");
+        assert_eq!([got, x.iter().sum()], [tree, 4.0], "the numbers distinguish the tree from a sequential sum");
         assert_eq!(tree, 3.0);
     }
 

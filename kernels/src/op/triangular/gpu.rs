@@ -7,7 +7,7 @@ use crate::op::rows::width;
 
 pub(super) const SOURCE: &str = include_str!("gpu.cu");
 
-/// Threads per block; the same constant as in the source.
+/// Threads per block; equal to the constants in the CUDA source.
 const THREADS: usize = 256;
 
 pub(super) fn plan(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {

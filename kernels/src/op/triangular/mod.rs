@@ -18,6 +18,8 @@ use std::ops::Range;
 ///   of the first column
 ///
 /// Masked elements are zero even if x is NaN. Exact. Counted: no operations.
+#[doc(alias = "triu")]
+#[doc(alias = "tril")]
 pub static TRIANGULAR: Kernel = Kernel {
     name: "triangle",
     reference: plain,
@@ -65,7 +67,7 @@ impl Sides {
         Sides { rows: x.view.shape[x.view.ndim() - 2], cols: width(x), upper: upper == 1, first }
     }
 
-    /// Returns the columns of a row that are kept, and the others.
+    /// Returns the columns of a row that are kept, and those that become zero.
     fn of(&self, row: usize) -> (Range<usize>, Range<usize>) {
         let edge = (self.first + row as i64).clamp(0, self.cols as i64) as usize;
         if self.upper { (edge..self.cols, 0..edge) } else { (0..edge, edge..self.cols) }
@@ -84,9 +86,9 @@ fn fast(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
         pool.chunks(write::<T>(y), per_task * cols, |i, y| {
             for (row, y) in (i * per_task..).zip(y.chunks_exact_mut(cols)) {
                 let x = &x[row * cols..][..cols];
-                let (kept, lost) = sides.of(row % rows);
+                let (kept, zeroed) = sides.of(row % rows);
                 y[kept.clone()].copy_from_slice(&x[kept]);
-                y[lost].fill(T::default());
+                y[zeroed].fill(T::default());
             }
         });
     });

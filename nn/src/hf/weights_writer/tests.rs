@@ -12,7 +12,7 @@ const NEW: &str = "{\"new\": 1}";
 /// Begins a save of tensors of these sizes, filled with `byte`: all tensors are written, no file is renamed yet.
 fn begin(dir: &Path, (config, byte): (&str, u8), sizes: &[usize], bytes_max: u64) -> Result<WeightsWriter> {
     let entry = |(i, n): (usize, &usize)| (format!("t{i}"), DType::U8, vec![*n]);
-    let entries: Vec<Entry> = sizes.iter().enumerate().map(entry).collect();
+    let entries: Vec<TensorSpec> = sizes.iter().enumerate().map(entry).collect();
     let mut writer = WeightsWriter::create(dir, Some(config), &entries, bytes_max)?;
     for (name, _, shape) in &entries {
         writer.append(name, &vec![byte; shape[0]])?;

@@ -152,7 +152,8 @@ extern "C" __global__ void __launch_bounds__(128, 2)
             values.next(V_AT + (half ^ 1) * KEY_TILE);
             cp_async_commit();
         };
-        // A tile that no row sees is skipped, but the tile before the first visible one computes the scores of that one; its own are masked.
+        // A tile that no row sees is skipped, but the tile before the first visible one computes the scores of that one; its own are
+        // masked.
         if (key >= any_to || key + 2 * KEYS <= any_from) return load_next();
         if (key < all_from || key + KEYS > all_to) {
             mask(p, scores, own, key, -infinity<float>());
