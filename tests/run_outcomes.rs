@@ -336,7 +336,8 @@ fn non_finite_weights_leave_an_earlier_model_unchanged() {
     for mesh in ["dp=1", "dp=2"] {
         let large = ["--mesh", mesh, "--lr", "1e5", "--warmup", "0", "--steps", "1", "--save-dtype", "f16"];
         let (code, message) = train(&large);
-        let parts = ["overflow f16, beginning with `", "the weights are saved in f32", "the model after step 1"];
+        let parts =
+            ["overflow f16, beginning with `", "the weights are saved in f32", "the model after step 1"];
         assert!(code == 1 && parts.iter().all(|part| message.contains(part)), "{mesh}: {message}");
         assert!(fs::read_to_string(model.join("config.json")).unwrap().contains("float32"));
         assert!(files(&model) != earlier);

@@ -5,10 +5,10 @@
 //! external inputs. Random numbers are keyed inside the ops, so the replay draws the same ones. Chen et al., "Training
 //! Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
 
-use crate::id::{ReplayNoise, Id};
+use crate::id::{Id, ReplayNoise};
 use crate::program::{Program, Slot};
 use crate::replay::{Recording, Values};
-use crate::tape::{Node, BlockVjp, Tape, NodeKind};
+use crate::tape::{BlockVjp, Node, NodeKind, Tape};
 use crate::var::Var;
 use shardgrad_dist::{Rank, Result};
 use shardgrad_tensor::op::{Cotangents, GradAccumulator};
@@ -49,7 +49,8 @@ impl Tape {
         if !self.records() {
             return block(arguments);
         }
-        let Recording { mut program, external_inputs, results } = self.record_program(arguments, site, block)?;
+        let Recording { mut program, external_inputs, results } =
+            self.record_program(arguments, site, block)?;
         // The node owns the external inputs and releases them after its backward pass.
         program.external_inputs.iter_mut().for_each(|external| external.constant = None);
         let inputs: SmallVec<[Option<Id>; 4]> = external_inputs.iter().map(Var::id).collect();

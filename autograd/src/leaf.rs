@@ -3,7 +3,7 @@
 use crate::id::{Id, Key};
 use crate::program::AccumulationDType;
 use crate::tape::accumulate::add;
-use crate::tape::{Arena, Leaf, Node, BackwardSite, Tape};
+use crate::tape::{Arena, BackwardSite, Leaf, Node, Tape};
 use shardgrad_dist::{Error, Kind, Result};
 use shardgrad_tensor::op::Vjp;
 use shardgrad_tensor::ops::redistribute::Redistribute;
@@ -127,7 +127,10 @@ impl Arena {
         }
         let collects = subtree.iter().any(|at| self.leaves[*at].cotangent.is_some());
         if collects && (&old.layout, old.accumulation) != (&new.layout, new.accumulation) {
-            return refused("differs in layout or dtype from its accumulated gradient", "call Tape::gradients() before the parameter changes");
+            return refused(
+                "differs in layout or dtype from its accumulated gradient",
+                "call Tape::gradients() before the parameter changes",
+            );
         }
         self.drop_tensors(&subtree);
         self.leaves[at].replace_with(new);
@@ -166,7 +169,8 @@ impl Tape {
         // Meta tensors are compared by layout: they have nothing else.
         let same = |t: &Tensor| t.ptr_eq(tensor) || self.is_meta() && t.layout() == tensor.layout();
         let held = known.map(|at| (at, &arena.leaves[at as usize]));
-        let held = held.filter(|(_, leaf)| leaf.accumulation == accumulation && leaf.tensor.as_ref().is_some_and(same));
+        let held = held
+            .filter(|(_, leaf)| leaf.accumulation == accumulation && leaf.tensor.as_ref().is_some_and(same));
         if let Some((at, Some(tensor))) = held.map(|(at, leaf)| (at, leaf.tensor.clone())) {
             return (Some(Id::Leaf(at)), tensor);
         }
@@ -233,10 +237,12 @@ impl Tape {
             }
         };
         let tensor = made.into_iter().next().expect("redistribute has one output");
-        let (key, accumulation) = (arena.leaves[origin_at].key, arena.leaves[origin_at].accumulation.before_reduction());
+        let (key, accumulation) =
+            (arena.leaves[origin_at].key, arena.leaves[origin_at].accumulation.before_reduction());
         let path = arena.leaves[origin_at].path.clone();
         let reuse = arena.reuses_leaves.then(|| tensor.cache_packed());
-        let derived_leaf = Leaf { origin: Some((origin, op)), reuse, ..Leaf::new(key, &tensor, accumulation, (path, site)) };
+        let derived_leaf =
+            Leaf { origin: Some((origin, op)), reuse, ..Leaf::new(key, &tensor, accumulation, (path, site)) };
         // A leaf whose tensor an earlier step released is filled again.
         let at = known.unwrap_or(arena.leaves.len());
         match known {

@@ -17,8 +17,8 @@ mod split_backward;
 pub mod pipeline;
 pub mod fuzz;
 
-pub use id::{ReplayNoise, Gradients, Key, Noise};
-pub use program::{OpRecord, ExternalInput, Program, Slot, AccumulationDType};
+pub use id::{Gradients, Key, Noise, ReplayNoise};
+pub use program::{AccumulationDType, ExternalInput, OpRecord, Program, Slot};
 pub use replay::Values;
 pub use tape::Tape;
 pub use var::Var;

@@ -72,7 +72,10 @@ impl AccumulationDType {
     #[must_use]
     pub fn before_reduction(self) -> AccumulationDType {
         let accumulator = self.max.accumulator();
-        AccumulationDType { max: if accumulator.size() > self.max.size() { accumulator } else { self.max }, ..self }
+        AccumulationDType {
+            max: if accumulator.size() > self.max.size() { accumulator } else { self.max },
+            ..self
+        }
     }
 
     /// A cotangent, cast into the range.
@@ -145,7 +148,12 @@ impl Recorder {
     ) -> Slot {
         Slot::External(self.position_of(id, tensor).unwrap_or_else(|| {
             let constant = key.is_none().then(|| tensor.clone());
-            self.program.external_inputs.push(ExternalInput { key, layout: tensor.layout().clone(), accumulation, constant });
+            self.program.external_inputs.push(ExternalInput {
+                key,
+                layout: tensor.layout().clone(),
+                accumulation,
+                constant,
+            });
             self.external_inputs.push((id, tensor.clone()));
             self.external_inputs.len() - 1
         }) as u32)
@@ -171,7 +179,8 @@ impl Program {
         let mut needs = Vec::new();
         for record in &self.records[range.clone()] {
             for &slot in &record.inputs {
-                let inside = matches!(slot, Slot::Output { record, .. } if range.contains(&(record as usize)));
+                let inside =
+                    matches!(slot, Slot::Output { record, .. } if range.contains(&(record as usize)));
                 if !inside && !needs.contains(&slot) {
                     needs.push(slot);
                 }
@@ -207,7 +216,9 @@ impl Program {
         for (at, record) in self.records.iter().enumerate() {
             let layouts: SmallVec<[&Layout; 4]> = record.inputs.iter().map(|s| self.layout(*s)).collect();
             let differentiable = op::differentiable_args(&*record.op, &layouts);
-            let flows = |(i, s): (usize, &Slot)| differentiable[i] && !record.stops_gradient[i] && reached.contains(s);
+            let flows = |(i, s): (usize, &Slot)| {
+                differentiable[i] && !record.stops_gradient[i] && reached.contains(s)
+            };
             if !record.inputs.iter().enumerate().any(flows) {
                 continue;
             }

@@ -1,6 +1,6 @@
 //! Recording a program from model code, and replaying a slice of it on other values.
 
-use crate::id::{ReplayNoise, Noise};
+use crate::id::{Noise, ReplayNoise};
 use crate::program::{Program, Recorder, Slot};
 use crate::tape::Tape;
 use crate::var::Var;
@@ -31,17 +31,15 @@ impl Tape {
         model: impl FnOnce(&[Var]) -> Result<Vec<Var>>,
     ) -> Result<Recording> {
         if self.is_recording() {
-            return Err(Error::new(
-                Kind::Unsupported,
-                "a program is recorded while another recording runs",
-            ));
+            return Err(Error::new(Kind::Unsupported, "a program is recorded while another recording runs"));
         }
         let mut recorder = Recorder::default();
         // Arguments are external inputs, even those that another recording made.
         let as_external = |v: &Var| Var::new(self, v.tensor().clone(), self.checked_id_on(v, site), None);
         let fresh: Vec<Var> = arguments.iter().map(as_external).collect();
         for argument in &fresh {
-            let (id, accumulation) = (argument.id(), self.accumulation_dtype_of(argument.id(), argument.tensor()));
+            let (id, accumulation) =
+                (argument.id(), self.accumulation_dtype_of(argument.id(), argument.tensor()));
             recorder.external((id, id.and_then(|id| self.key_of(id))), argument.tensor(), accumulation);
         }
         recorder.program.num_arguments = recorder.program.external_inputs.len();
@@ -52,7 +50,8 @@ impl Tape {
         let recorder = self.set_recorder(None).unwrap_or_default();
         let mut program = recorder.program;
         program.outputs = outputs.unwrap_or_default();
-        let external_inputs = recorder.external_inputs.into_iter().map(|(id, t)| Var::new(self, t, id, None)).collect();
+        let external_inputs =
+            recorder.external_inputs.into_iter().map(|(id, t)| Var::new(self, t, id, None)).collect();
         Ok(Recording { program, external_inputs, results: results? })
     }
 }
@@ -118,7 +117,8 @@ impl Program {
         let mut last: HashMap<Slot, usize> = HashMap::new();
         for at in range.clone() {
             let record = &self.records[at];
-            let made = (0..record.outputs.len()).map(|out| Slot::Output { record: at as u32, out: out as u32 });
+            let made =
+                (0..record.outputs.len()).map(|out| Slot::Output { record: at as u32, out: out as u32 });
             last.extend(record.inputs.iter().copied().chain(made).map(|slot| (slot, at)));
         }
         let mut done = vec![Vec::new(); range.len()];
@@ -136,7 +136,9 @@ impl Program {
         let record = &self.records[at];
         let mut inputs: SmallVec<[Var; 4]> =
             record.inputs.iter().map(|slot| self.value(at, slot, values)).collect::<Result<_>>()?;
-        for (input, _) in inputs.iter_mut().zip(&record.stops_gradient).filter(|(_, stops_gradient)| **stops_gradient) {
+        for (input, _) in
+            inputs.iter_mut().zip(&record.stops_gradient).filter(|(_, stops_gradient)| **stops_gradient)
+        {
             *input = input.detach();
         }
         let inputs: SmallVec<[&Var; 4]> = inputs.iter().collect();
@@ -181,8 +183,10 @@ impl Program {
         values.get(slot).cloned().ok_or_else(|| {
             let name = self.records[at].op.name();
             let text = format!("replay: record {at} ({name}) reads {slot:?}, which has no value");
-            Error::new(Kind::Unsupported, text)
-                .detail("help", "put the inputs of the slice (Program::inputs_of) into `values` before replay()")
+            Error::new(Kind::Unsupported, text).detail(
+                "help",
+                "put the inputs of the slice (Program::inputs_of) into `values` before replay()",
+            )
         })
     }
 }

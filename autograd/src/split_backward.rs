@@ -5,7 +5,7 @@
 
 use crate::id::{Id, Key};
 use crate::tape::accumulate::{add, preload};
-use crate::tape::{Node, Tape, NodeKind, with_backward_site};
+use crate::tape::{Node, NodeKind, Tape, with_backward_site};
 use shardgrad_tensor::Tensor;
 use smallvec::SmallVec;
 
@@ -60,9 +60,14 @@ impl Tape {
     }
 
     /// Starts leaves from gradients accumulated elsewhere, before [`Tape::backward_weights`] adds to them.
-    pub(crate) fn preload_deferred_gradients(&self, deferred: &DeferredWeightGrads, sum: impl FnMut(Key) -> Option<Tensor>) {
+    pub(crate) fn preload_deferred_gradients(
+        &self,
+        deferred: &DeferredWeightGrads,
+        sum: impl FnMut(Key) -> Option<Tensor>,
+    ) {
         if !self.context().detects_anomalies() {
-            let inputs = deferred.nodes.iter().flat_map(|node| &node.inputs).zip(deferred.pending.iter().flatten());
+            let inputs =
+                deferred.nodes.iter().flat_map(|node| &node.inputs).zip(deferred.pending.iter().flatten());
             let pending = inputs.filter_map(|(input, pending)| input.filter(|_| *pending));
             preload(&mut self.arena().leaves, pending, sum);
         }

@@ -10,10 +10,13 @@
 
 pub(crate) mod accumulate;
 
-use crate::id::{KeyMap, NoiseState, Gradients, Id, Key, Noise};
-use crate::program::{RecordingCache, OpRecord, Recorder, Slot, AccumulationDType};
+use crate::id::{Gradients, Id, Key, KeyMap, Noise, NoiseState};
+use crate::program::{AccumulationDType, OpRecord, Recorder, RecordingCache, Slot};
+use accumulate::add;
 use shardgrad_dist::{Error, Rank};
-use shardgrad_tensor::op::{Cotangents, GradAccumulator, Vjp, check_cotangents_present, check_cotangent_layouts};
+use shardgrad_tensor::op::{
+    Cotangents, GradAccumulator, Vjp, check_cotangent_layouts, check_cotangents_present,
+};
 use shardgrad_tensor::{Context, Inference, Layout, Op, PackCacheGuard, Tensor};
 use smallvec::SmallVec;
 use std::cell::{Cell, RefCell, RefMut};
@@ -22,7 +25,6 @@ use std::fmt;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, Location, catch_unwind, resume_unwind};
 use std::rc::{Rc, Weak};
-use accumulate::add;
 
 /// A parameter in one layout: as it is stored, or derived from that by a route.
 pub(crate) struct Leaf {
@@ -340,7 +342,8 @@ impl Tape {
         let before = context.set_backward(true);
         let mut arena = self.arena();
         let mut nodes = arena.take_nodes();
-        let mut ready = if self.0.expects_gradients.take() { arena.leaves_ready_after(&nodes) } else { Vec::new() };
+        let mut ready =
+            if self.0.expects_gradients.take() { arena.leaves_ready_after(&nodes) } else { Vec::new() };
         for (id, seed) in seeds {
             add(&mut arena.leaves, &mut nodes, id, seed);
         }
@@ -438,7 +441,8 @@ impl Node {
             NodeKind::Op(op, inference) => {
                 backward_site.set(Some((self.site, op.name())));
                 let closed = context.set_in_vjp(true);
-                let donated = op.donated_input().filter(|&i| wanted[i]).and_then(|i| self.saved_inputs[i].take());
+                let donated =
+                    op.donated_input().filter(|&i| wanted[i]).and_then(|i| self.saved_inputs[i].take());
                 let cotangents = op.vjp(&Vjp {
                     rank,
                     inputs: &self.saved_inputs,
@@ -452,7 +456,9 @@ impl Node {
                 });
                 context.set_in_vjp(closed);
                 let lawful = check_cotangent_layouts(&**op, &cotangents, inference.inputs());
-                lawful.and_then(|()| check_cotangents_present(&**op, &cotangents, wanted)).unwrap_or_else(|e| e.raise());
+                lawful
+                    .and_then(|()| check_cotangents_present(&**op, &cotangents, wanted))
+                    .unwrap_or_else(|e| e.raise());
                 cotangents
             }
             NodeKind::Block(block) => {

@@ -1,11 +1,11 @@
 //! A variable: a tensor on a tape.
 
 use crate::id::{Id, Key};
-use crate::program::{RecordingCache, OpRecord, Slot, AccumulationDType};
-use crate::tape::{Node, Tape, NodeKind};
+use crate::program::{AccumulationDType, OpRecord, RecordingCache, Slot};
+use crate::tape::{Node, NodeKind, Tape};
 use shardgrad_dist::{Error, Kind, Result};
-use shardgrad_tensor::ops::redistribute::Redistribute;
 use shardgrad_tensor::local_tensor::with_mapped;
+use shardgrad_tensor::ops::redistribute::Redistribute;
 use shardgrad_tensor::{Inference, Layout, Op, Tensor, Value, op};
 use smallvec::SmallVec;
 use std::cell::RefCell;
@@ -42,7 +42,14 @@ struct CachedLayout {
 impl Var {
     pub(crate) fn new(tape: &Tape, tensor: Tensor, id: Option<Id>, slot: Option<Slot>) -> Var {
         let slot = slot.map(|slot| (tape.recording(), slot));
-        Var(Rc::new(Inner { tensor, tape: tape.clone(), id, slot, detached: false, cached_layouts: RefCell::default() }))
+        Var(Rc::new(Inner {
+            tensor,
+            tape: tape.clone(),
+            id,
+            slot,
+            detached: false,
+            cached_layouts: RefCell::default(),
+        }))
     }
 
     /// The same variable, detached or not.
@@ -124,9 +131,12 @@ impl Var {
     pub fn backward_scaled(&self, factor: f64) -> Result<()> {
         let (site, layout) = (Location::caller(), self.layout());
         if layout.ndim() != 0 {
-            return Err(Error::new(Kind::Shape, format!("backward() needs a scalar, this tensor is {layout}"))
-                .detail("help", "reduce it first: x.mean().backward() or x.sum().backward()")
-                .at(site));
+            return Err(Error::new(
+                Kind::Shape,
+                format!("backward() needs a scalar, this tensor is {layout}"),
+            )
+            .detail("help", "reduce it first: x.mean().backward() or x.sum().backward()")
+            .at(site));
         }
         let id = self.checked_id(site).ok_or_else(|| no_gradient_error(site))?;
         let seed = Tensor::full(self.rank(), &layout.dual(), factor)?;
@@ -197,7 +207,9 @@ impl Var {
             return cached.var.clone();
         }
         let make = || match self.0.tape.derive_leaf((self.0.id, &self.0.tensor), to, site) {
-            Some((id, tensor)) => Var::new(&self.0.tape, tensor, Some(id), None).with_detached(self.0.detached),
+            Some((id, tensor)) => {
+                Var::new(&self.0.tape, tensor, Some(id), None).with_detached(self.0.detached)
+            }
             None => {
                 let op = Redistribute::between(self.rank(), self.layout(), to);
                 let op = op.unwrap_or_else(|e| e.at(site).raise());
@@ -224,13 +236,16 @@ impl Var {
     ) -> SmallVec<[Var; 2]> {
         let tape = &args.first().expect("an op has at least one argument").0.tape;
         let context = (tape.rank(), tape.context());
-        let planned = with_mapped(args, |v| v.layout(), |layouts| op::plan(&*op, context, layouts, &[], site));
+        let planned =
+            with_mapped(args, |v| v.layout(), |layouts| op::plan(&*op, context, layouts, &[], site));
         let inference = planned.unwrap_or_else(|e| e.raise());
         if inference.targets.iter().all(Option::is_none) {
             return common_tape(args).run((&op, &inference), args, site);
         }
-        let in_target_layout = |(v, target): (&&Var, &Option<Layout>)| target.as_ref().map(|to| v.cached_layout(to, site));
-        let cached_layouts: SmallVec<[Option<Var>; 4]> = args.iter().zip(&inference.targets).map(in_target_layout).collect();
+        let in_target_layout =
+            |(v, target): (&&Var, &Option<Layout>)| target.as_ref().map(|to| v.cached_layout(to, site));
+        let cached_layouts: SmallVec<[Option<Var>; 4]> =
+            args.iter().zip(&inference.targets).map(in_target_layout).collect();
         let args: SmallVec<[&Var; 4]> =
             args.iter().zip(&cached_layouts).map(|(v, cached)| cached.as_ref().unwrap_or(v)).collect();
         common_tape(&args).run((&op, &inference), &args, site)
@@ -260,7 +275,12 @@ impl Tape {
 
     /// The leaf of a parameter whose cotangents are accumulated in dtypes no narrower than its own.
     #[track_caller]
-    pub(crate) fn leaf_accumulated_in(&self, key: Key, tensor: &Tensor, accumulation: AccumulationDType) -> Var {
+    pub(crate) fn leaf_accumulated_in(
+        &self,
+        key: Key,
+        tensor: &Tensor,
+        accumulation: AccumulationDType,
+    ) -> Var {
         let (id, tensor) = self.parameter_leaf(key, tensor, accumulation, Location::caller());
         let leaf = Var::new(self, tensor, id, None);
         if self.is_no_grad() { leaf.detach() } else { leaf }
@@ -289,15 +309,24 @@ impl Tape {
         let context = (self.rank(), self.context());
         let outputs = match self.is_meta() {
             true => op::meta(inference, self.rank()),
-            false => with_mapped(args, |v| v.tensor().local(), |x| op::run(&**op, x, inference, context, site))
-                .unwrap_or_else(|e| e.raise()),
+            false => {
+                with_mapped(args, |v| v.tensor().local(), |x| op::run(&**op, x, inference, context, site))
+                    .unwrap_or_else(|e| e.raise())
+            }
         };
         let visible = outputs.len() - op.num_saved();
         let record = self.is_recording().then(|| {
             let inputs = args.iter().map(|v| self.slot_of(v, site)).collect();
             let outputs = outputs[..visible].iter().map(|t| t.layout().clone()).collect();
             let stops_gradient = args.iter().map(|v| v.0.detached || self.is_no_grad()).collect();
-            self.record_op(OpRecord { op: op.clone(), inputs, outputs, path: self.context().path(), site, stops_gradient })
+            self.record_op(OpRecord {
+                op: op.clone(),
+                inputs,
+                outputs,
+                path: self.context().path(),
+                site,
+                stops_gradient,
+            })
         });
         let id = self.records().then(|| self.make_node((op, inference), args, &outputs, site)).flatten();
         let mut made = SmallVec::new();
@@ -371,16 +400,15 @@ fn common_tape<'a>(args: &[&'a Var]) -> &'a Tape {
     let records = |v: &&&Var| v.tape().records() || v.tape().is_recording();
     // A value made in a recording has no id, and may have a gradient all the same.
     let has_gradient = |v: &&&Var| v.requires_grad() || v.0.slot.is_some() && v.tape().is_recording();
-    let found = args.iter().find(|v| has_gradient(v) && records(v)).or_else(|| args.iter().find(has_gradient));
+    let found =
+        args.iter().find(|v| has_gradient(v) && records(v)).or_else(|| args.iter().find(has_gradient));
     found.or_else(|| args.iter().find(records)).map_or(first, |v| v.tape())
 }
 
 /// The error of a backward pass from a value without a gradient.
 pub(crate) fn no_gradient_error(site: &'static Location<'static>) -> Error {
     let help = "no trained parameter took part in it, or it was made under no_grad() or on an inference tape";
-    Error::new(Kind::Unsupported, "backward() of a value that has no gradient")
-        .detail("help", help)
-        .at(site)
+    Error::new(Kind::Unsupported, "backward() of a value that has no gradient").detail("help", help).at(site)
 }
 
 impl RecordingCache for Inner {

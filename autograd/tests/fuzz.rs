@@ -1,10 +1,12 @@
 //! Fuzzing over the list of ops, and planted faults, each of which the fuzzer must find and shrink.
 
-use shardgrad_autograd::fuzz::{TestInput, LayoutPattern, ValueRef, Program, Report, Step, Verdict, programs};
+use shardgrad_autograd::fuzz::{
+    LayoutPattern, Program, Report, Step, TestInput, ValueRef, Verdict, programs,
+};
 use shardgrad_autograd::{Var, fuzz_model};
 use shardgrad_dist::{Error, Result};
-use shardgrad_tensor::op::{Cotangents, ForwardContext, Op, LocalTensors, Vjp};
-use shardgrad_tensor::ops::{Case, OpModule, Input, OPS};
+use shardgrad_tensor::op::{Cotangents, ForwardContext, LocalTensors, Op, Vjp};
+use shardgrad_tensor::ops::{Case, Input, OPS, OpModule};
 use shardgrad_tensor::{DType, LocalTensor, Tensor, Value, View};
 use std::io::Write as _;
 use std::rc::Rc;
@@ -212,7 +214,11 @@ fn f32_rounding_of_one_rank_is_ill_posed() {
     let program = Program {
         mesh: "a=2".into(),
         dtype: DType::F32,
-        inputs: vec![TestInput { input: Input::real(&[3, 2]), layout: LayoutPattern::unsharded(2), is_leaf: false }],
+        inputs: vec![TestInput {
+            input: Input::real(&[3, 2]),
+            layout: LayoutPattern::unsharded(2),
+            is_leaf: false,
+        }],
         steps: vec![
             apply("expm1", ValueRef::Input(0)),
             apply("sigmoid", ValueRef::Output(0, 0)),
@@ -231,7 +237,11 @@ fn f32_rounding_of_one_rank_is_ill_posed() {
 #[test]
 fn kink_at_zero_is_ill_posed() {
     let apply = |op: &str, case, args| Step::Apply { op: op.into(), case, args, no_grad: false };
-    let feed = |input, marks: &str, is_leaf| TestInput { input, layout: LayoutPattern::parse(marks).unwrap(), is_leaf };
+    let feed = |input, marks: &str, is_leaf| TestInput {
+        input,
+        layout: LayoutPattern::parse(marks).unwrap(),
+        is_leaf,
+    };
     let program = Program {
         mesh: "a=4".into(),
         dtype: DType::F32,

@@ -2,7 +2,7 @@
 //! ranks in 16-bit floats are rounded once.
 
 use shardgrad_autograd::pipeline::{PipelineInputs, Runner, Schedule, Stages};
-use shardgrad_autograd::{ReplayNoise, Gradients, Program, Tape, Var};
+use shardgrad_autograd::{Gradients, Program, ReplayNoise, Tape, Var};
 use shardgrad_dist::{Mesh, Rank, Result, World};
 use shardgrad_tensor::{DType, Elementwise, Layout, Tensor, Value};
 

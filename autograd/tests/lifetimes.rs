@@ -29,8 +29,11 @@ fn argument_order_does_not_choose_the_tape() {
     one_rank(|rank| {
         let (w, target) = (vector(rank, &[3.0, 5.0])?, vector(rank, &[1.0, 2.0])?);
         let inference = Tape::inference(rank);
-        let teachers =
-            [inference.constant(target.clone()), inference.leaf(1, &target), Tape::new(rank).constant(target)];
+        let teachers = [
+            inference.constant(target.clone()),
+            inference.leaf(1, &target),
+            Tape::new(rank).constant(target),
+        ];
         for teacher in &teachers {
             for teacher_first in [false, true] {
                 let distance = |student: &Var| match teacher_first {
@@ -520,7 +523,11 @@ fn pack_cache_of_leaves_lives_until_gradients_are_taken() {
             drop(tape);
             assert_eq!(in_use(), before, "{rounds} rounds");
             let next = Tape::new(rank);
-            assert_eq!(round(&next, &w)?, before + bytes, "another tape caches nothing unless it has several rounds");
+            assert_eq!(
+                round(&next, &w)?,
+                before + bytes,
+                "another tape caches nothing unless it has several rounds"
+            );
         }
         Ok(())
     });

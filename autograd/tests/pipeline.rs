@@ -1,7 +1,7 @@
 //! A pipeline with any cut, under any schedule, gives the values and gradients of one rank.
 
 use shardgrad_autograd::pipeline::{Action, Cut, PipelineInputs, Profile, Runner, Schedule, Stages};
-use shardgrad_autograd::{ReplayNoise, Gradients, Noise, Program, Tape, Var};
+use shardgrad_autograd::{Gradients, Noise, Program, ReplayNoise, Tape, Var};
 use shardgrad_dist::{Mesh, Phase, Rank, Result, World};
 use shardgrad_tensor::{DType, Layout, Tensor, Value};
 use std::collections::BTreeMap;
@@ -257,7 +257,8 @@ fn frozen_first_stages_skip_the_backward_pass() {
     ];
     for schedule in one_each.into_iter().chain([Schedule::zb_v(2, 3).unwrap()]) {
         let whole = chain(&schedule, &[]);
-        let forward = chain(&Schedule::forward_only(&schedule.stage_ranks, schedule.ranks.len()).unwrap(), &[]);
+        let forward =
+            chain(&Schedule::forward_only(&schedule.stage_ranks, schedule.ranks.len()).unwrap(), &[]);
         for frozen in [&[0][..], &[0, 1], &[0, 1, 2], &[1], &[0, 2], &[3]] {
             let what = format!("{} without {frozen:?}", schedule.name);
             let ran = chain(&schedule, frozen);
@@ -356,7 +357,10 @@ fn unverified_schedule_ends_in_an_error() {
     let text = run_unverified(|schedule| schedule.ranks[1].insert(2, half));
     assert!(text.contains(why), "{text}");
     let text = run_unverified(|schedule| schedule.stage_ranks.push(0));
-    assert!(text.contains("schedule gpipe is for 3 stages on 2 ranks, but there are 2 stages on 2 ranks"), "{text}");
+    assert!(
+        text.contains("schedule gpipe is for 3 stages on 2 ranks, but there are 2 stages on 2 ranks"),
+        "{text}"
+    );
 }
 
 #[test]
@@ -392,8 +396,10 @@ fn profile_times_every_segment_alike_on_all_ranks() {
     let (profile, num_records) = &profiles[0];
     assert!(profiles.iter().all(|p| p == &profiles[0]));
     assert!(profile.segments.len() >= 4 && profile.segments.len() == profile.times.len());
-    let tiled =
-        profile.segments.iter().scan(0, |end, segment| Some(segment.start == std::mem::replace(end, segment.end)));
+    let tiled = profile
+        .segments
+        .iter()
+        .scan(0, |end, segment| Some(segment.start == std::mem::replace(end, segment.end)));
     assert!(tiled.into_iter().all(|fits| fits) && profile.segments.last().unwrap().end == *num_records);
     assert!(profile.times.iter().all(|t| t.forward > 0.0 && t.forward < 1.0) && profile.transfer > 0.0);
     assert!(profile.times.iter().any(|t| t.input > 0.0) && profile.times.iter().any(|t| t.weight > 0.0));
@@ -415,7 +421,9 @@ fn tied_parameter_read_without_gradient_gets_the_gradient() {
                 let w = args[0].tape().leaf(0, &parameter(args[0].rank(), 0)?);
                 let detached = |x: &Var| x.add(&w.to_layout(&split).detach().sum());
                 let live = |x: &Var| x.matmul(&w);
-                Ok(vec![if detached_first { live(&detached(&args[0])) } else { detached(&live(&args[0])) }.sum()])
+                Ok(vec![
+                    if detached_first { live(&detached(&args[0])) } else { detached(&live(&args[0])) }.sum(),
+                ])
             };
             let layout = Layout::invariant(here.mesh(), DType::F64, &[ROWS, WIDTH]);
             let program = Program::record(&here, std::slice::from_ref(&layout), None, text)?;

@@ -1,6 +1,6 @@
 //! The tape on hand-computed examples: gradients, rounds, routes, activation checkpointing, recording, and errors.
 
-use shardgrad_autograd::{ReplayNoise, Program, Slot, Tape, Var};
+use shardgrad_autograd::{Program, ReplayNoise, Slot, Tape, Var};
 use shardgrad_dist::{Kind, Mesh, Rank, Result, World};
 use shardgrad_tensor::{Contraction, Indexing, Layout, Residual, Shaping, Tensor, Value};
 use std::collections::HashMap;
@@ -272,7 +272,8 @@ fn norm_with_residual_is_bitwise_equal_to_norm() {
             let before = x.to_f64()?;
             let mut y = tape.leaf(1, &x);
             for _ in 0..2 {
-                let block = |x: &Var| two_norms(x, &[tape.leaf(2, &wb[0]), tape.leaf(3, &wb[1])], with_residual);
+                let block =
+                    |x: &Var| two_norms(x, &[tape.leaf(2, &wb[0]), tape.leaf(3, &wb[1])], with_residual);
                 y = match checkpointed {
                     true => tape.checkpoint(&[y], |args| Ok(vec![block(&args[0])]))?.remove(0),
                     false => block(&y),
@@ -287,8 +288,12 @@ fn norm_with_residual_is_bitwise_equal_to_norm() {
         };
         World::run(Mesh::parse("a=2").unwrap(), |rank| {
             for checkpointed in [false, true] {
-                let (plain, with_residual) = (run(rank, false, checkpointed)?, run(rank, true, checkpointed)?);
-                assert_eq!(plain, with_residual, "values, gradients and saved bytes of {x}, {w}, {checkpointed}");
+                let (plain, with_residual) =
+                    (run(rank, false, checkpointed)?, run(rank, true, checkpointed)?);
+                assert_eq!(
+                    plain, with_residual,
+                    "values, gradients and saved bytes of {x}, {w}, {checkpointed}"
+                );
             }
             Ok(())
         })
@@ -362,7 +367,8 @@ fn recorded_program_replays_in_slices() {
         assert_eq!(program.external_inputs[1].key, Some(9));
         assert_eq!(program.inputs_of(2..4), [Slot::Output { record: 1, out: 0 }, Slot::External(0)]);
         let other = tape.constant(Tensor::from_host(rank, &[1, 2], &[0.5f64, 2.0])?);
-        let mut values = HashMap::from([(Slot::External(0), other.clone()), (Slot::External(1), tape.leaf(9, &w))]);
+        let mut values =
+            HashMap::from([(Slot::External(0), other.clone()), (Slot::External(1), tape.leaf(9, &w))]);
         program.replay(0..2, &mut values, ReplayNoise::Recorded)?;
         program.replay(2..4, &mut values, ReplayNoise::Recorded)?;
         let replayed = values[&program.outputs[0]].tensor().to_host::<f64>()?;

@@ -2,8 +2,10 @@
 //! loss and a result that is not a loss. Under every schedule, on any number of stages, it has the gradients of one
 //! rank, and as many live passes as the simulation.
 
-use shardgrad_autograd::pipeline::{PipelineInputs, NAMES, PipelineOutputs, Runner, Schedule, Stages, PassTimes};
-use shardgrad_autograd::{ReplayNoise, Gradients, Program, Tape, Var};
+use shardgrad_autograd::pipeline::{
+    NAMES, PassTimes, PipelineInputs, PipelineOutputs, Runner, Schedule, Stages,
+};
+use shardgrad_autograd::{Gradients, Program, ReplayNoise, Tape, Var};
 use shardgrad_dist::{Mesh, Rank, Result, World};
 use shardgrad_tensor::{DType, Layout, Tensor, Value};
 use std::collections::BTreeMap;
@@ -120,7 +122,11 @@ fn starts(program: &Program, num_stages: usize) -> Vec<usize> {
 
 /// One rank's step, with the live passes that the verification and the simulation give, and the parameters of its
 /// stages.
-fn step(rank: &Rank, name: &str, num_microbatches: usize) -> Result<(PipelineOutputs, Vec<Vec<usize>>, Vec<u64>)> {
+fn step(
+    rank: &Rank,
+    name: &str,
+    num_microbatches: usize,
+) -> Result<(PipelineOutputs, Vec<Vec<usize>>, Vec<u64>)> {
     let axis = rank.mesh().axis("pp").unwrap();
     let (here, place) = (rank.slice(axis), rank.coordinate(axis));
     let schedule = Schedule::named(name, rank.mesh().size(axis), num_microbatches)?;

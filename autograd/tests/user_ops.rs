@@ -2,7 +2,9 @@
 
 use shardgrad_autograd::Tape;
 use shardgrad_dist::{Error, Kind, Mesh, Result, World};
-use shardgrad_tensor::{Cotangents, SavedForBackward, Layout, ForwardContext, Op, LocalTensor, LocalTensors, Tensor, Value, Vjp};
+use shardgrad_tensor::{
+    Cotangents, ForwardContext, Layout, LocalTensor, LocalTensors, Op, SavedForBackward, Tensor, Value, Vjp,
+};
 use std::rc::Rc;
 
 /// y = x + x', with a vjp that the test chooses.
@@ -56,13 +58,21 @@ fn vjp_errors_name_the_op() {
             Kind::Unsupported,
             "the vjp reads argument 1, which Op::saved_for_backward",
         ),
-        (|cx| cx.cotangents(|_| cx.input(5).clone()), Kind::Unsupported, "the vjp reads argument 5, but there are 2"),
+        (
+            |cx| cx.cotangents(|_| cx.input(5).clone()),
+            Kind::Unsupported,
+            "the vjp reads argument 5, but there are 2",
+        ),
         (
             |cx| cx.cotangents(|_| cx.output(0).clone()),
             Kind::Unsupported,
             "the vjp reads output 0, which Op::saved_for_backward",
         ),
-        (|cx| cx.cotangents(|_| cx.grad(1)), Kind::Unsupported, "the vjp reads the cotangent of output 1, but there are 1"),
+        (
+            |cx| cx.cotangents(|_| cx.grad(1)),
+            Kind::Unsupported,
+            "the vjp reads the cotangent of output 1, but there are 1",
+        ),
         (
             |_| [None, None].into_iter().collect(),
             Kind::Unsupported,

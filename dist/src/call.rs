@@ -331,7 +331,8 @@ impl IssuedCall {
             (Op::Broadcast { root: a }, Op::Broadcast { root: b }) => root = a != b,
             _ => {}
         }
-        let origins = self.origin_hash != 0 && other.origin_hash != 0 && self.origin_hash != other.origin_hash;
+        let origins =
+            self.origin_hash != 0 && other.origin_hash != 0 && self.origin_hash != other.origin_hash;
         let paths = !self.path.is_empty() && !other.path.is_empty() && self.path != other.path;
         [
             (!same_op, "op"),
@@ -413,7 +414,8 @@ mod tests {
         };
         let moved = |rank: usize, op: Op, counts: &[usize], received: &[usize]| {
             let position = GroupPosition::new(&mesh, rank, axes);
-            Request { call: &call, op, position: &position, number: 1, counts, received, x: None }.transferred_numel()
+            Request { call: &call, op, position: &position, number: 1, counts, received, x: None }
+                .transferred_numel()
         };
         assert_eq!(moved(0, Op::AllReduce(ReduceOp::Sum), &[10], &[]), 14);
         assert_eq!(moved(2, Op::AllReduce(ReduceOp::Sum), &[10], &[]), 12);
@@ -465,7 +467,8 @@ mod tests {
         for (call, op) in parts {
             let position = GroupPosition::new(&mesh, 0, call.axes);
             for (counts, number) in counts.iter().flat_map(|counts| [(*counts, 1), (*counts, 2)]) {
-                let request = Request { call, op, position: &position, number, counts, received: &[], x: None };
+                let request =
+                    Request { call, op, position: &position, number, counts, received: &[], x: None };
                 let mut issued = IssuedCall::none();
                 issued.set(&request);
                 all.push((Fingerprint::of(&request), issued));

@@ -69,7 +69,13 @@ struct ErrorData {
 impl Error {
     /// Creates an error without details.
     pub fn new(kind: Kind, message: impl Into<String>) -> Error {
-        Error(Box::new(ErrorData { kind, message: message.into(), details: Vec::new(), site: None, cause: None }))
+        Error(Box::new(ErrorData {
+            kind,
+            message: message.into(),
+            details: Vec::new(),
+            site: None,
+            cause: None,
+        }))
     }
 
     /// Adds a labelled line (`signature`, `arg 0`, `at`, `help`, ...); lines print in the order added.

@@ -57,7 +57,13 @@ impl GroupSync {
     pub(crate) fn new(size: usize) -> GroupSync {
         let count = || AtomicU64::new(0);
         let slots = (0..size).map(|_| <[InlineSlot; 2]>::default()).collect();
-        GroupSync { arrived: count(), reduced: count(), finished: count(), condvar: SpinCondvar::default(), slots }
+        GroupSync {
+            arrived: count(),
+            reduced: count(),
+            finished: count(),
+            condvar: SpinCondvar::default(),
+            slots,
+        }
     }
 
     fn size(&self) -> u64 {

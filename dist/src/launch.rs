@@ -6,10 +6,10 @@ use crate::error::{Error, Kind, Result};
 use crate::mesh::Mesh;
 use crate::rank::Rank;
 use crate::report;
-use crate::world_state::{Failure, RankStatus, WorldState};
 use crate::transport::DryRunTransport;
-use crate::transport::thread::{Shared, ThreadTransport};
 use crate::transport::tcp::{ConsistentValues, WaitHook};
+use crate::transport::thread::{Shared, ThreadTransport};
+use crate::world_state::{Failure, RankStatus, WorldState};
 use shardgrad_kernels::cpu::cores;
 use shardgrad_kernels::{BackendConfig, BackendProvider, CpuProvider, MatmulPrecision, Null};
 use std::any::Any;
@@ -148,7 +148,8 @@ impl World {
         let num_threads = self.num_threads.unwrap_or((cores / num_ranks).max(1));
         let may_spin = num_ranks.saturating_mul(num_threads) <= cores;
         let spin = if may_spin { SPIN } else { Duration::ZERO };
-        let assigned_cores = if self.pin_threads { assign_cores(num_ranks, num_threads)? } else { Vec::new() };
+        let assigned_cores =
+            if self.pin_threads { assign_cores(num_ranks, num_threads)? } else { Vec::new() };
         let world = WorldState::new(self.mesh.clone());
         let shared = Arc::new(Shared::new(world, self.timeout, spin, self.delay_seed));
         let (memory_bytes_max, precision) = (self.memory_bytes_max, self.precision);
@@ -200,8 +201,12 @@ impl World {
         if index >= self.mesh.num_ranks() {
             return Err(Error::new(Kind::Mesh, format!("there is no rank {index} in {}", self.mesh)));
         }
-        let rank =
-            Rank::new(self.mesh.clone(), index, Null::with_limit(self.memory_bytes_max), Box::new(DryRunTransport));
+        let rank = Rank::new(
+            self.mesh.clone(),
+            index,
+            Null::with_limit(self.memory_bytes_max),
+            Box::new(DryRunTransport),
+        );
         rank.trace().enable();
         catch_errors(&self.mesh, index, || f(&rank))
     }
@@ -262,5 +267,7 @@ fn catch_errors<T>(mesh: &Mesh, index: usize, f: impl FnOnce() -> Result<T>) -> 
 
 fn text(payload: &(dyn Any + Send)) -> &str {
     let owned = payload.downcast_ref::<String>().map(String::as_str);
-    owned.or_else(|| payload.downcast_ref::<&'static str>().copied()).unwrap_or("a payload that is not a string")
+    owned
+        .or_else(|| payload.downcast_ref::<&'static str>().copied())
+        .unwrap_or("a payload that is not a string")
 }

@@ -127,7 +127,9 @@ impl Mesh {
             let word = name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')
                 && name.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_');
             if !word {
-                return refuse(format!("`{name}` is not an axis name: use letters, digits and `_`, and start with a letter or `_`"));
+                return refuse(format!(
+                    "`{name}` is not an axis name: use letters, digits and `_`, and start with a letter or `_`"
+                ));
             }
             if axes[..i].iter().any(|(other, _)| other == name) {
                 return refuse(format!("axis `{name}` is named twice in the mesh"));
@@ -137,7 +139,11 @@ impl Mesh {
             }
             ranks = match ranks.checked_mul(*size) {
                 Some(n) if n <= 1 << 31 => n,
-                _ => return refuse(format!("axis `{name}` of size {size} makes the mesh larger than 2^31 ranks")),
+                _ => {
+                    return refuse(format!(
+                        "axis `{name}` of size {size} makes the mesh larger than 2^31 ranks"
+                    ));
+                }
             };
         }
         Ok(Mesh(Arc::new(Axes {
@@ -322,7 +328,10 @@ impl Mesh {
         if at + 1 >= self.num_axes() {
             return Err(Error::new(
                 Kind::Mesh,
-                format!("axis `{}` is the innermost axis: there is no inner neighbour to fold it with", self.name(outer)),
+                format!(
+                    "axis `{}` is the innermost axis: there is no inner neighbour to fold it with",
+                    self.name(outer)
+                ),
             ));
         }
         let mut axes: Vec<(&str, usize)> = self.axes().map(|a| (self.name(a), self.size(a))).collect();

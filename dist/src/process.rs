@@ -54,7 +54,9 @@ impl Process {
     /// `Kind::Config` if `local_rank` is not below `num_local_ranks`.
     pub fn with_local_rank(self, local_rank: usize, num_local_ranks: usize) -> Result<Process> {
         if local_rank >= num_local_ranks {
-            let why = format!("there is no local rank {local_rank} among {num_local_ranks} processes on a machine: local ranks are counted from 0");
+            let why = format!(
+                "there is no local rank {local_rank} among {num_local_ranks} processes on a machine: local ranks are counted from 0"
+            );
             return Err(Error::new(Kind::Config, why));
         }
         Ok(Process { local_rank, num_local_ranks, ..self })
@@ -325,14 +327,21 @@ mod tests {
         let child = |index, main| [&node(index, main)[..], &[address]].concat();
         assert_eq!(parsed(&node("0", "0")), process([0, 3, 0, 1], "0.0.0.0", 29500, ""));
         assert_eq!(parsed(&child("2", "0")), process([2, 3, 0, 1], "10.0.0.7", 29500, ""));
-        assert_eq!([parsed(&node("1", "1")).rank, parsed(&child("2", "1")).rank, parsed(&child("0", "1")).rank], [0, 1, 2]);
+        assert_eq!(
+            [parsed(&node("1", "1")).rank, parsed(&child("2", "1")).rank, parsed(&child("0", "1")).rank],
+            [0, 1, 2]
+        );
         assert!(
-            error_text(&node("1", "0")).contains("but AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS is not set")
+            error_text(&node("1", "0"))
+                .contains("but AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS is not set")
         );
         assert!(error_text(&node("1", "0")[..2]).contains("AWS_BATCH_JOB_MAIN_NODE_INDEX is not set"));
         assert!(error_text(&node("1", "3")).contains("AWS_BATCH_JOB_MAIN_NODE_INDEX is 3, but"));
         assert!(error_text(&node("1", "0")[..1]).contains("AWS_BATCH_JOB_NODE_INDEX is not set"));
-        assert_eq!(read(&[("AWS_BATCH_JOB_NUM_NODES", "1"), ("AWS_BATCH_JOB_NODE_INDEX", "0")]).unwrap(), None);
+        assert_eq!(
+            read(&[("AWS_BATCH_JOB_NUM_NODES", "1"), ("AWS_BATCH_JOB_NODE_INDEX", "0")]).unwrap(),
+            None
+        );
     }
 
     #[test]

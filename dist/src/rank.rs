@@ -1,6 +1,6 @@
 //! The handle of a rank: its coordinates, its back end, and collectives with other ranks.
 
-use crate::call::{Call, Op, ReduceOp, Request, GroupPosition};
+use crate::call::{Call, GroupPosition, Op, ReduceOp, Request};
 use crate::error::{Error, Kind, Result};
 use crate::mesh::{Axis, AxisSet, Mesh};
 use crate::trace::Trace;
@@ -225,10 +225,7 @@ impl Rank {
         loop {
             match node.0.get() {
                 Some(here) if here.kind == kind => {
-                    return here
-                        .handle
-                        .downcast_ref()
-                        .expect("bug: the value of a type has another type");
+                    return here.handle.downcast_ref().expect("bug: the value of a type has another type");
                 }
                 Some(other) => node = &other.others,
                 None => {
@@ -303,7 +300,10 @@ impl Rank {
     ) -> Result<Buffer> {
         let position = self.check_peer(call, "broadcast", root)?;
         if position.group_rank == root && x.is_none() {
-            return Err(invalid_call(call, "broadcast: the root passes no buffer: give `x` on the rank whose group rank is `root`"));
+            return Err(invalid_call(
+                call,
+                "broadcast: the root passes no buffer: give `x` on the rank whose group rank is `root`",
+            ));
         }
         let x = x.filter(|_| position.group_rank == root);
         let numel_held = if x.is_some() { numel } else { 0 };
@@ -364,7 +364,12 @@ impl Rank {
         let position = self.position(call)?;
         if counts.len() != position.size() {
             let (got, size) = (counts.len(), position.size());
-            return Err(invalid_call(call, format!("{name}: {got} counts for a group of {size} ranks: give one count per rank of the group")));
+            return Err(invalid_call(
+                call,
+                format!(
+                    "{name}: {got} counts for a group of {size} ranks: give one count per rank of the group"
+                ),
+            ));
         }
         Ok(position.group_rank)
     }
@@ -414,13 +419,18 @@ impl Rank {
             ));
         }
         if call.dtype == DType::Bool && matches!(op, Op::AllReduce(ReduceOp::Sum) | Op::ReduceScatter) {
-            let why = format!("{}: bool elements cannot be summed: all_reduce them with max (any) or min (all)", op.name());
+            let why = format!(
+                "{}: bool elements cannot be summed: all_reduce them with max (any) or min (all)",
+                op.name()
+            );
             return Err(Error::new(Kind::DType, why).at(call.site));
         }
         if position.size() == 1 && op == Op::AllToAll && counts != received {
             return Err(invalid_call(
                 call,
-                format!("all_to_all: the only rank of the group sends {counts:?} elements to itself, but receives {received:?}"),
+                format!(
+                    "all_to_all: the only rank of the group sends {counts:?} elements to itself, but receives {received:?}"
+                ),
             ));
         }
         let (transport, trace) = match &self.0.route {
@@ -429,7 +439,8 @@ impl Rank {
                 return outer.issue(&to_outer_call(call, axes), op, x, numel_held, counts, received);
             }
         };
-        let request = Request { call, op, position: &position, number: position.count(op), counts, received, x };
+        let request =
+            Request { call, op, position: &position, number: position.count(op), counts, received, x };
         trace.add(&request);
         if position.size() == 1 && op.is_collective() {
             transport.check()?;

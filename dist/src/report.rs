@@ -1,7 +1,7 @@
 //! Error messages about ranks: mismatched collectives, deadlocks, timeouts, lost peers and malformed messages.
 
-use crate::encoding::printable;
 use crate::call::{IssuedCall, ORIGIN_DIFFERS, Op};
+use crate::encoding::printable;
 use crate::error::{Error, Kind};
 use crate::mesh::Mesh;
 use crate::world_state::{Failure, RankSnapshot, RankStatus};
@@ -12,8 +12,7 @@ const CAUSE_CHARS_MAX: usize = 200;
 /// The most characters shown of an input.
 const INPUT_CHARS_MAX: usize = 1000;
 const RAISE_TIMEOUT: &str = "raise the timeout with World::timeout (--timeout on the command line)";
-const SILENT: &str =
-    "the network may be down, or the process stopped: check the connection between the machines, and for SIGSTOP";
+const SILENT: &str = "the network may be down, or the process stopped: check the connection between the machines, and for SIGSTOP";
 const SAME_CALLS: &str = "all ranks of a group must make the same calls in the same order";
 const SAME_PROGRAM: &str =
     "start the same program on all machines, and let no other program connect to its ports";
@@ -51,7 +50,9 @@ fn call_mismatch(mesh: &Mesh, members: &[usize], calls: &[&IssuedCall], differen
         return error.detail("help", SAME_CALLS);
     }
     let inputs: Vec<&str> = classes.iter().map(|(call, _)| call.recent_inputs.as_str()).collect();
-    for ((_, ranks), input) in classes.iter().zip(differing_inputs(&inputs)).filter(|(_, input)| !input.is_empty()) {
+    for ((_, ranks), input) in
+        classes.iter().zip(differing_inputs(&inputs)).filter(|(_, input)| !input.is_empty())
+    {
         error = error.detail("given", format!("{}: {}", list(ranks), printable(input, INPUT_CHARS_MAX)));
     }
     error.detail("help", SAME_SHAPES)
@@ -196,8 +197,10 @@ pub(crate) fn not_received(mesh: &Mesh, to: usize, from: usize, issued: &IssuedC
 
 /// The error of a process that closed its connections without reporting a failure.
 pub(crate) fn process_ended(rank: usize) -> Error {
-    Error::new(Kind::PeerLost, format!("rank {rank}'s process ended (killed or crashed)"))
-        .detail("help", "look for the cause in the output of that process, or in the log of its machine (out of memory?)")
+    Error::new(Kind::PeerLost, format!("rank {rank}'s process ended (killed or crashed)")).detail(
+        "help",
+        "look for the cause in the output of that process, or in the log of its machine (out of memory?)",
+    )
 }
 
 /// The error of an unresponsive process: from here, a network failure and a stopped process look the same.
@@ -206,7 +209,8 @@ pub(crate) fn unresponsive(rank: usize, silence: Duration) -> Error {
     let why = format!(
         "nothing received from rank {rank} for {seconds} s: the network may be down, or the process stopped"
     );
-    Error::new(Kind::PeerLost, why).detail("help", "check the connection between the machines, and for SIGSTOP")
+    Error::new(Kind::PeerLost, why)
+        .detail("help", "check the connection between the machines, and for SIGSTOP")
 }
 
 /// The error of a process that sent a malformed message.
@@ -215,7 +219,13 @@ pub(crate) fn malformed(rank: usize) -> Error {
 }
 
 /// The error of a message, or a shared buffer, whose size does not match its call.
-pub(crate) fn wrong_size(mesh: &Mesh, from: usize, call: &IssuedCall, bytes: usize, expected: usize) -> Error {
+pub(crate) fn wrong_size(
+    mesh: &Mesh,
+    from: usize,
+    call: &IssuedCall,
+    bytes: usize,
+    expected: usize,
+) -> Error {
     let call = call.text(mesh, from);
     let why = format!("rank {from} sent a malformed message: {bytes} bytes for {call}, expected {expected}");
     Error::new(Kind::PeerLost, why).detail("help", SAME_PROGRAM)
@@ -247,7 +257,9 @@ pub(crate) fn lost(failure: &Failure, rank: usize, doing: &str) -> Error {
 /// the same error, one reports it with its details, all others in one line. `earlier` is the failure of a rank with a lower number
 /// that failed independently with the same message.
 pub(crate) fn last_error(failure: &Failure, earlier: Option<&Failure>, rank: usize, error: Error) -> Error {
-    let short = |kind: Kind, failure: &Failure| Error::new(kind, stops_too(failure, rank)).caused_by(failure.error.kind());
+    let short = |kind: Kind, failure: &Failure| {
+        Error::new(kind, stops_too(failure, rank)).caused_by(failure.error.kind())
+    };
     let own = &failure.error;
     if failure.is_of(rank) {
         return match earlier {
@@ -256,9 +268,14 @@ pub(crate) fn last_error(failure: &Failure, earlier: Option<&Failure>, rank: usi
             None => own.clone(),
         };
     }
-    let is_same_error = failure.origin != rank && (error.kind(), error.message()) == (own.kind(), own.message());
+    let is_same_error =
+        failure.origin != rank && (error.kind(), error.message()) == (own.kind(), own.message());
     let is_short = error.kind() == Kind::PeerLost && error.message() == stops_too(failure, rank);
-    if failure.reporter() != rank && (is_same_error || is_short) { short(error.kind(), failure) } else { error }
+    if failure.reporter() != rank && (is_same_error || is_short) {
+        short(error.kind(), failure)
+    } else {
+        error
+    }
 }
 
 /// The status of an awaited rank, as a sentence.

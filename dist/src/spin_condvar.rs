@@ -145,7 +145,8 @@ mod tests {
             .map(|at| clock.advance(start + Duration::from_millis(at)));
         assert_eq!(waits.map(|waited| waited.as_millis()), [130, 140, 190, 290]);
         // Sleeps that a loaded machine prolongs still add up to the timeout.
-        let waited = (1..=40).map(|slept| clock.advance(start + Duration::from_millis(9_000_000 + 500 * slept)));
+        let waited =
+            (1..=40).map(|slept| clock.advance(start + Duration::from_millis(9_000_000 + 500 * slept)));
         assert_eq!(waited.last().map(|waited| waited.as_millis()), Some(4290));
     }
 }

@@ -61,8 +61,12 @@ pub(crate) struct RankState {
 
 impl RankState {
     pub(crate) fn new() -> RankState {
-        let posted =
-            PostedCall { status: RankStatus::Running, issued: IssuedCall::none(), x: None, ready: SyncEvent::default() };
+        let posted = PostedCall {
+            status: RankStatus::Running,
+            issued: IssuedCall::none(),
+            x: None,
+            ready: SyncEvent::default(),
+        };
         RankState {
             posted: RwLock::new(posted),
             reduced_chunk: RwLock::new(None),
@@ -332,13 +336,17 @@ impl WorldState {
 
     /// A message that was never received, with its receiver.
     pub(crate) fn unread(&self) -> Option<(usize, Message)> {
-        self.rank_states.iter().enumerate().find_map(|(to, rank_state)| Some((to, rank_state.inbox().pop_front()?)))
+        self.rank_states
+            .iter()
+            .enumerate()
+            .find_map(|(to, rank_state)| Some((to, rank_state.inbox().pop_front()?)))
     }
 
     /// Builds the wait-for graph. A rank counts as waiting only if its ticket did not change from before the first rank was read to
     /// after the last, and if its awaited ranks have not all arrived by then; so all waits in the graph existed at the same time.
     pub(crate) fn wait_graph(&self) -> WaitGraph<'_> {
-        let tickets = || self.rank_states.iter().map(|e| e.ticket.load(Ordering::Acquire)).collect::<Vec<u64>>();
+        let tickets =
+            || self.rank_states.iter().map(|e| e.ticket.load(Ordering::Acquire)).collect::<Vec<u64>>();
         let before = tickets();
         let node = |rank_state: &RankState| {
             let posted = rank_state.posted();
@@ -354,7 +362,9 @@ impl WorldState {
         let groups = self.groups();
         for (rank, node) in nodes.iter_mut().enumerate() {
             // A rank that has not woken up yet keeps its ticket, although all members have arrived and others may have gone on.
-            let have_all_arrived = || groups.get(&self.group_key(rank, node.axes)).is_some_and(|g| g.have_all_arrived(node.number));
+            let have_all_arrived = || {
+                groups.get(&self.group_key(rank, node.axes)).is_some_and(|g| g.have_all_arrived(node.number))
+            };
             node.is_waiting = before[rank] % 2 == 1
                 && before[rank] == after[rank]
                 && !(node.op.is_collective() && have_all_arrived());
@@ -425,7 +435,7 @@ fn extend_path(
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
-    use crate::call::{Call, Origin, Phase, GroupPosition};
+    use crate::call::{Call, GroupPosition, Origin, Phase};
     use shardgrad_kernels::DType;
     use std::cell::Cell;
 
@@ -466,7 +476,9 @@ mod tests {
         let arrived = group.wait_for_all(&group.arrived, nap, || {
             if seen.is_empty() {
                 seen.push(world.wait_graph().absent(0));
-                group.wait_for_all(&group.arrived, nap, || unreachable!("the last member does not wait")).unwrap();
+                group
+                    .wait_for_all(&group.arrived, nap, || unreachable!("the last member does not wait"))
+                    .unwrap();
                 world.rank_state(1).set_status(RankStatus::Returned);
                 seen.push(world.wait_graph().absent(0));
                 assert_eq!(world.wait_graph().find_deadlock(0), None);

@@ -54,7 +54,7 @@ fn block_bytes(bytes: usize) -> usize {
 }
 
 /// Memory to return to the system, after the lock is released.
-struct Useless {
+struct MemoryToFree {
     block: Arc<Block>,
     _chunks: Vec<Chunk>,
 }
@@ -103,16 +103,16 @@ impl State {
     /// Caches a small block, or returns a large one to its chunk. Returns memory for the system, if any; boxed, so that the usual `None`
     /// takes one register.
     #[must_use]
-    fn keep(&mut self, block: Arc<Block>) -> Option<Box<Useless>> {
+    fn keep(&mut self, block: Arc<Block>) -> Option<Box<MemoryToFree>> {
         let Class { bytes, number } = block.raw().class;
         self.stats.in_use_bytes -= bytes;
         let Some(number) = number else {
             self.free_list.give_back(block.raw().start.addr().get() as u64, bytes);
             let chunks = if self.is_closed { self.take_chunks() } else { Vec::new() };
-            return Some(Box::new(Useless { block, _chunks: chunks }));
+            return Some(Box::new(MemoryToFree { block, _chunks: chunks }));
         };
         if self.is_closed {
-            return Some(Box::new(Useless { block, _chunks: Vec::new() }));
+            return Some(Box::new(MemoryToFree { block, _chunks: Vec::new() }));
         }
         if self.free.len() <= number {
             self.free.resize_with(number + 1, Vec::new);
@@ -245,8 +245,8 @@ impl Shared {
 
 /// Returns a block without handles to the cache.
 fn take_back(home: &SpinLock<State>, block: Arc<Block>) {
-    if let Some(useless) = home.with(|state| state.keep(block)) {
-        let Useless { block, _chunks } = *useless;
+    if let Some(to_free) = home.with(|state| state.keep(block)) {
+        let MemoryToFree { block, _chunks } = *to_free;
         release(block);
     }
 }

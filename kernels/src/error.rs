@@ -114,9 +114,14 @@ impl fmt::Display for KernelError {
             KernelError::Library { library, why, .. } => write!(f, "{library}: {why}"),
             KernelError::Unsupported { kernel, device } => write!(f, "{kernel}: no kernel for {device}"),
             KernelError::Compile { kernel, log } => write!(f, "{kernel}: NVRTC rejected the source: {log}"),
-            KernelError::NotCapturable { what } => write!(f, "graph capture: a graph cannot contain work that {what}"),
+            KernelError::NotCapturable { what } => {
+                write!(f, "graph capture: a graph cannot contain work that {what}")
+            }
             KernelError::CaptureOutputHeld { bytes } => {
-                write!(f, "graph capture failed, and {bytes} bytes that it allocated are still held: drop them")
+                write!(
+                    f,
+                    "graph capture failed, and {bytes} bytes that it allocated are still held: drop them"
+                )
             }
             KernelError::Device { call, why, is_permanent: false } => write!(f, "{call}: {why}"),
             KernelError::Device { call, why, is_permanent: true } => {

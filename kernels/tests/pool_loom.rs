@@ -18,7 +18,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use worker_slot::WorkerSlot;
 
-/// Checks every interleaving of a caller and `workers` workers, with at most `preemptions` preemptions. `caller` runs on the caller's thread.
+/// Checks every interleaving of a caller and `workers` workers, with at most `preemptions` preemptions. `caller` runs on the caller's
+/// thread.
 fn model(workers: usize, preemptions: usize, caller: impl Fn(&[Worker]) + Send + Sync + 'static) {
     let mut model = loom::model::Builder::new();
     model.preemption_bound = Some(preemptions);

@@ -1,7 +1,7 @@
 //! A named place in a model where a plan can constrain the layout of an activation.
 
 use shardgrad_autograd::Var;
-use shardgrad_tensor::{Axis, Context, Error, Kind, Layout, Result, Placement, Value};
+use shardgrad_tensor::{Axis, Context, Error, Kind, Layout, Placement, Result, Value};
 use std::cell::RefCell;
 use std::rc::Rc;
 
@@ -70,7 +70,10 @@ pub(crate) fn with_placements(layout: &Layout, placements: &[(Axis, Placement)])
             && d >= layout.ndim()
         {
             let name = layout.mesh().name(axis);
-            let text = format!("the plan shards dim {d} over {name}, but the tensor {layout} has {} dims", layout.ndim());
+            let text = format!(
+                "the plan shards dim {d} over {name}, but the tensor {layout} has {} dims",
+                layout.ndim()
+            );
             let help = "name an existing dim in the plan's rule; dims are counted from 0";
             return Err(Error::new(Kind::Layout, text).detail("help", help));
         }

@@ -33,13 +33,14 @@ pub use crate::hf::{Checkpoints, OPTIMIZER_FILE, RunState, STATE_FILE};
 pub use verify::Checkpoint;
 
 use crate::cast_rule::CastRule;
-use crate::model_io::{WRITE_TIMEOUT, gather_to_rank_zero, load_weights as fill_weights, broadcast_result};
 use crate::hf::{
-    SidecarFile, SaveId, TensorFile, TensorInfo, TensorWriter, OptimizerRecord, Weights, AtomicFolder, check_space,
+    AtomicFolder, OptimizerRecord, SaveId, SidecarFile, TensorFile, TensorInfo, TensorWriter, Weights,
+    check_space,
 };
 use crate::model::HfModel;
+use crate::model_io::{WRITE_TIMEOUT, broadcast_result, gather_to_rank_zero, load_weights as fill_weights};
 use crate::module::Module;
-use crate::optim::{OptimizerState, Optimizer};
+use crate::optim::{Optimizer, OptimizerState};
 use crate::param::Param;
 use crate::sharded_model::Model;
 use shardgrad_tensor::control::world_sum;
@@ -301,9 +302,15 @@ fn load_optimizer<M: Module>(
     Checkpoints::recover(dir)?;
     let (state, record, weights_digest) = RunState::read_all(dir)?;
     if !record.state_names.iter().eq(state_names) {
-        let text = format!("{} has the optimizer state {:?}, the optimizer of this run needs {state_names:?}", dir.display(), record.state_names);
+        let text = format!(
+            "{} has the optimizer state {:?}, the optimizer of this run needs {state_names:?}",
+            dir.display(),
+            record.state_names
+        );
         let error = Error::new(Kind::Checkpoint, text).detail("checkpoint", record.settings);
-        return Err(error.detail("run", optim.describe()).detail("help", "resume with the optimizer of the checkpoint"));
+        return Err(error
+            .detail("run", optim.describe())
+            .detail("help", "resume with the optimizer of the checkpoint"));
     }
     let file = TensorFile::open_within(dir, OPTIMIZER_FILE)?;
     let mut states = Vec::new();
@@ -332,7 +339,9 @@ fn load_optimizer<M: Module>(
     let weights = Weights::open(dir)?;
     check_same_save((file.path(), &file.save_id()), state.step, record.digest)?;
     check_same_save((weights.path(), &weights.save_id()), state.step, weights_digest)?;
-    optim.load_state(record.num_steps, states).map_err(|e| e.detail("checkpoint", dir.display().to_string()))?;
+    optim
+        .load_state(record.num_steps, states)
+        .map_err(|e| e.detail("checkpoint", dir.display().to_string()))?;
     Ok((state, weights))
 }
 

@@ -45,14 +45,16 @@ impl<'a> DecodingSession<'a> {
         let mut new = tokens.to_vec();
         if self.context.len() + new.len() > positions {
             // New tokens that alone exceed the positions fill them all; a text that grew beyond them leaves room for more.
-            let context_len = if tokens.len() > positions { positions } else { (positions / 2).max(tokens.len()) };
+            let context_len =
+                if tokens.len() > positions { positions } else { (positions / 2).max(tokens.len()) };
             let mut text = std::mem::take(&mut self.context);
             text.append(&mut new);
             new = text.split_off(text.len() - context_len.min(text.len()));
             self.cache = self.model.new_kv_cache();
         }
         let ids = Tensor::from_host(self.model.rank(), &[1, new.len()], &new)?;
-        let logits = self.model.next_token_logits(&self.model.inference_tape().constant(ids), &mut self.cache);
+        let logits =
+            self.model.next_token_logits(&self.model.inference_tape().constant(ids), &mut self.cache);
         self.context.append(&mut new);
         logits.tensor().to_f64()
     }

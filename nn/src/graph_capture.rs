@@ -3,7 +3,7 @@
 //! parameters. Each is captured again when anything but numbers changes. The host launches both graphs and waits
 //! once.
 
-use crate::optim::{PartialLoss, Optimizer, UpdateReport, StepArgs, OptimizerStep};
+use crate::optim::{Optimizer, OptimizerStep, PartialLoss, StepArgs, UpdateReport};
 use crate::param::Param;
 use shardgrad_autograd::Gradients;
 use shardgrad_tensor::{CapturedGraph, Error, Kind, Rank, Result, Tensor, capture};
@@ -125,7 +125,10 @@ impl StepCapture {
         pass: impl FnOnce(&[Vec<Tensor>]) -> Result<PassOutputs>,
     ) -> Result<Option<PassOutputs>> {
         // The update writes parameters in place: copy shared ones first, so that pass and update use the same addresses.
-        params.iter().filter(|param| param.is_local() && !param.is_frozen()).try_for_each(Param::make_unique)?;
+        params
+            .iter()
+            .filter(|param| param.is_local() && !param.is_frozen())
+            .try_for_each(Param::make_unique)?;
         let captured = match self.pass.take() {
             Some(captured) if captured.is_reusable(params, factor) => captured.refill(arguments)?,
             _ => None,
@@ -196,7 +199,8 @@ impl StepCapture {
         if captured.is_some() {
             return Ok(captured);
         }
-        let update = OptimizerStep::new(optim, (rank, params), (gradients.clone(), Some(loss.clone())), args)?;
+        let update =
+            OptimizerStep::new(optim, (rank, params), (gradients.clone(), Some(loss.clone())), args)?;
         Ok(match CapturedUpdate::new(optim, rank, update)? {
             Ok(captured) => Some(captured),
             Err(reason) => {
@@ -232,8 +236,8 @@ impl CapturedUpdate {
         params: &[Param],
         args: StepArgs<'_>,
     ) -> Result<Option<CapturedUpdate>> {
-        let fits =
-            self.update.upload_into(optim, params, args)? && self.graph.matches_inputs(&self.update.written_tensors(optim));
+        let fits = self.update.upload_into(optim, params, args)?
+            && self.graph.matches_inputs(&self.update.written_tensors(optim));
         Ok(fits.then_some(self))
     }
 }
@@ -258,7 +262,13 @@ impl CapturedPass {
         let reads: Vec<Tensor> = params.iter().map(Param::tensor).collect();
         let frozen = params.iter().map(Param::is_frozen).collect();
         let captured = capture(rank, reads, || pass(&static_arguments))?;
-        Ok(captured.map(|(graph, outputs)| CapturedPass { graph, arguments: static_arguments, outputs, factor, frozen }))
+        Ok(captured.map(|(graph, outputs)| CapturedPass {
+            graph,
+            arguments: static_arguments,
+            outputs,
+            factor,
+            frozen,
+        }))
     }
 
     /// Whether the parameters are at the captured addresses, and the values that the graph contains are unchanged.

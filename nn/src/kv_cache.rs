@@ -50,7 +50,8 @@ impl LayerKvCache {
     /// Unwinds with `Kind::OutOfMemory` if the copy of the remaining positions does not fit.
     #[track_caller]
     pub fn evict_beyond_window(&mut self, window: usize) {
-        let evicted = (self.cached_len() + 1).saturating_sub(window) / EVICTION_GRANULARITY * EVICTION_GRANULARITY;
+        let evicted =
+            (self.cached_len() + 1).saturating_sub(window) / EVICTION_GRANULARITY * EVICTION_GRANULARITY;
         unwind(self.keys.drop_front(evicted));
         unwind(self.values.drop_front(evicted));
         self.num_evicted += evicted;

@@ -35,23 +35,23 @@ pub mod rescue;
 mod graph_capture;
 pub mod trainer;
 
-pub use kv_cache::{KvCache, LayerKvCache};
-pub use cast_rule::{CastRule, CastCounts};
+pub use activation_point::ActivationPoint;
+pub use cast_rule::{CastCounts, CastRule};
+pub use checkpoint::RunState;
+pub use decoding::DecodingSession;
 pub use hf::{BertConfig, BertHead, Gpt2Config, LlamaConfig, LlamaKind, ModelConfig};
+pub use kv_cache::{KvCache, LayerKvCache};
 pub use layer::{
-    Attention, Block, Dropout, Embedding, MixtureOfExperts, FeedForward, GatedMlp, GroupedQueryAttention, LayerNorm,
-    Linear, Mlp, RmsNorm, EncoderAttention,
+    Attention, Block, Dropout, Embedding, EncoderAttention, FeedForward, GatedMlp, GroupedQueryAttention,
+    LayerNorm, Linear, MixtureOfExperts, Mlp, RmsNorm,
 };
 pub use loss::{CrossEntropy, bce_with_logits, cross_entropy, load_balancing_loss, mse};
-pub use model::{Bert, HfModel, Gpt2, LanguageModel, Llama};
-pub use module::{ModuleLeaf, Module};
-pub use optim::{AdamW, LossScale, Optimizer, UpdateReport, LrScheduler, Sgd, StepArgs};
+pub use model::{Bert, Gpt2, HfModel, LanguageModel, Llama};
+pub use module::{Module, ModuleLeaf};
+pub use optim::{AdamW, LossScale, LrScheduler, Optimizer, Sgd, StepArgs, UpdateReport};
 pub use param::{Init, Param};
-pub use sharded_model::Model;
 pub use plan::Plan;
-pub use activation_point::ActivationPoint;
 pub use precision::Precision;
-pub use decoding::DecodingSession;
 pub use rescue::WeightSnapshot;
-pub use checkpoint::RunState;
-pub use trainer::{TrainerConfig, StepReport, Trainer};
+pub use sharded_model::Model;
+pub use trainer::{StepReport, Trainer, TrainerConfig};

@@ -89,7 +89,8 @@ pub fn load_balancing_loss(usage: &[[Var; 2]], rows: usize) -> Var {
     let sum = |i: usize| {
         let mut all = usage.iter().map(|layer| layer[i].clone());
         let first = all.next().unwrap_or_else(|| {
-            let error = Error::new(Kind::Config, "load_balancing_loss needs the expert usage of at least one layer");
+            let error =
+                Error::new(Kind::Config, "load_balancing_loss needs the expert usage of at least one layer");
             error.at(std::panic::Location::caller()).raise()
         });
         all.fold(first, |sum, layer| sum.add(&layer)).scale(1.0 / rows.max(1) as f64)

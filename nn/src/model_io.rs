@@ -2,17 +2,17 @@
 
 mod gather;
 
-pub(crate) use gather::{gather_to_rank_zero, broadcast_result};
+pub(crate) use gather::{broadcast_result, gather_to_rank_zero};
 
-use crate::cast_rule::{CastRule, CastCounts, is_exact};
+use crate::cast_rule::{CastCounts, CastRule, is_exact};
 use crate::hf::weights::Weights;
 use crate::hf::{SidecarFile, WeightsWriter};
 use crate::model::HfModel;
 use crate::module::Module;
 use crate::name::matches;
-use crate::param::{StageOwners, Param};
-use crate::sharded_model::Model;
+use crate::param::{Param, StageOwners};
 use crate::precision::check_dtype;
+use crate::sharded_model::Model;
 use shardgrad_tensor::consistency::{SharedTensor, check_replicas, check_shared_replicas};
 use shardgrad_tensor::control::world_sum;
 use shardgrad_tensor::grad_norm::local_sum_squares;
@@ -97,7 +97,8 @@ impl<M: HfModel> Model<M> {
     ) -> Result<Option<String>> {
         let dtype = self.precision().param_dtype;
         let config = self.model_config().with_dtype(dtype).lossless_json()?;
-        let contents = FolderContents { config: Some(&config), companions, bytes_max: FILE_BYTES_MAX, step: Some(step) };
+        let contents =
+            FolderContents { config: Some(&config), companions, bytes_max: FILE_BYTES_MAX, step: Some(step) };
         write_folder(self, dir, &contents, dtype, &|name| self.hf_name(name))
     }
 
@@ -150,7 +151,8 @@ impl<M: Module> Model<M> {
     /// rank 0.
     #[track_caller]
     pub(crate) fn save_weights_of_step(&self, dir: &Path, step: u64) -> Result<Option<String>> {
-        let contents = FolderContents { config: None, companions: &[], bytes_max: FILE_BYTES_MAX, step: Some(step) };
+        let contents =
+            FolderContents { config: None, companions: &[], bytes_max: FILE_BYTES_MAX, step: Some(step) };
         write_folder(self, dir, &contents, self.precision().param_dtype, &str::to_string)
     }
 
@@ -170,7 +172,7 @@ impl<M: Module> Model<M> {
     /// # Errors
     /// Errors of the kernels and the collective.
     #[track_caller]
-    pub fn not_finite(&self) -> Result<Vec<String>> {
+    pub fn non_finite_params(&self) -> Result<Vec<String>> {
         let here: Vec<Tensor> = self.params().iter().filter(|p| p.is_local()).map(Param::tensor).collect();
         let has_non_finite = !local_sum_squares(self.rank(), &here)?.is_finite();
         let is_not_finite = |x: &f64| !x.is_finite();
@@ -320,7 +322,13 @@ fn write_folder<M: Module>(
         broadcast_result(rank, created, site)?;
         let mut written = Ok(());
         for (param, (name, ..)) in model.params().iter().zip(&entries) {
-            let bytes = gather_to_rank_zero(rank, param, dtype, || Ok(param.tensor_in_file_order().cast(dtype)), site)?;
+            let bytes = gather_to_rank_zero(
+                rank,
+                param,
+                dtype,
+                || Ok(param.tensor_in_file_order().cast(dtype)),
+                site,
+            )?;
             // After a failed write the remaining tensors are gathered all the same, so that all ranks stay in step.
             if let (Some(writer), Some(bytes), true) = (&mut writer, bytes, written.is_ok()) {
                 written = writer.append(name, &bytes);
@@ -377,7 +385,9 @@ fn load_into<M: Module>(
         } else {
             let dtype = param.layout().dtype();
             if cast == CastRule::Widen && !is_exact(tensor.dtype, dtype) {
-                mismatches.narrower.push(format!("{} is {}, the parameter {dtype}", tensor.name, tensor.dtype));
+                mismatches
+                    .narrower
+                    .push(format!("{} is {}, the parameter {dtype}", tensor.name, tensor.dtype));
             }
             casts.add(tensor.dtype, dtype);
         }
@@ -447,7 +457,8 @@ impl Mismatches {
             error = error.detail("help", "check config.json: it must describe these weights");
         }
         if narrower > 0 {
-            let help = "use the dtype of the file, or allow rounding (CastRule::Round; --cast on the command line)";
+            let help =
+                "use the dtype of the file, or allow rounding (CastRule::Round; --cast on the command line)";
             error = error.detail("help", help);
         }
         Err(error)

@@ -1,7 +1,7 @@
 //! The `Module` trait: traversal of a model's parameters, whose names come from the fields of its structs.
 
-use crate::param::Param;
 use crate::activation_point::ActivationPoint;
+use crate::param::Param;
 
 /// A leaf of the module tree.
 #[derive(Clone, Copy, Debug)]

@@ -326,7 +326,10 @@ impl Param {
     pub fn set_tensor(&self, tensor: Tensor) -> Result<()> {
         let (name, layout) = self.with(Location::caller(), |p| (p.name.clone(), p.layout.clone()));
         if layout != *tensor.layout() {
-            let text = format!("parameter `{name}` has the stored layout {layout}, but the new tensor has {}", tensor.layout());
+            let text = format!(
+                "parameter `{name}` has the stored layout {layout}, but the new tensor has {}",
+                tensor.layout()
+            );
             let help = "move the tensor to the layout of the parameter with `to_layout` first";
             return Err(Error::new(Kind::Layout, text).detail("help", help).at(Location::caller()));
         }
@@ -384,11 +387,11 @@ impl Param {
         let mut state = self.0.state.borrow_mut();
         if let Some(before) = state.as_ref() {
             let text = format!("parameter `{name}` already belongs to another model, as `{}`", before.name);
-            return Err(
-                Error::new(Kind::Config, text).detail("help", "make new layers for each model instead of sharing them between models")
-            );
+            return Err(Error::new(Kind::Config, text)
+                .detail("help", "make new layers for each model instead of sharing them between models"));
         }
-        *state = Some(ParamState { name: name.into(), key, layout, stored: None, compute_layout, owners: None });
+        *state =
+            Some(ParamState { name: name.into(), key, layout, stored: None, compute_layout, owners: None });
         Ok(())
     }
 
@@ -444,7 +447,9 @@ impl Param {
 impl ParamState {
     fn value(&self) -> &Tensor {
         self.stored.as_ref().unwrap_or_else(|| match &self.owners {
-            Some(owners) if !owners.ranks.contains(&owners.own_rank) => on_another_stage(&self.name, owners).raise(),
+            Some(owners) if !owners.ranks.contains(&owners.own_rank) => {
+                on_another_stage(&self.name, owners).raise()
+            }
             _ => lost_value(&self.name).raise(),
         })
     }
@@ -456,8 +461,10 @@ fn without_model() -> Error {
 }
 
 fn on_another_stage(name: &str, owners: &StageOwners) -> Error {
-    let text =
-        format!("parameter `{name}` is on pipeline ranks {:?}, not on rank {}", owners.ranks, owners.own_rank);
+    let text = format!(
+        "parameter `{name}` is on pipeline ranks {:?}, not on rank {}",
+        owners.ranks, owners.own_rank
+    );
     Error::new(Kind::Config, text).detail("help", "check Param::is_local before reading the parameter")
 }
 

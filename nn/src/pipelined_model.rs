@@ -3,12 +3,12 @@
 mod stage_partition;
 
 use crate::module::Module;
-use crate::param::{StageOwners, Param};
-use crate::sharded_model::Model;
+use crate::param::{Param, StageOwners};
 use crate::plan::{PipelinePlan, Plan};
 use crate::precision::Precision;
+use crate::sharded_model::Model;
 use shardgrad_autograd::pipeline::{PipelineInputs, PipelineOutputs, Runner, Schedule, Stages};
-use shardgrad_autograd::{ReplayNoise, Noise, OpRecord, Program, Var};
+use shardgrad_autograd::{Noise, OpRecord, Program, ReplayNoise, Var};
 use shardgrad_tensor::{Axis, Context, Layout, Rank, Result, Tensor};
 use std::cell::RefCell;
 use std::collections::HashSet;
@@ -56,7 +56,8 @@ impl PipelinedModel {
         let keys: Vec<_> = (0..schedule.num_stages()).map(|stage| stages.keys(stage)).collect();
         for param in model.params() {
             let uses = |stage: &usize| keys[*stage].contains(&param.key());
-            let mut ranks: Vec<usize> = (0..keys.len()).filter(uses).map(|s| schedule.stage_ranks[s]).collect();
+            let mut ranks: Vec<usize> =
+                (0..keys.len()).filter(uses).map(|s| schedule.stage_ranks[s]).collect();
             ranks.sort_unstable();
             ranks.dedup();
             if ranks.is_empty() {
@@ -87,7 +88,8 @@ impl PipelinedModel {
         if let Some((_, stages)) = self.recordings.borrow().iter().find(|(known, _)| known == arguments) {
             return Ok(stages.clone());
         }
-        let program = Program::record(rank, arguments, Some(Noise { seed: self.seed, ..TRACING_NOISE }), forward)?;
+        let program =
+            Program::record(rank, arguments, Some(Noise { seed: self.seed, ..TRACING_NOISE }), forward)?;
         let stages = Rc::new(self.recordings.borrow()[0].1.recut(program)?);
         self.recordings.borrow_mut().push((arguments.to_vec(), stages.clone()));
         Ok(stages)
@@ -96,7 +98,8 @@ impl PipelinedModel {
     /// The ops of this rank's stages.
     pub(crate) fn records(&self, rank: &Rank) -> Vec<OpRecord> {
         let (stages, own_rank) = (self.recordings.borrow()[0].1.clone(), rank.world().coordinate(self.axis));
-        let own = stages.stages().iter().zip(&self.schedule.stage_ranks).filter(|(_, rank)| **rank == own_rank);
+        let own =
+            stages.stages().iter().zip(&self.schedule.stage_ranks).filter(|(_, rank)| **rank == own_rank);
         own.flat_map(|(stage, _)| stages.program().records[stage.range.clone()].to_vec()).collect()
     }
 

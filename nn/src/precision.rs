@@ -47,9 +47,8 @@ impl Precision {
         if dtype == param_dtype || dtype.size() < param_dtype.size() {
             return Ok(());
         }
-        let text = format!(
-            "parameters in {param_dtype} cannot represent every number of the compute dtype {dtype}"
-        );
+        let text =
+            format!("parameters in {param_dtype} cannot represent every number of the compute dtype {dtype}");
         let wide = Precision::mixed(dtype).param_dtype;
         let choices = if wide == dtype { dtype.to_string() } else { format!("{wide} or {dtype}") };
         Err(Error::new(Kind::DType, text).detail("help", format!("store parameters in {choices}")))
@@ -70,7 +69,8 @@ pub(crate) fn check_dtype(dtype: DType) -> Result<()> {
     if dtype.is_float() {
         return Ok(());
     }
-    Err(Error::new(Kind::DType, format!("parameters cannot have dtype {dtype}")).detail("help", "use f32, f64, bf16 or f16"))
+    Err(Error::new(Kind::DType, format!("parameters cannot have dtype {dtype}"))
+        .detail("help", "use f32, f64, bf16 or f16"))
 }
 
 #[cfg(test)]

@@ -2,11 +2,11 @@
 //! the same mesh.
 
 use crate::module::Module;
-use crate::param::{StageOwners, Param};
-use crate::sharded_model::Model;
+use crate::param::{Param, StageOwners};
+use crate::pipelined_model;
 use crate::plan::Plan;
 use crate::precision::Precision;
-use crate::pipelined_model;
+use crate::sharded_model::Model;
 use shardgrad_tensor::{DetachedBytes, Error, Kind, Rank, Result, Tensor};
 
 /// Snapshot of one rank's weights after a step. Its bytes belong to no rank, and so outlive the world of the rank. On
@@ -65,7 +65,10 @@ impl WeightSnapshot {
         let (here, held) =
             (model.params().iter().map(Param::name), self.params.iter().map(|held| &held.name));
         if !here.eq(held.cloned()) {
-            return Err(Error::new(Kind::Config, "the snapshot is of another model: its parameter names differ"));
+            return Err(Error::new(
+                Kind::Config,
+                "the snapshot is of another model: its parameter names differ",
+            ));
         }
         for (param, ParamSnapshot { name, home, bytes }) in model.params().iter().zip(self.params) {
             param.set_owners(home);
@@ -84,9 +87,9 @@ mod tests {
     use super::*;
     use crate::layer::Linear;
     use crate::optim::{Optimizer, Sgd};
-    use crate::trainer::{TrainerConfig, Trainer};
+    use crate::trainer::{Trainer, TrainerConfig};
     use shardgrad_autograd::Var;
-    use shardgrad_tensor::{DType, OverflowCheck, Mesh, Value, World};
+    use shardgrad_tensor::{DType, Mesh, OverflowCheck, Value, World};
     use std::ops::Range;
     use std::sync::Mutex;
 
@@ -152,12 +155,18 @@ mod tests {
 
     #[test]
     fn snapshot_is_refused_after_update_began() {
-        let snapshots: Vec<WeightSnapshot> = weights_left_by(false).into_iter().collect::<Result<_>>().unwrap();
-        let num_bytes = |snapshot: &WeightSnapshot| snapshot.params[0].bytes.as_ref().map(DetachedBytes::num_bytes);
-        assert!(snapshots.iter().all(|snapshot| snapshot.step() == 1 && num_bytes(snapshot) == Some(4 * 3 * 4)));
+        let snapshots: Vec<WeightSnapshot> =
+            weights_left_by(false).into_iter().collect::<Result<_>>().unwrap();
+        let num_bytes =
+            |snapshot: &WeightSnapshot| snapshot.params[0].bytes.as_ref().map(DetachedBytes::num_bytes);
+        assert!(
+            snapshots.iter().all(|snapshot| snapshot.step() == 1 && num_bytes(snapshot) == Some(4 * 3 * 4))
+        );
         let values = World::run(Mesh::parse("dp=2").unwrap(), |rank| {
             let own = snapshots[rank.index()].clone();
-            own.model(rank, Linear::new(3, 4), &Plan::data_parallel("dp"))?.params()[0].tensor().to_local_f64()
+            own.model(rank, Linear::new(3, 4), &Plan::data_parallel("dp"))?.params()[0]
+                .tensor()
+                .to_local_f64()
         });
         let values = values.unwrap();
         assert_eq!((values[0].len(), &values[0]), (12, &values[1]));
@@ -170,9 +179,16 @@ mod tests {
     fn snapshot_of_another_model_is_refused() {
         let snapshot = weights_left_by(false).swap_remove(0).unwrap();
         let refused = World::run(Mesh::parse("dp=2").unwrap(), |rank| {
-            let unlike = snapshot.clone().model(rank, Linear::new(3, 5), &Plan::data_parallel("dp")).map(drop).unwrap_err();
+            let unlike = snapshot
+                .clone()
+                .model(rank, Linear::new(3, 5), &Plan::data_parallel("dp"))
+                .map(drop)
+                .unwrap_err();
             assert_eq!(unlike.kind(), Kind::Shape, "{unlike}");
-            snapshot.clone().model(rank, Linear::new(3, 4), &Plan::data_parallel("dp")).map(|model| model.params().len())
+            snapshot
+                .clone()
+                .model(rank, Linear::new(3, 4), &Plan::data_parallel("dp"))
+                .map(|model| model.params().len())
         });
         assert_eq!(refused.unwrap(), [2, 2]);
     }

@@ -1,13 +1,13 @@
 //! `Model`: a module on one rank of a mesh, with named parameters, sharded by a plan and initialized.
 
+use crate::activation_point::with_placements;
 use crate::module::{Module, ModuleLeaf, visit_leaves};
 use crate::name::{matches, nearest};
 use crate::param::Param;
 use crate::plan::{Plan, RuleTarget};
-use crate::activation_point::with_placements;
 use crate::precision::Precision;
 use shardgrad_autograd::{Key, Tape};
-use shardgrad_tensor::{Axis, DType, Error, Kind, Layout, Rank, Result, Placement};
+use shardgrad_tensor::{Axis, DType, Error, Kind, Layout, Placement, Rank, Result};
 use std::cell::Cell;
 use std::collections::{HashMap, HashSet};
 use std::fmt;
@@ -74,7 +74,12 @@ impl<M: Module> Model<M> {
     }
 
     /// Names every parameter and gives it its layout, without allocating values (a model on the meta device).
-    pub(crate) fn without_values(rank: &Rank, module: M, plan: &Plan, precision: Precision) -> Result<Model<M>> {
+    pub(crate) fn without_values(
+        rank: &Rank,
+        module: M,
+        plan: &Plan,
+        precision: Precision,
+    ) -> Result<Model<M>> {
         precision.check()?;
         plan.check()?;
         let (params, points) = named_leaves(&module)?;
@@ -85,7 +90,8 @@ impl<M: Module> Model<M> {
         }
         let mut placements: HashMap<String, Vec<(Axis, Placement)>> = HashMap::with_capacity(points.len());
         for name in &points {
-            placements.insert(name.clone(), plan.placements(RuleTarget::Point, name, None, rank.mesh(), &mut used));
+            placements
+                .insert(name.clone(), plan.placements(RuleTarget::Point, name, None, rank.mesh(), &mut used));
         }
         let names: Vec<&str> = params.iter().map(|(name, _)| name.as_str()).collect();
         let point_names: Vec<&str> = points.iter().map(String::as_str).collect();
@@ -210,8 +216,10 @@ fn named_leaves(module: &dyn Module) -> Result<(NamedParams, Vec<String>)> {
     let mut seen = HashSet::new();
     let names = params.iter().map(|(name, _)| name).chain(&points);
     if let Some(twice) = names.into_iter().find(|name| !seen.insert(name.as_str())) {
-        let error =
-            Error::new(Kind::Config, format!("two parameters or points of the model have the name `{twice}`"));
+        let error = Error::new(
+            Kind::Config,
+            format!("two parameters or points of the model have the name `{twice}`"),
+        );
         return Err(error.detail("help", "give each child a different name in Module::children"));
     }
     Ok((params, points))

@@ -7,12 +7,12 @@ mod state;
 use crate::graph_capture::{PassOutputs, StepCapture};
 use crate::model_io::check_parameters;
 use crate::module::Module;
-use crate::optim::{self, PartialLoss, LossScale, Optimizer, UpdateReport, LrScheduler, StepArgs};
-use crate::sharded_model::Model;
+use crate::optim::{self, LossScale, LrScheduler, Optimizer, PartialLoss, StepArgs, UpdateReport};
+use crate::pipelined_model::{self, PipelinedModel};
 use crate::plan::Plan;
 use crate::precision::Precision;
 use crate::rescue::WeightSnapshot;
-use crate::pipelined_model::{self, PipelinedModel};
+use crate::sharded_model::Model;
 use shardgrad_autograd::pipeline::{self, Action, TimedAction};
 use shardgrad_autograd::{Gradients, Noise, OpRecord, Program, Var};
 use shardgrad_tensor::consistency::{check_consistent, check_replicas};
@@ -175,7 +175,8 @@ impl<'t, M: Module> Trainer<'t, M> {
                 let first = load_batch(model.rank(), 0, 0..config.rows / config.microbatches)?;
                 let (seed, microbatches) = (config.seed, config.microbatches);
                 let forward = |arguments: &[Var]| Ok(vec![check_loss_dtype(loss(&model, arguments))?]);
-                let pipelined = PipelinedModel::new(&model, pipeline, axis, seed, microbatches, &first, &forward)?;
+                let pipelined =
+                    PipelinedModel::new(&model, pipeline, axis, seed, microbatches, &first, &forward)?;
                 (model, Some(pipelined))
             }
         };
@@ -183,10 +184,14 @@ impl<'t, M: Module> Trainer<'t, M> {
         let (load_batch, loss_fn) = (Box::new(load_batch), Box::new(loss));
         let loss_scale = (config.dtype == DType::F16).then(LossScale::default);
         let capture = match &pipelined {
-            Some(_) => StepCapture::disabled(Error::new(Kind::Unsupported, "graph capture does not support pipelines")),
-            None if rank.mesh().num_ranks() > 1 => {
-                StepCapture::disabled(Error::new(Kind::Unsupported, "graph capture supports a world of one rank only"))
-            }
+            Some(_) => StepCapture::disabled(Error::new(
+                Kind::Unsupported,
+                "graph capture does not support pipelines",
+            )),
+            None if rank.mesh().num_ranks() > 1 => StepCapture::disabled(Error::new(
+                Kind::Unsupported,
+                "graph capture supports a world of one rank only",
+            )),
             None => StepCapture::default(),
         };
         let (optim, passes) = (Box::new(optim), RefCell::default());
@@ -308,7 +313,10 @@ impl<'t, M: Module> Trainer<'t, M> {
     /// device.
     pub fn rescue(&self) -> Result<WeightSnapshot> {
         if self.update_in_progress {
-            let text = format!("the update of step {} had begun and did not finish: the weights belong to no step", self.step + 1);
+            let text = format!(
+                "the update of step {} had begun and did not finish: the weights belong to no step",
+                self.step + 1
+            );
             return Err(Error::new(Kind::Unsupported, text).detail("rank", self.rank().describe()));
         }
         WeightSnapshot::from_model(&self.model, self.step)
@@ -410,7 +418,11 @@ impl<'t, M: Module> Trainer<'t, M> {
 
     /// Applies the optimizer to the gradients of a step.
     #[track_caller]
-    fn apply_optimizer(&mut self, (loss, gradients): (PartialLoss, Gradients), args: StepArgs<'_>) -> Result<UpdateReport> {
+    fn apply_optimizer(
+        &mut self,
+        (loss, gradients): (PartialLoss, Gradients),
+        args: StepArgs<'_>,
+    ) -> Result<UpdateReport> {
         let Trainer { model, optim, update_in_progress, .. } = self;
         let rank_and_params = (model.rank(), model.params());
         optim::step(&mut **optim, rank_and_params, (gradients, Some(loss)), args, update_in_progress)
@@ -423,12 +435,18 @@ impl<'t, M: Module> Trainer<'t, M> {
         let arguments = (0..self.config.microbatches).map(|microbatch| self.load_microbatch(microbatch));
         let arguments: Vec<Vec<Tensor>> = arguments.collect::<Result<_>>()?;
         let mut capture = std::mem::take(&mut self.capture);
-        let pass = |arguments: &[Vec<Tensor>]| self.forward_backward(|microbatch| Ok(arguments[microbatch].clone()));
-        let outputs = capture.prepare((self.rank(), self.model.params()), &arguments, self.loss_factor(), pass);
+        let pass =
+            |arguments: &[Vec<Tensor>]| self.forward_backward(|microbatch| Ok(arguments[microbatch].clone()));
+        let outputs =
+            capture.prepare((self.rank(), self.model.params()), &arguments, self.loss_factor(), pass);
         self.passes.borrow_mut().clear();
         self.capture = capture;
         let Some(outputs) = outputs? else {
-            return self.apply_optimizer(self.forward_backward(|microbatch| Ok(arguments[microbatch].clone()))?.into_loss_and_gradients(), args);
+            return self.apply_optimizer(
+                self.forward_backward(|microbatch| Ok(arguments[microbatch].clone()))?
+                    .into_loss_and_gradients(),
+                args,
+            );
         };
         let (loss, gradients) = outputs.into_loss_and_gradients();
         let Trainer { model, optim, capture, update_in_progress, .. } = self;
@@ -449,7 +467,8 @@ impl<'t, M: Module> Trainer<'t, M> {
             let start = Instant::now();
             tape.set_noise(Some(self.noise(microbatch)));
             let arguments: Vec<Var> = arguments(microbatch)?.into_iter().map(|t| tape.constant(t)).collect();
-            let loss = check_loss_dtype((self.loss_fn)(&self.model, &arguments)).map_err(|e| e.at(self.site))?;
+            let loss =
+                check_loss_dtype((self.loss_fn)(&self.model, &arguments)).map_err(|e| e.at(self.site))?;
             let loss = if count == 1 { loss } else { loss.scale(1.0 / count as f64) };
             losses.push(loss.tensor().clone());
             let (forward_end, stage) = (Instant::now(), 0);
@@ -460,7 +479,11 @@ impl<'t, M: Module> Trainer<'t, M> {
             loss.backward_scaled(self.loss_factor()).map_err(|e| e.replace_site(self.site))?;
             self.passes.borrow_mut().extend([
                 TimedAction { action: Action::Forward { stage, microbatch }, start, end: forward_end },
-                TimedAction { action: Action::Backward { stage, microbatch }, start: forward_end, end: Instant::now() },
+                TimedAction {
+                    action: Action::Backward { stage, microbatch },
+                    start: forward_end,
+                    end: Instant::now(),
+                },
             ]);
         }
         Ok(PassOutputs { losses, gradients: tape.gradients(), depends_on_step: tape.noise_was_read() })
@@ -503,8 +526,9 @@ fn check_loss_dtype(loss: Var) -> Result<Var> {
         return Ok(loss);
     }
     let sums = dtype.accumulator();
-    let text =
-        format!("the loss has dtype {dtype}: too few digits for a mean, and too small a range for loss scaling");
+    let text = format!(
+        "the loss has dtype {dtype}: too few digits for a mean, and too small a range for loss scaling"
+    );
     let help = format!("cast before the mean: x.cast(DType::{}).mean()", sums.name().to_uppercase());
     Err(Error::new(Kind::DType, text).detail("help", help))
 }

@@ -473,7 +473,7 @@ fn not_saved(first: Error, why: &Error) -> Error {
 
 /// Rejects non-finite weights. Collective.
 fn check_finite(model: &Model<LanguageModel>, steps: usize, consequence: &str) -> Result<()> {
-    let non_finite = model.not_finite()?;
+    let non_finite = model.non_finite_params()?;
     let Some(first) = non_finite.first() else { return Ok(()) };
     let (non_finite, all) = (non_finite.len(), model.params().len());
     let text = format!(

@@ -27,7 +27,10 @@ pub struct FirstNonFinite {
 #[doc(alias = "debug_nans")]
 #[doc(alias = "checkify")]
 #[track_caller]
-pub fn find_first_non_finite(rank: &Rank, replay: impl FnOnce() -> Result<()>) -> Result<Option<FirstNonFinite>> {
+pub fn find_first_non_finite(
+    rank: &Rank,
+    replay: impl FnOnce() -> Result<()>,
+) -> Result<Option<FirstNonFinite>> {
     let site = Location::caller();
     AnomalyDetector::begin(rank);
     let done = replay();
@@ -65,5 +68,9 @@ pub fn find_first_non_finite(rank: &Rank, replay: impl FnOnce() -> Result<()>) -
 /// Errors of the device.
 pub fn note_received(tensor: &Tensor) -> Result<()> {
     let rank = tensor.rank();
-    if Context::of(rank).detects_anomalies() { AnomalyDetector::inspect_received(rank, tensor.local()) } else { Ok(()) }
+    if Context::of(rank).detects_anomalies() {
+        AnomalyDetector::inspect_received(rank, tensor.local())
+    } else {
+        Ok(())
+    }
 }

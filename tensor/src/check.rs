@@ -8,17 +8,17 @@ mod user_op;
 
 use call::OpCall;
 pub use finite_difference::{find_disagreement, gradcheck};
-pub use user_op::{Size, CheckCounts, check_op, resize};
+pub use user_op::{CheckCounts, Size, check_op, resize};
 
 use crate::context::Context;
 use crate::infer::{ImplicitStep, Inference};
 use crate::layout::Layout;
+use crate::local_tensor::LocalTensor;
 use crate::op::{self, DTypes, Op};
 use crate::ops::{Case, Input};
-use crate::local_tensor::LocalTensor;
+use crate::placement::Placement;
 use crate::refusal::Refusal;
 use crate::repair::Repair;
-use crate::placement::Placement;
 use crate::tensor::Tensor;
 use shardgrad_dist::{Axis, Error, Kind, Mesh, Rank, Result, World};
 use shardgrad_kernels::{DType, Dims, Strides};
@@ -221,8 +221,9 @@ pub fn layouts(mesh: &Mesh, dtype: DType, shape: &[usize]) -> Vec<Layout> {
                     // The same with this axis outside of the axis that already shards the dim.
                     for &other in split.iter().filter(|a| layout.placement(**a) == placement) {
                         let bare = layout.with_placement(other, Placement::Invariant);
-                        let swapped =
-                            bare.with_placement(axis, Placement::Shard(d)).with_placement(other, Placement::Shard(d));
+                        let swapped = bare
+                            .with_placement(axis, Placement::Shard(d))
+                            .with_placement(other, Placement::Shard(d));
                         grown.push((swapped, grown.last().expect("pushed just now").1.clone()));
                     }
                 }
@@ -350,7 +351,12 @@ impl LayoutCase {
 /// # Errors
 /// `Kind::Unsupported` with the defect: a value, a layout that is not the dual, an implicit step inside a vjp.
 #[track_caller]
-pub fn check_row(rank: &Rank, case: &Case, reference: &Reference, layout_case: &LayoutCase) -> Result<RowOutcome> {
+pub fn check_row(
+    rank: &Rank,
+    case: &Case,
+    reference: &Reference,
+    layout_case: &LayoutCase,
+) -> Result<RowOutcome> {
     let site = Location::caller();
     let call = OpCall { op: &case.op, rank, is_strided: layout_case.is_strided, site };
     let (given, taken) = (&layout_case.layouts, layout_case.repair.as_ref().unwrap_or(&layout_case.layouts));

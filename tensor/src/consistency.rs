@@ -140,7 +140,9 @@ pub fn check_consistent(
     let Some(everyone) = gathered(rank, &marks, site)? else { return Ok(()) };
     let differs =
         |i: &usize| everyone.iter().position(|m| m[2 * i..2 * i + 2] != everyone[0][2 * i..2 * i + 2]);
-    let Some((number, other)) = (0..settings.len()).find_map(|i| Some((i, differs(&i)?))) else { return Ok(()) };
+    let Some((number, other)) = (0..settings.len()).find_map(|i| Some((i, differs(&i)?))) else {
+        return Ok(());
+    };
     let (label, text) = &settings[number];
     let counts: Vec<usize> = everyone.iter().map(|m| m[2 * number + 1] as usize).collect();
     let own = upload(&**rank.backend(), text.as_bytes())?;

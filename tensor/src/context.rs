@@ -1,9 +1,9 @@
 //! Per-rank state between ops: caches, the current phase and the current module path.
 
-use crate::layout::Layout;
-use crate::inference_cache::{InferenceCache, FastBuildHasher};
-use crate::plan_cache::PlanCache;
 use crate::direct_mapped_cache::DirectMappedCache;
+use crate::inference_cache::{FastBuildHasher, InferenceCache};
+use crate::layout::Layout;
+use crate::plan_cache::PlanCache;
 use crate::route::RouteCache;
 use crate::signature::Signature;
 use shardgrad_dist::{Phase, Rank, Result};
@@ -150,7 +150,10 @@ mod tests {
         let give = |text: &str| {
             context.note_tensor(&Layout::parse(text, &mesh).unwrap(), Location::caller());
             let recent_tensors = context.recent_tensors();
-            recent_tensors.lines().map(|line| line.split(" at ").next().unwrap().to_string()).collect::<Vec<_>>()
+            recent_tensors
+                .lines()
+                .map(|line| line.split(" at ").next().unwrap().to_string())
+                .collect::<Vec<_>>()
         };
         assert_eq!(&*context.recent_tensors(), "");
         assert_eq!(give("f32[4]"), ["f32[4]"]);

@@ -113,14 +113,17 @@ impl ContractionPlan {
             };
             labels.iter().flat_map(one).collect()
         };
-        let plan = ContractionPlan { inputs: inputs.iter().map(|t| expand(t)).collect(), output: expand(&output) };
+        let plan =
+            ContractionPlan { inputs: inputs.iter().map(|t| expand(t)).collect(), output: expand(&output) };
         let is_label = |l: &String| {
             l.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_')
                 && l.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_')
         };
         let tensors = || plan.inputs.iter().chain([&plan.output]);
         if let Some(bad) = tensors().flatten().find(|l| !is_label(l)) {
-            return refuse(format!("has `{bad}`, which is not a label there; write x, or ..x as the first term"));
+            return refuse(format!(
+                "has `{bad}`, which is not a label there; write x, or ..x as the first term"
+            ));
         }
         let twice =
             |t: &Vec<String>| t.iter().enumerate().find(|(i, x)| t[..*i].contains(x)).map(|(_, x)| x.clone());

@@ -25,7 +25,11 @@ pub fn world_sum(rank: &Rank, values: &[f64], site: &'static Location<'static>) 
 }
 
 /// [`world_sum`] of numbers on the device, without waiting for them: f64, row-major from the first byte of their memory.
-pub(crate) fn sum_over_world(rank: &Rank, own: LocalTensor, site: &'static Location<'static>) -> Result<LocalTensor> {
+pub(crate) fn sum_over_world(
+    rank: &Rank,
+    own: LocalTensor,
+    site: &'static Location<'static>,
+) -> Result<LocalTensor> {
     let rank = rank.world();
     let mesh = rank.mesh();
     if mesh.num_ranks() == 1 {

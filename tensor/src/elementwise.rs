@@ -3,7 +3,6 @@
 use crate::op::unwind;
 use crate::ops::abs::Abs;
 use crate::ops::ceil::Ceil;
-use crate::ops::where_cond::WhereCond;
 use crate::ops::clamp::Clamp;
 use crate::ops::compare::{Compare, CompareScalar, Relation};
 use crate::ops::cos::Cos;
@@ -14,7 +13,7 @@ use crate::ops::floor::Floor;
 use crate::ops::gelu_exact::GeluExact;
 use crate::ops::leaky_relu::LeakyRelu;
 use crate::ops::log1p::Log1p;
-use crate::ops::logical::{Logical, Not, Connective};
+use crate::ops::logical::{Connective, Logical, Not};
 use crate::ops::masked_fill::MaskedFill;
 use crate::ops::maximum::Maximum;
 use crate::ops::pow::Pow;
@@ -25,6 +24,7 @@ use crate::ops::sigmoid::Sigmoid;
 use crate::ops::sign::Sign;
 use crate::ops::sin::Sin;
 use crate::ops::softplus::Softplus;
+use crate::ops::where_cond::WhereCond;
 use crate::value::Value;
 use std::rc::Rc;
 

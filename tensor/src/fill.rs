@@ -3,7 +3,7 @@
 
 use crate::layout::Layout;
 use crate::local_tensor::{LocalTensor, launch};
-use crate::tensor::{Tensor, holds_zeros, check_mesh};
+use crate::tensor::{Tensor, check_mesh, holds_zeros};
 use shardgrad_dist::{Rank, Result};
 use shardgrad_kernels::op::compare_select::LT;
 use shardgrad_kernels::{DType, Dims};
@@ -91,7 +91,8 @@ fn global_indices(layout: &Layout, rank: &Rank) -> Vec<usize> {
     let extents: Dims = layout.shape();
     let mut global_indices = vec![0];
     for (range, extent) in ranges.iter().zip(&extents) {
-        global_indices = global_indices.iter().flat_map(|at| range.clone().map(move |i| at * extent + i)).collect();
+        global_indices =
+            global_indices.iter().flat_map(|at| range.clone().map(move |i| at * extent + i)).collect();
     }
     global_indices
 }

@@ -58,8 +58,11 @@ pub(crate) fn contributing_locals<'a>(
     for tensor in tensors {
         let (layout, own) = (tensor.layout(), tensor.rank());
         if !layout.partial().is_empty() {
-            return Err(Error::new(Kind::Layout, format!("the norm of a partial sum is unknown before it is reduced: {layout}"))
-                .detail("help", "redistribute the tensor to an invariant or sharded layout first"));
+            return Err(Error::new(
+                Kind::Layout,
+                format!("the norm of a partial sum is unknown before it is reduced: {layout}"),
+            )
+            .detail("help", "redistribute the tensor to an invariant or sharded layout first"));
         }
         let split = layout.sharded_axes();
         if layout.mesh().axes().all(|a| split.contains(a) || own.coordinate(a) == 0) {

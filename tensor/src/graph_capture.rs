@@ -57,8 +57,13 @@ pub type CaptureResult<T> = std::result::Result<(CapturedGraph, T), Error>;
 #[doc(alias = "make_graphed_callables")]
 #[doc(alias = "CUDAGraph")]
 #[doc(alias = "stream_capture")]
-pub fn capture<T>(rank: &Rank, reads: Vec<Tensor>, work: impl FnOnce() -> Result<T>) -> Result<CaptureResult<T>> {
-    let reads: Option<Vec<TensorAddress>> = reads.into_iter().map(|tensor| TensorAddress::of(&tensor)).collect();
+pub fn capture<T>(
+    rank: &Rank,
+    reads: Vec<Tensor>,
+    work: impl FnOnce() -> Result<T>,
+) -> Result<CaptureResult<T>> {
+    let reads: Option<Vec<TensorAddress>> =
+        reads.into_iter().map(|tensor| TensorAddress::of(&tensor)).collect();
     let context = Context::of(rank);
     let (path, is_backward) = (context.path(), context.phase() == Phase::Backward);
     let is_in_vjp = context.is_in_vjp();
@@ -104,7 +109,9 @@ impl CapturedGraph {
     #[must_use]
     pub fn matches_inputs<'a>(&self, tensors: impl IntoIterator<Item = &'a Tensor>) -> bool {
         let mut tensors = tensors.into_iter();
-        let same = |expected: &TensorAddress| tensors.next().and_then(TensorAddress::of).is_some_and(|now| now == *expected);
+        let same = |expected: &TensorAddress| {
+            tensors.next().and_then(TensorAddress::of).is_some_and(|now| now == *expected)
+        };
         self.reads.iter().all(same) && tensors.next().is_none()
     }
 

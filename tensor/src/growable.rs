@@ -57,7 +57,10 @@ impl GrowableTensor {
             return Err(Error::new(Kind::Layout, text));
         }
         if !layout.partial().is_empty() {
-            return Err(Error::new(Kind::Layout, format!("a partial sum cannot be appended; redistribute it first: {layout}")));
+            return Err(Error::new(
+                Kind::Layout,
+                format!("a partial sum cannot be appended; redistribute it first: {layout}"),
+            ));
         }
         if let Some(storage) = &self.storage
             && *storage.layout() != self.resized(layout, storage.layout().extent(self.dim))
@@ -102,7 +105,8 @@ impl GrowableTensor {
         let rank = storage.rank();
         let fresh = Tensor::zeros(rank, &self.resized(storage.layout(), extent))?;
         let old = storage.local().with_view(storage.local().view.narrow(dim, count, count + remaining));
-        self.storage = Some(fresh.update(|local| local.write(rank, local.view.narrow(dim, 0, remaining), &old))?);
+        self.storage =
+            Some(fresh.update(|local| local.write(rank, local.view.narrow(dim, 0, remaining), &old))?);
         self.len = remaining;
         Ok(())
     }

@@ -3,7 +3,7 @@
 use crate::context::Context;
 use crate::layout::Layout;
 use crate::local_tensor::LocalTensor;
-use crate::tensor::{Tensor, holds_zeros, check_host, check_host_dtype, check_mesh};
+use crate::tensor::{Tensor, check_host, check_host_dtype, check_mesh, holds_zeros};
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::host_vec::try_with_capacity;
 use shardgrad_kernels::{DType, Element, Strides};
@@ -73,7 +73,8 @@ impl Tensor {
         check_mesh(rank, layout, site)?;
         let local_shape = layout.local_shape(rank.coordinates());
         if data.len() != local_shape.iter().product::<usize>() {
-            let text = format!("{} local elements for a local shape of {:?}", data.len(), local_shape.as_slice());
+            let text =
+                format!("{} local elements for a local shape of {:?}", data.len(), local_shape.as_slice());
             return Err(Error::new(Kind::Shape, text)
                 .detail("layout", layout.to_string())
                 .detail("rank", rank.describe())

@@ -8,12 +8,12 @@
 //! differentiable argument is, else the other arguments are relabelled `~` and so is the output.
 
 use crate::dim::Dim;
-use crate::unify::Unification;
 use crate::layout::{BEYOND_MEMORY, Layout};
 use crate::lineage::Lineage;
+use crate::placement::Placement;
 use crate::refusal::Refusal;
 use crate::signature::{Labels, Signature};
-use crate::placement::Placement;
+use crate::unify::Unification;
 use shardgrad_dist::{Axis, AxisSet, Mesh};
 use shardgrad_kernels::{DType, Strides};
 use smallvec::SmallVec;
@@ -241,8 +241,7 @@ pub fn infer(
         // Without a gradient `~` and `=` are the same.
         let replicate = if dtype.is_float() { replicate[k] } else { AxisSet::EMPTY };
         if let Some(axis) = partial[k].iter().next().filter(|_| dtype == DType::Bool) {
-            let text =
-                format!("a bool output would be a partial sum over axis `{}`", mesh.name(axis));
+            let text = format!("a bool output would be a partial sum over axis `{}`", mesh.name(axis));
             return Err(Refusal::new("whole", text, &[]).hint("gather the sharded dim, or cast to u8"));
         }
         let output = Layout::assemble(mesh, dtype, dims, partial[k], replicate);

@@ -3,9 +3,9 @@
 //! A cached inference is returned only for a key that equals the stored key in every part; addresses and the hash only
 //! say where to look.
 
+use crate::direct_mapped_cache::DirectMappedCache;
 use crate::infer::{Inference, Rule, infer};
 use crate::layout::Layout;
-use crate::direct_mapped_cache::DirectMappedCache;
 use crate::refusal::Refusal;
 use crate::signature::Signature;
 use shardgrad_kernels::DType;

@@ -74,10 +74,7 @@ impl Parts {
         self.replicate = self.replicate.iter().filter(|a| first_time(*a, &mut faults)).collect();
         let pending = self.partial.iter().find(|a| mesh.size(*a) > 1);
         if let (DType::Bool, Some(axis)) = (self.dtype, pending) {
-            faults.push(format!(
-                "a bool tensor cannot be a partial sum over axis `{}`",
-                mesh.name(axis)
-            ));
+            faults.push(format!("a bool tensor cannot be a partial sum over axis `{}`", mesh.name(axis)));
             self.partial = AxisSet::EMPTY;
         }
         faults.into_iter().next()
@@ -124,9 +121,8 @@ impl Layout {
         parts.drop_trivial_axes();
         let layout = Layout(Arc::new(parts));
         if let Some(fault) = fault {
-            return Err(
-                Error::new(Kind::Layout, fault).detail("help", format!("the nearest valid layout is {layout}"))
-            );
+            return Err(Error::new(Kind::Layout, fault)
+                .detail("help", format!("the nearest valid layout is {layout}")));
         }
         if layout.is_addressable() {
             return Ok(layout);
@@ -268,7 +264,11 @@ impl Layout {
         } else if self.0.replicate.contains(axis) {
             Placement::Replicate
         } else {
-            self.0.dims.iter().position(|d| d.axes.contains(axis)).map_or(Placement::Invariant, Placement::Shard)
+            self.0
+                .dims
+                .iter()
+                .position(|d| d.axes.contains(axis))
+                .map_or(Placement::Invariant, Placement::Shard)
         }
     }
 
@@ -356,8 +356,9 @@ impl Layout {
     /// equal except for grains that give the same shard boundaries.
     #[must_use]
     pub fn is_equivalent_to(&self, other: &Layout) -> bool {
-        let same =
-            |a: &Dim, b: &Dim| a.extent == b.extent && a.axes == b.axes && a.has_same_boundaries(b.grain, &self.0.mesh);
+        let same = |a: &Dim, b: &Dim| {
+            a.extent == b.extent && a.axes == b.axes && a.has_same_boundaries(b.grain, &self.0.mesh)
+        };
         (self.dtype(), self.partial(), self.replicate())
             == (other.dtype(), other.partial(), other.replicate())
             && self.ndim() == other.ndim()
@@ -440,7 +441,8 @@ mod tests {
     #[test]
     fn errors_name_the_fault_and_the_nearest_valid_layout() {
         let make = |dims: [Dim; 2], p| Layout::new(&mesh(), DType::F32, dims, p, AxisSet::EMPTY);
-        let twice = make([Dim::sharded(4, [Axis(0)]), Dim::sharded(3, [Axis(0)])], AxisSet::EMPTY).unwrap_err();
+        let twice =
+            make([Dim::sharded(4, [Axis(0)]), Dim::sharded(3, [Axis(0)])], AxisSet::EMPTY).unwrap_err();
         assert_eq!(twice.message(), "axis `a` appears twice in a layout");
         assert_eq!(twice.details(), [("help", "the nearest valid layout is f32[4@a, 3]".to_string())]);
         let grain = make([Dim::unsharded(6).with_grain(4), Dim::unsharded(3)], AxisSet::EMPTY).unwrap_err();

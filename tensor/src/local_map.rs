@@ -4,8 +4,8 @@
 use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
-use crate::op::{Cotangents, DTypes, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp, unwind};
 use crate::local_tensor::LocalTensor;
+use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, unwind};
 use crate::refusal::Refusal;
 use crate::tensor::Tensor;
 use crate::value::Value;
@@ -105,17 +105,25 @@ fn check(name: &str, count: usize, layouts: LocalMapLayouts<'_>) -> Result<()> {
     for (i, (input, cotangent)) in inputs.iter().zip(cotangents).enumerate() {
         if input.dtype().is_float() && *cotangent != input.dual() {
             let dual = input.dual();
-            return refuse(format!("argument {i} is {input}, whose cotangent must be {dual}, not {cotangent}"))
-                .map_err(|e| {
-                    e.detail("help", "for a partial cotangent make the argument replicated (~) on that axis")
-                });
+            return refuse(format!(
+                "argument {i} is {input}, whose cotangent must be {dual}, not {cotangent}"
+            ))
+            .map_err(|e| {
+                e.detail("help", "for a partial cotangent make the argument replicated (~) on that axis")
+            });
         }
     }
     Ok(())
 }
 
 /// Checks that a user function returned the stated local tensors, since later ops trust their layouts.
-fn check_outputs(map: &str, function: &str, outputs: LocalTensors, stated: &[Layout], rank: &Rank) -> Result<LocalTensors> {
+fn check_outputs(
+    map: &str,
+    function: &str,
+    outputs: LocalTensors,
+    stated: &[Layout],
+    rank: &Rank,
+) -> Result<LocalTensors> {
     let refuse = |text: String| {
         Err(Error::new(Kind::Shape, format!("local_map {map}: the {function} function returned {text}")).detail(
             "help",
@@ -236,8 +244,7 @@ impl Op for LocalMap {
         match args.iter().zip(&self.inputs).position(|(arg, stated)| *arg != stated) {
             None => Ok(Rc::new(Inference::direct(args.len(), self.outputs.iter().cloned()))),
             Some(i) => {
-                let text =
-                    format!("argument {i} is {}, but the map needs {}", args[i], self.inputs[i]);
+                let text = format!("argument {i} is {}, but the map needs {}", args[i], self.inputs[i]);
                 let hint = format!("redistribute argument {i} to {} first", self.inputs[i]);
                 Err(Refusal::new("stated", text, &[(i, 0)]).hint(hint))
             }
@@ -453,7 +460,9 @@ mod tests {
     fn dry_run_does_not_call_the_functions() {
         let read = |rank: &Rank, x: &[LocalTensor]| {
             let first = x[0].to_f64(rank)?[0];
-            Ok([LocalTensor::upload(rank, &x[0].view.shape, &vec![first; x[0].numel()])?].into_iter().collect())
+            Ok([LocalTensor::upload(rank, &x[0].view.shape, &vec![first; x[0].numel()])?]
+                .into_iter()
+                .collect())
         };
         let on = |rank: &Rank| {
             let layout = [Layout::parse("f64[4@a]", rank.mesh())?];
@@ -496,8 +505,13 @@ mod tests {
         let error = World::run(Mesh::single(), |rank| {
             let outputs = [Layout::parse("f64[4]", rank.mesh())?];
             let layouts = LocalMapLayouts { inputs: &[], outputs: &outputs, cotangents: &[] };
-            let made: SmallVec<[Tensor; 2]> =
-                local_map("mine", &[], layouts, |_, _| Ok(LocalTensors::new()), |_, _, _| Ok(LocalTensors::new()));
+            let made: SmallVec<[Tensor; 2]> = local_map(
+                "mine",
+                &[],
+                layouts,
+                |_, _| Ok(LocalTensors::new()),
+                |_, _, _| Ok(LocalTensors::new()),
+            );
             Ok(made.len())
         })
         .unwrap_err();

@@ -93,7 +93,12 @@ impl LocalTensor {
     #[doc(alias = "view")]
     #[must_use]
     pub fn with_view(&self, view: impl Into<View>) -> LocalTensor {
-        LocalTensor { buffer: self.buffer.clone(), dtype: self.dtype, view: view.into(), lineage: self.lineage }
+        LocalTensor {
+            buffer: self.buffer.clone(),
+            dtype: self.dtype,
+            view: view.into(),
+            lineage: self.lineage,
+        }
     }
 
     /// Returns a row-major tensor without gaps: itself, or a copy.
@@ -203,8 +208,11 @@ pub(crate) fn launch_args<'a>(
     scalars: &'a [Scalar],
 ) -> Result<()> {
     if inputs.iter().any(|x| !x.buffer.has_memory()) && !rank.is_dry_run() {
-        return Err(Error::new(Kind::Unsupported, "a value is read where only its layout is known (a meta tensor)")
-            .detail("help", "while a program is recorded, return the tensor and read it afterwards"));
+        return Err(Error::new(
+            Kind::Unsupported,
+            "a value is read where only its layout is known (a meta tensor)",
+        )
+        .detail("help", "while a program is recorded, return the tensor and read it afterwards"));
     }
     let launched = rank.backend().launch(kernel, &mut Launch { inputs, outputs, scalars });
     launched.map_err(|e| match &*Context::of(rank).path() {

@@ -6,20 +6,18 @@ mod error_text;
 mod validation;
 mod plan;
 
+use crate::anomaly::AnomalyDetector;
 use crate::context::Context;
 use crate::infer::Inference;
-use crate::layout::Layout;
 use crate::inference_cache::InferenceKey;
+use crate::layout::Layout;
 use crate::local_tensor::{LocalTensor, with_mapped};
 pub use crate::plan_cache::PlanKey;
 use crate::refusal::Refusal;
 use crate::tensor::Tensor;
-use crate::anomaly::AnomalyDetector;
-pub use forward_context::ForwardContext;
 use error_text::forward_error;
 pub use error_text::suggested_repairs;
-use validation::{matches_inference, check_outputs, catch_panics, get_or_raise, not_saved};
-pub use validation::{check_cotangents_present, check_cotangent_layouts};
+pub use forward_context::ForwardContext;
 pub use grad_accumulator::GradAccumulator;
 pub use plan::plan;
 use shardgrad_dist::{Error, Kind, Rank, Result};
@@ -29,6 +27,8 @@ use std::cell::RefCell;
 use std::fmt;
 use std::panic::Location;
 use std::rc::Rc;
+use validation::{catch_panics, check_outputs, get_or_raise, matches_inference, not_saved};
+pub use validation::{check_cotangent_layouts, check_cotangents_present};
 
 /// Local outputs of a forward: the visible outputs, then the outputs saved for backward.
 pub type LocalTensors = SmallVec<[LocalTensor; 1]>;
@@ -156,7 +156,10 @@ pub trait Op: fmt::Debug + 'static {
     /// The default unwinds with `Kind::Unsupported`: an op without differentiable arguments has no vjp.
     fn vjp(&self, _: &Vjp<'_>) -> Cotangents {
         Error::new(Kind::Unsupported, format!("{} has no vjp", self.name()))
-            .detail("help", "implement Op::vjp, or declare the arguments not differentiable in Op::differentiable")
+            .detail(
+                "help",
+                "implement Op::vjp, or declare the arguments not differentiable in Op::differentiable",
+            )
             .raise()
     }
 }
@@ -224,14 +227,20 @@ impl SavedForBackward {
 /// `Kind::DType` if an argument is not a float, or two dtypes differ.
 pub fn common_float(inputs: &[DType]) -> Result<DType> {
     if let Some(i) = inputs.iter().position(|d| !d.is_float()) {
-        return Err(Error::new(Kind::DType, format!("argument {i} has the dtype {}, but must be a float", inputs[i]))
-            .detail("help", "cast it: x.cast(DType::F32)"));
+        return Err(Error::new(
+            Kind::DType,
+            format!("argument {i} has the dtype {}, but must be a float", inputs[i]),
+        )
+        .detail("help", "cast it: x.cast(DType::F32)"));
     }
-    let first = *inputs.first().ok_or_else(|| Error::new(Kind::DType, "needs at least one float argument"))?;
+    let first =
+        *inputs.first().ok_or_else(|| Error::new(Kind::DType, "needs at least one float argument"))?;
     match inputs.iter().find(|d| **d != first) {
         None => Ok(first),
-        Some(other) => Err(Error::new(Kind::DType, format!("the arguments have the dtypes {first} and {other}"))
-            .detail("help", "cast one of them: x.cast(DType::F32)")),
+        Some(other) => {
+            Err(Error::new(Kind::DType, format!("the arguments have the dtypes {first} and {other}"))
+                .detail("help", "cast one of them: x.cast(DType::F32)"))
+        }
     }
 }
 
@@ -315,7 +324,11 @@ impl Vjp<'_> {
             }
             Tensor::assemble(self.rank, argument.dual(), t.local().clone())
         };
-        self.needs_input_grad.iter().enumerate().map(|(i, &w)| w.then(|| with_dual_layout(i, cotangent(i)))).collect()
+        self.needs_input_grad
+            .iter()
+            .enumerate()
+            .map(|(i, &w)| w.then(|| with_dual_layout(i, cotangent(i))))
+            .collect()
     }
 }
 
@@ -490,14 +503,23 @@ impl Tensor {
     /// includes the sum.
     #[track_caller]
     #[must_use]
-    pub fn apply_accumulating(op: Rc<dyn Op>, args: &[&Tensor], want: Layout, sum: Option<&GradAccumulator>) -> Tensor {
+    pub fn apply_accumulating(
+        op: Rc<dyn Op>,
+        args: &[&Tensor],
+        want: Layout,
+        sum: Option<&GradAccumulator>,
+    ) -> Tensor {
         apply_single(&*op, args, &[sum], &[Some(want)], Location::caller())
     }
 
     /// All outputs of an op that may add each output to the sum given for the output (gradient accumulation).
     #[track_caller]
     #[must_use]
-    pub fn results_accumulating(op: &dyn Op, args: &[&Tensor], sums: &[Option<&GradAccumulator>]) -> SmallVec<[Tensor; 2]> {
+    pub fn results_accumulating(
+        op: &dyn Op,
+        args: &[&Tensor],
+        sums: &[Option<&GradAccumulator>],
+    ) -> SmallVec<[Tensor; 2]> {
         let site = Location::caller();
         unwind(with_plan(op, args, &[], site, |x, inference, rank_context| {
             run_accumulating(op, ForwardInputs { args: x, accumulators: sums }, inference, rank_context, site)

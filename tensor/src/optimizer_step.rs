@@ -1,9 +1,9 @@
 //! Fused optimizer steps (AdamW, SGD) in place on each rank's stored shards, without communication and without waiting
 //! on the host.
 
-use crate::overflow_check::OverflowCheck;
 use crate::layout::Layout;
 use crate::local_tensor::{LocalTensor, launch};
+use crate::overflow_check::OverflowCheck;
 use crate::tensor::Tensor;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::op::{adamw, sgd};

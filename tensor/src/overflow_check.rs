@@ -215,7 +215,10 @@ impl OverflowCheck {
 
     /// Returns the rates of all parameters on the device, one row for each parameter.
     pub(crate) fn rates(&self, width: usize) -> LocalTensor {
-        self.input_range(INPUT_HEAD + self.inputs.control.len() + self.rates.start, &[self.rates.len() / width, width])
+        self.input_range(
+            INPUT_HEAD + self.inputs.control.len() + self.rates.start,
+            &[self.rates.len() / width, width],
+        )
     }
 
     /// Returns the rates of one parameter.
@@ -237,7 +240,7 @@ impl OverflowCheck {
 mod tests {
     use super::*;
     use crate::control::world_sum;
-use crate::grad_norm::local_sum_squares;
+    use crate::grad_norm::local_sum_squares;
     use crate::layout::Layout;
     use crate::value::Value;
     use shardgrad_dist::{Kind, Mesh, World};

@@ -3,10 +3,10 @@
 //!
 //! As in `inference_cache`, a plan is returned only for a key that equals the stored key.
 
-use crate::infer::Inference;
-use crate::layout::Layout;
-use crate::inference_cache::FastHasher;
 use crate::direct_mapped_cache::DirectMappedCache;
+use crate::infer::Inference;
+use crate::inference_cache::FastHasher;
+use crate::layout::Layout;
 use smallvec::SmallVec;
 use std::any::TypeId;
 use std::hash::{Hash, Hasher};

@@ -45,7 +45,11 @@ pub fn run(x: &Tensor, steps: &[Step], goal: &Layout, site: &'static Location<'s
         local.lineage = lineage;
         layout = to;
     }
-    debug_assert!(layout.is_equivalent_to(goal), "the steps lead from {} to {goal}, not to {layout}", x.layout());
+    debug_assert!(
+        layout.is_equivalent_to(goal),
+        "the steps lead from {} to {goal}, not to {layout}",
+        x.layout()
+    );
     Ok(Tensor::assemble(rank, goal.clone(), local))
 }
 
@@ -102,13 +106,19 @@ impl StepRunner<'_> {
     fn run(&self, x: LocalTensor, to: Placement) -> Result<LocalTensor> {
         let axis = self.axes.iter().next().expect("a step has at least one axis");
         match (self.from.placement(axis), to) {
-            (Placement::Invariant | Placement::Replicate, Placement::Invariant | Placement::Replicate) => Ok(x),
+            (Placement::Invariant | Placement::Replicate, Placement::Invariant | Placement::Replicate) => {
+                Ok(x)
+            }
             (Placement::Invariant | Placement::Replicate, Placement::Shard(d)) => {
                 Ok(x.with_view(self.slice(&x, d, self.rank.coordinates())))
             }
-            (Placement::Invariant | Placement::Replicate, Placement::Partial) => self.zero_except_first(x, axis),
+            (Placement::Invariant | Placement::Replicate, Placement::Partial) => {
+                self.zero_except_first(x, axis)
+            }
             (Placement::Shard(d), Placement::Partial) => self.pad_with_zeros(&x, d),
-            (Placement::Shard(d), Placement::Invariant | Placement::Replicate) => self.all_gather(&x, d, axis),
+            (Placement::Shard(d), Placement::Invariant | Placement::Replicate) => {
+                self.all_gather(&x, d, axis)
+            }
             (Placement::Shard(d), Placement::Shard(e)) => self.all_to_all(&x, d, e, axis),
             (Placement::Partial, Placement::Invariant | Placement::Replicate) => self.all_reduce(&x),
             (Placement::Partial, Placement::Shard(d)) => self.reduce_scatter(&x, d, axis),
@@ -118,7 +128,8 @@ impl StepRunner<'_> {
 
     /// Makes a collective call for elements of some lineage.
     fn call(&self, lineage: Lineage, call: impl FnOnce(&Call<'_>) -> Result<Buffer>) -> Result<Buffer> {
-        CollectiveContext { axes: self.axes, dtype: self.from.dtype(), lineage, site: self.site }.of(self.rank, call)
+        CollectiveContext { axes: self.axes, dtype: self.from.dtype(), lineage, site: self.site }
+            .of(self.rank, call)
     }
 
     /// Returns the coordinates of the member at position `i` of this rank's group along an axis.
@@ -190,10 +201,13 @@ impl StepRunner<'_> {
         // This rank sends its part of dim `d`, cut along `e` by what each member keeps, and receives the
         // opposite.
         let send: Vec<usize> = (0..size)
-            .map(|j| with_extent(&mine_d, e, self.to.range(e, &self.group_member(axis, j)).len()).iter().product())
+            .map(|j| {
+                with_extent(&mine_d, e, self.to.range(e, &self.group_member(axis, j)).len()).iter().product()
+            })
             .collect();
-        let parts: Vec<Vec<usize>> =
-            (0..size).map(|j| with_extent(&mine_e, d, self.from.range(d, &self.group_member(axis, j)).len())).collect();
+        let parts: Vec<Vec<usize>> = (0..size)
+            .map(|j| with_extent(&mine_e, d, self.from.range(d, &self.group_member(axis, j)).len()))
+            .collect();
         let recv: Vec<usize> = parts.iter().map(|s| s.iter().product()).collect();
         let packed = self.pack(x, e, axis, &send)?;
         let buffer = self.call(x.lineage, |call| self.rank.all_to_all(call, &packed.buffer, &send, &recv))?;

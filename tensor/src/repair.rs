@@ -7,9 +7,9 @@
 use crate::dim::{AxisList, Dim};
 use crate::infer::Inference;
 use crate::layout::Layout;
+use crate::placement::Placement;
 use crate::refusal::Refusal;
 use crate::route::RouteCache;
-use crate::placement::Placement;
 use shardgrad_dist::{Axis, AxisSet};
 use smallvec::SmallVec;
 use std::fmt;
@@ -238,7 +238,9 @@ impl fmt::Display for Repair {
             };
             f.write_str(if n > 0 { " and " } else { "" })?;
             match to {
-                RepairAction::Exchange(axis, d) => write!(f, "exchange argument {i} to dim {d}{}", over(*axis))?,
+                RepairAction::Exchange(axis, d) => {
+                    write!(f, "exchange argument {i} to dim {d}{}", over(*axis))?
+                }
                 RepairAction::Gather(axis) => write!(f, "gather argument {i}{}", over(*axis))?,
                 RepairAction::Adopt(..) => write!(f, "redistribute argument {i} to {}", self.args[*i])?,
             }

@@ -143,7 +143,9 @@ fn split(dim: Dim, shape: &[usize], mesh: &Mesh) -> Option<SmallVec<[Dim; 4]>> {
 /// Returns the first of two dims with all axes on it, if no shard boundary falls inside a row.
 fn onto_first(dim: &Dim, extent: usize, row: usize, mesh: &Mesh) -> Option<Dim> {
     let num_shards = dim.axes.num_shards(mesh);
-    let fits = |a: &Dim| (0..=num_shards).all(|i| dim.shard_start(i, num_shards) == row * a.shard_start(i, num_shards));
+    let fits = |a: &Dim| {
+        (0..=num_shards).all(|i| dim.shard_start(i, num_shards) == row * a.shard_start(i, num_shards))
+    };
     let grains = [dim.grain / row, 1].into_iter().skip(usize::from(!dim.grain.is_multiple_of(row)));
     grains.map(|grain| Dim { extent, grain, axes: dim.axes }).find(|a| dim.axes.is_empty() || fits(a))
 }

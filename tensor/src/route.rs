@@ -120,7 +120,8 @@ fn moving_axes(from: &Layout, to: &Layout) -> AxisSet {
     for (a, b) in from.dims().iter().zip(to.dims()) {
         let common = a.axes.iter().zip(b.axes.iter()).take_while(|(x, y)| x == y).count();
         let unchanged = if a.grain == b.grain { common } else { 0 };
-        moving = a.axes.iter().skip(unchanged).chain(b.axes.iter().skip(unchanged)).fold(moving, AxisSet::with);
+        moving =
+            a.axes.iter().skip(unchanged).chain(b.axes.iter().skip(unchanged)).fold(moving, AxisSet::with);
     }
     loop {
         let before = moving;
@@ -243,7 +244,8 @@ fn greedy_route(from: &Layout, to: &Layout, moving: AxisSet) -> Steps {
         }
     }
     for placement in [Placement::Invariant, Placement::Replicate] {
-        let pending = |a: &Axis| builder.at.placement(*a) == Placement::Partial && to.placement(*a) == placement;
+        let pending =
+            |a: &Axis| builder.at.placement(*a) == Placement::Partial && to.placement(*a) == placement;
         let axes: AxisSet = moving.iter().filter(pending).collect();
         if !axes.is_empty() {
             builder.take(Step::complete(axes, placement));
@@ -378,7 +380,10 @@ mod tests {
         let mesh = Mesh::parse("r=2,s=2").unwrap();
         let (_, _, found) = find(&mesh, "f32[8@s, 4]", "f32[8, 4] ~r ~s");
         let (r, s) = (Axis(0), Axis(1));
-        assert_eq!(found.steps.as_slice(), [Step::new(r, Placement::Replicate), Step::new(s, Placement::Replicate)]);
+        assert_eq!(
+            found.steps.as_slice(),
+            [Step::new(r, Placement::Replicate), Step::new(s, Placement::Replicate)]
+        );
         assert_eq!((found.forward, found.backward), (16, 16 + 16));
     }
 

@@ -2,7 +2,7 @@
 //! They compose existing ops where possible.
 
 use crate::op::unwind;
-use crate::ops::diagonal::{Diagonal, DiagEmbed};
+use crate::ops::diagonal::{DiagEmbed, Diagonal};
 use crate::ops::flip::Flip;
 use crate::ops::roll::Roll;
 use crate::ops::slice::Pad;

@@ -200,7 +200,8 @@ impl Signature {
     ) -> Result<(), Refusal> {
         let ellipsis = terms.first().filter(|t| t.mark == Mark::Ellipsis);
         let fixed = terms.len() - usize::from(ellipsis.is_some());
-        let known = ellipsis.and_then(|t| widths.iter().find(|(s, _)| *s == t.symbol)).map(|(_, width)| *width);
+        let known =
+            ellipsis.and_then(|t| widths.iter().find(|(s, _)| *s == t.symbol)).map(|(_, width)| *width);
         match (ellipsis, known) {
             (None, _) if ndim == fixed => return Ok(()),
             (Some(_), Some(width)) if ndim == fixed + width => return Ok(()),

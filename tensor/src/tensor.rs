@@ -1,11 +1,11 @@
 //! The distributed tensor: a global tensor as one rank sees it (PyTorch's `DTensor`, a sharded `jax.Array`).
 
+use crate::anomaly::AnomalyDetector;
 use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
 use crate::lineage::Lineage;
 use crate::local_tensor::{LocalTensor, launch};
-use crate::anomaly::AnomalyDetector;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::op::binary::{ACCUMULATE, ADD};
 use shardgrad_kernels::op::random::{NORMAL, UNIFORM};
@@ -322,7 +322,13 @@ impl Tensor {
         launch(&rank, &ADD, &[self.local(), other.local()], &mut [&mut sum], &[])?;
         if Context::of(&rank).detects_anomalies() {
             let site = Location::caller();
-            AnomalyDetector::inspect(&rank, "the sum of two cotangents", &[self.local(), other.local()], &[&sum], site)?;
+            AnomalyDetector::inspect(
+                &rank,
+                "the sum of two cotangents",
+                &[self.local(), other.local()],
+                &[&sum],
+                site,
+            )?;
         }
         Ok(Tensor::assemble(&rank, self.layout().clone(), sum))
     }
@@ -402,8 +408,10 @@ pub(crate) fn check_representable(dtype: DType, number: f64) -> Result<()> {
     if integer_range(dtype).is_none_or(|held| held.contains(&number) && number.fract() == 0.0) {
         return Ok(());
     }
-    Err(Error::new(Kind::DType, format!("{dtype} cannot represent {number}"))
-        .detail("help", "pass a value in the range of the dtype, or cast the tensor first: x.cast(DType::F32)"))
+    Err(Error::new(Kind::DType, format!("{dtype} cannot represent {number}")).detail(
+        "help",
+        "pass a value in the range of the dtype, or cast the tensor first: x.cast(DType::F32)",
+    ))
 }
 
 /// Checks that a layout is on the mesh of the rank.
@@ -444,7 +452,9 @@ pub(crate) fn check_host_dtype<T: Element>(layout: &Layout) -> Result<()> {
     let text = format!("host data of type {} for a tensor of dtype {}", T::DTYPE, layout.dtype());
     let help = match layout.dtype() {
         DType::Bool => "pass bools as u8: 0 is false, any other value is true".to_string(),
-        dtype => format!("pass elements of {dtype}, or use a layout with dtype {} and cast the tensor", T::DTYPE),
+        dtype => {
+            format!("pass elements of {dtype}, or use a layout with dtype {} and cast the tensor", T::DTYPE)
+        }
     };
     Err(Error::new(Kind::DType, text).detail("layout", layout.to_string()).detail("help", help))
 }
@@ -454,9 +464,10 @@ pub(crate) fn check_host<T: Element>(layout: &Layout, len: usize) -> Result<()> 
     check_host_dtype::<T>(layout)?;
     if len != layout.numel() {
         let text = format!("{len} host elements for a tensor of {} elements", layout.numel());
-        return Err(Error::new(Kind::Shape, text)
-            .detail("layout", layout.to_string())
-            .detail("help", "pass all elements of the global shape, row-major; for this rank's part use Tensor::from_local"));
+        return Err(Error::new(Kind::Shape, text).detail("layout", layout.to_string()).detail(
+            "help",
+            "pass all elements of the global shape, row-major; for this rank's part use Tensor::from_local",
+        ));
     }
     Ok(())
 }

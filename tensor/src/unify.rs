@@ -59,8 +59,9 @@ impl Unification {
     ) -> Result<Unification, Refusal> {
         if args.len() != signature.num_inputs() {
             let text = format!("{} argument(s) for a signature of {}", args.len(), signature.num_inputs());
-            return Err(Refusal::new("shape", text, &[])
-                .hint("pass one argument for each term before `->`, or add the missing terms to Op::signature"));
+            return Err(Refusal::new("shape", text, &[]).hint(
+                "pass one argument for each term before `->`, or add the missing terms to Op::signature",
+            ));
         }
         check_same_mesh(args, want)?;
         let wanted_ndim = |k: usize| want.get(k).copied().flatten().map(Layout::ndim);
@@ -109,9 +110,8 @@ impl Unification {
                 if x == Labels::UNIT {
                     if dim.extent != 1 {
                         let n = dim.extent;
-                        let text = format!(
-                            "dim {d} of argument {i} has extent {n}, but the signature requires 1"
-                        );
+                        let text =
+                            format!("dim {d} of argument {i} has extent {n}, but the signature requires 1");
                         return Err(Refusal::new("shape", text, &[(i, d)]));
                     }
                     continue;
@@ -149,7 +149,12 @@ impl Unification {
                 let label = &mut self.all[x as usize];
                 let (old, new) = (label.dim, *dim);
                 if !old.axes.is_prefix_of(new.axes) && !new.axes.is_prefix_of(old.axes) {
-                    return Err(axis_order_refusal(&self.labels.name(x), args, unpack_place(label.axes_from), (i, d)));
+                    return Err(axis_order_refusal(
+                        &self.labels.name(x),
+                        args,
+                        unpack_place(label.axes_from),
+                        (i, d),
+                    ));
                 }
                 check_boundaries |= !old.axes.is_empty() && !new.axes.is_empty() && old.grain != new.grain;
                 label.dim.grain = match new.axes.len().cmp(&old.axes.len()) {
@@ -182,10 +187,8 @@ impl Unification {
                      but of {} in argument {i} (dim {d}), which gives other shard boundaries",
                     dim.grain
                 );
-                let hint = format!(
-                    "declare one grain in the layouts of both tensors, as in {}:{grain}",
-                    dim.extent
-                );
+                let hint =
+                    format!("declare one grain in the layouts of both tensors, as in {}:{grain}", dim.extent);
                 return Err(Refusal::new("grain", text, &[(j, e), (i, d)]).hint(hint));
             }
         }
@@ -267,8 +270,12 @@ impl Unification {
                     }
                     self.wanted = self.wanted.with(axis);
                 }
-                self.all[x as usize] =
-                    Label { dim: *dim, extent_from: Some(pack_place(k, d)), axes_from: pack_place(k, d), in_args: false };
+                self.all[x as usize] = Label {
+                    dim: *dim,
+                    extent_from: Some(pack_place(k, d)),
+                    axes_from: pack_place(k, d),
+                    in_args: false,
+                };
             }
         }
         self.check_created(signature)
@@ -282,8 +289,10 @@ impl Unification {
         }
         for x in signature.outputs().iter().flat_map(|t| self.labels.unsharded(t)) {
             if !self.dim(x).axes.is_empty() {
-                let text =
-                    format!("label `{}` must be unsharded, but the wanted output shards it", self.labels.name(x));
+                let text = format!(
+                    "label `{}` must be unsharded, but the wanted output shards it",
+                    self.labels.name(x)
+                );
                 return Err(Refusal::new("whole", text, &[]));
             }
         }
@@ -315,7 +324,12 @@ fn broadcast_refusal(layout: &Layout, axis: Axis, (i, d): (usize, usize)) -> Ref
     Refusal::new("one", text, &[(i, d)])
 }
 
-fn axis_order_refusal(name: &str, args: &[&Layout], (j, e): (usize, usize), (i, d): (usize, usize)) -> Refusal {
+fn axis_order_refusal(
+    name: &str,
+    args: &[&Layout],
+    (j, e): (usize, usize),
+    (i, d): (usize, usize),
+) -> Refusal {
     let list = |i: usize, d: usize| {
         let layout = args[i];
         layout.dims()[d].axes.iter().map(|a| format!("@{}", layout.mesh().name(a))).collect::<String>()

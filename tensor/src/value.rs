@@ -499,7 +499,10 @@ pub trait Value: Clone {
     fn window_attention(&self, k: &Self, v: &Self, keys: usize) -> Self {
         if keys == 0 {
             let error = Error::new(Kind::Config, "attention: a window of 0 keys is empty");
-            error.detail("help", "pass a window of at least 1 key").at(std::panic::Location::caller()).raise();
+            error
+                .detail("help", "pass a window of at least 1 key")
+                .at(std::panic::Location::caller())
+                .raise();
         }
         Self::apply_one(Attention::of(self.layout().ndim(), Mask::Window(keys)), &[self, k, v])
     }

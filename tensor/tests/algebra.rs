@@ -8,8 +8,8 @@ use serde_json::Value;
 use shardgrad_dist::{Axis, AxisSet, Mesh};
 use shardgrad_kernels::DType;
 use shardgrad_tensor::{
-    Dim, ImplicitStep, Inference, Layout, Refusal, RouteCache, Rule, Signature, Placement, Step, adjoint, infer, elements_moved,
-    elements_moved_backward, repairs, reshape_layout, route,
+    Dim, ImplicitStep, Inference, Layout, Placement, Refusal, RouteCache, Rule, Signature, Step, adjoint,
+    elements_moved, elements_moved_backward, infer, repairs, reshape_layout, route,
 };
 use std::collections::BTreeMap;
 
@@ -310,13 +310,17 @@ impl<'a> Op<'a> {
                 .changes
                 .iter()
                 .map(|(i, to)| match to {
-                    shardgrad_tensor::RepairAction::Exchange(axis, d) => {
-                        written_step(ImplicitStep { arg: *i, axis: *axis, to: Placement::Shard(*d) }, &self.mesh)
+                    shardgrad_tensor::RepairAction::Exchange(axis, d) => written_step(
+                        ImplicitStep { arg: *i, axis: *axis, to: Placement::Shard(*d) },
+                        &self.mesh,
+                    ),
+                    shardgrad_tensor::RepairAction::Gather(axis) => written_step(
+                        ImplicitStep { arg: *i, axis: *axis, to: Placement::Replicate },
+                        &self.mesh,
+                    ),
+                    shardgrad_tensor::RepairAction::Adopt(..) => {
+                        panic!("on one axis there is only one order of axes")
                     }
-                    shardgrad_tensor::RepairAction::Gather(axis) => {
-                        written_step(ImplicitStep { arg: *i, axis: *axis, to: Placement::Replicate }, &self.mesh)
-                    }
-                    shardgrad_tensor::RepairAction::Adopt(..) => panic!("on one axis there is only one order of axes"),
                 })
                 .collect();
             let out: Vec<String> = repair.outputs.iter().map(Layout::to_string).collect();

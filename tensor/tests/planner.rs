@@ -60,7 +60,9 @@ fn min_costs(from: &Layout, all: &[Layout], free: AxisSet, backward: bool) -> Ha
         for at in all {
             let Some(&paid) = min_costs.get(&at.to_string()) else { continue };
             for step in steps(at, free) {
-                let cost = paid + elements_moved(at, &step) + if backward { elements_moved_backward(at, &step) } else { 0 };
+                let cost = paid
+                    + elements_moved(at, &step)
+                    + if backward { elements_moved_backward(at, &step) } else { 0 };
                 let known = min_costs.entry(at.after(&step).to_string()).or_insert(u64::MAX);
                 *known = cost.min(*known);
             }
@@ -84,9 +86,9 @@ fn routes_are_as_cheap_as_an_exhaustive_search() {
                 let mut known: HashMap<u16, [HashMap<String, u64>; 2]> = HashMap::new();
                 for to in &all {
                     let free = changed_axes(from, to);
-                    let best = known
-                        .entry(free.bits())
-                        .or_insert_with(|| [true, false].map(|backward| min_costs(from, &all, free, backward)));
+                    let best = known.entry(free.bits()).or_insert_with(|| {
+                        [true, false].map(|backward| min_costs(from, &all, free, backward))
+                    });
                     for (backward, best) in [true, false].into_iter().zip(&*best) {
                         let found = route(from, to, backward).unwrap();
                         assert_eq!(
@@ -109,7 +111,10 @@ fn routes_are_as_cheap_as_an_exhaustive_search() {
             }
         }
     }
-    assert!(costlier > 100, "the planner that ignores the backward costs more on {costlier} of {pairs} pairs");
+    assert!(
+        costlier > 100,
+        "the planner that ignores the backward costs more on {costlier} of {pairs} pairs"
+    );
     assert_eq!(pairs, PAIRS);
 }
 
@@ -136,7 +141,8 @@ fn check_round_trip(rank: &Rank, x: &GlobalTensor, [from, to]: [&Layout; 2]) -> 
     });
     let back = back.into_iter().next().flatten().expect("a route has an adjoint");
     let found = x.find_mismatch(&back, 0.0, site)?;
-    let laid = (moved.layout() != to || *back.layout() != from.dual()).then(|| "has another layout than planned".to_string());
+    let laid = (moved.layout() != to || *back.layout() != from.dual())
+        .then(|| "has another layout than planned".to_string());
     Ok(there.or(found).or(laid).map(|what| format!("{from} -> {to}: {what}")))
 }
 

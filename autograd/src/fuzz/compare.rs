@@ -88,8 +88,9 @@ impl Results {
 
     fn is_near(&self, other: &Results, tolerance: f64) -> bool {
         let near = |(a, b): (&f64, &f64)| (a - b).abs() <= tolerance * (1.0 + b.abs());
-        let same =
-            |(a, b): (&GlobalTensor, &GlobalTensor)| a.data.len() == b.data.len() && a.data.iter().zip(&b.data).all(near);
+        let same = |(a, b): (&GlobalTensor, &GlobalTensor)| {
+            a.data.len() == b.data.len() && a.data.iter().zip(&b.data).all(near)
+        };
         self.all().zip(other.all()).all(same)
     }
 }
@@ -180,7 +181,12 @@ impl Comparison<'_> {
         let made = World::run(Mesh::single(), |rank| {
             let args: Vec<Tensor> = globals
                 .iter()
-                .map(|g| g.distribute(rank, &LayoutPattern::unsharded(g.shape.len()).layout(rank.mesh(), g.dtype, &g.shape)?))
+                .map(|g| {
+                    g.distribute(
+                        rank,
+                        &LayoutPattern::unsharded(g.shape.len()).layout(rank.mesh(), g.dtype, &g.shape)?,
+                    )
+                })
                 .collect::<Result<_>>()?;
             let (outputs, gradients) = self.run(rank, &args)?;
             let global = |t: &Tensor| {
@@ -225,7 +231,8 @@ impl Comparison<'_> {
 
     /// The results of one rank in the dtype of the mesh.
     fn single_rank_in_dtype(&self) -> Result<Results> {
-        let globals: Vec<GlobalTensor> = self.globals().into_iter().map(|g| in_dtype(g, self.dtype)).collect();
+        let globals: Vec<GlobalTensor> =
+            self.globals().into_iter().map(|g| in_dtype(g, self.dtype)).collect();
         self.single_rank(&globals)
     }
 

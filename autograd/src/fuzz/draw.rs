@@ -4,15 +4,15 @@
 //! A program is generated without values, on one rank of its mesh. One rank then runs it, and the first step with a
 //! non-finite or large result is removed with all later ones.
 
-use super::layout_pattern::LayoutPattern;
-use super::program::{ValueRef, Program, Step, Values, case};
 use super::compare::{TestInput, is_moderate};
+use super::layout_pattern::LayoutPattern;
+use super::program::{Program, Step, ValueRef, Values, case};
 use crate::tape::Tape;
 use shardgrad_dist::{Axis, Mesh, Rank, Result, World};
 use shardgrad_tensor::DType;
 use shardgrad_tensor::check::LayoutCase;
 use shardgrad_tensor::op::DTypes;
-use shardgrad_tensor::ops::{Case, OpModule, Input};
+use shardgrad_tensor::ops::{Case, Input, OpModule};
 use shardgrad_tensor::{Context, Layout, Placement, Tensor, Value};
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -211,7 +211,12 @@ impl ProgramGenerator<'_> {
     }
 
     /// An earlier value that fits as an argument of a case.
-    fn existing_arg(&mut self, requirements: &CaseInputs<'_>, i: usize, bound: &mut Extents) -> Result<Option<ValueRef>> {
+    fn existing_arg(
+        &mut self,
+        requirements: &CaseInputs<'_>,
+        i: usize,
+        bound: &mut Extents,
+    ) -> Result<Option<ValueRef>> {
         let input = &requirements.case.inputs[i];
         let most = requirements.index_bound(i, bound).unwrap_or(usize::MAX);
         let fits = |value: &ValueRef| {
@@ -224,7 +229,8 @@ impl ProgramGenerator<'_> {
                 && found.iter().zip(input.shape()).enumerate().all(fits)
                 && self.index_bounds.get(value).is_none_or(|b| *b <= most)
         };
-        let fitting: Vec<ValueRef> = self.values_of(Some(self.dtype(input))).into_iter().filter(fits).collect();
+        let fitting: Vec<ValueRef> =
+            self.values_of(Some(self.dtype(input))).into_iter().filter(fits).collect();
         if !self.rng.chance(85) {
             return Ok(None);
         }
@@ -236,7 +242,12 @@ impl ProgramGenerator<'_> {
     }
 
     /// A new input as an argument of a case; `None` if its indices would have an empty range.
-    fn new_arg(&mut self, requirements: &CaseInputs<'_>, i: usize, bound: &mut Extents) -> Result<Option<ValueRef>> {
+    fn new_arg(
+        &mut self,
+        requirements: &CaseInputs<'_>,
+        i: usize,
+        bound: &mut Extents,
+    ) -> Result<Option<ValueRef>> {
         let input = &requirements.case.inputs[i];
         let mut shape = Vec::new();
         for (d, &n) in input.shape().iter().enumerate() {
@@ -326,7 +337,17 @@ impl Program {
             let (inputs, steps, blocks, outputs) = Default::default();
             let program = Program { mesh: mesh.clone(), dtype, inputs, steps, blocks, outputs, seed };
             let (tape, values, index_bounds) = (Tape::new(rank), Values::default(), BTreeMap::new());
-            let mut generator = ProgramGenerator { ops, rank, tape, rng, program, values, index_bounds, num_leaves: 0, has_empty };
+            let mut generator = ProgramGenerator {
+                ops,
+                rank,
+                tape,
+                rng,
+                program,
+                values,
+                index_bounds,
+                num_leaves: 0,
+                has_empty,
+            };
             for _ in 0..1 + generator.rng.below(STEPS_MAX) {
                 let before = (generator.program.clone(), generator.values.clone());
                 // Steps that an op refuses altogether (extents, dtypes) are dropped.

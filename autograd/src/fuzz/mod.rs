@@ -10,17 +10,17 @@ mod program;
 mod draw;
 mod shrink;
 
-pub use layout_pattern::LayoutPattern;
-pub use program::{ValueRef, Program, Step};
 pub use compare::{TestInput, Verdict};
+pub use layout_pattern::LayoutPattern;
+pub use program::{Program, Step, ValueRef};
 
 use crate::tape::Tape;
 use crate::var::Var;
+use compare::Comparison;
 use draw::Rng;
 use shardgrad_dist::{Error, Kind, Mesh, Result};
 use shardgrad_tensor::DType;
-use shardgrad_tensor::ops::{OpModule, Input};
-use compare::Comparison;
+use shardgrad_tensor::ops::{Input, OpModule};
 
 /// The numbers of cases by outcome and content.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -73,7 +73,9 @@ pub fn programs(ops: &[OpModule], first: u64, count: u64) -> Result<Report> {
                 report.with_ties += usize::from(program.has_ties(ops)?);
             }
             Verdict::IllPosed => report.ill_posed += 1,
-            Verdict::Wrong(_) | Verdict::Refused(_) => return Err(shrunk_error(ops, seed, &program, &verdict)),
+            Verdict::Wrong(_) | Verdict::Refused(_) => {
+                return Err(shrunk_error(ops, seed, &program, &verdict));
+            }
         }
     }
     Ok(report)
@@ -85,7 +87,9 @@ fn shrunk_error(ops: &[OpModule], seed: u64, program: &Program, verdict: &Verdic
     let least = program.shrunk(|p| p.check(ops).is_ok_and(|found| same(&found)));
     let what = match least.check(ops) {
         Ok(Verdict::Wrong(what)) => what,
-        Ok(Verdict::Refused(error)) => format!("an op refused layouts that it had accepted when the program was generated: {error}"),
+        Ok(Verdict::Refused(error)) => {
+            format!("an op refused layouts that it had accepted when the program was generated: {error}")
+        }
         other => format!("{other:?}"),
     };
     Error::new(Kind::Unsupported, format!("program {seed} fails: {what}"))
@@ -111,8 +115,9 @@ pub fn model(inputs: &[Input], count: u64, f: impl Fn(&[Var]) -> Vec<Var> + Sync
         let mut rng = Rng::new(seed);
         let mesh_text = if seed == 0 { "a=1".to_string() } else { rng.mesh() };
         let mesh = Mesh::parse(&mesh_text)?;
-        let mut drawn =
-            |input: &Input| test_input(input, LayoutPattern::of(&rng.layout(&mesh, input.dtype(), input.shape())));
+        let mut drawn = |input: &Input| {
+            test_input(input, LayoutPattern::of(&rng.layout(&mesh, input.dtype(), input.shape())))
+        };
         let inputs: Vec<TestInput> = inputs.iter().map(&mut drawn).collect();
         let dtype = if seed % 4 == 3 { DType::F32 } else { DType::F64 };
         let verdict = |mesh: &str, dtype: DType, inputs: &[TestInput]| -> Result<Verdict> {
@@ -131,10 +136,13 @@ pub fn model(inputs: &[Input], count: u64, f: impl Fn(&[Var]) -> Vec<Var> + Sync
                 let least =
                     all.shrunk(|p| p.inputs.len() == all.inputs.len() && same_shapes(p, &all) && wrong(p));
                 let layouts: Vec<String> = least.inputs.iter().map(|f| f.layout.to_string()).collect();
-                return Err(Error::new(Kind::Unsupported, format!("the model differs from one rank: {what}"))
-                    .detail("mesh", least.mesh)
-                    .detail("inputs", layouts.join("; "))
-                    .detail("numbers", format!("seed {seed}, in {}", least.dtype)));
+                return Err(Error::new(
+                    Kind::Unsupported,
+                    format!("the model differs from one rank: {what}"),
+                )
+                .detail("mesh", least.mesh)
+                .detail("inputs", layouts.join("; "))
+                .detail("numbers", format!("seed {seed}, in {}", least.dtype)));
             }
         }
     }

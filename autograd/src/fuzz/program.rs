@@ -1,11 +1,11 @@
 //! Programs as data: ops of a list by name, redistributions, detached values, and checkpointed blocks.
 
+use super::compare::{Comparison, Results, TestInput, Verdict};
 use super::layout_pattern::LayoutPattern;
-use super::compare::{TestInput, Results, Comparison, Verdict};
 use crate::tape::Tape;
 use crate::var::Var;
 use shardgrad_dist::{Error, Kind, Mesh, Result};
-use shardgrad_tensor::ops::{Case, OpModule, Input};
+use shardgrad_tensor::ops::{Case, Input, OpModule};
 use shardgrad_tensor::{DType, Value};
 use std::fmt;
 use std::ops::Range;
@@ -200,7 +200,9 @@ impl Program {
     pub(super) fn has_ties(&self, ops: &[OpModule]) -> Result<bool> {
         let shares = |op: &str, number| case(ops, op, number).is_ok_and(|c| c.has_tied_gradients);
         let pair = |(at, step): (usize, &Step)| match step {
-            Step::Apply { op, case, args, .. } if shares(op, *case) => Some([args[0], ValueRef::Output(at, 0)]),
+            Step::Apply { op, case, args, .. } if shares(op, *case) => {
+                Some([args[0], ValueRef::Output(at, 0)])
+            }
             _ => None,
         };
         let outputs: Vec<ValueRef> = self.steps.iter().enumerate().filter_map(pair).flatten().collect();
@@ -267,12 +269,21 @@ impl fmt::Display for Program {
                     value_list(args)
                 )?,
                 Step::Redistribute(x, pattern) => {
-                    writeln!(f, "        Step::Redistribute({}, LayoutPattern::parse(\"{pattern}\")?),", value_code(x))?;
+                    writeln!(
+                        f,
+                        "        Step::Redistribute({}, LayoutPattern::parse(\"{pattern}\")?),",
+                        value_code(x)
+                    )?;
                 }
                 Step::Detach(x) => writeln!(f, "        Step::Detach({}),", value_code(x))?,
             }
         }
         writeln!(f, "    ],\n    blocks: vec!{:?},", self.blocks)?;
-        write!(f, "    outputs: vec![{}],\n    seed: {},\n}}\n.check(OPS)?", value_list(&self.outputs), self.seed)
+        write!(
+            f,
+            "    outputs: vec![{}],\n    seed: {},\n}}\n.check(OPS)?",
+            value_list(&self.outputs),
+            self.seed
+        )
     }
 }

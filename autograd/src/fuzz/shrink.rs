@@ -2,7 +2,7 @@
 //! extents one by one.
 
 use super::layout_pattern::LayoutPattern;
-use super::program::{ValueRef, Program, Step};
+use super::program::{Program, Step, ValueRef};
 use shardgrad_dist::Mesh;
 use shardgrad_tensor::DType;
 use shardgrad_tensor::ops::Input;

@@ -125,7 +125,8 @@ impl Schedule {
     pub fn with_transfers(&self, links: &[(usize, usize)]) -> Schedule {
         let spelled = self.spelled();
         let mut near: HashMap<usize, Vec<(usize, usize)>> = HashMap::new();
-        for link in links.iter().filter(|(from, to)| self.stage_ranks.get(*from) != self.stage_ranks.get(*to)) {
+        for link in links.iter().filter(|(from, to)| self.stage_ranks.get(*from) != self.stage_ranks.get(*to))
+        {
             near.entry(link.0).or_default().push(*link);
             near.entry(link.1).or_default().push(*link);
         }

@@ -60,11 +60,8 @@ impl Program {
         let starts = match cut {
             Cut::Balanced => self.balanced(rank, num_stages)?,
             Cut::Measured => {
-                return Err(Error::new(
-                    Kind::Config,
-                    "Cut::Measured needs a profile of the program",
-                )
-                .detail("help", "measure it with Profile::measure and use Profile::cut"));
+                return Err(Error::new(Kind::Config, "Cut::Measured needs a profile of the program")
+                    .detail("help", "measure it with Profile::measure and use Profile::cut"));
             }
             Cut::Layers(counts) => self.by_layers(counts)?,
             Cut::At(paths) => paths.iter().map(|path| self.first_at(path)).collect::<Result<_>>()?,
@@ -134,7 +131,8 @@ impl Program {
     /// than stages. Never within a checkpointed block.
     pub(super) fn cut_points(&self, num_stages: usize) -> Result<Vec<usize>> {
         let inside = |at: usize| self.blocks.iter().any(|b| b.start < at && at < b.end);
-        let changes = |at: &usize| layer_prefix(&self.records[*at].path) != layer_prefix(&self.records[at - 1].path);
+        let changes =
+            |at: &usize| layer_prefix(&self.records[*at].path) != layer_prefix(&self.records[at - 1].path);
         let all: Vec<usize> = (1..self.records.len()).filter(|at| !inside(*at)).collect();
         let mut cut_points: Vec<usize> = all.iter().copied().filter(changes).collect();
         if cut_points.len() + 1 < num_stages {

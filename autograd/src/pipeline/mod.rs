@@ -24,10 +24,10 @@ mod profile;
 
 pub use action::{Action, Schedule, Transfer};
 pub use cut::Cut;
+pub use list_scheduling::ScheduleSearch;
 pub use named::{NAMES, in_flight_max};
 pub use profile::Profile;
-pub use run::{PipelineInputs, PipelineOutputs, TimedAction, Runner};
-pub use simulate::{Span, Timeline, PassTimes};
+pub use run::{PipelineInputs, PipelineOutputs, Runner, TimedAction};
+pub use simulate::{PassTimes, Span, Timeline};
 pub use stage::{Stage, Stages};
-pub use list_scheduling::ScheduleSearch;
 pub use verify::Verified;

@@ -71,7 +71,8 @@ fn check_size(name: &str, num_ranks: usize, num_microbatches: usize) -> Result<(
     let chunks = counted(name, "interleaved").map_or(1, |count| count.unwrap_or(2));
     if chunks > CHUNKS_MAX {
         let why = format!("`{name}`: a pipeline rank has at most {CHUNKS_MAX} stages");
-        return Err(Error::new(Kind::Config, why).detail("help", "use a smaller number of stages per rank, such as interleaved-2"));
+        return Err(Error::new(Kind::Config, why)
+            .detail("help", "use a smaller number of stages per rank, such as interleaved-2"));
     }
     let passes = num_ranks.checked_mul(num_microbatches).and_then(|n| n.checked_mul(chunks));
     if passes.is_some_and(|n| n <= PASSES_MAX) {
@@ -149,7 +150,8 @@ mod tests {
         }
         let search = |stage_ranks: Vec<usize>, num_microbatches: usize, num_times: usize| {
             let times = vec![even; num_times];
-            ScheduleSearch { stage_ranks, num_microbatches, live_max: 4, times, transfer: 0.0 }.run("searched")
+            ScheduleSearch { stage_ranks, num_microbatches, live_max: 4, times, transfer: 0.0 }
+                .run("searched")
         };
         let other = [
             Schedule::interleaved(2, 4, 0),

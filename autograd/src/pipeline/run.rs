@@ -5,10 +5,10 @@ mod measure;
 
 use super::action::{Action, Schedule, Transfer};
 use super::stage::{GradientSlots, Stages};
-use crate::split_backward::DeferredWeightGrads;
-use crate::id::{ReplayNoise, Gradients, Id, Key};
+use crate::id::{Gradients, Id, Key, ReplayNoise};
 use crate::program::Slot;
 use crate::replay::Values;
+use crate::split_backward::DeferredWeightGrads;
 use crate::tape::Tape;
 use crate::tape::accumulate::sum_cotangents;
 use crate::var::Var;
@@ -298,8 +298,10 @@ impl Step<'_> {
             let stored = (inputs.parameter)(key);
             let leaf = if (inputs.is_trained)(key) { tape.leaf(key, &stored) } else { tape.constant(stored) };
             let program = stages.program();
-            let computed =
-                leaf.in_layout(&program.external_inputs[external as usize].layout, stages.first_use(stage, external));
+            let computed = leaf.in_layout(
+                &program.external_inputs[external as usize].layout,
+                stages.first_use(stage, external),
+            );
             let reuse = is_reused.then(|| computed.tensor().cache_packed());
             (computed, reuse)
         };
@@ -350,7 +352,13 @@ impl Step<'_> {
 
     /// Takes the gradients off a tape: those of the stage's inputs go to the stages that made them, those of parameters
     /// are accumulated.
-    fn store_input_gradients(&mut self, stage: usize, microbatch: usize, tape: &Tape, stage_inputs: &StageInputs) -> Result<()> {
+    fn store_input_gradients(
+        &mut self,
+        stage: usize,
+        microbatch: usize,
+        tape: &Tape,
+        stage_inputs: &StageInputs,
+    ) -> Result<()> {
         let runner = self.runner;
         let mut gradients = tape.gradients();
         for (from, slots) in &runner.stages.stages()[stage].inputs {
@@ -406,7 +414,9 @@ impl Step<'_> {
         let runner = self.runner;
         let to = runner.schedule.stage_ranks[transfer.to];
         let phase = if transfer.is_forward() { Phase::Forward } else { Phase::Backward };
-        for ((slot, layout), tensor) in self.transferred_slots(transfer).into_iter().zip(self.take_transfer(transfer)?) {
+        for ((slot, layout), tensor) in
+            self.transferred_slots(transfer).into_iter().zip(self.take_transfer(transfer)?)
+        {
             let piece = tensor.local().flat(runner.rank)?;
             let (path, site) = path_and_site(runner.stages, slot);
             let call = runner.call(&layout, phase, path, site);
@@ -420,7 +430,8 @@ impl Step<'_> {
         let runner = self.runner;
         let from = runner.schedule.stage_ranks[transfer.from];
         while !self.transfers.contains_key(&transfer) {
-            let next = self.expected.get_mut(&from).and_then(VecDeque::pop_front).ok_or_else(missing_value)?;
+            let next =
+                self.expected.get_mut(&from).and_then(VecDeque::pop_front).ok_or_else(missing_value)?;
             let arrived = self.receive_next(next, from)?;
             self.transfers.insert(next, arrived);
         }
@@ -473,7 +484,10 @@ fn path_and_site(stages: &Stages, slot: Slot) -> (&str, &'static Location<'stati
 }
 
 fn missing_value() -> Error {
-    Error::new(Kind::Unsupported, "a stage needs a value that was not made or received: call Schedule::verify before a run")
+    Error::new(
+        Kind::Unsupported,
+        "a stage needs a value that was not made or received: call Schedule::verify before a run",
+    )
 }
 
 impl std::fmt::Debug for PipelineInputs<'_> {

@@ -158,7 +158,8 @@ pub(super) fn check_stages(num_stages: usize) -> Result<()> {
     if num_stages > 0 {
         return Ok(());
     }
-    Err(Error::new(Kind::Config, "a schedule needs at least one stage").detail("help", "give each rank at least one stage"))
+    Err(Error::new(Kind::Config, "a schedule needs at least one stage")
+        .detail("help", "give each rank at least one stage"))
 }
 
 /// `ahead` warm-up forward passes, then in turn one forward pass and the actions `backward` of the next microbatch.
@@ -255,7 +256,11 @@ mod tests {
             ([0, 4, 2], "needs at least one rank", "size of the pipeline axis"),
             ([2, 4, 0], "needs at least one stage per rank", "use 2 stages per rank"),
             ([2, 0, 2], "needs at least one microbatch", "as many microbatches as ranks"),
-            ([2, 5, 2], "the number of microbatches (5) is not a multiple of the number of ranks (2)", "use 6 microbatches"),
+            (
+                [2, 5, 2],
+                "the number of microbatches (5) is not a multiple of the number of ranks (2)",
+                "use 6 microbatches",
+            ),
         ] {
             let error = Schedule::interleaved(of[0], of[1], of[2]).unwrap_err();
             assert!(error.message().contains(what), "{error}");

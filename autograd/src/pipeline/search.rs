@@ -1,9 +1,9 @@
 //! Searched schedules: the shortest order of passes that is found for given times and a memory bound.
 
 use super::action::{Action, Schedule};
+use super::list_scheduling::{PassKind, Policy, ScheduleSearch};
 use super::schedule::{check_counts, check_stages};
 use super::simulate::PassTimes;
-use super::list_scheduling::{PassKind, Policy, ScheduleSearch};
 use super::v_shaped::{self, Orders};
 use shardgrad_dist::{Error, Kind, Result};
 
@@ -23,7 +23,11 @@ impl ScheduleSearch {
         check_stages(self.stage_ranks.len())?;
         check_counts(self.num_ranks(), self.num_microbatches)?;
         if self.times.len() != self.stage_ranks.len() {
-            let text = format!("the schedule has {} stages, times are given for {}", self.stage_ranks.len(), self.times.len());
+            let text = format!(
+                "the schedule has {} stages, times are given for {}",
+                self.stage_ranks.len(),
+                self.times.len()
+            );
             return Err(Error::new(Kind::Config, text).detail("help", "give the times of each stage"));
         }
         let links: Vec<(usize, usize)> = (1..self.stage_ranks.len()).map(|s| (s - 1, s)).collect();
@@ -39,8 +43,11 @@ impl ScheduleSearch {
             }
         }
         best.map(|(_, schedule)| Schedule { name: name.to_string(), ..schedule }).ok_or_else(|| {
-            let text =
-                format!("no order of {} stages keeps within {} live passes", self.stage_ranks.len(), self.live_max);
+            let text = format!(
+                "no order of {} stages keeps within {} live passes",
+                self.stage_ranks.len(),
+                self.live_max
+            );
             Error::new(Kind::Config, text).detail("help", "raise the bound: searched-N with a larger N")
         })
     }
@@ -56,7 +63,11 @@ impl ScheduleSearch {
             ];
             (
                 named.into_iter().flatten().collect(),
-                vec![v_shaped::zb_v_orders(p, m), v_shaped::v_half_orders(p, m), v_shaped::v_min_orders(p, m)],
+                vec![
+                    v_shaped::zb_v_orders(p, m),
+                    v_shaped::v_half_orders(p, m),
+                    v_shaped::v_min_orders(p, m),
+                ],
             )
         } else if self.stage_ranks.iter().copied().eq(0..p) {
             let named = [
@@ -100,7 +111,12 @@ impl ScheduleSearch {
 
 /// All orders of the four choices.
 fn preferences() -> Vec<[(PassKind, bool); 4]> {
-    let choices = [(PassKind::Forward, true), (PassKind::Forward, false), (PassKind::Input, true), (PassKind::Input, false)];
+    let choices = [
+        (PassKind::Forward, true),
+        (PassKind::Forward, false),
+        (PassKind::Input, true),
+        (PassKind::Input, false),
+    ];
     let mut all = Vec::with_capacity(24);
     for a in 0..4 {
         for b in (0..4).filter(|b| *b != a) {
@@ -189,7 +205,8 @@ mod tests {
                 ] {
                     let n = stage_ranks.len();
                     let times: Vec<PassTimes> = (0..n).map(uneven).collect();
-                    let search = ScheduleSearch { stage_ranks, num_microbatches: m, live_max, times, transfer: 0.1 };
+                    let search =
+                        ScheduleSearch { stage_ranks, num_microbatches: m, live_max, times, transfer: 0.1 };
                     let schedule = search.run("searched").unwrap();
                     let links: Vec<(usize, usize)> = (1..n).map(|s| (s - 1, s)).collect();
                     let peaks = schedule.with_transfers(&links).verify(&links).unwrap().peak_live;
@@ -216,7 +233,13 @@ mod tests {
             let mut times = vec![PassTimes { forward: 1.0, input: 1.0, weight }; 4];
             times[0].input = 0.0;
             times[3] = PassTimes { forward: last, input: last, weight: weight * last };
-            ScheduleSearch { stage_ranks: vec![0, 1, 2, 3], num_microbatches: 8, live_max, times, transfer: 0.5 }
+            ScheduleSearch {
+                stage_ranks: vec![0, 1, 2, 3],
+                num_microbatches: 8,
+                live_max,
+                times,
+                transfer: 0.5,
+            }
         };
         let span = |search: &ScheduleSearch, name: &str| search.span(&Schedule::named(name, 4, 8).unwrap());
         // With five microbatches per rank it is as fast as ZB-H2 with seven,

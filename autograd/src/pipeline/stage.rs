@@ -148,7 +148,8 @@ impl Stages {
     /// The parameters with a gradient.
     fn keys_with_gradient(&self) -> BTreeSet<Key> {
         let external_inputs = self.program.external_inputs.iter().enumerate();
-        let gradient_slots = external_inputs.filter(|(at, _)| self.gradient_slots.0.contains(&Slot::External(*at as u32)));
+        let gradient_slots =
+            external_inputs.filter(|(at, _)| self.gradient_slots.0.contains(&Slot::External(*at as u32)));
         gradient_slots.filter_map(|(_, external)| external.key).collect()
     }
 
@@ -196,7 +197,8 @@ impl Program {
     /// The slots with a gradient: trained parameters, and results of differentiable ops on them that the losses depend
     /// on.
     fn gradient_slots(&self, num_losses: usize, is_trained: impl Fn(Key) -> bool) -> GradientSlots {
-        let mut gradient_slots = self.slots_with_gradient(|external| self.external_inputs[external].key.is_some_and(&is_trained));
+        let mut gradient_slots =
+            self.slots_with_gradient(|external| self.external_inputs[external].key.is_some_and(&is_trained));
         let slots_reaching_losses = self.slots_reaching_losses(num_losses);
         gradient_slots.retain(|slot| slots_reaching_losses.contains(slot));
         GradientSlots(gradient_slots)
@@ -204,7 +206,8 @@ impl Program {
 
     /// The slots that the losses depend on through differentiable ops.
     fn slots_reaching_losses(&self, num_losses: usize) -> HashSet<Slot> {
-        let mut slots_reaching_losses: HashSet<Slot> = self.outputs.iter().take(num_losses).copied().collect();
+        let mut slots_reaching_losses: HashSet<Slot> =
+            self.outputs.iter().take(num_losses).copied().collect();
         for (at, record) in self.records.iter().enumerate().rev() {
             let made = |out: usize| Slot::Output { record: at as u32, out: out as u32 };
             if !(0..record.outputs.len()).any(|out| slots_reaching_losses.contains(&made(out))) {
@@ -213,7 +216,8 @@ impl Program {
             let layouts: SmallVec<[&Layout; 4]> = record.inputs.iter().map(|s| self.layout(*s)).collect();
             let differentiable = op::differentiable_args(&*record.op, &layouts);
             let flows = |(i, _): &(usize, &Slot)| differentiable[*i] && !record.stops_gradient[*i];
-            slots_reaching_losses.extend(record.inputs.iter().enumerate().filter(flows).map(|(_, slot)| *slot));
+            slots_reaching_losses
+                .extend(record.inputs.iter().enumerate().filter(flows).map(|(_, slot)| *slot));
         }
         slots_reaching_losses
     }

@@ -72,7 +72,8 @@ impl Reader {
                 once(&mut self.num_microbatches, count, key)
             }
             "stages on ranks" => {
-                let stage_ranks = rest.split_whitespace().map(|word| number(word, "write ranks, as in `0 1 1 0`"));
+                let stage_ranks =
+                    rest.split_whitespace().map(|word| number(word, "write ranks, as in `0 1 1 0`"));
                 let stage_ranks = stage_ranks.collect::<Result<Vec<usize>>>()?;
                 if stage_ranks.is_empty() {
                     return Err(refuse(
@@ -131,7 +132,12 @@ impl Reader {
             );
             return Err(refuse(text, "use fewer stages or microbatches"));
         }
-        Ok(Schedule { name: self.name.unwrap_or_else(|| "own".to_string()), num_microbatches, stage_ranks, ranks })
+        Ok(Schedule {
+            name: self.name.unwrap_or_else(|| "own".to_string()),
+            num_microbatches,
+            stage_ranks,
+            ranks,
+        })
     }
 }
 
@@ -170,14 +176,24 @@ mod tests {
             ("microbatches: some", Some("1:"), "`some` is not a valid number", "microbatches: 8"),
             ("microbatches: 2\nmicrobatches: 3", Some("2:"), "has two lines `microbatches`", "leave one"),
             ("stages on ranks: 0 -1", Some("1:"), "`-1` is not a valid number", "0 1 1 0"),
-            ("0: F0.0 B0.0\nstages on ranks:  # none", Some("2:"), "needs at least one stage", "as in `0 1 1 0`"),
+            (
+                "0: F0.0 B0.0\nstages on ranks:  # none",
+                Some("2:"),
+                "needs at least one stage",
+                "as in `0 1 1 0`",
+            ),
             ("0: F0.0\nmicrobatches: 65535\nstages on ranks: many", None, "are too many", "use fewer"),
             ("0: F0.0\n2: F2.0", None, "no list for rank 1", "add a line `1: ..`"),
             ("schedule: x", None, "has no action", "0: F0.0 B0.0"),
             ("0:\n1:", None, "has no action", "0: F0.0 B0.0"),
             ("99999999: F0.0", Some("1:"), "is not a valid number", "0: F0.0"),
             ("0: F0.18446744073709551615", None, "has 18446744073709551615 microbatches", "counted from 0"),
-            ("microbatches: 0\n0: F0.3", None, "says `microbatches: 0`, but its lists use 4", "`microbatches: 4`"),
+            (
+                "microbatches: 0\n0: F0.3",
+                None,
+                "says `microbatches: 0`, but its lists use 4",
+                "`microbatches: 4`",
+            ),
             ("microbatches: 0\n0: G0", None, "has 0 microbatches", "counted from 0"),
         ] {
             let text = text.replace("many", &"0 ".repeat(65_535));

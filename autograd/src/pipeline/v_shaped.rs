@@ -6,9 +6,9 @@
 //! 1) of them. After Qi et al., arXiv 2401.10241 (ZB-V) and arXiv 2405.15362 (V-Half, V-Min).
 
 use super::action::{Action, Schedule};
+use super::list_scheduling::{Policy, ScheduleSearch};
 use super::schedule::check_counts;
 use super::simulate::PassTimes;
-use super::list_scheduling::{Policy, ScheduleSearch};
 use shardgrad_dist::Result;
 
 /// The next pass of a rank: forward (F) or input gradient (I), in its first (0) or second (1) stage.
@@ -58,7 +58,13 @@ impl Schedule {
     pub fn v_min(num_ranks: usize, num_microbatches: usize) -> Result<Schedule> {
         check_counts(num_ranks, num_microbatches)?;
         let orders = v_min_orders(num_ranks, num_microbatches);
-        Ok(fill_weight_gradients("v-min", num_ranks, num_microbatches, &orders, (2 * num_ranks).div_ceil(3) + 2))
+        Ok(fill_weight_gradients(
+            "v-min",
+            num_ranks,
+            num_microbatches,
+            &orders,
+            (2 * num_ranks).div_ceil(3) + 2,
+        ))
     }
 }
 
@@ -68,9 +74,16 @@ pub(super) fn stage_ranks(num_ranks: usize) -> Vec<usize> {
 }
 
 /// Fills the gaps of an order with weight gradients, for passes of equal length.
-fn fill_weight_gradients(name: &str, p: usize, num_microbatches: usize, orders: &Orders, live_max: usize) -> Schedule {
+fn fill_weight_gradients(
+    name: &str,
+    p: usize,
+    num_microbatches: usize,
+    orders: &Orders,
+    live_max: usize,
+) -> Schedule {
     let times = vec![PassTimes { forward: 1.0, input: 1.0, weight: 1.0 }; 2 * p];
-    let search = ScheduleSearch { stage_ranks: stage_ranks(p), num_microbatches, live_max, times, transfer: 0.0 };
+    let search =
+        ScheduleSearch { stage_ranks: stage_ranks(p), num_microbatches, live_max, times, transfer: 0.0 };
     search.list_schedule(name, Policy::Order(orders)).expect("an order of even passes comes to its end")
 }
 

@@ -167,19 +167,22 @@ impl<'a> DryRun<'a> {
                 self.check_stage(rank, stage, microbatch)?;
                 self.check_back(rank, action, stage, microbatch)?;
                 let whole = matches!(action, Action::Backward { .. });
-                self.back[(stage, microbatch)] = if whole { BackwardState::Done } else { BackwardState::InputDone };
+                self.back[(stage, microbatch)] =
+                    if whole { BackwardState::Done } else { BackwardState::InputDone };
                 self.backward_left[stage] -= usize::from(whole);
             }
             Action::WeightGradient { stage, microbatch } => {
                 self.check_stage(rank, stage, microbatch)?;
                 match self.back[(stage, microbatch)] {
                     BackwardState::InputDone => self.back[(stage, microbatch)] = BackwardState::Done,
-                    BackwardState::Done => return wrong("computes gradients that an earlier action has computed"),
+                    BackwardState::Done => {
+                        return wrong("computes gradients that an earlier action has computed");
+                    }
                     BackwardState::NotStarted => return wrong(format!("comes before I{stage}.{microbatch}")),
                 }
                 self.backward_left[stage] -= 1;
             }
-            Action::Send(transfer) => self.send(rank, transfer)?,
+            Action::Send(transfer) => self.dry_run_send(rank, transfer)?,
             Action::Receive(transfer) => self.receive(rank, transfer)?,
             Action::Reduce { stage } => self.reduce(rank, stage)?,
         }
@@ -189,7 +192,9 @@ impl<'a> DryRun<'a> {
     fn check_stage(&self, rank: usize, stage: usize, microbatch: usize) -> Result<(), Obstacle> {
         let (n, m) = (self.schedule.num_stages(), self.schedule.num_microbatches);
         if stage >= n || microbatch >= m {
-            return wrong(format!("names a stage or microbatch that does not exist ({n} stages, {m} microbatches, counted from 0)"));
+            return wrong(format!(
+                "names a stage or microbatch that does not exist ({n} stages, {m} microbatches, counted from 0)"
+            ));
         }
         let home = self.schedule.stage_ranks[stage];
         if home != rank { wrong(format!("is of a stage on rank {home}")) } else { Ok(()) }
@@ -215,7 +220,8 @@ impl<'a> DryRun<'a> {
         let before = self.back[(stage, microbatch)];
         let same = matches!(
             (before, pass),
-            (BackwardState::InputDone, Action::InputGradient { .. }) | (BackwardState::Done, Action::Backward { .. })
+            (BackwardState::InputDone, Action::InputGradient { .. })
+                | (BackwardState::Done, Action::Backward { .. })
         );
         match before {
             BackwardState::NotStarted => {}
@@ -228,7 +234,9 @@ impl<'a> DryRun<'a> {
         for &other in &self.successors[stage] {
             let here = match self.schedule.stage_ranks[other] == rank {
                 true => self.back[(other, microbatch)] != BackwardState::NotStarted,
-                false => self.transfers[(self.rows[&(stage, other)] + 1, microbatch)] == TransferState::Received,
+                false => {
+                    self.transfers[(self.rows[&(stage, other)] + 1, microbatch)] == TransferState::Received
+                }
             };
             if !here {
                 return wrong(format!("needs the values of stage {other}, which this rank does not have"));
@@ -246,7 +254,10 @@ impl<'a> DryRun<'a> {
             return wrong(format!("but stage {to} reads no value of stage {from}"));
         };
         if microbatch >= self.schedule.num_microbatches {
-            return wrong(format!("names a microbatch that does not exist ({} microbatches, counted from 0)", self.schedule.num_microbatches));
+            return wrong(format!(
+                "names a microbatch that does not exist ({} microbatches, counted from 0)",
+                self.schedule.num_microbatches
+            ));
         }
         let row = row + usize::from(!transfer.is_forward());
         Ok((row, [self.schedule.stage_ranks[from], self.schedule.stage_ranks[to]]))
@@ -257,7 +268,7 @@ impl<'a> DryRun<'a> {
         self.schedule.ranks[other].get(self.at[other]) == Some(&action)
     }
 
-    fn send(&mut self, rank: usize, transfer: Transfer) -> Result<(), Obstacle> {
+    fn dry_run_send(&mut self, rank: usize, transfer: Transfer) -> Result<(), Obstacle> {
         let (row, [from, to]) = self.check_transfer(transfer)?;
         let Transfer { from: stage, microbatch, .. } = transfer;
         let made = match transfer.is_forward() {
@@ -324,9 +335,9 @@ impl<'a> DryRun<'a> {
             return Err(schedule.error(format!("deadlock: {}", waits.join(", "))));
         }
         let left = |action: &&Action| match **action {
-            Action::Send(t) => {
-                self.check_transfer(t).is_ok_and(|(row, _)| self.transfers[(row, t.microbatch)] == TransferState::Sent)
-            }
+            Action::Send(t) => self
+                .check_transfer(t)
+                .is_ok_and(|(row, _)| self.transfers[(row, t.microbatch)] == TransferState::Sent),
             _ => false,
         };
         if let Some(left) = schedule.ranks.iter().flatten().find(left) {
@@ -412,18 +423,36 @@ mod tests {
             (&["F0.0 F0.0", ""], "action 1 of rank 0, F0.0, is a duplicate"),
             (&["F0.0 S0>1.0 R1>0.0 B0.0 B0.0 G0", good[1]], "action 4 of rank 0, B0.0, is a duplicate"),
             (&["F0.0 S0>1.0 R1>0.0 I0.0 I0.0 G0", good[1]], "action 4 of rank 0, I0.0, is a duplicate"),
-            (&["F0.0 S0>1.0 R1>0.0 I0.0 W0.0 W0.0", good[1]], "W0.0, computes gradients that an earlier action has computed"),
-            (&["F0.0 S0>1.0 R1>0.0 B0.0 W0.0", good[1]], "W0.0, computes gradients that an earlier action has computed"),
+            (
+                &["F0.0 S0>1.0 R1>0.0 I0.0 W0.0 W0.0", good[1]],
+                "W0.0, computes gradients that an earlier action has computed",
+            ),
+            (
+                &["F0.0 S0>1.0 R1>0.0 B0.0 W0.0", good[1]],
+                "W0.0, computes gradients that an earlier action has computed",
+            ),
             (&["F0.0 S0>1.0 R1>0.0 W0.0", good[1]], "action 3 of rank 0, W0.0, comes before I0.0"),
-            (&["F0.0 S0>1.0 R1>0.0 I0.0 B0.0", good[1]], "B0.0, computes gradients that an earlier action has computed"),
-            (&["F0.0 S0>1.0 R1>0.0 B0.0 I0.0", good[1]], "I0.0, computes gradients that an earlier action has computed"),
+            (
+                &["F0.0 S0>1.0 R1>0.0 I0.0 B0.0", good[1]],
+                "B0.0, computes gradients that an earlier action has computed",
+            ),
+            (
+                &["F0.0 S0>1.0 R1>0.0 B0.0 I0.0", good[1]],
+                "I0.0, computes gradients that an earlier action has computed",
+            ),
             (&["B0.0", good[1]], "action 0 of rank 0, B0.0, comes before its forward pass"),
             (&[good[0], "R0>1.0 I1.0"], "action 1 of rank 1, I1.0, comes before its forward pass"),
             (&["F0.0 B0.0", good[1]], "action 1 of rank 0, B0.0, needs the values of stage 1"),
             (&[good[0], "F1.0"], "action 0 of rank 1, F1.0, needs the values of stage 0"),
-            (&["F0.1", ""], "F0.1, names a stage or microbatch that does not exist (2 stages, 1 microbatches, counted from 0)"),
+            (
+                &["F0.1", ""],
+                "F0.1, names a stage or microbatch that does not exist (2 stages, 1 microbatches, counted from 0)",
+            ),
             (&["F2.0", ""], "F2.0, names a stage or microbatch that does not exist (2 stages"),
-            (&["F0.0 S0>1.0 R1>0.0 B0.7", good[1]], "B0.7, names a stage or microbatch that does not exist (2 stages, 1 microbatches, counted from 0)"),
+            (
+                &["F0.0 S0>1.0 R1>0.0 B0.7", good[1]],
+                "B0.7, names a stage or microbatch that does not exist (2 stages, 1 microbatches, counted from 0)",
+            ),
             (&["W9.0", ""], "W9.0, names a stage or microbatch that does not exist (2 stages"),
             (&["F1.0", ""], "action 0 of rank 0, F1.0, is of a stage on rank 1"),
             (&[good[0], "R0>1.0 F1.0 B0.0"], "action 2 of rank 1, B0.0, is of a stage on rank 0"),
@@ -446,7 +475,10 @@ mod tests {
             (&["F0.0 S0>1.0 R1>0.0 G0 B0.0", good[1]], "G0, comes before 1 of the stage's backward passes"),
             (&["F0.0 S0>1.0 R1>0.0 B0.0 G0 G0", good[1]], "action 5 of rank 0, G0, is a duplicate"),
             (&["G1", ""], "action 0 of rank 0, G1, is of a stage on rank 1"),
-            (&["G2", ""], "action 0 of rank 0, G2, names a stage or microbatch that does not exist (2 stages"),
+            (
+                &["G2", ""],
+                "action 0 of rank 0, G2, names a stage or microbatch that does not exist (2 stages",
+            ),
             // Deadlocks.
             (
                 &["F0.0 R1>0.0 S0>1.0 B0.0", good[1]],

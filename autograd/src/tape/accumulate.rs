@@ -1,6 +1,6 @@
 //! Accumulation of cotangents, and nodes that add to a gradient accumulator in place.
 
-use super::{Leaf, Node, BackwardSite, Tape, NodeKind};
+use super::{BackwardSite, Leaf, Node, NodeKind, Tape};
 use crate::id::{Id, Key};
 use crate::program::AccumulationDType;
 use shardgrad_dist::Result;
@@ -59,7 +59,11 @@ impl Tape {
 }
 
 /// The place where the cotangents of a value are accumulated.
-fn accumulated_cotangent<'a>(leaves: &'a mut [Leaf], nodes: &'a mut [Node], id: Id) -> &'a mut Option<Tensor> {
+fn accumulated_cotangent<'a>(
+    leaves: &'a mut [Leaf],
+    nodes: &'a mut [Node],
+    id: Id,
+) -> &'a mut Option<Tensor> {
     match id {
         Id::Leaf(at) => &mut leaves[at as usize].cotangent,
         Id::Output { node, out, .. } => &mut nodes[node as usize].cotangents[out as usize],
@@ -108,7 +112,13 @@ pub(crate) fn preload(
 
 /// Takes the accumulated cotangents of a node's inputs out of their places. A value that appears twice among the inputs
 /// appears once here, where its first cotangent would be added.
-fn take_accumulators((leaves, earlier): (&mut [Leaf], &mut [Node]), inputs: &[Option<Id>], wanted: &[bool]) -> Accumulators {
-    let sum = |(id, wanted): (&Option<Id>, &bool)| accumulated_cotangent(leaves, earlier, id.filter(|_| *wanted)?).take();
+fn take_accumulators(
+    (leaves, earlier): (&mut [Leaf], &mut [Node]),
+    inputs: &[Option<Id>],
+    wanted: &[bool],
+) -> Accumulators {
+    let sum = |(id, wanted): (&Option<Id>, &bool)| {
+        accumulated_cotangent(leaves, earlier, id.filter(|_| *wanted)?).take()
+    };
     inputs.iter().zip(wanted).map(sum).map(GradAccumulator::new).collect()
 }

@@ -97,9 +97,9 @@ impl IssuedCall {
         let group_size = mesh.group_size(axes);
         let is_there = |group_rank: usize| group_rank < group_size;
         let fits = match op {
-            Op::Broadcast { root: group_rank } | Op::Send { to: group_rank } | Op::Recv { from: group_rank } => {
-                is_there(group_rank)
-            }
+            Op::Broadcast { root: group_rank }
+            | Op::Send { to: group_rank }
+            | Op::Recv { from: group_rank } => is_there(group_rank),
             _ => true,
         };
         (fits && u64::from(axes.bits()) == bits && issued.is_well_formed(group_size)).then_some(issued)
@@ -109,7 +109,7 @@ impl IssuedCall {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::call::{Call, Origin, Request, GroupPosition};
+    use crate::call::{Call, GroupPosition, Origin, Request};
 
     #[test]
     fn decoded_call_equals_the_encoded_one() {
@@ -136,16 +136,33 @@ mod tests {
                 _ => (&[7], &[]),
             };
             let mut issued = IssuedCall::none();
-            issued.set(&Request { call: &call, op, position: &position, number: 17, counts, received, x: None });
+            issued.set(&Request {
+                call: &call,
+                op,
+                position: &position,
+                number: 17,
+                counts,
+                received,
+                x: None,
+            });
             let mut out = Encoder::default();
             issued.encode(&mut out);
             let mut from = Decoder(&out.0);
             let read = IssuedCall::decode(&mut from, &mesh).unwrap();
-            assert!(from.0.is_empty() && read.differences(&issued).is_empty() && read.recent_inputs == issued.recent_inputs);
+            assert!(
+                from.0.is_empty()
+                    && read.differences(&issued).is_empty()
+                    && read.recent_inputs == issued.recent_inputs
+            );
             assert_eq!(read.text(&mesh, 4), issued.text(&mesh, 4));
-            assert!((0..out.0.len()).all(|len| IssuedCall::decode(&mut Decoder(&out.0[..len]), &mesh).is_none()));
+            assert!(
+                (0..out.0.len()).all(|len| IssuedCall::decode(&mut Decoder(&out.0[..len]), &mesh).is_none())
+            );
             let other = Mesh::new(&[("tp", 2)]).unwrap();
-            assert!(IssuedCall::decode(&mut Decoder(&out.0), &other).is_none(), "an axis outside of the mesh");
+            assert!(
+                IssuedCall::decode(&mut Decoder(&out.0), &other).is_none(),
+                "an axis outside of the mesh"
+            );
         }
     }
 

@@ -5,7 +5,7 @@ use crate::encoding::printable;
 use crate::error::{Error, Kind, Result};
 use crate::process::Process;
 use crate::rank::Rank;
-use crate::transport::tcp::{WorldConfig, Endpoint, Rendezvous, ConsistentValues, WaitHook, TcpTransport};
+use crate::transport::tcp::{ConsistentValues, Endpoint, Rendezvous, TcpTransport, WaitHook, WorldConfig};
 use shardgrad_kernels::BackendConfig;
 use shardgrad_kernels::cpu::cores;
 use std::io::Read;
@@ -19,7 +19,11 @@ impl World {
     /// options: --lr is 0.002 on rank 0, 0.1 on rank 1", where `subject` is "options". Values are sent and shown: pass a hash of a
     /// long value. [`World::launch`] ignores them: its ranks are threads of one process.
     #[must_use]
-    pub fn check_consistent(mut self, subject: &str, values: impl IntoIterator<Item = (String, String)>) -> World {
+    pub fn check_consistent(
+        mut self,
+        subject: &str,
+        values: impl IntoIterator<Item = (String, String)>,
+    ) -> World {
         // Escaped as on arrival at rank 0, so that equal values compare equal.
         let named = values
             .into_iter()
@@ -98,7 +102,8 @@ impl World {
             let name = format!("rank-{}", process.rank());
             let builder = thread::Builder::new().name(name).stack_size(STACK_BYTES);
             let own = builder.spawn_scoped(scope, || self.run_joined_rank(process, &endpoint, f));
-            let own = own.map_err(|e| Error::new(Kind::Io, format!("cannot start the thread of the rank: {e}")));
+            let own =
+                own.map_err(|e| Error::new(Kind::Io, format!("cannot start the thread of the rank: {e}")));
             match own.map(thread::ScopedJoinHandle::join) {
                 Ok(Ok(outcome)) => outcome,
                 Ok(Err(_)) => Err(Error::new(Kind::Panic, "bug: a panic of a rank was not caught")),
@@ -123,8 +128,10 @@ impl World {
         let may_spin = num_local_ranks.saturating_mul(num_threads) <= cores;
         let spin = if may_spin { SPIN } else { Duration::ZERO };
         let outcome = catch_errors(&self.mesh, index, || {
-            let assigned_cores = if self.pin_threads { assign_cores(num_local_ranks, num_threads)? } else { Vec::new() };
-            let cores = assigned_cores.chunks(num_threads).nth(process.local_rank()).unwrap_or_default().to_vec();
+            let assigned_cores =
+                if self.pin_threads { assign_cores(num_local_ranks, num_threads)? } else { Vec::new() };
+            let cores =
+                assigned_cores.chunks(num_threads).nth(process.local_rank()).unwrap_or_default().to_vec();
             cores.first().iter().for_each(|core| cores::pin_thread(**core));
             let (memory_bytes_max, precision) = (self.memory_bytes_max, self.precision);
             let settings = BackendConfig { num_threads, may_spin, cores, memory_bytes_max, precision };
@@ -135,7 +142,8 @@ impl World {
             rank.backend().synchronize()?;
             Ok(result)
         });
-        let outcome = outcome.and_then(|result| catch_errors(&self.mesh, index, || endpoint.finish()).map(|()| result));
+        let outcome =
+            outcome.and_then(|result| catch_errors(&self.mesh, index, || endpoint.finish()).map(|()| result));
         outcome.map_err(|error| {
             endpoint.fail(error.clone());
             endpoint.abort(error)

@@ -27,7 +27,8 @@ impl EnvVars<'_> {
     /// `Kind::Config` for a value that is not a whole number.
     pub(super) fn count(&self, name: &str) -> Result<Option<usize>> {
         let Some(value) = self.get(name) else { return Ok(None) };
-        let junk = |_| Error::new(Kind::Config, format!("{name} is `{value}`, which is not a whole number from 0"));
+        let junk =
+            |_| Error::new(Kind::Config, format!("{name} is `{value}`, which is not a whole number from 0"));
         value.parse().map(Some).map_err(junk)
     }
 

@@ -162,13 +162,7 @@ impl Launcher {
     }
 
     /// The host of rank 0. `MASTER_ADDR` takes precedence over the launcher's own variables.
-    fn host(
-        &self,
-        variables: &EnvVars<'_>,
-        rank: usize,
-        num_ranks: usize,
-        local: &Local,
-    ) -> Result<String> {
+    fn host(&self, variables: &EnvVars<'_>, rank: usize, num_ranks: usize, local: &Local) -> Result<String> {
         if let Some(host) = variables.get("MASTER_ADDR") {
             return Ok(host);
         }

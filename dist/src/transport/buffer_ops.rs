@@ -74,7 +74,9 @@ pub(super) fn form_result(
 ) -> Result<()> {
     let (dtype, group_rank, counts) = (request.call.dtype, request.position.group_rank, request.counts);
     match request.op {
-        Op::AllReduce(reduce_op) => reduce(backend, dtype, reduce_op, published.iter().map(of), &(0..counts[0]), y),
+        Op::AllReduce(reduce_op) => {
+            reduce(backend, dtype, reduce_op, published.iter().map(of), &(0..counts[0]), y)
+        }
         Op::ReduceScatter => {
             let start = offset(counts, group_rank);
             let mine = start..start + counts[group_rank];

@@ -1,11 +1,11 @@
 //! Tests of the thread transport's barriers, slots and messages under the model checker loom, over all interleavings of a few threads:
 //! `RUSTFLAGS="--cfg loom" cargo test -p shardgrad-dist --lib loom`.
 
-use crate::call::{IssuedCall, Fingerprint};
+use crate::call::{Fingerprint, IssuedCall};
 use crate::group_sync::GroupSync;
 use crate::mesh::AxisSet;
 use crate::sync::RwLock;
-use crate::world_state::{RankState, Message};
+use crate::world_state::{Message, RankState};
 use loom::sync::Arc;
 use loom::thread;
 use shardgrad_kernels::{Buffer, SyncEvent};
@@ -49,7 +49,12 @@ fn slots(size: usize, calls: u64, preemptions: usize) {
         let group = Arc::new(GroupSync::new(size));
         let member = move |me: usize, group: &GroupSync| {
             for number in 1..=calls {
-                group.publish(me, number, Fingerprint { call: number, path: 0, origin: 0 }, &[number as u8; 8]);
+                group.publish(
+                    me,
+                    number,
+                    Fingerprint { call: number, path: 0, origin: 0 },
+                    &[number as u8; 8],
+                );
                 group.wait_for_all(&group.arrived, Duration::ZERO, || Ok(())).unwrap();
                 assert!(group.have_all_arrived(number) && group.fingerprints_agree(number));
                 for other in 0..size {
@@ -109,7 +114,10 @@ fn loom_message_wakes_its_receiver() {
         for _ in 0..2 {
             let there = || rank_state.has_message(AxisSet::EMPTY, 1);
             rank_state.condvar.wait(Duration::ZERO, there, || Ok(())).unwrap();
-            assert!(rank_state.take_message(AxisSet::EMPTY, 1).is_some(), "only the receiver takes a message");
+            assert!(
+                rank_state.take_message(AxisSet::EMPTY, 1).is_some(),
+                "only the receiver takes a message"
+            );
         }
         sender.join().unwrap();
     });

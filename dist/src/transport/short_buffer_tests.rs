@@ -4,7 +4,7 @@
 
 use super::Transport;
 use super::thread::{Shared, ThreadTransport};
-use crate::call::{Call, Op, Origin, Phase, ReduceOp, Request, GroupPosition};
+use crate::call::{Call, GroupPosition, Op, Origin, Phase, ReduceOp, Request};
 use crate::error::{Error, Kind};
 use crate::mesh::{Axis, AxisSet, Mesh};
 use crate::world_state::WorldState;

@@ -17,13 +17,13 @@
 //! communication stream, and the rank's own stream goes on computing.
 
 use super::{Transport, buffer_ops};
-use crate::call::{IssuedCall, Op, Fingerprint, ReduceOp, Request};
+use crate::call::{Fingerprint, IssuedCall, Op, ReduceOp, Request};
 use crate::error::{Error, Result};
 use crate::group_sync::{GroupSync, INLINE_BYTES_MAX, INLINE_RANKS_MAX};
-use crate::spin_condvar::WaitClock;
 use crate::report;
+use crate::spin_condvar::WaitClock;
 use crate::sync::{AtomicU64, RwLockReadGuard};
-use crate::world_state::{RankState, Failure, Deadlock, Message, PostedCall, WorldState};
+use crate::world_state::{Deadlock, Failure, Message, PostedCall, RankState, WorldState};
 use shardgrad_kernels::{Allocator, Backend, Buffer, Device, SyncEvent};
 use smallvec::SmallVec;
 use std::cell::{Cell, OnceCell, RefCell};
@@ -43,7 +43,12 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
-    pub(crate) fn new(world: WorldState, timeout: Duration, spin: Duration, delay_seed: Option<u64>) -> Shared {
+    pub(crate) fn new(
+        world: WorldState,
+        timeout: Duration,
+        spin: Duration,
+        delay_seed: Option<u64>,
+    ) -> Shared {
         Shared { world, timeout, spin, delay_seed }
     }
 }
@@ -107,7 +112,8 @@ impl ThreadTransport {
         let num_sets = 1 << shared.world.mesh.num_axes();
         let seed = shared.delay_seed.unwrap_or(0) ^ (rank as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
         let (groups, min_timeout) = (vec![OnceCell::new(); num_sets], Cell::new(Duration::ZERO));
-        let inline = RefCell::new(InlineBuffers { bytes: Box::new([0; INLINE_BYTES_MAX]), published: Vec::new() });
+        let inline =
+            RefCell::new(InlineBuffers { bytes: Box::new([0; INLINE_BYTES_MAX]), published: Vec::new() });
         ThreadTransport { rank, groups, inline, delay_rng: Cell::new(seed), min_timeout, shared }
     }
 
@@ -178,16 +184,30 @@ impl ThreadTransport {
             // Not allocated by the back end, whose memory statistics count tensors.
             published.push(Allocator::with_limit(0).alloc(INLINE_BYTES_MAX)?);
         }
-        for (group_rank, published) in published[..position.size()].iter_mut().enumerate().filter(|(i, _)| *i != position.group_rank) {
+        for (group_rank, published) in
+            published[..position.size()].iter_mut().enumerate().filter(|(i, _)| *i != position.group_rank)
+        {
             let theirs = &mut bytes[..request.published_numel(group_rank) * size];
             if !group.read(group_rank, request.number, theirs) {
                 let issued = self.rank_state(request.position.members[group_rank]).posted().issued.clone();
-                return Err(self.short_buffer(request.position.members[group_rank], &issued, 0, theirs.len()));
+                return Err(self.short_buffer(
+                    request.position.members[group_rank],
+                    &issued,
+                    0,
+                    theirs.len(),
+                ));
             }
             backend.upload(theirs, published)?;
         }
-        let of = |group_rank: usize| request.x.filter(|_| group_rank == position.group_rank).or(Some(&published[group_rank]));
-        buffer_ops::form_result(backend, request, &(0..position.size()).map(of).collect::<Shown<'_>>(), &mut y)?;
+        let of = |group_rank: usize| {
+            request.x.filter(|_| group_rank == position.group_rank).or(Some(&published[group_rank]))
+        };
+        buffer_ops::form_result(
+            backend,
+            request,
+            &(0..position.size()).map(of).collect::<Shown<'_>>(),
+            &mut y,
+        )?;
         Ok(Some(y))
     }
 
@@ -211,7 +231,12 @@ impl ThreadTransport {
                 let due = peer.issued.payload(peers.len()).argument_bytes(from, request.position.group_rank);
                 let published = peer.x.as_ref().map_or(0, Buffer::bytes);
                 if published < due {
-                    return Err(self.short_buffer(request.position.members[from], &peer.issued, published, due));
+                    return Err(self.short_buffer(
+                        request.position.members[from],
+                        &peer.issued,
+                        published,
+                        due,
+                    ));
                 }
             }
             match (request.op, &mut y) {
@@ -327,7 +352,13 @@ impl ThreadTransport {
     }
 
     /// Waits at a barrier until every member has arrived.
-    fn wait_for_all(&self, group: &GroupSync, count: &AtomicU64, request: &Request<'_>, is_arriving: bool) -> Result<()> {
+    fn wait_for_all(
+        &self,
+        group: &GroupSync,
+        count: &AtomicU64,
+        request: &Request<'_>,
+        is_arriving: bool,
+    ) -> Result<()> {
         let mut clock = WaitClock::default();
         let check_wait = || self.check_wait(request, &mut clock, is_arriving);
         group.wait_for_all(count, self.shared.spin, check_wait)
@@ -413,7 +444,10 @@ impl ThreadTransport {
             self.fail(Failure { error: error.clone(), origin: self.rank, affected: vec![self.rank, from] });
             return Err(error);
         }
-        let due = message.issued.payload(request.position.size()).argument_bytes(from_group_rank, request.position.group_rank);
+        let due = message
+            .issued
+            .payload(request.position.size())
+            .argument_bytes(from_group_rank, request.position.group_rank);
         if message.x.bytes() < due {
             return Err(self.short_buffer(from, &message.issued, message.x.bytes(), due));
         }

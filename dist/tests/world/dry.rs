@@ -88,7 +88,10 @@ fn dry_run_returns_errors_and_panics_like_a_launch() {
             error.raise()
         })
         .unwrap_err();
-    assert_eq!(error.message(), "all_gather: 1 counts for a group of 2 ranks: give one count per rank of the group");
+    assert_eq!(
+        error.message(),
+        "all_gather: 1 counts for a group of 2 ranks: give one count per rank of the group"
+    );
     assert_eq!(error.details(), [("rank", "1 (dp=0, tp=1) of mesh(dp=1, tp=2)".to_string())]);
     let error =
         world().dry_run(0, |_| -> Result<()> { std::panic::resume_unwind(Box::new("no")) }).unwrap_err();

@@ -139,11 +139,8 @@ fn mismatched_splits() {
 #[test]
 fn different_axes() {
     // Both axis sets have groups with the same two ranks, but they are different groups.
-    let parts = [
-        "deadlock: ",
-        "rank 0 waits for rank 1 in #1 all_reduce(sum) f32[8] over tp at ",
-        "over dp,tp",
-    ];
+    let parts =
+        ["deadlock: ", "rank 0 waits for rank 1 in #1 all_reduce(sum) f32[8] over tp at ", "over dp,tp"];
     mismatch("dp=1,tp=2", &parts, |rank| {
         let axes = if is_first(rank) { "tp" } else { "dp,tp" };
         rank.all_reduce(&on(rank, axes), &data(rank), 8, ReduceOp::Sum)?;

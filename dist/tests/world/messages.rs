@@ -45,10 +45,7 @@ fn two_ranks_that_receive_first_are_deadlocked() {
         rank.send(&call, &up(rank, &[0f32; 4]), 4, other)
     });
     assert_eq!(error.kind(), Kind::Collective);
-    contains(
-        &error,
-        &["deadlock: ", "#1 recv f32[4] from rank 0", "#1 recv f32[4] from rank 1"],
-    );
+    contains(&error, &["deadlock: ", "#1 recv f32[4] from rank 0", "#1 recv f32[4] from rank 1"]);
 }
 
 #[test]

@@ -12,7 +12,8 @@ fn summed(hashes: [u64; 2]) -> Result<Vec<()>> {
 fn summed_of(hashes: [u64; 2], given: [&str; 2]) -> Result<Vec<()>> {
     World::run(mesh("tp=2"), |rank: &Rank| {
         let given = given[rank.index()];
-        let call = Call { origin: Origin { hash: hashes[rank.index()], recent_inputs: given }, ..on(rank, "tp") };
+        let call =
+            Call { origin: Origin { hash: hashes[rank.index()], recent_inputs: given }, ..on(rank, "tp") };
         rank.all_reduce(&call, &up(rank, &[1.0f32; 8]), 8, ReduceOp::Sum).map(drop)
     })
 }

@@ -98,7 +98,8 @@ fn different_meshes_or_counts_are_an_error_on_all() {
 #[test]
 fn foreign_connections_are_rejected_without_delay() {
     let port = free_port();
-    let process = move |rank: usize, run: &str| Process::new(rank, 2, "127.0.0.1", port).unwrap().with_run_id(run);
+    let process =
+        move |rank: usize, run: &str| Process::new(rank, 2, "127.0.0.1", port).unwrap().with_run_id(run);
     let first = thread::spawn(move || world("tp=2").join(&process(0, "a"), barrier));
     let connect = || loop {
         if let Ok(stream) = TcpStream::connect(("127.0.0.1", port)) {

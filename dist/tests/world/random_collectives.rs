@@ -66,7 +66,11 @@ fn case<T: Element>(rank: &Rank, seed: u64, dice: &mut Dice, axes: AxisSet) -> R
             let start: usize = counts[..group_rank].iter().sum();
             let y = rank.reduce_scatter(&call, &up(rank, &brings(here, total)), &counts)?;
             let sums = combined_of::<T>(seed, &members, total, ReduceOp::Sum);
-            assert_eq!(down::<T>(&y, counts[group_rank]), &sums[start..start + counts[group_rank]], "parts {counts:?}");
+            assert_eq!(
+                down::<T>(&y, counts[group_rank]),
+                &sums[start..start + counts[group_rank]],
+                "parts {counts:?}"
+            );
         }
         3 => {
             let sent: Vec<Vec<usize>> = (0..k).map(|_| (0..k).map(|_| dice.size() % 100).collect()).collect();

@@ -61,7 +61,8 @@ fn random_programs_have_the_same_bits_with_random_delays() {
     for seed in 0..cases {
         let mesh = &meshes[seed as usize % meshes.len()];
         let undelayed = World::new(mesh.clone()).launch(|rank| program(rank, seed)).unwrap();
-        let delayed = World::new(mesh.clone()).random_delays(seed).launch(|rank| program(rank, seed)).unwrap();
+        let delayed =
+            World::new(mesh.clone()).random_delays(seed).launch(|rank| program(rank, seed)).unwrap();
         assert!(undelayed == delayed, "program {seed} on {mesh}");
     }
 }

@@ -103,7 +103,8 @@ fn different_values_are_an_error_on_all_ranks_with_both_values() {
         let why = "ranks got different inputs: the training data is aa on rank 0, bb on rank 1";
         assert_eq!(error.message(), why);
     }
-    let same = joined(2, |p| world("tp=2").check_consistent("options", options("1", "a\nb")).join(p, barrier));
+    let same =
+        joined(2, |p| world("tp=2").check_consistent("options", options("1", "a\nb")).join(p, barrier));
     assert!(same.into_iter().all(|end| end.is_ok()));
     was_at_once(start);
 }

@@ -212,7 +212,9 @@ impl Backend for Stream {
     }
 
     fn wait_event(&self, event: &SyncEvent) -> Result<(), KernelError> {
-        if let Some(what) = event.downcast_ref::<VectorClock>().filter(|_| self.omission != Omission::WaitEvent) {
+        if let Some(what) =
+            event.downcast_ref::<VectorClock>().filter(|_| self.omission != Omission::WaitEvent)
+        {
             self.checker().merge_clock(self.me, what);
         }
         Ok(())

@@ -37,9 +37,9 @@ fn exceeding_the_limit_is_out_of_memory() {
 }
 
 #[derive(Debug, Default)]
-struct Returned(Mutex<Vec<u64>>);
+struct RecordingAllocator(Mutex<Vec<u64>>);
 
-impl DeviceAllocator for Returned {
+impl DeviceAllocator for RecordingAllocator {
     fn give_back(&self, address: u64) {
         self.0.lock().unwrap().push(address);
     }
@@ -47,7 +47,7 @@ impl DeviceAllocator for Returned {
 
 #[test]
 fn device_memory_returns_to_its_allocator() {
-    let home = Arc::new(Returned::default());
+    let home = Arc::new(RecordingAllocator::default());
     let buffer = Buffer::on_device(4096, 12, home.clone());
     assert_eq!((buffer.device_address(), buffer.bytes(), buffer.has_memory()), (Some(4096), 12, true));
     let read = std::panic::AssertUnwindSafe(|| buffer.as_slice::<f32>().len());

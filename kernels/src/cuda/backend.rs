@@ -118,7 +118,10 @@ impl Faults {
     fn address(&mut self, kernel: &'static str) -> u64 {
         let at = self.kernels.iter().position(|k| *k == kernel).unwrap_or_else(|| {
             self.kernels.push(kernel);
-            assert!(self.kernels.len() <= FAULTS_MAX, "bug: more kernels check indices than there are fault records");
+            assert!(
+                self.kernels.len() <= FAULTS_MAX,
+                "bug: more kernels check indices than there are fault records"
+            );
             self.kernels.len() - 1
         });
         self.base() + (at * FAULT_BYTES) as u64

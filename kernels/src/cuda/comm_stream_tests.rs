@@ -268,7 +268,10 @@ fn graphs_and_collectives_wait_for_each_other() {
     let (compute, mut gate) = rank(&folder);
     let x = upload(&*compute, &[9f32; N]).unwrap();
     let error = compute.capture(&mut || compute.begin_async().map(drop)).unwrap_err();
-    assert_eq!(error.to_string(), "graph capture: a graph cannot contain work that records an event for other back ends");
+    assert_eq!(
+        error.to_string(),
+        "graph capture: a graph cannot contain work that records an event for other back ends"
+    );
     let (mut y, mut z) = (start_copy(&*compute, &gate, &x), compute.alloc(4 * N).unwrap());
     let graph = compute.capture(&mut || twice(&*compute, &y, &mut z, N, 1.0)).unwrap();
     compute.replay(&graph).unwrap();

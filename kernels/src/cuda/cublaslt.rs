@@ -94,7 +94,14 @@ impl MatmulProblem {
         let [g, m, n, k] = self.extents;
         let (a, b, c) = (self.b.transposed(), self.a.transposed(), self.c.transposed());
         (
-            MatmulProblem { extents: [g, n, m, k], a, b, c, residual: self.residual.map(Operand::transposed), ..self },
+            MatmulProblem {
+                extents: [g, n, m, k],
+                a,
+                b,
+                c,
+                residual: self.residual.map(Operand::transposed),
+                ..self
+            },
             true,
         )
     }
@@ -371,7 +378,8 @@ impl MatmulPlan {
                 &mut found,
             )
         }?;
-        let is_plain = problem.epilogue == cublasLtEpilogue_t::CUBLASLT_EPILOGUE_DEFAULT && problem.residual.is_none();
+        let is_plain =
+            problem.epilogue == cublasLtEpilogue_t::CUBLASLT_EPILOGUE_DEFAULT && problem.residual.is_none();
         if found < 1 && !is_plain {
             let kernel = "cublasLtMatmulAlgoGetHeuristic";
             return Err(KernelError::Unsupported { kernel, device: "cuBLASLt" });
@@ -437,8 +445,7 @@ impl Drop for MatmulPlan {
         }
         if self.desc != 0 {
             // SAFETY: created once, destroyed once.
-            let _ =
-                unsafe { table.cublasLtMatmulDescDestroy(ptr::with_exposed_provenance_mut(self.desc)) };
+            let _ = unsafe { table.cublasLtMatmulDescDestroy(ptr::with_exposed_provenance_mut(self.desc)) };
         }
     }
 }

@@ -146,7 +146,10 @@ impl Driver {
     /// [`KernelError::Library`] if there is no GPU of this number; otherwise the errors of the driver.
     pub fn describe(&self, number: usize) -> Result<DeviceProperties, KernelError> {
         if number >= self.num_devices {
-            return Err(DRIVER.error(format!("GPU {number} does not exist; the driver reports {} GPUs", self.num_devices)));
+            return Err(DRIVER.error(format!(
+                "GPU {number} does not exist; the driver reports {} GPUs",
+                self.num_devices
+            )));
         }
         use CUdevice_attribute as A;
         let device = self.device(number)?;

@@ -110,7 +110,11 @@ impl Programs {
             Some(at) => at,
             None => {
                 let function = program.module.function(grid.entry)?;
-                program.entries.push(Entry { name: grid.entry, function, shared_bytes: SHARED_BYTES_DEFAULT });
+                program.entries.push(Entry {
+                    name: grid.entry,
+                    function,
+                    shared_bytes: SHARED_BYTES_DEFAULT,
+                });
                 program.entries.len() - 1
             }
         };

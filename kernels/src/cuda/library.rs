@@ -70,7 +70,8 @@ impl LibrarySpec {
         if version >= self.min_version.0 {
             return Ok(());
         }
-        let why = format!("{} is for CUDA {shown}, and {} or newer is needed", file.display(), self.min_version.1);
+        let why =
+            format!("{} is for CUDA {shown}, and {} or newer is needed", file.display(), self.min_version.1);
         Err(self.error(why))
     }
 }

@@ -1,7 +1,7 @@
 //! Batched matrix products of a launch plan on cuBLASLt. Operands with strides that cuBLASLt cannot express are copied first;
 //! epilogues for which it has no algorithm run as separate kernels.
 
-use super::cublaslt::{EpilogueOperands, MatmulProblem, MatmulPlanner};
+use super::cublaslt::{EpilogueOperands, MatmulPlanner, MatmulProblem};
 use super::driver::Stream;
 use super::launch::element_address;
 use super::memory::CachingAllocator;
@@ -47,7 +47,11 @@ impl MatmulRunner<'_> {
         if self.run_fused(launch, product)? { Ok(()) } else { self.run_unfused(launch, product) }
     }
 
-    fn submit(&self, problem: MatmulProblem, addresses: ([u64; 3], EpilogueOperands)) -> Result<(), KernelError> {
+    fn submit(
+        &self,
+        problem: MatmulProblem,
+        addresses: ([u64; 3], EpilogueOperands),
+    ) -> Result<(), KernelError> {
         let mut planner = self.planner.lock().unwrap_or_else(PoisonError::into_inner);
         planner.run(self.stream, problem, addresses, self.workspace)
     }
@@ -71,7 +75,9 @@ impl MatmulRunner<'_> {
         // cuBLASLt sums over a single matrix only.
         let sums = matches!(product.epilogue, Epilogue::BiasGrad { .. });
         let address = element_address(c.buffer, &c_view, c.dtype);
-        let Some(operand) = Operand::row_major(&c_view, address).filter(|_| is_aligned) else { return Ok(false) };
+        let Some(operand) = Operand::row_major(&c_view, address).filter(|_| is_aligned) else {
+            return Ok(false);
+        };
         if sums && c_view.shape[0] != 1 {
             return Ok(false);
         }
@@ -243,7 +249,8 @@ fn merge_batch([a, b, c]: [&Strides; 3]) -> [Strides; 3] {
     let joined = |x: &Strides| {
         let is_mergeable = x.strides[0] == x.strides[1] * x.shape[1];
         let shape = [1, x.shape[0] * x.shape[1], x.shape[2]];
-        is_mergeable.then(|| Strides::new(shape[..].into(), [0, x.strides[1], x.strides[2]][..].into(), x.offset))
+        is_mergeable
+            .then(|| Strides::new(shape[..].into(), [0, x.strides[1], x.strides[2]][..].into(), x.offset))
     };
     if b.strides[0] == 0
         && let (Some(a), Some(c)) = (joined(a), joined(c))
@@ -256,8 +263,10 @@ fn merge_batch([a, b, c]: [&Strides; 3]) -> [Strides; 3] {
 /// Returns the cuBLASLt epilogue, and the addresses of its operands.
 fn epilogue_operands(launch: &Launch<'_>, epilogue: Epilogue) -> (cublasLtEpilogue_t, EpilogueOperands) {
     use cublasLtEpilogue_t as E;
-    let input = |i: usize| element_address(launch.inputs[i].buffer, launch.inputs[i].view, launch.inputs[i].dtype);
-    let output = |i: usize| element_address(launch.outputs[i].buffer, launch.outputs[i].view, launch.outputs[i].dtype);
+    let input =
+        |i: usize| element_address(launch.inputs[i].buffer, launch.inputs[i].view, launch.inputs[i].dtype);
+    let output =
+        |i: usize| element_address(launch.outputs[i].buffer, launch.outputs[i].view, launch.outputs[i].dtype);
     let at = |bias, aux| EpilogueOperands { bias, aux, residual: 0 };
     match epilogue {
         Epilogue::Plain => (E::CUBLASLT_EPILOGUE_DEFAULT, EpilogueOperands::default()),

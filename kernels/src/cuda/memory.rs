@@ -109,14 +109,26 @@ pub(super) struct CachingAllocator {
 impl CachingAllocator {
     /// Creates an allocator that takes at most `limit` bytes from the driver (0: no limit).
     pub(super) fn new(source: Arc<dyn ChunkSource>, limit: usize) -> Arc<CachingAllocator> {
-        Arc::new(CachingAllocator { source, limit, state: Mutex::default(), parent: None, reclaimer: OnceLock::new() })
+        Arc::new(CachingAllocator {
+            source,
+            limit,
+            state: Mutex::default(),
+            parent: None,
+            reclaimer: OnceLock::new(),
+        })
     }
 
     /// Creates the allocator of a graph, with separate chunks and a shared limit. Its peak counts as in use here as long as the graph
     /// lives, because every replay uses that memory again.
     pub(super) fn for_graph(self: &Arc<CachingAllocator>) -> Arc<CachingAllocator> {
         let (source, limit, parent) = (self.source.clone(), self.limit, Some(self.clone()));
-        Arc::new(CachingAllocator { source, limit, state: Mutex::default(), parent, reclaimer: OnceLock::new() })
+        Arc::new(CachingAllocator {
+            source,
+            limit,
+            state: Mutex::default(),
+            parent,
+            reclaimer: OnceLock::new(),
+        })
     }
 
     fn state(&self) -> MutexGuard<'_, AllocatorState> {
@@ -194,9 +206,15 @@ impl CachingAllocator {
         self.reserve_chunk(state, kind(block), tight).map(|_| ())
     }
 
-    fn reserve_chunk(&self, state: &mut AllocatorState, kind: usize, bytes: usize) -> Result<bool, KernelError> {
+    fn reserve_chunk(
+        &self,
+        state: &mut AllocatorState,
+        kind: usize,
+        bytes: usize,
+    ) -> Result<bool, KernelError> {
         let mut parent = self.parent.as_ref().map(|parent| parent.state());
-        let reserved = parent.as_ref().map_or(state.stats.reserved_bytes, |parent| parent.stats.reserved_bytes);
+        let reserved =
+            parent.as_ref().map_or(state.stats.reserved_bytes, |parent| parent.stats.reserved_bytes);
         if self.limit != 0 && reserved.saturating_add(bytes) > self.limit {
             return Ok(false);
         }
@@ -318,7 +336,13 @@ mod tests {
 
     fn memory(bytes: usize, limit: usize) -> (Arc<CachingAllocator>, Arc<AtomicUsize>) {
         let left = Arc::new(AtomicUsize::new(bytes));
-        (CachingAllocator::new(Arc::new(FakeChunks { left: left.clone(), ..FakeChunks::default() }), limit), left)
+        (
+            CachingAllocator::new(
+                Arc::new(FakeChunks { left: left.clone(), ..FakeChunks::default() }),
+                limit,
+            ),
+            left,
+        )
     }
 
     #[test]

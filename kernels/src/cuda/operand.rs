@@ -20,19 +20,26 @@ impl Operand {
     pub(super) fn from_view(view: &Strides, address: u64) -> Option<Operand> {
         let ([_, rows, columns], [_, down, along]) = (dims(&view.shape), dims(&view.strides));
         let plain = leading_dim((rows, down), (columns, along));
-        let plain = plain.map(|leading_dim| Operand { transposed: false, ..Operand::with(view, address, leading_dim) });
+        let plain = plain
+            .map(|leading_dim| Operand { transposed: false, ..Operand::with(view, address, leading_dim) });
         plain.or_else(|| Operand::row_major(view, address))
     }
 
     /// Describes a view as row-major, even if it is column-major too; `None` if it is not row-major.
     pub(super) fn row_major(view: &Strides, address: u64) -> Option<Operand> {
         let ([_, rows, columns], [_, down, along]) = (dims(&view.shape), dims(&view.strides));
-        leading_dim((columns, along), (rows, down)).map(|leading_dim| Operand::with(view, address, leading_dim))
+        leading_dim((columns, along), (rows, down))
+            .map(|leading_dim| Operand::with(view, address, leading_dim))
     }
 
     fn with(view: &Strides, address: u64, leading_dim: usize) -> Operand {
         let [batch_stride, _, _] = dims(&view.strides);
-        Operand { transposed: true, leading_dim, batch_stride, alignment: 1 << address.trailing_zeros().min(8) }
+        Operand {
+            transposed: true,
+            leading_dim,
+            batch_stride,
+            alignment: 1 << address.trailing_zeros().min(8),
+        }
     }
 
     /// Returns the transpose, in the same memory.

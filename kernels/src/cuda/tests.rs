@@ -157,7 +157,11 @@ fn invalid_library_file_is_an_error() {
     let other = Folder::new();
     let half = "extern \"C\" __attribute__((visibility(\"default\"))) int cuDriverGetVersion(int *v) { *v = 13000; return 0; }";
     fake::library(half, &other.0.join("libcuda.so.1"));
-    assert!(text(&other.search_paths()).contains("has no function cuInit"), "{}", text(&other.search_paths()));
+    assert!(
+        text(&other.search_paths()).contains("has no function cuInit"),
+        "{}",
+        text(&other.search_paths())
+    );
 }
 
 #[test]
@@ -387,8 +391,7 @@ fn expected_epilogue(
     let gate = |x: f64| 0.5 * (1.0 + (root * (x + 0.044715 * x.powi(3))).tanh());
     let gelu = |x: f64| x * gate(x);
     let stack = |p: usize| if is_shared { 0 } else { p };
-    let (mut c, mut extra) =
-        (vec![0.0; g * m * n], vec![0.0; if number == 1 { g * m * n } else { n }]);
+    let (mut c, mut extra) = (vec![0.0; g * m * n], vec![0.0; if number == 1 { g * m * n } else { n }]);
     for (p, i, j) in (0..g * m * n).map(|at| (at / (m * n), at / n % m, at % n)) {
         let sum: f64 = (0..k).map(|l| a[(p * m + i) * k + l] * b[(stack(p) * k + l) * n + j]).sum();
         let at = (p * m + i) * n + j;
@@ -405,8 +408,7 @@ fn expected_epilogue(
     }
     match number {
         0 | 3 | 4 => extra.fill(77.0),
-        2 => (0..g * k * n)
-            .for_each(|at| extra[at % n] += b[if is_shared { at % (k * n) } else { at }]),
+        2 => (0..g * k * n).for_each(|at| extra[at % n] += b[if is_shared { at % (k * n) } else { at }]),
         _ => {}
     }
     [c, extra]
@@ -455,7 +457,10 @@ fn epilogues_match_known_values_with_and_without_library_support() {
             let got = epilogue::<f32>(&*gpu, number, shape, operands);
             let exact = expected_epilogue(number, shape, operands);
             let mut both = got.iter().flatten().zip(exact.iter().flatten());
-            assert!(both.all(|(x, y)| (x - y).abs() < 1e-4), "{options} {number} {shape:?}: {got:?} {exact:?}");
+            assert!(
+                both.all(|(x, y)| (x - y).abs() < 1e-4),
+                "{options} {number} {shape:?}: {got:?} {exact:?}"
+            );
         }
         // 256 + 1 + 1 with eight bits: the fused epilogue rounds once, separate kernels round twice.
         let (a, b, bias) = ([256.0, 1.0], [1.0; 16], [1.0; 8]);

@@ -133,7 +133,7 @@ fn other_kernels_count_their_operands_once() {
         "cross_entropy_backward",
         "embedding",
         "gather",
-        "triangular",
+        "triangle",
         "adamw",
         "sgd",
     ];

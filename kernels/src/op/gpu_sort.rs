@@ -8,9 +8,9 @@ use std::borrow::Cow;
 const THREADS: u32 = 256;
 const TILE: usize = 2048;
 
-/// The first items of sorted rows.
+/// The plan of a sort of rows, of which the first k items are stored.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Sorting {
+pub(crate) struct SortPlan {
     /// The number of rows.
     pub(crate) rows: usize,
     /// Elements of a row, fewer than 2^32.
@@ -21,7 +21,7 @@ pub(crate) struct Sorting {
     pub(crate) is_wide: bool,
 }
 
-impl Sorting {
+impl SortPlan {
     /// Returns whether places of a row can be counted in 32 bits.
     pub(crate) fn fits(&self) -> bool {
         u32::try_from(self.n).is_ok()

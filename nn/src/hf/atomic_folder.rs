@@ -48,7 +48,9 @@ pub(super) fn stale_siblings(path: &Path, mark: &str) -> Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     for entry in entries {
         let path = entry.map_err(|e| io_error(dir, "read", &e))?.path();
-        if parse_temporary_name(&last_component(&path)).is_some_and(|(of, id)| of == own && is_process_gone(id)) {
+        if parse_temporary_name(&last_component(&path))
+            .is_some_and(|(of, id)| of == own && is_process_gone(id))
+        {
             found.push(path);
         }
     }
@@ -70,7 +72,11 @@ pub(super) fn is_replaceable(path: &Path) -> Result<bool> {
     }
     let holds_checkpoint = [STATE_FILE, OPTIMIZER_FILE].iter().any(|name| path.join(name).is_file());
     let is_empty = || fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_none());
-    if holds_checkpoint || is_empty() { Ok(true) } else { cannot("a folder with other files than a checkpoint") }
+    if holds_checkpoint || is_empty() {
+        Ok(true)
+    } else {
+        cannot("a folder with other files than a checkpoint")
+    }
 }
 
 impl AtomicFolder {

@@ -1,8 +1,8 @@
 //! `config.json` of BERT, as `transformers` reads and writes it.
 
-use super::disk::file_error;
-use super::config_fields::{ConfigErrors, merge_fields, dtype_name, parse_fields};
 use super::config_check::{BlockCount, ExpectedShapes};
+use super::config_fields::{ConfigErrors, dtype_name, merge_fields, parse_fields};
+use super::disk::file_error;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use shardgrad_tensor::{DType, Result};
@@ -134,7 +134,8 @@ impl BertConfig {
             ("embeddings.token_type_embeddings.weight", [("type_vocab_size", self.type_vocab_size), width]),
             ("encoder.layer.0.intermediate.dense.weight", [hidden, width]),
         ];
-        let blocks = BlockCount { field: "num_hidden_layers", count: self.num_hidden_layers, name_part: "layer" };
+        let blocks =
+            BlockCount { field: "num_hidden_layers", count: self.num_hidden_layers, name_part: "layer" };
         ExpectedShapes { prefix: "bert.", blocks, matrices }
     }
 

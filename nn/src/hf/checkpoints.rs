@@ -1,6 +1,8 @@
 //! Folders of training checkpoints: found, recovered after a killed save, and pruned.
 
-use super::atomic_folder::{OLD, is_replaceable, last_component, parent_folder, stale_siblings, temporary_path};
+use super::atomic_folder::{
+    OLD, is_replaceable, last_component, parent_folder, stale_siblings, temporary_path,
+};
 use super::commit::is_process_gone;
 use super::disk::{io_error, parse_temporary_name, sync_folder};
 use super::run_state::STATE_FILE;
@@ -109,7 +111,9 @@ impl Checkpoints {
             if path.symlink_metadata().is_ok() {
                 return Ok(true);
             }
-            return Err(io_error(path, "write", &e).detail("complete checkpoint", whole.display().to_string()));
+            return Err(
+                io_error(path, "write", &e).detail("complete checkpoint", whole.display().to_string())
+            );
         }
         sync_folder(parent_folder(path))?;
         // Nothing reads the old checkpoint; if it cannot be removed now, the next run removes it.
@@ -160,9 +164,12 @@ impl Checkpoints {
     /// As [`Checkpoints::keep_newest`].
     pub fn remove_stale(dir: &Path) -> Result<()> {
         let incomplete = Checkpoints::find(dir)?.incomplete;
-        let has_ended = |path: &&PathBuf| parse_temporary_name(&last_component(path)).is_some_and(|(_, id)| is_process_gone(id));
+        let has_ended = |path: &&PathBuf| {
+            parse_temporary_name(&last_component(path)).is_some_and(|(_, id)| is_process_gone(id))
+        };
         let stale = incomplete.iter().filter(has_ended);
-        stale.map(|path| fs::remove_dir_all(path).map_err(|e| io_error(path, "remove", &e)))
+        stale
+            .map(|path| fs::remove_dir_all(path).map_err(|e| io_error(path, "remove", &e)))
             .fold(Ok(()), Result::and)
     }
 
@@ -286,7 +293,8 @@ mod tests {
         }
         let (dead, alive) = (u32::MAX, std::os::unix::process::parent_id());
         let incomplete = [format!("checkpoint-7.tmp-{alive}"), "checkpoint-30".to_string()];
-        for name in incomplete.iter().chain(&[format!("checkpoint-7.tmp-{dead}"), "checkpoint-x".to_string()]) {
+        for name in incomplete.iter().chain(&[format!("checkpoint-7.tmp-{dead}"), "checkpoint-x".to_string()])
+        {
             fs::create_dir(dir.join(name)).unwrap();
         }
         let found = Checkpoints::find(dir).unwrap();

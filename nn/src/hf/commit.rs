@@ -6,9 +6,9 @@
 //! names) the file that makes the old model readable is removed first, so that a save that is killed in between
 //! leaves a folder that is refused, and never a mix of two models.
 
-use super::sidecar::SidecarChanges;
-use super::disk::{AtomicFile, io_error, is_existing_file, sync_folder, parse_temporary_name};
 use super::config_fields::{CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE};
+use super::disk::{AtomicFile, io_error, is_existing_file, parse_temporary_name, sync_folder};
+use super::sidecar::SidecarChanges;
 use shardgrad_tensor::Result;
 use std::fs;
 use std::path::Path;
@@ -52,7 +52,10 @@ fn is_managed_name(name: &str) -> bool {
 /// use, or if the folder cannot be read: what [`WeightsWriter`](super::WeightsWriter) would refuse.
 pub fn check_replaceable(dir: &Path) -> Result<()> {
     let names = file_names(dir)?;
-    names.iter().filter(|name| is_managed_name(name)).try_for_each(|name| is_existing_file(&dir.join(name)).map(drop))
+    names
+        .iter()
+        .filter(|name| is_managed_name(name))
+        .try_for_each(|name| is_existing_file(&dir.join(name)).map(drop))
 }
 
 /// Returns the temporary files of saves in a folder, by name and process id.
@@ -88,7 +91,9 @@ fn remove(path: &Path) -> Result<bool> {
 /// Removes the temporary files of saves that have ended: of weights, of the config, and of sidecar files of these
 /// names.
 pub(super) fn remove_stale_temporaries(dir: &Path, sidecars: &[String]) -> Result<()> {
-    let stale = temporary_files_where(dir, |name| is_managed_name(name) || sidecars.iter().any(|sidecar| sidecar == name))?;
+    let stale = temporary_files_where(dir, |name| {
+        is_managed_name(name) || sidecars.iter().any(|sidecar| sidecar == name)
+    })?;
     let stale = stale.into_iter().filter(|(name, id)| is_process_gone(*id) && dir.join(name).is_file());
     stale.into_iter().try_for_each(|(name, _)| remove(&dir.join(name)).map(drop))
 }

@@ -1,7 +1,7 @@
 //! Checks a config against the headers of the weights in its folder, before anything of the config's size is allocated.
 
-use super::disk::{read_text, file_error};
 use super::config_fields::{CONFIG_BYTES_MAX, CONFIG_FILE, WEIGHTS_FILE};
+use super::disk::{file_error, read_text};
 use super::weights::Weights;
 use shardgrad_tensor::Result;
 use std::collections::BTreeSet;
@@ -49,7 +49,8 @@ impl ExpectedShapes {
         if errors.is_empty() {
             return Ok(());
         }
-        let error = file_error(&dir.join(CONFIG_FILE), "describes another model than the weights in the folder");
+        let error =
+            file_error(&dir.join(CONFIG_FILE), "describes another model than the weights in the folder");
         let error = errors.into_iter().fold(error, |error, error_text| error.detail("field", error_text));
         let name = weights.path().file_name().unwrap_or_default().to_string_lossy().into_owned();
         Err(error.detail("help", format!("take {CONFIG_FILE} and {name} from the same model")))
@@ -70,7 +71,10 @@ impl ExpectedShapes {
                 Some(tensor) if tensor.shape.len() == dims.len() => {
                     let other = dims.iter().zip(&tensor.shape).filter(|((_, extent), held)| extent != *held);
                     errors.extend(other.map(|((field, extent), _)| {
-                        format!("`{field}` is {extent}, but the files have {} {:?}", tensor.name, tensor.shape)
+                        format!(
+                            "`{field}` is {extent}, but the files have {} {:?}",
+                            tensor.name, tensor.shape
+                        )
                     }));
                 }
                 // Loading reports a missing tensor; here only a matrix larger than all weights together is an error, because the model
@@ -78,8 +82,9 @@ impl ExpectedShapes {
                 _ => {
                     let [(rows, m), (columns, n)] = *dims;
                     if numel(&[m, n]) > held {
-                        errors
-                            .push(format!("`{rows}` is {m}, `{columns}` {n}, but the files have {held} elements in all"));
+                        errors.push(format!(
+                            "`{rows}` is {m}, `{columns}` {n}, but the files have {held} elements in all"
+                        ));
                     }
                 }
             }
@@ -105,7 +110,12 @@ mod tests {
     use shardgrad_tensor::{DType, Kind};
 
     /// The errors of reading a folder of a modified config and weights with these shapes.
-    fn errors_of(family: &str, tensors: &[(&str, [usize; 2])], from: &str, to: &str) -> Result<(), Vec<String>> {
+    fn errors_of(
+        family: &str,
+        tensors: &[(&str, [usize; 2])],
+        from: &str,
+        to: &str,
+    ) -> Result<(), Vec<String>> {
         let dir = Scratch::new();
         let entries: Vec<_> = tensors.iter().map(|(n, s)| (n.to_string(), DType::U8, s.to_vec())).collect();
         let mut writer = TensorWriter::create(&dir.path("model.safetensors"), &entries).unwrap();
@@ -119,7 +129,9 @@ mod tests {
         ModelConfig::read(&dir.path("")).map(drop).map_err(|error| {
             assert_eq!(error.kind(), Kind::Checkpoint);
             assert!(
-                error.message().ends_with("config.json: describes another model than the weights in the folder")
+                error
+                    .message()
+                    .ends_with("config.json: describes another model than the weights in the folder")
             );
             let fields = error.details().iter().filter(|(label, _)| *label == "field");
             fields.map(|(_, text)| text.clone()).collect()
@@ -135,7 +147,10 @@ mod tests {
         let gpt2: Vec<(&str, [usize; 2])> = gpt2.iter().map(|(n, s)| (n.as_str(), *s)).collect();
         let of = |from: &str, to: &str| errors_of("tiny", &gpt2, from, to).unwrap_err().join("; ");
         assert_eq!(errors_of("tiny", &gpt2, "{", "{"), Ok(()));
-        assert_eq!(of("\"n_layer\": 4", "\"n_layer\": 4000"), "`n_layer` is 4000, but the files have 4 blocks");
+        assert_eq!(
+            of("\"n_layer\": 4", "\"n_layer\": 4000"),
+            "`n_layer` is 4000, but the files have 4 blocks"
+        );
         assert_eq!(
             of("\"vocab_size\": 256", "\"vocab_size\": 16777216"),
             "`vocab_size` is 16777216, but the files have wte.weight [256, 128]"
@@ -152,7 +167,10 @@ mod tests {
         assert!(wide.contains("`n_embd` is 16777216, but the files have wte.weight [256, 128]"), "{wide}");
         let lacking =
             errors_of("tiny", &gpt2[..4], "\"vocab_size\": 256", "\"vocab_size\": 16777216").unwrap_err();
-        assert_eq!(lacking, ["`vocab_size` is 16777216, `n_embd` 128, but the files have 262144 elements in all"]);
+        assert_eq!(
+            lacking,
+            ["`vocab_size` is 16777216, `n_embd` 128, but the files have 262144 elements in all"]
+        );
     }
 
     #[test]
@@ -177,7 +195,7 @@ mod tests {
             "`num_key_value_heads` x `head_dim` is 128, but the files have model.layers.0.self_attn.k_proj.weight [64, 128]"
         );
         let head = of("\"head_dim\": 32", "\"head_dim\": 16777216");
-        assert!(head.starts_with("`num_attention_heads` x `head_dim` is 67108864, the files"), "{head}");
+        assert!(head.starts_with("`num_attention_heads` x `head_dim` is 67108864, but the files"), "{head}");
         assert_eq!(
             of("\"intermediate_size\": 352", "\"intermediate_size\": 9"),
             "`intermediate_size` is 9, but the files have model.layers.0.mlp.gate_proj.weight [352, 128]"
@@ -185,9 +203,11 @@ mod tests {
         let bert = [("bert.embeddings.token_type_embeddings.weight", [3, 768])];
         let found = errors_of("bert-base", &bert, "{", "{").unwrap_err();
         assert_eq!(found[0], "`num_hidden_layers` is 12, but the files have 0 blocks");
-        assert_eq!(found[1], "`vocab_size` is 30522, `hidden_size` 768, but the files have 2304 elements in all");
-        let types =
-            "`type_vocab_size` is 2, but the files have bert.embeddings.token_type_embeddings.weight [3, 768]";
+        assert_eq!(
+            found[1],
+            "`vocab_size` is 30522, `hidden_size` 768, but the files have 2304 elements in all"
+        );
+        let types = "`type_vocab_size` is 2, but the files have bert.embeddings.token_type_embeddings.weight [3, 768]";
         assert!(found.contains(&types.to_string()), "{found:?}");
     }
 }

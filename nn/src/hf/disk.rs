@@ -38,8 +38,7 @@ const MAKE_ROOM: &str = "free disk space, or save to another folder";
 pub(crate) fn check_space(path: &Path, needed: u64) -> Result<()> {
     match path.ancestors().find_map(free_bytes) {
         Some(free) if free < needed => {
-            let text =
-                format!("cannot write {}: {needed} bytes are needed, {free} are free", path.display());
+            let text = format!("cannot write {}: {needed} bytes are needed, {free} are free", path.display());
             Err(Error::new(Kind::Io, text).detail("help", MAKE_ROOM))
         }
         _ => Ok(()),

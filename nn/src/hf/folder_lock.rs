@@ -32,10 +32,10 @@ impl FolderLock {
         let start = Instant::now();
         while let Err(TryLockError::WouldBlock) = folder.try_lock() {
             if start.elapsed() > LOCK_TIMEOUT {
-                let text = format!("cannot write {}: another save into this folder is running", dir.display());
-                return Err(
-                    Error::new(Kind::Io, text).detail("help", "wait until it has finished, or choose another folder")
-                );
+                let text =
+                    format!("cannot write {}: another save into this folder is running", dir.display());
+                return Err(Error::new(Kind::Io, text)
+                    .detail("help", "wait until it has finished, or choose another folder"));
             }
             thread::sleep(POLL_INTERVAL);
         }

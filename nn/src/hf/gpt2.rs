@@ -1,8 +1,8 @@
 //! GPT-2's `config.json`, as `transformers` reads and writes it.
 
-use super::disk::{file_error, write_text};
-use super::config_fields::{CONFIG_FILE, ConfigErrors, TokenIds, merge_fields, dtype_name, parse_fields};
 use super::config_check::{BlockCount, ExpectedShapes, config_text};
+use super::config_fields::{CONFIG_FILE, ConfigErrors, TokenIds, dtype_name, merge_fields, parse_fields};
+use super::disk::{file_error, write_text};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use shardgrad_tensor::{DType, Result};
@@ -309,8 +309,8 @@ impl Raw {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::hf::disk::scratch::Scratch;
     use crate::hf::config_fields::CONFIG_BYTES_MAX;
+    use crate::hf::disk::scratch::Scratch;
     use shardgrad_tensor::{Error, Kind};
 
     /// The fields of the published 124M model that matter, and some that do not.
@@ -471,13 +471,18 @@ mod tests {
             "`scale_attn_by_inverse_layer_idx` is true; supported: false"
         );
         assert_eq!(add("\"add_cross_attention\": true"), "`add_cross_attention` is true; supported: false");
-        assert_eq!(add("\"pruned_heads\": {\"0\": [1]}"), "`pruned_heads` is not empty; pruned heads are not supported");
+        assert_eq!(
+            add("\"pruned_heads\": {\"0\": [1]}"),
+            "`pruned_heads` is not empty; pruned heads are not supported"
+        );
         assert!(add("\"quantization_config\": {}").starts_with("`quantization_config` is set"));
         assert_eq!(
             add("\"torch_dtype\": \"float32\", \"dtype\": \"bfloat16\""),
             "`torch_dtype` is \"float32\", but `dtype` is \"bfloat16\""
         );
-        assert!(add("\"torch_dtype\": \"int8\"").starts_with("`torch_dtype` is \"int8\"; supported: float64"));
+        assert!(
+            add("\"torch_dtype\": \"int8\"").starts_with("`torch_dtype` is \"int8\"; supported: float64")
+        );
         assert!(add("\"dtype\": \"int8\"").starts_with("`dtype` is \"int8\"; supported: float64"));
     }
 

@@ -4,9 +4,9 @@
 mod experts;
 mod sliding_window;
 
-use super::disk::file_error;
-use super::config_fields::{ConfigErrors, merge_fields, dtype_name, parse_fields, deserialize_present};
 use super::config_check::{BlockCount, ExpectedShapes};
+use super::config_fields::{ConfigErrors, deserialize_present, dtype_name, merge_fields, parse_fields};
+use super::disk::file_error;
 use super::rope::{Raw as RawRope, RopeConfig, RopeScaling};
 pub use experts::ExpertsConfig;
 use serde::Deserialize;
@@ -270,7 +270,8 @@ impl LlamaConfig {
         if !self.tie_word_embeddings {
             matrices.push(("lm_head.weight", [vocab, width]));
         }
-        let blocks = BlockCount { field: "num_hidden_layers", count: self.num_hidden_layers, name_part: "layers" };
+        let blocks =
+            BlockCount { field: "num_hidden_layers", count: self.num_hidden_layers, name_part: "layers" };
         ExpectedShapes { prefix: "", blocks, matrices }
     }
 

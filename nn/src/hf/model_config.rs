@@ -1,9 +1,9 @@
 //! `ModelConfig`: the config of any model family, chosen by `model_type` of `config.json`.
 
 use super::bert::BertConfig;
-use super::disk::{read_text, file_error, write_text};
-use super::config_fields::{CONFIG_BYTES_MAX, CONFIG_FILE, GENERATION_FILE, TokenIds, parse_fields};
 use super::config_check::config_text;
+use super::config_fields::{CONFIG_BYTES_MAX, CONFIG_FILE, GENERATION_FILE, TokenIds, parse_fields};
+use super::disk::{file_error, read_text, write_text};
 use super::gpt2::Gpt2Config;
 use super::llama::{LlamaConfig, LlamaKind};
 use serde::Deserialize;
@@ -113,8 +113,10 @@ impl ModelConfig {
             return Ok(text);
         }
         let error = file_error(path, "cannot represent this model");
-        let error = unrepresentable.into_iter().fold(error, |error, error_text| error.detail("field", error_text));
-        Err(error.detail("help", "save the weights without a config (Model::save_weights), or change the config"))
+        let error =
+            unrepresentable.into_iter().fold(error, |error, error_text| error.detail("field", error_text));
+        Err(error
+            .detail("help", "save the weights without a config (Model::save_weights), or change the config"))
     }
 
     /// Writes `config.json` into a model folder atomically.
@@ -268,7 +270,8 @@ mod tests {
 
     #[test]
     fn an_unsupported_model_type_is_named() {
-        let message = |text: &str| ModelConfig::parse(Path::new("c"), text).unwrap_err().message().to_string();
+        let message =
+            |text: &str| ModelConfig::parse(Path::new("c"), text).unwrap_err().message().to_string();
         let read = "; supported: gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, bert";
         assert_eq!(message(r#"{"model_type": "t5"}"#), format!("c: `model_type` is \"t5\"{read}"));
         assert_eq!(message("{}"), format!("c: `model_type` is missing{read}"));

@@ -147,7 +147,10 @@ mod tests {
         assert_eq!(read(&file, &[4, 6], &[2..2, 0..6]), [0i64; 0]);
         let error = file.read_part("x", &[4, 5], &[0..4, 0..5]).unwrap_err();
         assert_eq!(error.kind(), Kind::Checkpoint);
-        assert!(error.message().ends_with("tensor `x` has shape [4, 6], which cannot be viewed as [4, 5]"), "{error}");
+        assert!(
+            error.message().ends_with("tensor `x` has shape [4, 6], which cannot be viewed as [4, 5]"),
+            "{error}"
+        );
     }
 
     #[test]

@@ -106,7 +106,11 @@ pub(super) struct Raw {
 impl Raw {
     /// Validates the objects `[rope_parameters, rope_scaling]` and the top-level `rope_theta`. Objects that contradict each other are
     /// an error, because programs differ in which of them they read.
-    pub(super) fn check(objects: [Option<Raw>; 2], theta: Option<f64>, errors: &mut ConfigErrors) -> RopeConfig {
+    pub(super) fn check(
+        objects: [Option<Raw>; 2],
+        theta: Option<f64>,
+        errors: &mut ConfigErrors,
+    ) -> RopeConfig {
         let [parameters, scaling] = &objects;
         let inner = |raw: &Option<Raw>| raw.as_ref().and_then(|raw| raw.rope_theta);
         let mut thetas = [
@@ -128,9 +132,7 @@ impl Raw {
         if let [parameters, scaling] = scalings[..]
             && parameters != scaling
         {
-            errors.add(format!(
-                "`rope_parameters` is {parameters:?}, but `rope_scaling` is {scaling:?}"
-            ));
+            errors.add(format!("`rope_parameters` is {parameters:?}, but `rope_scaling` is {scaling:?}"));
         }
         RopeConfig { theta, scaling: scalings.first().copied().unwrap_or(RopeScaling::None) }
     }
@@ -169,7 +171,8 @@ impl Raw {
                 ),
             },
             Some(other) => {
-                errors.add(format!("`rope_scaling` is of type {other:?}; supported: default, linear, llama3"));
+                errors
+                    .add(format!("`rope_scaling` is of type {other:?}; supported: default, linear, llama3"));
                 RopeScaling::None
             }
         }
@@ -235,8 +238,9 @@ mod tests {
         let original = 1;
         let turns = 2.0 * std::f64::consts::PI;
         let scaling = RopeScaling::Llama3 { factor: 8.0, low: 10.0, high: 50.0, original };
-        let near =
-            |f: f64, exact: f64| assert!((scaling.scale_frequency(f * turns) / turns - exact).abs() < 1e-12, "{f}");
+        let near = |f: f64, exact: f64| {
+            assert!((scaling.scale_frequency(f * turns) / turns - exact).abs() < 1e-12, "{f}")
+        };
         near(60.0, 60.0);
         near(8.0, 1.0);
         near(30.0, 0.5 * 30.0 + 0.5 * 30.0 / 8.0);

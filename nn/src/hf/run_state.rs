@@ -1,6 +1,6 @@
 //! Run state of a checkpoint, besides its tensors: `trainer_state.json`.
 
-use super::disk::{read_text, file_error, write_text};
+use super::disk::{file_error, read_text, write_text};
 use crate::optim::LossScale;
 use serde::{Deserialize, Serialize};
 use shardgrad_tensor::Result;
@@ -95,9 +95,13 @@ impl RunState {
         if let Some(LossScaleJson { factor, .. }) =
             loss_scale.as_ref().filter(|s| !(s.factor > 0.0 && s.factor.is_finite()))
         {
-            return Err(file_error(&path, format_args!("has the loss scale {factor}, which is not a finite number above 0")));
+            return Err(file_error(
+                &path,
+                format_args!("has the loss scale {factor}, which is not a finite number above 0"),
+            ));
         }
-        let loss_scale = loss_scale.map(|LossScaleJson { factor, good_steps }| LossScale::new(factor, good_steps));
+        let loss_scale =
+            loss_scale.map(|LossScaleJson { factor, good_steps }| LossScale::new(factor, good_steps));
         Ok((RunState { step, loss_scale, notes }, optimizer, weights_digest))
     }
 
@@ -105,7 +109,12 @@ impl RunState {
     ///
     /// # Errors
     /// `Kind::Io` if the system refuses; `Kind::Checkpoint` for a loss scale that JSON cannot represent.
-    pub(crate) fn write(&self, dir: &Path, optimizer: OptimizerRecord, weights_digest: Option<String>) -> Result<()> {
+    pub(crate) fn write(
+        &self,
+        dir: &Path,
+        optimizer: OptimizerRecord,
+        weights_digest: Option<String>,
+    ) -> Result<()> {
         let path = dir.join(STATE_FILE);
         let scale = |s: LossScale| LossScaleJson { factor: s.factor(), good_steps: s.good_steps() };
         let (loss_scale, notes) = (self.loss_scale.map(scale), self.notes.clone());
@@ -125,7 +134,8 @@ mod tests {
     #[test]
     fn loss_scale_round_trips_bit_for_bit() {
         let dir = Scratch::new();
-        let optimizer = OptimizerRecord { settings: String::new(), state_names: Vec::new(), num_steps: 0, digest: None };
+        let optimizer =
+            OptimizerRecord { settings: String::new(), state_names: Vec::new(), num_steps: 0, digest: None };
         let mut bits = 0x1234_5678_9abc_def1u64;
         for _ in 0..64 {
             bits = bits.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
@@ -143,7 +153,8 @@ mod tests {
         let dir = Scratch::new();
         let notes = BTreeMap::from([("seed".to_string(), "7".to_string())]);
         let (settings, state_names) = ("SGD".to_string(), vec!["m".to_string()]);
-        let optimizer = OptimizerRecord { settings, state_names, num_steps: 6, digest: Some("0123".to_string()) };
+        let optimizer =
+            OptimizerRecord { settings, state_names, num_steps: 6, digest: Some("0123".to_string()) };
         for loss_scale in [None, Some(LossScale::new(0.1, 1999))] {
             let state = RunState { step: 8, loss_scale, notes: notes.clone() };
             let weights = Some("4567".to_string());

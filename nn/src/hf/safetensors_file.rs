@@ -2,7 +2,7 @@
 
 use super::checksum::{self, Checksum};
 use super::digest::Digest;
-use super::disk::{AtomicFile, io_error, open_regular, open_within, file_error, zeroed};
+use super::disk::{AtomicFile, file_error, io_error, open_regular, open_within, zeroed};
 use super::safetensors_header::{DIGEST, HEADER_BYTES_MAX, Header, STEP, TensorInfo, parse, render_with};
 use shardgrad_tensor::{DType, Result};
 use std::collections::{BTreeMap, HashMap};
@@ -191,7 +191,9 @@ impl TensorFile {
         let range = &self.find(name)?.bytes;
         let (length, wanted) = (range.end - range.start, into.len() as u64);
         if start > length || wanted > length - start {
-            let why = format!("tensor `{name}` has {length} bytes: cannot read {wanted} bytes from byte {start} on");
+            let why = format!(
+                "tensor `{name}` has {length} bytes: cannot read {wanted} bytes from byte {start} on"
+            );
             return Err(file_error(&self.path, why));
         }
         let at = self.payload_start + range.start + start;
@@ -337,7 +339,10 @@ impl TensorWriter {
     pub(super) fn finish_unnamed(mut self) -> Result<(AtomicFile, Option<String>)> {
         if let Some(t) = self.expected() {
             let left = t.bytes.end - t.bytes.start - self.written;
-            return Err(file_error(&self.output.path, format_args!("{left} bytes of `{}` are missing", t.name)));
+            return Err(file_error(
+                &self.output.path,
+                format_args!("{left} bytes of `{}` are missing", t.name),
+            ));
         }
         let digest = self.write_header()?;
         self.output.flush_and_sync()?;

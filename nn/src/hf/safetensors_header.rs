@@ -83,12 +83,12 @@ pub fn num_bytes(dtype: DType, shape: &[usize]) -> Option<u64> {
 /// twice, more than [`TENSORS_MAX`] tensors, an unknown or unsupported dtype, more than [`DIMS_MAX`] dims, a byte
 /// range that does not fit dtype and shape, and byte ranges that leave a gap, overlap, or do not end with the file.
 pub fn parse(path: &Path, text: &[u8], payload_bytes: u64) -> Result<Header> {
-    let text = std::str::from_utf8(text)
-        .map_err(|e| file_error(path, format_args!("the header is not UTF-8 at byte {}", 8 + e.valid_up_to())))?;
+    let text = std::str::from_utf8(text).map_err(|e| {
+        file_error(path, format_args!("the header is not UTF-8 at byte {}", 8 + e.valid_up_to()))
+    })?;
     if !text.starts_with('{') {
-        return Err(
-            file_error(path, "the header does not start with `{`").detail("help", "is this a safetensors file?")
-        );
+        return Err(file_error(path, "the header does not start with `{`")
+            .detail("help", "is this a safetensors file?"));
     }
     let raw: RawHeader = serde_json::from_str(text)
         .map_err(|e| file_error(path, format_args!("the header cannot be read: {e}")))?;
@@ -99,7 +99,10 @@ pub fn parse(path: &Path, text: &[u8], payload_bytes: u64) -> Result<Header> {
     for t in &tensors {
         if t.bytes.start != end {
             let what = if t.bytes.start > end { "leaves a gap after" } else { "overlaps the tensor before" };
-            return Err(file_error(path, format_args!("tensor `{}` {what} byte {end} of the payload", t.name)));
+            return Err(file_error(
+                path,
+                format_args!("tensor `{}` {what} byte {end} of the payload", t.name),
+            ));
         }
         end = t.bytes.end;
     }
@@ -175,9 +178,8 @@ fn check_name(path: &Path, name: &str) -> Result<()> {
     {
         let shown: String = name.chars().take(40).collect();
         let why = format!("{shown:?} is not a valid tensor name");
-        return Err(
-            file_error(path, why).detail("help", format!("use 1 to {NAME_BYTES_MAX} bytes without control characters"))
-        );
+        return Err(file_error(path, why)
+            .detail("help", format!("use 1 to {NAME_BYTES_MAX} bytes without control characters")));
     }
     Ok(())
 }
@@ -199,7 +201,8 @@ impl RawTensor {
             file_error(path, why).detail("help", format!("supported dtypes: {}", supported.join(", ")))
         })?;
         if self.shape.len() > DIMS_MAX {
-            let why = format!("tensor `{name}` has {} dims, at most {DIMS_MAX} are supported", self.shape.len());
+            let why =
+                format!("tensor `{name}` has {} dims, at most {DIMS_MAX} are supported", self.shape.len());
             return Err(file_error(path, why));
         }
         let [start, end] = self.data_offsets;
@@ -328,7 +331,10 @@ mod tests {
         );
         assert_eq!(change("[24,30]", "[24,31]"), "m: tensor `b`: bf16[3] takes 6 bytes, not 24..31");
         assert_eq!(change("[24,30]", "[30,24]"), "m: tensor `b`: bf16[3] takes 6 bytes, not 30..24");
-        assert_eq!(change("[0,5]", "[0,5,1,1,1,1,1,1,1]"), "m: tensor `e` has 9 dims, at most 8 are supported");
+        assert_eq!(
+            change("[0,5]", "[0,5,1,1,1,1,1,1,1]"),
+            "m: tensor `e` has 9 dims, at most 8 are supported"
+        );
         assert_eq!(
             change("[0,5]", "[0,4294967296,4294967296]"),
             "m: tensor `e`: i64[0, 4294967296, 4294967296] takes more than 2^63 bytes, not 24..24"

@@ -1,10 +1,10 @@
 //! Weights of a model folder, open for reading: one safetensors file, or an index and the files that it names.
 
 use super::commit::temporary_files_in;
-use super::digest::Digest;
-use super::disk::{is_plain_name, read_text, file_error};
 pub use super::config_fields::INDEX_FILE;
 use super::config_fields::WEIGHTS_FILE;
+use super::digest::Digest;
+use super::disk::{file_error, is_plain_name, read_text};
 use super::safetensors_file::{SaveId, TensorFile};
 use super::safetensors_header::{DIGEST, TensorInfo, UniqueKeyMap};
 use super::stacked_experts::StackedExperts;
@@ -86,7 +86,12 @@ impl Weights {
     fn of_file(dir: &Path, name: &str) -> Result<Weights> {
         let files = vec![TensorFile::open_within(dir, name)?];
         let by_name = files[0].tensors().iter().map(|t| (t.name.clone(), 0)).collect();
-        Ok(Weights { path: dir.join(name), stacks: StackedExperts::of(files[0].tensors().iter()), files, by_name })
+        Ok(Weights {
+            path: dir.join(name),
+            stacks: StackedExperts::of(files[0].tensors().iter()),
+            files,
+            by_name,
+        })
     }
 
     /// Opens the files that an index names, and checks that each contains what the index says.
@@ -118,7 +123,8 @@ impl Weights {
                         by_name.insert(tensor.name.clone(), i);
                     }
                     Some(named) => {
-                        let fault = format!("`{}` is in {file_name}, but the index says {named:?}", tensor.name);
+                        let fault =
+                            format!("`{}` is in {file_name}, but the index says {named:?}", tensor.name);
                         faults.push(("elsewhere", fault));
                     }
                     None => {
@@ -141,7 +147,8 @@ impl Weights {
             return Ok(Weights { path: index, files, by_name, stacks });
         }
         let count = faults.len();
-        let error = file_error(&index, format_args!("does not match the files of its folder: {count} fault(s)"));
+        let error =
+            file_error(&index, format_args!("does not match the files of its folder: {count} fault(s)"));
         let listed = faults.into_iter().take(FAULTS_MAX);
         Err(listed.fold(error, |error, (label, fault)| error.detail(label, fault)))
     }
@@ -280,6 +287,9 @@ mod tests {
         assert_eq!(weights.tensors().count(), 2);
         assert!(weights.get("c").is_none() && weights.read("c").is_err());
         write(&dir.join(WEIGHTS_FILE), "c", 3);
-        assert!(Weights::open(dir).unwrap().get("c").is_some(), "a single file takes precedence over an index");
+        assert!(
+            Weights::open(dir).unwrap().get("c").is_some(),
+            "a single file takes precedence over an index"
+        );
     }
 }

@@ -1,14 +1,14 @@
 //! Writing a model folder: its config, and its weights in one file, or in several files of limited size and an index.
 
-use super::commit::{remove_stale_temporaries, commit, shard_name};
-use super::sidecar::{SidecarChanges, SidecarFile};
-use super::digest::Digest;
-use super::disk::{AtomicFile, check_space, is_existing_file, read_text, file_error, write_temporary_text};
+use super::commit::{commit, remove_stale_temporaries, shard_name};
 use super::config_fields::{CONFIG_BYTES_MAX, CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE};
+use super::digest::Digest;
+use super::disk::{AtomicFile, check_space, file_error, is_existing_file, read_text, write_temporary_text};
+use super::folder_lock::FolderLock;
 use super::safetensors_file::TensorWriter;
 use super::safetensors_header::DIGEST;
+use super::sidecar::{SidecarChanges, SidecarFile};
 use super::stacked_experts::{is_stacked_name, member_name, unstack};
-use super::folder_lock::FolderLock;
 use serde_json::json;
 use shardgrad_tensor::{DType, Result};
 use std::collections::{BTreeMap, HashSet, VecDeque};
@@ -138,13 +138,25 @@ impl WeightsWriter {
         }
         let is_new =
             |text: &&str| read_text(dir, CONFIG_FILE, CONFIG_BYTES_MAX).ok().as_deref() != Some(*text);
-        let config =
-            config.filter(is_new).map(|text| write_temporary_text(&dir.join(CONFIG_FILE), text)).transpose()?;
+        let config = config
+            .filter(is_new)
+            .map(|text| write_temporary_text(&dir.join(CONFIG_FILE), text))
+            .transpose()?;
         let dir = dir.to_path_buf();
         let (finished, sidecars) = (Vec::new(), SidecarChanges::default());
         let (open_file, tensors_left) = (None, 0);
-        let mut writer =
-            WeightsWriter { dir, files, open_file, tensors_left, config, sidecars, finished, index, step, _lock: lock };
+        let mut writer = WeightsWriter {
+            dir,
+            files,
+            open_file,
+            tensors_left,
+            config,
+            sidecars,
+            finished,
+            index,
+            step,
+            _lock: lock,
+        };
         writer.next()?;
         Ok(writer)
     }

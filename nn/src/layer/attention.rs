@@ -2,10 +2,10 @@
 
 use super::dropout::Dropout;
 use super::linear::Linear;
+use crate::activation_point::ActivationPoint;
 use crate::kv_cache::LayerKvCache;
 use crate::module;
 use crate::param::Init;
-use crate::activation_point::ActivationPoint;
 use shardgrad_autograd::Var;
 use shardgrad_tensor::{Error, Kind, Tensor, Value, ops, unwind};
 
@@ -106,7 +106,12 @@ impl Attention {
     /// As [`Attention::forward_with_cache`], and if the residual cannot be added to the output.
     #[track_caller]
     #[must_use]
-    pub fn forward_with_cache_and_residual(&self, x: &Var, cache: Option<&mut LayerKvCache>, residual: &Var) -> Var {
+    pub fn forward_with_cache_and_residual(
+        &self,
+        x: &Var,
+        cache: Option<&mut LayerKvCache>,
+        residual: &Var,
+    ) -> Var {
         self.c_proj.forward_with_residual(&self.attention_output(x, cache), residual)
     }
 
@@ -114,7 +119,9 @@ impl Attention {
     #[track_caller]
     fn attention_output(&self, x: &Var, cache: Option<&mut LayerKvCache>) -> Var {
         let (qkv, no_dropout) = (self.c_attn.forward(x), !self.drop.is_active(x.tape()));
-        let is_fusible = self.keys.is_unconstrained() && self.values.is_unconstrained() && qkv.layout().dims()[1].is_unsharded();
+        let is_fusible = self.keys.is_unconstrained()
+            && self.values.is_unconstrained()
+            && qkv.layout().dims()[1].is_unsharded();
         if no_dropout && cache.is_none() && is_fusible {
             let op = unwind(ops::attention::QkvPackedAttention::of(&qkv.shape(), self.causal));
             return Var::apply_one(op, &[&qkv]);

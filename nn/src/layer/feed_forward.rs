@@ -1,7 +1,7 @@
 //! Feed-forward part of a block: a dense MLP or a mixture of experts.
 
-use super::mixture_of_experts::{MixtureOfExperts, Routing};
 use super::gated_mlp::GatedMlp;
+use super::mixture_of_experts::{MixtureOfExperts, Routing};
 use crate::module::Module;
 use shardgrad_autograd::Var;
 use shardgrad_tensor::Value;

@@ -57,6 +57,7 @@ impl GatedMlp {
     #[track_caller]
     #[must_use]
     pub fn forward_with_residual(&self, x: &Var, residual: &Var) -> Var {
-        self.down_proj.forward_with_residual(&self.gate_proj.forward(x).swiglu(&self.up_proj.forward(x)), residual)
+        self.down_proj
+            .forward_with_residual(&self.gate_proj.forward(x).swiglu(&self.up_proj.forward(x)), residual)
     }
 }

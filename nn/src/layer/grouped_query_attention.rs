@@ -4,10 +4,10 @@ use super::attention::attention_mask;
 use super::dropout::Dropout;
 use super::linear::Linear;
 use super::rms_norm::RmsNorm;
+use crate::activation_point::ActivationPoint;
 use crate::kv_cache::LayerKvCache;
 use crate::module;
 use crate::param::Init;
-use crate::activation_point::ActivationPoint;
 use shardgrad_autograd::Var;
 use shardgrad_tensor::{Error, Kind, Value};
 use std::rc::Rc;
@@ -55,14 +55,16 @@ impl GroupedQueryAttention {
     pub fn new(d: usize, [g, r, c]: [usize; 3], frequencies: &[f64]) -> GroupedQueryAttention {
         if g * r * c == 0 || c != 2 * frequencies.len() {
             let pairs = frequencies.len();
-            let text = format!("{g} groups of {r} heads of {c} channels do not fit {pairs} rotary frequencies");
+            let text =
+                format!("{g} groups of {r} heads of {c} channels do not fit {pairs} rotary frequencies");
             Error::new(Kind::Config, text)
                 .detail("help", "give at least one group and head, and one frequency per pair of channels")
                 .at(std::panic::Location::caller())
                 .raise();
         }
-        let linear =
-            |from: &[usize], to: &[usize]| Linear::general(from, to).with_transposed_file_shape().without_bias();
+        let linear = |from: &[usize], to: &[usize]| {
+            Linear::general(from, to).with_transposed_file_shape().without_bias()
+        };
         GroupedQueryAttention {
             q_proj: linear(&[d], &[g, r, c]),
             k_proj: linear(&[d], &[g, c]),
@@ -154,7 +156,12 @@ impl GroupedQueryAttention {
     /// As [`GroupedQueryAttention::forward_with_cache`], and if the residual cannot be added to the output.
     #[track_caller]
     #[must_use]
-    pub fn forward_with_cache_and_residual(&self, x: &Var, cache: Option<&mut LayerKvCache>, residual: &Var) -> Var {
+    pub fn forward_with_cache_and_residual(
+        &self,
+        x: &Var,
+        cache: Option<&mut LayerKvCache>,
+        residual: &Var,
+    ) -> Var {
         self.o_proj.forward_with_residual(&self.attention_output(x, cache), residual)
     }
 

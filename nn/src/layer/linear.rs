@@ -1,8 +1,8 @@
 //! Linear layer: y = x w + b, over one dim or several.
 
+use crate::activation_point::ActivationPoint;
 use crate::module;
 use crate::param::{Init, Param};
-use crate::activation_point::ActivationPoint;
 use shardgrad_autograd::Var;
 use shardgrad_tensor::{Value, ops};
 use std::rc::Rc;
@@ -70,7 +70,10 @@ impl Linear {
     pub fn with_transposed_file_shape(self) -> Linear {
         let (ndim, matrix) = (self.weight.shape().len(), self.weight.file_shape());
         let order: Vec<usize> = (self.num_in..ndim).chain(0..self.num_in).collect();
-        Linear { weight: self.weight.with_file_order(&order).with_file_shape(&[matrix[1], matrix[0]]), ..self }
+        Linear {
+            weight: self.weight.with_file_order(&order).with_file_shape(&[matrix[1], matrix[0]]),
+            ..self
+        }
     }
 
     /// Returns the same layer without a bias.
@@ -200,7 +203,10 @@ mod tests {
         assert_eq!(heads.signature.as_deref(), Some("..m i0, i0 o0 o1 o2 -> ..m o0 o1 o2"));
         assert_eq!((heads.weight.shape(), heads.weight.file_shape()), (&[10, 3, 2, 5][..], vec![10, 30]));
         let bias = heads.bias.unwrap();
-        assert_eq!((bias.shape(), bias.file_shape(), bias.has_weight_decay()), (&[3, 2, 5][..], vec![30], false));
+        assert_eq!(
+            (bias.shape(), bias.file_shape(), bias.has_weight_decay()),
+            (&[3, 2, 5][..], vec![30], false)
+        );
         assert!(Linear::new(4, 6).signature.is_none());
         let transposed = Linear::general(&[10], &[3, 2, 5]).with_transposed_file_shape().weight;
         assert_eq!((transposed.shape(), transposed.file_shape()), (&[10, 3, 2, 5][..], vec![30, 10]));

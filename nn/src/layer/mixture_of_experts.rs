@@ -1,9 +1,9 @@
 //! Mixture of experts (MoE): many small MLPs, of which a router selects some for each token.
 
 use super::linear::Linear;
+use crate::activation_point::ActivationPoint;
 use crate::module;
 use crate::param::{Init, Param};
-use crate::activation_point::ActivationPoint;
 use shardgrad_autograd::Var;
 use shardgrad_tensor::{Contraction, Indexing, Value};
 
@@ -128,7 +128,8 @@ impl GroupedExperts {
 
     #[track_caller]
     fn forward(&self, x: &Var, index: &Var, shares: &Var) -> Var {
-        let (x, index, shares) = (self.rows.constrain(x), self.index.constrain(index), self.shares.constrain(shares));
+        let (x, index, shares) =
+            (self.rows.constrain(x), self.index.constrain(index), self.shares.constrain(shares));
         let [gate, up, down] = [self.gate_proj.on(&x), self.up_proj.on(&x), self.down_proj.on(&x)];
         self.out.constrain(&x.experts(&index, &shares, &gate, &up, &down))
     }

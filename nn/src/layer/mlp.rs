@@ -64,11 +64,17 @@ impl Mlp {
                 let x = first.input.constrain(x);
                 let w1 = first.weight.on(&x);
                 if !first.has_complete_sums(&x, &w1) {
-                    return last.forward_optional_residual(&first.project(&x, &w1, Some(&b1), None).gelu(), residual);
+                    return last.forward_optional_residual(
+                        &first.project(&x, &w1, Some(&b1), None).gelu(),
+                        residual,
+                    );
                 }
                 let (b2, w2) = (b2.on(&x), last.weight.on(&x));
                 if !w2.layout().dims()[1].is_unsharded() || !w2.layout().partial().is_empty() {
-                    return last.forward_optional_residual(&first.project(&x, &w1, Some(&b1), None).gelu(), residual);
+                    return last.forward_optional_residual(
+                        &first.project(&x, &w1, Some(&b1), None).gelu(),
+                        residual,
+                    );
                 }
                 // The profiler attributes the op to the path between its products.
                 let x = first.out.constrain(&x);

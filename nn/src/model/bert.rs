@@ -1,13 +1,13 @@
 //! BERT: a post-norm encoder with learned position embeddings. Devlin et al., arXiv 1810.04805.
 
 use super::hf_model::{HfModel, check_ids, run_blocks};
+use crate::activation_point::ActivationPoint;
 use crate::hf::{BertConfig, BertHead, ModelConfig};
-use crate::layer::{Dropout, Embedding, LayerNorm, Linear, EncoderAttention};
+use crate::layer::{Dropout, Embedding, EncoderAttention, LayerNorm, Linear};
 use crate::loss::CrossEntropy;
 use crate::module;
 use crate::param::{Init, Param};
 use crate::plan::Plan;
-use crate::activation_point::ActivationPoint;
 use shardgrad_autograd::Var;
 use shardgrad_tensor::{Elementwise, Error, Kind, Value};
 
@@ -219,7 +219,8 @@ impl Bert {
             None => words.add(&token_type_embeddings.first_rows(ids, 1).reshape(&[self.config.hidden_size])),
         };
         let x = drop.forward(&norm.forward(&typed.add(&position_embeddings.first_rows(ids, ids.shape()[1]))));
-        let mask = mask.map(|mask| self.mask.constrain(mask).cast(x.dtype()).add_scalar(-1.0).scale(-MASKED_SCORE));
+        let mask =
+            mask.map(|mask| self.mask.constrain(mask).cast(x.dtype()).add_scalar(-1.0).scale(-MASKED_SCORE));
         run_blocks(&self.layer, x, self.recompute, |block, x| block.forward(x, mask.as_ref()))
     }
 
@@ -248,7 +249,9 @@ impl Bert {
 
     #[track_caller]
     fn lm_logits(&self, hidden: &Var) -> Var {
-        let Some(head) = &self.head else { lacks("masked language modeling head", "BertForMaskedLM").raise() };
+        let Some(head) = &self.head else {
+            lacks("masked language modeling head", "BertForMaskedLM").raise()
+        };
         let x = head.norm.forward(&head.dense.forward(hidden).gelu_exact());
         let table = head.decoder.as_ref().unwrap_or(&self.embeddings.word_embeddings);
         table.logits(&x).add(&head.bias.on(&x))
@@ -278,7 +281,8 @@ impl Bert {
 }
 
 /// The cross-entropy over masked positions.
-const MASKED_LM_LOSS: CrossEntropy = CrossEntropy { ignore_index: Some(Bert::IGNORE_INDEX), label_smoothing: 0.0 };
+const MASKED_LM_LOSS: CrossEntropy =
+    CrossEntropy { ignore_index: Some(Bert::IGNORE_INDEX), label_smoothing: 0.0 };
 
 #[track_caller]
 fn lacks(what: &str, architecture: &str) -> Error {

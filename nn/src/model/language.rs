@@ -1,11 +1,11 @@
 //! `LanguageModel`: a model of any family, chosen by its config.
 
 use super::bert::Bert;
-use super::hf_model::HfModel;
 use super::gpt2::Gpt2;
+use super::hf_model::HfModel;
 use super::llama::Llama;
-use crate::kv_cache::KvCache;
 use crate::hf::ModelConfig;
+use crate::kv_cache::KvCache;
 use crate::module::Module;
 use crate::plan::Plan;
 use shardgrad_autograd::Var;
@@ -91,10 +91,12 @@ impl LanguageModel {
         match self {
             LanguageModel::Gpt2(model) => model.next_token_logits(ids, cache),
             LanguageModel::Llama(model) => model.next_token_logits(ids, cache),
-            LanguageModel::Bert(_) => Error::new(Kind::Unsupported, "BERT is an encoder and cannot predict the next token")
-                .detail("help", "use a causal model, of the GPT-2 or Llama family")
-                .at(std::panic::Location::caller())
-                .raise(),
+            LanguageModel::Bert(_) => {
+                Error::new(Kind::Unsupported, "BERT is an encoder and cannot predict the next token")
+                    .detail("help", "use a causal model, of the GPT-2 or Llama family")
+                    .at(std::panic::Location::caller())
+                    .raise()
+            }
         }
     }
 

@@ -2,9 +2,11 @@
 //! norms. Touvron et al., arXiv 2302.13971. Its members (Mistral, Qwen, Mixtral) differ in biases and norms.
 
 use super::hf_model::{HfModel, check_ids};
-use crate::kv_cache::{KvCache, LayerKvCache};
 use crate::hf::{LlamaConfig, LlamaKind, ModelConfig};
-use crate::layer::{Embedding, MixtureOfExperts, FeedForward, GatedMlp, GroupedQueryAttention, RmsNorm, Routing};
+use crate::kv_cache::{KvCache, LayerKvCache};
+use crate::layer::{
+    Embedding, FeedForward, GatedMlp, GroupedQueryAttention, MixtureOfExperts, RmsNorm, Routing,
+};
 use crate::loss::{cross_entropy, load_balancing_loss};
 use crate::module;
 use crate::param::Init;
@@ -111,7 +113,11 @@ impl LlamaBlock {
 
     /// [`LlamaBlock::forward_with_cache`], and the routing if there are experts.
     #[track_caller]
-    fn forward_with_routing(&self, x: &Var, layer_cache: Option<&mut LayerKvCache>) -> (Var, Option<Routing>) {
+    fn forward_with_routing(
+        &self,
+        x: &Var,
+        layer_cache: Option<&mut LayerKvCache>,
+    ) -> (Var, Option<Routing>) {
         let (x, y) = self.input_layernorm.forward_and_residual(x);
         let x = self.self_attn.forward_with_cache_and_residual(&y, layer_cache, &x);
         let (x, y) = self.post_attention_layernorm.forward_and_residual(&x);

@@ -8,7 +8,7 @@ mod language;
 
 pub use crate::hf::{BertConfig, BertHead, Gpt2Config, LlamaConfig, LlamaKind, ModelConfig};
 pub use bert::{Bert, BertBlock, BertEmbeddings, MlmHead};
-pub use hf_model::HfModel;
 pub use gpt2::Gpt2;
+pub use hf_model::HfModel;
 pub use language::LanguageModel;
-pub use llama::{Llama, LlamaBlock, LlamaBackbone};
+pub use llama::{Llama, LlamaBackbone, LlamaBlock};

@@ -10,7 +10,11 @@ const KINDS: [Kind; 3] = [Kind::Io, Kind::Checkpoint, Kind::OutOfMemory];
 
 /// Broadcasts the result of rank 0: every rank returns the same result, so that all ranks stay in step. Every rank
 /// calls this together.
-pub(crate) fn broadcast_result(rank: &Rank, done: Result<()>, site: &'static Location<'static>) -> Result<()> {
+pub(crate) fn broadcast_result(
+    rank: &Rank,
+    done: Result<()>,
+    site: &'static Location<'static>,
+) -> Result<()> {
     let world = rank.world();
     if world.mesh().num_ranks() == 1 {
         return done;

@@ -6,7 +6,7 @@ use super::param_group::{ParamGroup, ParamGroups};
 use crate::param::Param;
 use shardgrad_autograd::Key;
 use shardgrad_tensor::optimizer_step::{AdamWRates, AdamWStep, Moments, adamw};
-use shardgrad_tensor::{DType, Error, OverflowCheck, Kind, Result, Tensor};
+use shardgrad_tensor::{DType, Error, Kind, OverflowCheck, Result, Tensor};
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 
@@ -185,8 +185,7 @@ impl Optimizer for AdamW {
         let has_f32_moments = |p: &Param| p.layout().dtype().accumulator() == DType::F32;
         let eps = self.eps as f32;
         if !(eps > 0.0 && eps.is_finite()) && params.iter().any(has_f32_moments) {
-            let text =
-                format!("eps {:e} is {eps} in f32, the dtype of the moments", self.eps);
+            let text = format!("eps {:e} is {eps} in f32, the dtype of the moments", self.eps);
             let help = format!("use an eps from {:e} to {:e}", f32::MIN_POSITIVE, f32::MAX);
             return Err(Error::new(Kind::Config, text).detail("help", help));
         }

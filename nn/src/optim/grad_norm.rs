@@ -40,6 +40,9 @@ pub fn grad_norm(rank: &Rank, params: &[Param], gradients: &Gradients, control: 
 }
 
 /// Yields the gradients whose elements count on this rank.
-pub(super) fn counted_gradients<'a>(params: &'a [Param], gradients: &'a Gradients) -> impl Iterator<Item = &'a Tensor> {
+pub(super) fn counted_gradients<'a>(
+    params: &'a [Param],
+    gradients: &'a Gradients,
+) -> impl Iterator<Item = &'a Tensor> {
     params.iter().filter(|p| p.is_primary_owner()).filter_map(|p| gradients.get(&p.key()))
 }

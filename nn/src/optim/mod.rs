@@ -11,13 +11,13 @@ mod adamw;
 mod sgd;
 
 pub use adamw::AdamW;
-pub use loss_scale::LossScale;
 pub(crate) use grad_norm::PartialLoss;
 pub use grad_norm::{GradNorm, grad_norm};
-pub use lr_scheduler::LrScheduler;
-pub use sgd::Sgd;
-pub use shardgrad_tensor::{OverflowCheck, HostStep};
 pub(crate) use hyperparameter::check_clip;
+pub use loss_scale::LossScale;
+pub use lr_scheduler::LrScheduler;
 pub use optimizer::{Optimizer, OptimizerState, StepArgs, UpdateReport};
 pub(crate) use optimizer::{OptimizerStep, step};
 pub use param_group::ParamGroup;
+pub use sgd::Sgd;
+pub use shardgrad_tensor::{HostStep, OverflowCheck};

@@ -6,7 +6,7 @@ use crate::module::Module;
 use crate::param::{LOST_VALUE_HELP, Param};
 use crate::sharded_model::Model;
 use shardgrad_autograd::{Gradients, Key};
-use shardgrad_tensor::{Error, StepOutcome, OverflowCheck, Kind, Rank, Result, StepInputs, Tensor};
+use shardgrad_tensor::{Error, Kind, OverflowCheck, Rank, Result, StepInputs, StepOutcome, Tensor};
 use std::collections::HashSet;
 use std::fmt;
 use std::panic::Location;
@@ -28,8 +28,10 @@ fn check_gradients_belong(params: &[Param], gradients: &Gradients) -> Result<()>
         return Ok(());
     }
     let text = format!("{num_foreign} of {} gradients belong to no parameter of this model", gradients.len());
-    Err(Error::new(Kind::Config, text)
-        .detail("help", "pass the gradients of this model's own tape: those of Gradients under Param::key of its parameters"))
+    Err(Error::new(Kind::Config, text).detail(
+        "help",
+        "pass the gradients of this model's own tape: those of Gradients under Param::key of its parameters",
+    ))
 }
 
 /// Optimizer state of one parameter: what a run needs, besides the parameter itself, to resume.
@@ -45,16 +47,22 @@ pub struct OptimizerState {
 
 /// Error for a state with another number of tensors than the optimizer has.
 pub(super) fn wrong_num_tensors(param: &Param, found: usize, wanted: usize) -> Error {
-    let text = format!("the state of parameter `{}` has {found} tensors, the optimizer has {wanted}", param.name());
+    let text =
+        format!("the state of parameter `{}` has {found} tensors, the optimizer has {wanted}", param.name());
     Error::new(Kind::Config, text).detail("help", "load the state into the optimizer that saved it")
 }
 
 /// Refuses to update a parameter without optimizer state: [`Optimizer::rates`] was not called for it.
-pub(super) fn check_rates_requested(params: &[(&Param, Tensor)], has_state: impl Fn(&Param) -> bool) -> Result<()> {
+pub(super) fn check_rates_requested(
+    params: &[(&Param, Tensor)],
+    has_state: impl Fn(&Param) -> bool,
+) -> Result<()> {
     let Some((param, _)) = params.iter().find(|(param, _)| !has_state(param)) else { return Ok(()) };
     let text = format!("Optimizer::rates was not called for parameter `{}`", param.name());
-    Err(Error::new(Kind::Config, text)
-        .detail("help", "an optimizer that forwards `apply_update` to another must forward `rates` and `count_step` too"))
+    Err(Error::new(Kind::Config, text).detail(
+        "help",
+        "an optimizer that forwards `apply_update` to another must forward `rates` and `count_step` too",
+    ))
 }
 
 /// Arguments of one optimizer step.
@@ -112,6 +120,8 @@ pub trait Optimizer: fmt::Debug {
     ///
     /// # Errors
     /// `Kind::OutOfMemory`.
+    #[doc(alias = "hyperparameters")]
+    #[doc(alias = "get_lr")]
     fn rates(&mut self, params: &[&Param], lr: f64) -> Result<Vec<f64>> {
         Ok(vec![lr; params.len()])
     }
@@ -165,7 +175,10 @@ pub trait Optimizer: fmt::Debug {
     /// parameter; `Kind::DType`; `Kind::Config` for another number of tensors than the rule has.
     #[doc(alias = "load_state_dict")]
     fn load_state(&mut self, _num_steps: u64, _states: Vec<(Param, OptimizerState)>) -> Result<()> {
-        Err(Error::new(Kind::Unsupported, format!("this optimizer does not implement `load_state`: {self:?}")))
+        Err(Error::new(
+            Kind::Unsupported,
+            format!("this optimizer does not implement `load_state`: {self:?}"),
+        ))
     }
 
     /// Runs one optimizer step: gradient norm, overflow check, clipping and update. The update is skipped if the
@@ -290,7 +303,8 @@ impl OptimizerStep {
     /// Errors of the device.
     pub(crate) fn finish(&self, optim: &mut dyn Optimizer, in_progress: &mut bool) -> Result<UpdateReport> {
         let outcome = self.overflow_check.read();
-        let StepOutcome { grad_norm, is_applied, sums, .. } = outcome.map_err(|error| self.fail(in_progress, error))?;
+        let StepOutcome { grad_norm, is_applied, sums, .. } =
+            outcome.map_err(|error| self.fail(in_progress, error))?;
         if is_applied {
             optim.count_step(&self.updates.iter().map(|(param, _)| param).collect::<Vec<&Param>>());
         }
@@ -316,7 +330,11 @@ impl OptimizerStep {
 }
 
 /// Returns the numbers that the host uploads for a step.
-fn step_inputs(optim: &mut dyn Optimizer, updates: &[(Param, Tensor)], args: StepArgs<'_>) -> Result<StepInputs> {
+fn step_inputs(
+    optim: &mut dyn Optimizer,
+    updates: &[(Param, Tensor)],
+    args: StepArgs<'_>,
+) -> Result<StepInputs> {
     let StepArgs { lr, clip, control, loss_scale } = args;
     check_args(optim.num_steps() + 1, &args)?;
     let params: Vec<&Param> = updates.iter().map(|(param, _)| param).collect();

@@ -35,7 +35,8 @@ impl ParamGroups {
         }
         let names: Vec<String> = params.iter().map(Param::name).collect();
         let is_unmatched = |pattern: &&str| !names.iter().any(|name| matches(pattern, name));
-        let unmatched: Vec<&str> = self.0.iter().map(|(pattern, _)| pattern.as_str()).filter(is_unmatched).collect();
+        let unmatched: Vec<&str> =
+            self.0.iter().map(|(pattern, _)| pattern.as_str()).filter(is_unmatched).collect();
         if unmatched.is_empty() {
             return Ok(());
         }
@@ -50,7 +51,8 @@ impl ParamGroups {
     /// parameters of two or more dims (in files).
     pub(super) fn of(&self, param: &Param, lr: f64, weight_decay: f64) -> [f64; 2] {
         let name = param.name();
-        let (mut lr_scale, mut weight_decay) = (1.0, if param.has_weight_decay() { weight_decay } else { 0.0 });
+        let (mut lr_scale, mut weight_decay) =
+            (1.0, if param.has_weight_decay() { weight_decay } else { 0.0 });
         for (_, group) in self.0.iter().filter(|(pattern, _)| matches(pattern, &name)) {
             lr_scale = group.lr_scale.unwrap_or(lr_scale);
             weight_decay = group.weight_decay.unwrap_or(weight_decay);

@@ -2,10 +2,10 @@
 
 use super::is_trainable;
 use crate::module::Module;
+use crate::plan::{PipelinePlan, PipelineSchedule};
 use crate::sharded_model::Model;
-use crate::plan::{PipelineSchedule, PipelinePlan};
 use shardgrad_autograd::pipeline::{Cut, PipelineInputs, Profile, Schedule, ScheduleSearch, in_flight_max};
-use shardgrad_autograd::{ReplayNoise, Noise, Program};
+use shardgrad_autograd::{Noise, Program, ReplayNoise};
 use shardgrad_tensor::{Axis, Error, Kind, Result, Tensor};
 
 /// The value of all parameters during profiling.
@@ -28,7 +28,15 @@ pub(super) fn choose<M: Module>(
         PipelineSchedule::Named(name) => match in_flight_max(name, num_ranks) {
             Some(in_flight_max) => {
                 let profile = profile(2 * num_ranks).or_else(|_| profile(num_ranks))?;
-                return search(model, pipeline, num_ranks, num_microbatches, in_flight_max, program, &profile);
+                return search(
+                    model,
+                    pipeline,
+                    num_ranks,
+                    num_microbatches,
+                    in_flight_max,
+                    program,
+                    &profile,
+                );
             }
             None => Schedule::named(name, num_ranks, num_microbatches)?,
         },
@@ -56,8 +64,10 @@ fn check_action_lists(lists: &Schedule, num_ranks: usize, num_microbatches: usiz
         "schedule {} is for {} ranks and {} microbatches, but the run has {num_ranks} and {num_microbatches}",
         lists.name, expected[0], expected[1]
     );
-    let help =
-        format!("use {} microbatches on a pipeline axis of {} ranks, or another schedule", expected[1], expected[0]);
+    let help = format!(
+        "use {} microbatches on a pipeline axis of {} ranks, or another schedule",
+        expected[1], expected[0]
+    );
     Err(Error::new(Kind::Config, text).detail("help", help))
 }
 
@@ -104,7 +114,8 @@ fn search<M: Module>(
             cut => program.cut(model.rank(), cut, stage_ranks.len())?,
         };
         let times = profile.stage_times(&starts);
-        let search = ScheduleSearch { stage_ranks, num_microbatches, live_max, times, transfer: profile.transfer };
+        let search =
+            ScheduleSearch { stage_ranks, num_microbatches, live_max, times, transfer: profile.transfer };
         let schedule = search.run("searched")?;
         Ok((search.span(&schedule), schedule, starts))
     };

@@ -5,12 +5,12 @@ mod parallel;
 mod pipeline;
 mod models;
 
-pub use pipeline::{PipelineSchedule, PipelinePlan};
+pub use pipeline::{PipelinePlan, PipelineSchedule};
 pub(crate) use rule::RuleTarget;
 
 use crate::name::{matches, nearest};
 use rule::Rule;
-use shardgrad_tensor::{Axis, DType, Error, Kind, Layout, Mesh, Result, Placement};
+use shardgrad_tensor::{Axis, DType, Error, Kind, Layout, Mesh, Placement, Result};
 use std::fmt;
 
 /// A parallelism plan: how mesh axes shard parameters and activations (DP, TP, SP, CP, EP, PP, FSDP).
@@ -112,7 +112,9 @@ impl Plan {
 
     fn rule(mut self, target: RuleTarget, pattern: &str, placements: &str, optional: bool) -> Plan {
         if placements.split_whitespace().next().is_none() {
-            self.errors.push(format!("{target} {pattern}: the rule has no placement; write axis@dim, axis~, axis= or axis+"));
+            self.errors.push(format!(
+                "{target} {pattern}: the rule has no placement; write axis@dim, axis~, axis= or axis+"
+            ));
         }
         for word in placements.split_whitespace() {
             match Rule::read(target, pattern, word, optional) {
@@ -131,11 +133,16 @@ impl Plan {
     pub fn batch_layout(&self, mesh: &Mesh, dtype: DType, shape: &[usize]) -> Result<Layout> {
         self.check()?;
         if shape.is_empty() {
-            return Err(Error::new(Kind::Shape, "a batch needs at least one dim, its rows, but the shape is []"));
+            return Err(Error::new(
+                Kind::Shape,
+                "a batch needs at least one dim, its rows, but the shape is []",
+            ));
         }
         let axes = self.batch.iter().filter(|(_, dim)| *dim < shape.len());
         let axes = axes.filter_map(|(name, dim)| Some((mesh.axis(name)?, Placement::Shard(*dim))));
-        Ok(axes.fold(Layout::invariant(mesh, dtype, shape), |l, (axis, placement)| l.with_placement(axis, placement)))
+        Ok(axes.fold(Layout::invariant(mesh, dtype, shape), |l, (axis, placement)| {
+            l.with_placement(axis, placement)
+        }))
     }
 
     /// Rejects a plan with rules that cannot be parsed.
@@ -178,7 +185,12 @@ impl Plan {
     }
 
     /// Rejects rules that match nothing. `params` and `points` are the existing names.
-    pub(crate) fn check_all_rules_matched(&self, used: &[bool], params: &[&str], points: &[&str]) -> Result<()> {
+    pub(crate) fn check_all_rules_matched(
+        &self,
+        used: &[bool],
+        params: &[&str],
+        points: &[&str],
+    ) -> Result<()> {
         let unmatched: Vec<&Rule> =
             self.rules.iter().zip(used).filter(|(r, used)| !**used && !r.optional).map(|(r, _)| r).collect();
         if unmatched.is_empty() {
@@ -247,7 +259,9 @@ mod tests {
         let error = Plan::new().store("w", "tp~").and(Plan::new().point("p", "tp")).check().unwrap_err();
         assert_eq!(error.details().len(), 2);
         assert!(
-            error.to_string().contains("store w tp~: stored parameters are sharded (axis@dim) or invariant (axis=)"),
+            error
+                .to_string()
+                .contains("store w tp~: stored parameters are sharded (axis@dim) or invariant (axis=)"),
             "{error}"
         );
     }
@@ -271,7 +285,10 @@ mod tests {
         let mut used = vec![false; 3];
         let _ = plan.placements(RuleTarget::Compute, "up.weight", None, &Mesh::single(), &mut used);
         assert_eq!(used, [false, false, true]);
-        let text = plan.check_all_rules_matched(&used, &["up.weight", "up.bias"], &["down.out"]).unwrap_err().to_string();
+        let text = plan
+            .check_all_rules_matched(&used, &["up.weight", "up.bias"], &["down.out"])
+            .unwrap_err()
+            .to_string();
         assert!(text.contains("2 rule(s)"), "{text}");
         assert!(text.contains("store up.wieght tp@1: no such parameters; nearest: up.weight"), "{text}");
         assert!(text.contains("point dwn.out tp=: no such points; nearest: down.out"), "{text}");

@@ -19,7 +19,8 @@ impl Plan {
     /// Plan of GPT-2 on axes `pp` (layers), `dp` (rows of the batch), `cp` (tokens of a row) and `tp` (heads, hidden units, vocabulary).
     #[must_use]
     pub fn gpt2() -> Plan {
-        let start = Plan::data_parallel("dp").and(Plan::context_parallel("cp")).and(Plan::pipeline_parallel("pp"));
+        let start =
+            Plan::data_parallel("dp").and(Plan::context_parallel("cp")).and(Plan::pipeline_parallel("pp"));
         // Optional rules: without blocks, or with a tied output layer, some of these parameters do not exist.
         GPT2_TENSOR.iter().fold(start, |plan, (pattern, placement)| {
             plan.rule(RuleTarget::Store, pattern, placement, *pattern != "wte.weight")
@@ -71,9 +72,9 @@ impl Plan {
     #[must_use]
     pub fn llama_moe() -> Plan {
         // After the other batch axes, so that `dp` is the outermost axis of the rows.
-        let plan = LLAMA_EXPERTS
-            .iter()
-            .fold(Plan::llama(), |plan, (pattern, placement)| plan.rule(RuleTarget::Store, pattern, placement, true));
+        let plan = LLAMA_EXPERTS.iter().fold(Plan::llama(), |plan, (pattern, placement)| {
+            plan.rule(RuleTarget::Store, pattern, placement, true)
+        });
         plan.and(Plan::expert_parallel("ep"))
     }
 
@@ -82,11 +83,14 @@ impl Plan {
     #[must_use]
     pub fn llama() -> Plan {
         // Optional rules: not every model has biases, blocks and an untied output layer.
-        let start = Plan::data_parallel("dp").and(Plan::context_parallel("cp")).and(Plan::pipeline_parallel("pp"));
+        let start =
+            Plan::data_parallel("dp").and(Plan::context_parallel("cp")).and(Plan::pipeline_parallel("pp"));
         let plan = LLAMA_TENSOR.iter().fold(start, |plan, (pattern, placement)| {
             plan.rule(RuleTarget::Store, pattern, placement, *pattern != "model.embed_tokens.weight")
         });
-        LLAMA_KEYS.iter().fold(plan, |plan, (pattern, placement)| plan.rule(RuleTarget::Compute, pattern, placement, true))
+        LLAMA_KEYS
+            .iter()
+            .fold(plan, |plan, (pattern, placement)| plan.rule(RuleTarget::Compute, pattern, placement, true))
     }
 }
 
@@ -112,7 +116,8 @@ impl Plan {
     /// Plan of BERT on axes `pp` (layers), `dp` (rows of the batch), `cp` (tokens of a row) and `tp` (heads, hidden units, vocabulary).
     #[must_use]
     pub fn bert() -> Plan {
-        let start = Plan::data_parallel("dp").and(Plan::context_parallel("cp")).and(Plan::pipeline_parallel("pp"));
+        let start =
+            Plan::data_parallel("dp").and(Plan::context_parallel("cp")).and(Plan::pipeline_parallel("pp"));
         // Optional rules: not every model has blocks and a head.
         BERT_TENSOR.iter().fold(start, |plan, (pattern, placement)| {
             plan.rule(RuleTarget::Store, pattern, placement, !pattern.starts_with("embeddings"))

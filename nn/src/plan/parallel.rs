@@ -64,7 +64,12 @@ impl Plan {
             return self;
         };
         parts.iter().fold(self, |plan, (part, dim)| {
-            plan.rule(RuleTarget::Store, &format!("{layer}.{part}"), &format!("{axis}@{dim}"), *part == "bias")
+            plan.rule(
+                RuleTarget::Store,
+                &format!("{layer}.{part}"),
+                &format!("{axis}@{dim}"),
+                *part == "bias",
+            )
         })
     }
 }
@@ -129,7 +134,10 @@ mod tests {
         let plan = Plan::tensor_parallel("tp").column_parallel("up").row_parallel("down");
         assert_eq!(plan.to_string(), "store up.weight tp@1\nstore up.bias tp@0\nstore down.weight tp@0\n");
         let error = Plan::new().column_parallel("up").check().unwrap_err();
-        assert!(error.to_string().contains("column_parallel up: begin the plan with Plan::tensor_parallel(axis)"), "{error}");
+        assert!(
+            error.to_string().contains("column_parallel up: begin the plan with Plan::tensor_parallel(axis)"),
+            "{error}"
+        );
     }
 
     #[test]
@@ -151,7 +159,8 @@ mod tests {
 
     #[test]
     fn one_axis_cannot_shard_rows_and_tokens() {
-        let plan = Plan::data_parallel("dp").and(Plan::context_parallel("cp")).and(Plan::context_parallel("dp"));
+        let plan =
+            Plan::data_parallel("dp").and(Plan::context_parallel("cp")).and(Plan::context_parallel("dp"));
         let error = plan.check().unwrap_err().to_string();
         assert!(error.contains("batch dp@1: the axis already shards dim 0 of batches"), "{error}");
         assert!(Plan::context_parallel("cp").and(Plan::context_parallel("cp")).check().is_ok());

@@ -27,10 +27,16 @@ pub(super) struct Rule {
 
 impl Rule {
     /// Parses a word such as `tp@1`, `tp~` or `tp@1|@2`. The error says why the word is not a rule.
-    pub(super) fn read(target: RuleTarget, pattern: &str, word: &str, optional: bool) -> Result<Rule, String> {
+    pub(super) fn read(
+        target: RuleTarget,
+        pattern: &str,
+        word: &str,
+        optional: bool,
+    ) -> Result<Rule, String> {
         let (axis, placements) = parse(word)
             .ok_or_else(|| format!("`{word}` is not a placement; write axis@dim, axis~, axis= or axis+"))?;
-        let is_stored = |placement: &Placement| !matches!(placement, Placement::Partial | Placement::Replicate);
+        let is_stored =
+            |placement: &Placement| !matches!(placement, Placement::Partial | Placement::Replicate);
         if target == RuleTarget::Store && !placements.iter().all(is_stored) {
             return Err("stored parameters are sharded (axis@dim) or invariant (axis=)".to_string());
         }

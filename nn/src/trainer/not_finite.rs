@@ -34,7 +34,10 @@ impl<M: Module> Trainer<'_, M> {
                 found.lines.into_iter().fold(error, |e, (label, text)| e.detail(label, text))
             }
             Ok(None) => error
-                .detail("first", "no op: all gradients are finite, but the sum of their squares overflows f64")
+                .detail(
+                    "first",
+                    "no op: all gradients are finite, but the sum of their squares overflows f64",
+                )
                 .detail("help", "try a smaller learning rate"),
             Err(cause) => error.detail("replay", cause.message()),
         }

@@ -1,11 +1,11 @@
 //! State of a trainer for checkpoints: step and loss scale, model and optimizer.
 
 use super::Trainer;
+use crate::checkpoint::{self, RunState};
 use crate::model::HfModel;
 use crate::module::Module;
 use crate::optim::Optimizer;
 use crate::sharded_model::Model;
-use crate::checkpoint::{self, RunState};
 use shardgrad_tensor::Result;
 use std::path::Path;
 
@@ -22,7 +22,7 @@ impl<'t, M: Module> Trainer<'t, M> {
     /// another trainer ([`Optimizer::param_state`], [`Optimizer::load_state`]); then call [`Trainer::set_state`].
     /// Every rank does this with its own part of the state.
     #[must_use]
-    pub fn parts_mut(&mut self) -> (&Model<M>, &mut (dyn Optimizer + 't)) {
+    pub fn model_and_optim_mut(&mut self) -> (&Model<M>, &mut (dyn Optimizer + 't)) {
         (&self.model, &mut *self.optim)
     }
 

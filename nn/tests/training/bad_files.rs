@@ -76,7 +76,9 @@ fn a_header_length_beyond_the_file_or_the_limit_is_an_error_before_allocation() 
     // A sparse file as large as it claims: the limit applies.
     let dir = folder("sparse", &[(WEIGHTS_FILE, (HEADER_BYTES_MAX + 1).to_le_bytes().to_vec())]);
     fs::OpenOptions::new().write(true).open(dir.0.join(WEIGHTS_FILE)).unwrap().set_len(1 << 41).unwrap();
-    assert!(checkpoint_error(Weights::open(&dir.0)).message().contains("the header length is 100000001 bytes"));
+    assert!(
+        checkpoint_error(Weights::open(&dir.0)).message().contains("the header length is 100000001 bytes")
+    );
 }
 
 #[test]
@@ -112,13 +114,16 @@ fn deep_nesting_and_huge_numbers_are_errors() {
     for bad in ["[0]", "[0,1,2]", "[0,1.0]", "[\"0\",1]", "[-0.5,1]", &deep] {
         assert!(message("numbers", &with("[1]", bad)).contains("cannot be read"), "{:.40}", bad);
     }
-    assert!(message("numbers", &with("[1]", &format!("[0,{}]", u64::MAX))).contains("takes 1 bytes, not 0.."));
+    assert!(
+        message("numbers", &with("[1]", &format!("[0,{}]", u64::MAX))).contains("takes 1 bytes, not 0..")
+    );
 }
 
 #[test]
 fn duplicate_keys_and_invalid_tensor_names_are_errors() {
     let entry = r#"{"dtype":"U8","shape":[0],"data_offsets":[0,0]}"#;
-    let pair = |a: &str, b: &str| message("keys", &file(&format!("{{\"{a}\":{entry},\"{b}\":{entry}}}"), &[]));
+    let pair =
+        |a: &str, b: &str| message("keys", &file(&format!("{{\"{a}\":{entry},\"{b}\":{entry}}}"), &[]));
     assert!(pair("a", "a").contains("`a` occurs twice"));
     assert!(pair("a", "\\u0061").contains("`a` occurs twice"), "however it is written");
     for bad in ["", "\\u0000", "a\\u0000b", "a\\nb", "\\u0085", &"x".repeat(1025)] {
@@ -203,10 +208,7 @@ fn unsupported_dtypes_are_named() {
         let text = format!(r#"{{"a":{{"dtype":{dtype:?},"shape":[0],"data_offsets":[0,0]}}}}"#);
         let dir = folder("dtypes", &[(WEIGHTS_FILE, file(&text, &[]))]);
         let error = checkpoint_error(Weights::open(&dir.0));
-        assert!(
-            error.message().ends_with(&format!("the unsupported dtype {dtype:?}")),
-            "{error}"
-        );
+        assert!(error.message().ends_with(&format!("the unsupported dtype {dtype:?}")), "{error}");
         assert_eq!(error.details()[0].1, "supported dtypes: F64, F32, BF16, F16, I64, U8, BOOL");
     }
 }
@@ -268,7 +270,10 @@ fn an_index_can_only_name_files_of_its_folder() {
     assert!(checkpoint_error(Weights::open(&dir.0)).message().contains("key `a` occurs twice"));
     for text in ["{}", "[]", "", "{\"weight_map\": []}", "{\"weight_map\": {\"a\": 1}}"] {
         let dir = folder("astray", &[(INDEX_FILE, text.into())]);
-        assert!(checkpoint_error(Weights::open(&dir.0)).message().contains("cannot be parsed as an index"), "{text}");
+        assert!(
+            checkpoint_error(Weights::open(&dir.0)).message().contains("cannot be parsed as an index"),
+            "{text}"
+        );
     }
 }
 
@@ -279,10 +284,7 @@ fn folders_and_devices_are_not_opened() {
     symlink("/dev/zero", dir.0.join("null")).unwrap();
     let found = details_of(&dir);
     assert!(found[0].ends_with("none: no such file"), "{found:?}");
-    assert!(
-        found[1].ends_with("null: is a symlink out of its folder, which is not followed"),
-        "{found:?}"
-    );
+    assert!(found[1].ends_with("null: is a symlink out of its folder, which is not followed"), "{found:?}");
     assert!(found[2].ends_with("sub: is a folder, not a file"), "{found:?}");
     assert_eq!(found.len(), 3);
 }

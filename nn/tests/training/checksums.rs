@@ -2,11 +2,11 @@
 //! mesh, naming the tensor; files without checksums are loaded.
 
 use crate::bad_files::file;
-use crate::save_and_load::Folder;
 use crate::checkpoints::{Case, adamw, ends, refused};
+use crate::save_and_load::Folder;
 use crate::support::{Setup, run};
-use shardgrad_nn::hf::{CONFIG_FILE, TensorFile, WEIGHTS_FILE, Weights};
 use shardgrad_nn::checkpoint::OPTIMIZER_FILE;
+use shardgrad_nn::hf::{CONFIG_FILE, TensorFile, WEIGHTS_FILE, Weights};
 use shardgrad_tensor::{Kind, Mesh, World};
 use std::collections::BTreeMap;
 use std::fs;

@@ -3,9 +3,9 @@
 
 use crate::support::run;
 use shardgrad_autograd::{Tape, Var};
+use shardgrad_tensor::check::find_disagreement;
 use shardgrad_tensor::check::{GlobalTensor, layouts};
 use shardgrad_tensor::ops::Input;
-use shardgrad_tensor::check::find_disagreement;
 use shardgrad_tensor::{DType, Elementwise, Error, Kind, Layout, Rank, Reduction, Result, Tensor, Value};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 

@@ -124,13 +124,15 @@ fn llama_family_matches_one_rank_under_context_parallelism() {
         TrainingCase::new(windowed(kind), 7).assert_matches_one_rank_on(&MESHES);
     }
     // More ranks than key heads: every rank of `tp` has all keys.
-    TrainingCase::new(llama::few_keys(LlamaKind::Qwen3, 1), 7).assert_matches_one_rank_on(&["cp=2,tp=2", "cp=3,tp=4"]);
+    TrainingCase::new(llama::few_keys(LlamaKind::Qwen3, 1), 7)
+        .assert_matches_one_rank_on(&["cp=2,tp=2", "cp=3,tp=4"]);
 }
 
 #[test]
 fn bert_matches_one_rank_with_and_without_padding() {
     for padded in [false, true] {
-        TrainingCase { padded, ..TrainingCase::new(bert(BertHead::MaskedLm), 7) }.assert_matches_one_rank_on(&MESHES);
+        TrainingCase { padded, ..TrainingCase::new(bert(BertHead::MaskedLm), 7) }
+            .assert_matches_one_rank_on(&MESHES);
     }
 }
 
@@ -149,20 +151,25 @@ fn long_rows_can_be_sharded_unevenly() {
 #[test]
 fn activation_checkpointing_gives_the_same_bits() {
     let again = |config: ModelConfig| {
-        let [kept, again] =
-            [false, true].map(|recompute| TrainingCase { recompute, ..TrainingCase::new(config.clone(), 7) }.outcome("cp=2"));
+        let [kept, again] = [false, true].map(|recompute| {
+            TrainingCase { recompute, ..TrainingCase::new(config.clone(), 7) }.outcome("cp=2")
+        });
         assert_eq!((kept.loss, &kept.gradients), (again.loss, &again.gradients), "the same to the bit");
         assert!(again.saved_bytes < kept.saved_bytes, "{} and {}", again.saved_bytes, kept.saved_bytes);
     };
     again(config().into());
     again(windowed(LlamaKind::Llama).into());
-    TrainingCase { recompute: true, ..TrainingCase::new(config(), 7) }.assert_matches_one_rank_on(&["cp=4", "cp=2,tp=2"]);
+    TrainingCase { recompute: true, ..TrainingCase::new(config(), 7) }
+        .assert_matches_one_rank_on(&["cp=4", "cp=2,tp=2"]);
 }
 
 #[test]
 fn dropout_masks_match_one_rank() {
-    let bert =
-        BertConfig { hidden_dropout_prob: 0.3, attention_probs_dropout_prob: 0.3, ..bert(BertHead::MaskedLm) };
+    let bert = BertConfig {
+        hidden_dropout_prob: 0.3,
+        attention_probs_dropout_prob: 0.3,
+        ..bert(BertHead::MaskedLm)
+    };
     let llama = LlamaConfig { attention_dropout: 0.3, ..windowed(LlamaKind::Qwen2) };
     for config in [ModelConfig::from(dropped(0.3)), llama.into(), bert.into()] {
         let text = |noise| TrainingCase { noise, ..TrainingCase::new(config.clone(), 7) };

@@ -3,10 +3,10 @@
 
 use crate::support::{ROWS, Setup, batch, run};
 use shardgrad_autograd::Var;
-use shardgrad_nn::optim::{OverflowCheck, ParamGroup, OptimizerState, LossScale, HostStep};
 use shardgrad_nn::checkpoint::RunState;
+use shardgrad_nn::optim::{HostStep, LossScale, OptimizerState, OverflowCheck, ParamGroup};
 use shardgrad_nn::{
-    AdamW, Gpt2, Linear, Model, Optimizer, Param, Plan, LrScheduler, TrainerConfig, Sgd, StepArgs, Trainer,
+    AdamW, Gpt2, Linear, LrScheduler, Model, Optimizer, Param, Plan, Sgd, StepArgs, Trainer, TrainerConfig,
 };
 use shardgrad_tensor::{DType, Elementwise, Kind, Mesh, Rank, Result, Tensor, Value, World};
 use std::ops::Range;
@@ -45,8 +45,13 @@ impl Optimizer for SignSgd {
 /// Losses and gradient norms of some clipped steps on one rank of a mesh.
 fn run_with(rank: &Rank, optim: impl Optimizer) -> Result<Vec<[f64; 2]>> {
     let plan = Plan::gpt2();
-    let settings =
-        TrainerConfig { dtype: DType::F64, microbatches: 2, seed: 5, clip: Some(1.0), ..TrainerConfig::new(ROWS) };
+    let settings = TrainerConfig {
+        dtype: DType::F64,
+        microbatches: 2,
+        seed: 5,
+        clip: Some(1.0),
+        ..TrainerConfig::new(ROWS)
+    };
     let read = |rank: &Rank, _: u64, rows: Range<usize>| {
         Ok(vec![batch(rank, &plan, rows.clone(), 0)?, batch(rank, &plan, rows, 1)?])
     };
@@ -130,7 +135,11 @@ impl<O: Optimizer> Optimizer for Forwarding<O> {
 
 #[test]
 fn update_with_rates_of_other_parameters_is_refused() {
-    fn step_with_rates_left_out<O: Optimizer>(rule: fn() -> O, left_out: usize, forwards_rates: bool) -> Result<()> {
+    fn step_with_rates_left_out<O: Optimizer>(
+        rule: fn() -> O,
+        left_out: usize,
+        forwards_rates: bool,
+    ) -> Result<()> {
         let ran = World::run(Mesh::single(), |rank| {
             let model = Model::new(rank, Linear::new(3, 2), &Plan::new(), 1)?;
             let tape = model.tape();
@@ -142,9 +151,10 @@ fn update_with_rates_of_other_parameters_is_refused() {
     }
     fn all<O: Optimizer>(rule: fn() -> O) {
         step_with_rates_left_out(rule, 0, true).unwrap();
-        for (left_out, forwards_rates, text) in
-            [(1, true, "a step of 1 parameters with"), (0, false, "Optimizer::rates was not called for parameter")]
-        {
+        for (left_out, forwards_rates, text) in [
+            (1, true, "a step of 1 parameters needs"),
+            (0, false, "Optimizer::rates was not called for parameter"),
+        ] {
             let error = step_with_rates_left_out(rule, left_out, forwards_rates).unwrap_err();
             assert!(error.kind() == Kind::Config && error.message().starts_with(text), "{error}");
         }
@@ -249,15 +259,18 @@ fn optimizer_state_transfers_between_trainers() {
                 states.extend(first.optim().param_state(from).map(|state| (to, state)));
             }
             assert!(!states.is_empty());
-            second.parts_mut().1.load_state(first.optim().num_steps(), states)?;
+            second.model_and_optim_mut().1.load_state(first.optim().num_steps(), states)?;
             second.set_state(&first.state());
             for report in &reports[2..] {
                 assert_eq!(second.step(&[])?, *report, "{mesh}");
             }
             let none = vec![(here(&second)[0].clone(), OptimizerState { num_steps: 1, tensors: Vec::new() })];
-            assert_eq!(second.parts_mut().1.load_state(1, none).unwrap_err().kind(), Kind::Config);
+            assert_eq!(second.model_and_optim_mut().1.load_state(1, none).unwrap_err().kind(), Kind::Config);
             let mut signs = trainer(rank, &plan, SignSgd::default())?;
-            assert_eq!(signs.parts_mut().1.load_state(1, Vec::new()).unwrap_err().kind(), Kind::Unsupported);
+            assert_eq!(
+                signs.model_and_optim_mut().1.load_state(1, Vec::new()).unwrap_err().kind(),
+                Kind::Unsupported
+            );
             Ok(())
         });
     }
@@ -292,7 +305,10 @@ fn parameter_group_without_match_is_refused() {
         let ids = tape.constant(batch(rank, &Plan::gpt2(), 0..ROWS, 0)?);
         model.loss(&ids, &ids).backward()?;
         let error = AdamW::new(0.1).group("wt", group).update(&model, tape.gradients()).unwrap_err();
-        assert!(error.message().contains("1 parameter group(s) of the optimizer match no parameter"), "{error}");
+        assert!(
+            error.message().contains("1 parameter group(s) of the optimizer match no parameter"),
+            "{error}"
+        );
         Ok(())
     });
 }
@@ -311,7 +327,12 @@ fn hyperparameters_that_produce_nan_are_refused() {
         (|| format!("{:?}", Sgd::new(0.1).momentum(1.5)), "the momentum is 1.5"),
         (|| format!("{:?}", Sgd::new(0.1).weight_decay(f64::NAN)), "the weight decay is NaN"),
         (
-            || format!("{:?}", Sgd::new(0.1).group("x", ParamGroup { lr_scale: Some(-1.0), weight_decay: None })),
+            || {
+                format!(
+                    "{:?}",
+                    Sgd::new(0.1).group("x", ParamGroup { lr_scale: Some(-1.0), weight_decay: None })
+                )
+            },
             "the lr_scale of a group is -1",
         ),
         (
@@ -438,13 +459,15 @@ fn trainer_refuses_invalid_clip_schedule_and_loss_scale() {
     run("", |rank| {
         let made = |settings: TrainerConfig| descending(rank, settings);
         for clip in [-1.0, 0.0, f64::NAN] {
-            let error = made(TrainerConfig { clip: Some(clip), ..TrainerConfig::new(ROWS) }).map(drop).unwrap_err();
+            let error =
+                made(TrainerConfig { clip: Some(clip), ..TrainerConfig::new(ROWS) }).map(drop).unwrap_err();
             assert_eq!(error.kind(), Kind::Config, "{error}");
             assert!(error.message().contains("(clip) is"), "{error}");
         }
         for schedule in [LrScheduler::constant(-0.1), LrScheduler::constant(0.1).cosine(0, -1.0)] {
-            let error =
-                made(TrainerConfig { lr_scheduler: Some(schedule), ..TrainerConfig::new(ROWS) })?.step(&[]).unwrap_err();
+            let error = made(TrainerConfig { lr_scheduler: Some(schedule), ..TrainerConfig::new(ROWS) })?
+                .step(&[])
+                .unwrap_err();
             assert!(error.message().starts_with("the learning rate of step 1 is -"), "{error}");
         }
         for scale in [0.0, -1.0, f64::NAN] {
@@ -454,7 +477,7 @@ fn trainer_refuses_invalid_clip_schedule_and_loss_scale() {
             let error = trainer.step(&[]).unwrap_err();
             assert_eq!(error.kind(), Kind::Config, "{error}");
             assert!(error.message().starts_with("the loss scale is"), "{error}");
-            assert_eq!(trainer.model().not_finite()?, Vec::<String>::new());
+            assert_eq!(trainer.model().non_finite_params()?, Vec::<String>::new());
             trainer.set_state(&before);
             trainer.step(&[])?;
         }

@@ -2,7 +2,7 @@
 
 use crate::llama;
 use crate::support::{VOCAB, config, max_difference, run};
-use shardgrad_nn::{LanguageModel, LlamaConfig, LlamaKind, Model, ModelConfig, DecodingSession};
+use shardgrad_nn::{DecodingSession, LanguageModel, LlamaConfig, LlamaKind, Model, ModelConfig};
 use shardgrad_tensor::{DType, Error, Kind, Mesh, Phase, Result, Tensor, Value, World};
 
 /// Heads that `tp=3` shards unevenly: 3 heads of GPT-2, 5 groups of 2, 2 groups of 2, and one group of 5.
@@ -49,13 +49,19 @@ fn cached_decoding_matches_a_forward_pass() {
                         logits = session.feed(&text[from..from + len])?;
                         from += len;
                         let exact = uncached_logits(&model, &text[..from])?;
-                        assert!(max_difference(&logits, &exact) < 1e-12, "{mesh}, {parts:?}: after {from} tokens");
+                        assert!(
+                            max_difference(&logits, &exact) < 1e-12,
+                            "{mesh}, {parts:?}: after {from} tokens"
+                        );
                     }
                     assert_eq!(session.context(), text);
                     Ok(logits)
                 });
                 assert!(found.iter().all(|logits| *logits == found[0]), "{mesh}: ranks disagree");
-                assert!(max_difference(&found[0], &alone) < 1e-12, "{mesh}, {parts:?}: other logits than on one rank");
+                assert!(
+                    max_difference(&found[0], &alone) < 1e-12,
+                    "{mesh}, {parts:?}: other logits than on one rank"
+                );
             }
         }
     }
@@ -103,7 +109,8 @@ fn positions_before_the_sliding_window_are_evicted() {
             let whole = model.forward(&ids(&text)?).tensor().to_f64()?;
             let (mut cache, mut from, mut most) = (model.new_kv_cache(), 0, [0, 0]);
             for len in [1; 300].into_iter().chain([1, 250, 3, 40]).chain([1; 306]) {
-                let logits = model.next_token_logits(&ids(&text[from..from + len])?, &mut cache).tensor().to_f64()?;
+                let logits =
+                    model.next_token_logits(&ids(&text[from..from + len])?, &mut cache).tensor().to_f64()?;
                 from += len;
                 assert!(logits == whole[(from - 1) * VOCAB..from * VOCAB], "{mesh}: after {from} tokens");
                 assert_eq!(cache.len(), from);
@@ -132,7 +139,10 @@ fn context_beyond_the_positions_is_truncated_to_its_last_half() {
             for n in 1..=text.len() {
                 let logits = session.feed(&text[n - 1..n])?;
                 assert_eq!(session.context(), &text[n - session.context().len()..n], "the last tokens");
-                assert!(max_difference(&logits, &uncached_logits(&model, session.context())?) < 1e-12, "after {n} tokens");
+                assert!(
+                    max_difference(&logits, &uncached_logits(&model, session.context())?) < 1e-12,
+                    "after {n} tokens"
+                );
                 lens.push(session.context().len());
             }
             assert_eq!(lens[..13], [1, 2, 3, 4, 5, 6, 7, 8, 4, 5, 6, 7, 8]);

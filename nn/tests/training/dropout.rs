@@ -2,7 +2,7 @@
 
 use crate::support::run;
 use shardgrad_autograd::{Noise, Var};
-use shardgrad_nn::{AdamW, Dropout, Linear, Model, Plan, TrainerConfig, Trainer, module};
+use shardgrad_nn::{AdamW, Dropout, Linear, Model, Plan, Trainer, TrainerConfig, module};
 use shardgrad_tensor::control::world_sum;
 use shardgrad_tensor::{DType, Layout, Rank, Result, Tensor, Value};
 use std::ops::Range;
@@ -25,7 +25,8 @@ impl Noisy {
 fn losses(mesh: &str, forward: fn(&Noisy, &Var) -> Var) -> Vec<f64> {
     let plan = Plan::pipeline_parallel("pp").and(Plan::data_parallel("dp"));
     let mut ranks = run(mesh, |rank| {
-        let settings = TrainerConfig { dtype: DType::F64, seed: 3, microbatches: 2, ..TrainerConfig::new(ROWS) };
+        let settings =
+            TrainerConfig { dtype: DType::F64, seed: 3, microbatches: 2, ..TrainerConfig::new(ROWS) };
         let read = |rank: &Rank, _: u64, rows: Range<usize>| {
             let layout = plan.batch_layout(rank.mesh(), DType::F64, &[rows.len(), 6])?;
             let all: Vec<f64> =

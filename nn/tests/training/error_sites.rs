@@ -3,7 +3,7 @@
 use crate::support::run;
 use shardgrad_autograd::Var;
 use shardgrad_nn::layer::Linear;
-use shardgrad_nn::{Model, Optimizer, Plan, TrainerConfig, Sgd, Trainer};
+use shardgrad_nn::{Model, Optimizer, Plan, Sgd, Trainer, TrainerConfig};
 use shardgrad_tensor::{Error, Kind, Layout, Mesh, Tensor, Value, World};
 
 fn is_of_this_file(error: &Error) -> bool {
@@ -47,7 +47,8 @@ fn step(is_frozen: bool, loss: fn(&Var) -> Var) -> Error {
         };
         let forward = |model: &Linear, x: &[Var]| loss(&model.forward(&x[0]));
         let (plan, settings) = (Plan::new(), TrainerConfig { microbatches: 2, ..TrainerConfig::new(4) });
-        let mut trainer = Trainer::new(rank, Linear::new(3, 2), &plan, Sgd::new(0.1), settings, read, forward)?;
+        let mut trainer =
+            Trainer::new(rank, Linear::new(3, 2), &plan, Sgd::new(0.1), settings, read, forward)?;
         if is_frozen {
             trainer.model().params().iter().for_each(|param| param.set_frozen(true));
         }

@@ -4,13 +4,13 @@
 use crate::save_and_load::Folder;
 use crate::support::{Setup, run};
 use shardgrad_autograd::Var;
-use shardgrad_nn::model_io::save_weights;
 use shardgrad_nn::hf::{
     CONFIG_FILE, SidecarFile, WEIGHTS_FILE, Weights, WeightsWriter, check_replaceable, weights::INDEX_FILE,
 };
+use shardgrad_nn::model_io::save_weights;
 use shardgrad_nn::{
     Gpt2Config, Init, LanguageModel, Linear, Llama, LlamaConfig, LlamaKind, Model, ModelConfig, Param, Plan,
-    RmsNorm, TrainerConfig, Sgd, Trainer, module,
+    RmsNorm, Sgd, Trainer, TrainerConfig, module,
 };
 use shardgrad_tensor::{DType, Error, Kind, Mesh, Rank, Result, Tensor, Value, World};
 use std::collections::BTreeMap;
@@ -78,7 +78,11 @@ fn save_to_full_disk_keeps_old_model() {
     overwritten("dp=2", &folder.0, 3000, false).unwrap();
     assert!(matches!(ModelConfig::read(&folder.0).unwrap(), ModelConfig::Llama(_)));
     let files_left = files(&folder.0);
-    assert!(!files_left.contains_key(WEIGHTS_FILE) && files_left.keys().all(|n| !n.contains("tmp")), "{:?}", files_left.keys());
+    assert!(
+        !files_left.contains_key(WEIGHTS_FILE) && files_left.keys().all(|n| !n.contains("tmp")),
+        "{:?}",
+        files_left.keys()
+    );
 }
 
 #[test]
@@ -93,7 +97,7 @@ fn save_that_would_overflow_keeps_old_model() {
             *data.last_mut().unwrap() = number;
             param.set_tensor(Tensor::from_global(rank, &layout, &data)?)?;
             model.save_as(&folder.0, u64::MAX, dtype)?;
-            model.not_finite()
+            model.non_finite_params()
         });
         all.map(|mut all| all.swap_remove(0))
     };
@@ -104,13 +108,14 @@ fn save_that_would_overflow_keeps_old_model() {
         ("pp=2", 1e39, DType::BF16),
     ] {
         let error = save(mesh, number, dtype).unwrap_err();
-        let expected = format!("contain numbers that overflow {dtype}, beginning with `h.1.mlp.c_proj.weight`");
+        let expected =
+            format!("contain numbers that overflow {dtype}, beginning with `h.1.mlp.c_proj.weight`");
         assert!(error.kind() == Kind::NotFinite && error.message().ends_with(&expected), "{mesh}: {error}");
         // No other dtype has the range of f64, the dtype of the model.
         assert_eq!(error.details()[0].1, "save in the stored dtype (--save-dtype on the command line)");
         assert!(files(&folder.0) == before, "config and weights are unchanged");
     }
-    // Numbers that are already infinite, and those that fit, are saved; `not_finite` names the parameter.
+    // Numbers that are already infinite, and those that fit, are saved; `non_finite_params` names the parameter.
     for (mesh, number) in [("dp=2", f64::NAN), ("tp=3", f64::INFINITY)] {
         assert_eq!(save(mesh, number, DType::F16).unwrap(), ["h.1.mlp.c_proj.weight"]);
     }
@@ -145,7 +150,9 @@ module! {
 /// A folder that cannot be created, files that cannot be created or written, and one that cannot be renamed.
 #[test]
 fn every_rank_gets_the_write_error_and_training_continues() {
-    let plan = Plan::data_parallel("dp").and(Plan::tensor_parallel("tp").column_parallel("up").row_parallel("down")).and(Plan::pipeline_parallel("pp"));
+    let plan = Plan::data_parallel("dp")
+        .and(Plan::tensor_parallel("tp").column_parallel("up").row_parallel("down"))
+        .and(Plan::pipeline_parallel("pp"));
     let temporary = |name: &str| format!("{name}.tmp-{}", std::process::id());
     let [first, second] = [1, 2].map(|i| temporary(&format!("model-0000{i}-of-00004.safetensors")));
     for mesh in ["", "dp=2", "tp=3", "pp=2", "pp=2,tp=2"] {
@@ -276,7 +283,10 @@ fn check_replaceable_refuses_what_a_save_would_refuse() {
         fs::remove_dir(&path).unwrap();
         std::os::unix::fs::symlink(folder.0.join("elsewhere"), &path).unwrap();
         let error = check_replaceable(&folder.0).unwrap_err();
-        assert!(error.message().ends_with(&format!("{name}: it is a symlink, which is not replaced")), "{error}");
+        assert!(
+            error.message().ends_with(&format!("{name}: it is a symlink, which is not replaced")),
+            "{error}"
+        );
         fs::remove_file(&path).unwrap();
     }
 }
@@ -306,7 +316,12 @@ fn config_of_larger_model_than_weights_is_refused_on_read() {
 }
 
 /// Saves a tensor of two bytes with sidecar files; the save stops at a file that is removed before it is renamed.
-fn save_with_sidecar_files(dir: &Path, byte: u8, companions: &[SidecarFile<'_>], taken: Option<&str>) -> Result<()> {
+fn save_with_sidecar_files(
+    dir: &Path,
+    byte: u8,
+    companions: &[SidecarFile<'_>],
+    taken: Option<&str>,
+) -> Result<()> {
     let entries = [("t".to_string(), DType::U8, vec![2])];
     let mut writer = WeightsWriter::create(dir, Some("{}"), &entries, 100)?.with_sidecars(companions)?;
     writer.append("t", &[byte; 2])?;

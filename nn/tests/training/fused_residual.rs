@@ -3,8 +3,8 @@
 use crate::support::{max_difference, run};
 use shardgrad_autograd::{Noise, Var};
 use shardgrad_nn::{
-    Attention, Block, GatedMlp, GroupedQueryAttention, Init, Linear, Mlp, Model, Param, Plan, EncoderAttention,
-    module,
+    Attention, Block, EncoderAttention, GatedMlp, GroupedQueryAttention, Init, Linear, Mlp, Model, Param,
+    Plan, module,
 };
 use shardgrad_tensor::{DType, Layout, Mesh, Rank, Result, Tensor, Value, World};
 
@@ -107,7 +107,13 @@ fn sharding_decides_whether_the_residual_is_fused() {
     let rows = || {
         Plan::new().store("x", "dp@0").store("r", "dp@0").compute("*.weight", "dp~").compute("*.bias", "dp~")
     };
-    let tensor = || Plan::tensor_parallel("tp").row_parallel("linear").row_parallel("bare").column_parallel("mlp.c_fc").row_parallel("mlp.c_proj");
+    let tensor = || {
+        Plan::tensor_parallel("tp")
+            .row_parallel("linear")
+            .row_parallel("bare")
+            .column_parallel("mlp.c_fc")
+            .row_parallel("mlp.c_proj")
+    };
     let sequence = || Plan::new().store("r", "tp@1");
     for (mesh, plan, is_fused) in [
         ("dp=2", rows(), [true, true, true]),

@@ -5,13 +5,13 @@ use crate::support::run;
 use shardgrad_autograd::{Key, Noise, Tape, Var};
 use shardgrad_nn::hf::ExpertsConfig;
 use shardgrad_nn::{
-    Attention, Bert, BertConfig, Block, Dropout, Embedding, MixtureOfExperts, GatedMlp, Gpt2, Gpt2Config,
-    GroupedQueryAttention, LanguageModel, LayerNorm, Linear, Llama, LlamaConfig, LlamaKind, Mlp, Model, Module,
-    Plan, RmsNorm, EncoderAttention, cross_entropy,
+    Attention, Bert, BertConfig, Block, Dropout, Embedding, EncoderAttention, GatedMlp, Gpt2, Gpt2Config,
+    GroupedQueryAttention, LanguageModel, LayerNorm, Linear, Llama, LlamaConfig, LlamaKind, MixtureOfExperts,
+    Mlp, Model, Module, Plan, RmsNorm, cross_entropy,
 };
 use shardgrad_tensor::check::GlobalTensor;
-use shardgrad_tensor::ops::Input;
 use shardgrad_tensor::check::find_disagreement;
+use shardgrad_tensor::ops::Input;
 use shardgrad_tensor::{DType, Rank, Result, Tensor, Value};
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -97,8 +97,11 @@ fn check<M: Module>(what: &str, make: impl Fn() -> Subject<M> + Sync) {
             assert_eq!(found, None, "{what}: {name} (element, gradient, differences)");
         };
         for param in model.params() {
-            let mut shifted =
-                GlobalTensor { dtype: DType::F64, shape: param.shape().to_vec(), data: param.tensor().to_f64()? };
+            let mut shifted = GlobalTensor {
+                dtype: DType::F64,
+                shape: param.shape().to_vec(),
+                data: param.tensor().to_f64()?,
+            };
             let found = find_disagreement(&claimed(param.key(), &param.name())?, |at, by| {
                 let x = shifted.data[at];
                 shifted.data[at] = x + by;
@@ -246,8 +249,7 @@ fn grouped_query_attention() {
 
 fn llama() {
     let tokens = [Input::index(&[2, 3], 5), Input::index(&[2, 3], 5)];
-    let cases =
-        LlamaKind::ALL.into_iter().zip([(true, false, 0.0), (false, true, 0.2)].into_iter().cycle());
+    let cases = LlamaKind::ALL.into_iter().zip([(true, false, 0.0), (false, true, 0.2)].into_iter().cycle());
     for (kind, (tied, recompute, p)) in cases {
         let config = LlamaConfig {
             tie_word_embeddings: tied,

@@ -3,10 +3,10 @@
 use crate::support::{max_difference, run};
 use shardgrad_autograd::{Noise, Tape, Var};
 use shardgrad_nn::{
-    AdamW, Attention, Dropout, Embedding, Gpt2Config, Init, LayerNorm, Linear, Mlp, Model, Module, Param,
-    Plan, RmsNorm, LrScheduler, cross_entropy, module,
+    AdamW, Attention, Dropout, Embedding, Gpt2Config, Init, LayerNorm, Linear, LrScheduler, Mlp, Model,
+    Module, Param, Plan, RmsNorm, cross_entropy, module,
 };
-use shardgrad_tensor::{DType, Kind, Layout, Mesh, Rank, Result, Placement, Tensor, Value, World};
+use shardgrad_tensor::{DType, Kind, Layout, Mesh, Placement, Rank, Result, Tensor, Value, World};
 
 fn model_of<M: Module>(rank: &Rank, module: M) -> Result<Model<M>> {
     Model::with_dtype(rank, module, &Plan::new(), 1, DType::F64)
@@ -59,12 +59,16 @@ fn mlp_matches_one_rank_under_every_tensor_parallel_plan() {
         ("whole", tensor()),
         ("columns", tensor().column_parallel("mlp.c_fc").row_parallel("mlp.c_proj")),
         ("columns of the second", tensor().column_parallel("mlp.c_proj")),
-        ("columns of the second, gathered", tensor().column_parallel("mlp.c_proj").point("mlp.c_proj.out", "tp=")),
+        (
+            "columns of the second, gathered",
+            tensor().column_parallel("mlp.c_proj").point("mlp.c_proj.out", "tp="),
+        ),
     ];
     for (what, plan) in plans {
         let outcome = |mesh: &str| {
             let mut all = run(mesh, |rank| {
-                let module = WithInput { x: Param::new(&[3, 4]).init(Init::Normal(1.0)), mlp: Mlp::new(4, 5) };
+                let module =
+                    WithInput { x: Param::new(&[3, 4]).init(Init::Normal(1.0)), mlp: Mlp::new(4, 5) };
                 let model = Model::with_dtype(rank, module, &plan, 1, DType::F64)?;
                 for bias in [&model.mlp.c_fc.bias, &model.mlp.c_proj.bias].into_iter().flatten() {
                     let n = bias.shape()[0];
@@ -96,8 +100,10 @@ fn cross_entropy_matches_hand_computed_values_with_and_without_vocab_parallelism
     for mesh in ["", "tp=2", "tp=3"] {
         run(mesh, |rank| {
             let layout = Layout::invariant(rank.mesh(), DType::F64, &[2, 3]);
-            let split =
-                rank.mesh().axis("tp").map_or(layout.clone(), |tp| layout.with_placement(tp, Placement::Shard(1)));
+            let split = rank
+                .mesh()
+                .axis("tp")
+                .map_or(layout.clone(), |tp| layout.with_placement(tp, Placement::Shard(1)));
             let logits = [0.0, 2f64.ln(), 5f64.ln(), 700.0, 700.0, -700.0];
             let tape = Tape::new(rank);
             let logits = tape.leaf(0, &Tensor::from_global(rank, &split, &logits)?);

@@ -58,7 +58,10 @@ fn query_heads_must_be_a_multiple_of_key_heads() {
         })
         .unwrap_err();
         assert_eq!(error.kind(), Kind::Config, "{error}");
-        assert_eq!(error.message(), format!("{} query heads are not a multiple of {} key heads", heads[0], heads[1]));
+        assert_eq!(
+            error.message(),
+            format!("{} query heads are not a multiple of {} key heads", heads[0], heads[1])
+        );
         assert!(error.site().is_some_and(|site| site.file().ends_with("training/llama.rs")), "{error}");
     }
 }
@@ -144,8 +147,7 @@ fn dropout_and_activation_checkpointing_are_independent_of_the_mesh() {
 #[test]
 fn fused_attention_matches_unfused_attention() {
     let nearly_none = LlamaConfig { attention_dropout: 1e-300, ..config(LlamaKind::Qwen3) };
-    outcome(&nearly_none, "", true, false)
-        .assert_near(&outcome(&nearly_none, "", false, false), "unfused");
+    outcome(&nearly_none, "", true, false).assert_near(&outcome(&nearly_none, "", false, false), "unfused");
 }
 
 module! {
@@ -160,7 +162,8 @@ fn a_tensor_parallel_block_needs_two_all_reduces_each_way() {
             let block = Llama::new(&config(kind)).model.layers.swap_remove(0);
             let module = Alone { x: Param::new(&[2, 4, 10]).init(Init::Normal(1.0)), block };
             let parts = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"];
-            let plan = parts.iter().fold(Plan::tensor_parallel("tp"), |plan, part| plan.column_parallel(part));
+            let plan =
+                parts.iter().fold(Plan::tensor_parallel("tp"), |plan, part| plan.column_parallel(part));
             let model = Model::new(rank, module, &plan.row_parallel("o_proj").row_parallel("down_proj"), 1)?;
             let tape = model.tape();
             traced(rank, || {

@@ -4,7 +4,7 @@ use crate::support::{ROWS, Setup, batch, run};
 use shardgrad_autograd::Var;
 use shardgrad_nn::optim::{LossScale, grad_norm};
 use shardgrad_nn::{
-    AdamW, Gpt2, Model, Optimizer, Plan, Precision, TrainerConfig, Sgd, StepArgs, StepReport, Trainer,
+    AdamW, Gpt2, Model, Optimizer, Plan, Precision, Sgd, StepArgs, StepReport, Trainer, TrainerConfig,
 };
 use shardgrad_tensor::{DType, Error, Kind, Mesh, Rank, Result, Tensor, Value, World};
 use std::ops::Range;
@@ -71,7 +71,8 @@ type Seen = (Vec<StepReport>, u64, LossScale);
 impl Training {
     fn on(&self, rank: &Rank, dtype: DType) -> Result<Seen> {
         let plan = Plan::gpt2();
-        let settings = TrainerConfig { dtype, microbatches: 2, seed: 5, clip: Some(1.0), ..TrainerConfig::new(ROWS) };
+        let settings =
+            TrainerConfig { dtype, microbatches: 2, seed: 5, clip: Some(1.0), ..TrainerConfig::new(ROWS) };
         let read = |rank: &Rank, _: u64, rows: Range<usize>| {
             Ok(vec![batch(rank, &plan, rows.clone(), 0)?, batch(rank, &plan, rows, 1)?])
         };
@@ -158,7 +159,8 @@ fn loss_of_16_bits_is_refused() {
         for mesh in ["", "dp=2", "pp=2"] {
             let run = World::run(Mesh::parse(mesh).unwrap(), |rank| {
                 let plan = Plan::gpt2();
-                let settings = TrainerConfig { dtype: DType::F16, microbatches: 2, ..TrainerConfig::new(ROWS) };
+                let settings =
+                    TrainerConfig { dtype: DType::F16, microbatches: 2, ..TrainerConfig::new(ROWS) };
                 let read = |rank: &Rank, _: u64, rows: Range<usize>| Ok(vec![batch(rank, &plan, rows, 0)?]);
                 let loss = |model: &Gpt2, x: &[Var]| model.loss(&x[0], &x[0]).cast(dtype);
                 let module = Gpt2::new(&Setup::new().config);
@@ -166,10 +168,7 @@ fn loss_of_16_bits_is_refused() {
             });
             let error = run.unwrap_err();
             assert_eq!(error.kind(), Kind::DType, "{mesh}: {error}");
-            assert!(
-                error.message().starts_with(&format!("the loss has dtype {dtype}")),
-                "{mesh}: {error}"
-            );
+            assert!(error.message().starts_with(&format!("the loss has dtype {dtype}")), "{mesh}: {error}");
             assert!(error.details()[0].1.contains("x.cast(DType::F32).mean()"), "{mesh}: {error}");
         }
     }

@@ -5,7 +5,9 @@ use crate::support::{ROWS, Setup, batch, max_difference, run, values};
 use crate::traces::traced;
 use shardgrad_autograd::{Tape, Var};
 use shardgrad_nn::optim::LrScheduler;
-use shardgrad_nn::{AdamW, Gpt2, Init, Model, Optimizer, Param, Plan, Precision, TrainerConfig, Trainer, module};
+use shardgrad_nn::{
+    AdamW, Gpt2, Init, Model, Optimizer, Param, Plan, Precision, Trainer, TrainerConfig, module,
+};
 use shardgrad_tensor::{DType, Layout, Mesh, Phase, Rank, Record, Result, Tensor, Value, World};
 use std::ops::Range;
 
@@ -87,7 +89,8 @@ fn pipeline_stages_accumulate_gradients_in_f32() {
     for (tied, expected) in [(false, each * 24f64.sqrt()), (true, 2.0 * each * 12f64.sqrt())] {
         for mesh in ["", "pp=2", "pp=2,dp=2"] {
             let norms = run(mesh, |rank| {
-                let plan = Plan::data_parallel("dp").and(Plan::pipeline_parallel("pp").pipeline_schedule("zb-h1"));
+                let plan =
+                    Plan::data_parallel("dp").and(Plan::pipeline_parallel("pp").pipeline_schedule("zb-h1"));
                 let microbatches = if mesh.contains("dp") { 4 } else { 8 };
                 let settings = TrainerConfig { dtype: DType::BF16, microbatches, ..TrainerConfig::new(8) };
                 let a = ones();

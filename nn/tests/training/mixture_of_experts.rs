@@ -6,7 +6,7 @@ use crate::llama;
 use crate::support::{max_difference, run};
 use crate::traces::counts;
 use shardgrad_nn::hf::ExpertsConfig;
-use shardgrad_nn::{MixtureOfExperts, Init, LlamaConfig, LlamaKind, Model, Plan, load_balancing_loss};
+use shardgrad_nn::{Init, LlamaConfig, LlamaKind, MixtureOfExperts, Model, Plan, load_balancing_loss};
 use shardgrad_tensor::{DType, Layout, Mesh, Phase, Tensor, Value};
 
 const KINDS: [LlamaKind; 2] = [LlamaKind::Mixtral, LlamaKind::Qwen3Moe];
@@ -79,8 +79,9 @@ fn mixture_of_experts_matches_a_token_by_token_reference() {
                 ["experts.gate_proj", "experts.up_proj", "experts.down_proj"].map(|name| of(name).unwrap());
             let stacks = stacks.each_ref().map(|stack| &stack[..]);
             let (x, gate) = (x.to_f64()?, of("gate.weight")?);
-            let expected =
-                rows(&x, d).into_iter().map(|x| reference(x, &gate, stacks, [hidden, count, top_k], renormalize));
+            let expected = rows(&x, d)
+                .into_iter()
+                .map(|x| reference(x, &gate, stacks, [hidden, count, top_k], renormalize));
             Ok(max_difference(&expected.flatten().collect::<Vec<f64>>(), &y.tensor().to_f64()?))
         });
         assert!(ranks[0] < 1e-14, "{:e}, renormalize {renormalize}", ranks[0]);
@@ -97,10 +98,15 @@ fn expert_parallelism_matches_one_rank() {
     let lonely = of(LlamaKind::Mixtral, lonely);
     TrainingCase::new(lonely, 5).assert_matches_one_rank_on(&["ep=2", "ep=7", "dp=2,ep=4,tp=2"]);
     // All experts for all tokens.
-    TrainingCase::new(of(LlamaKind::Mixtral, ExpertsConfig::new(3, 3, 6)), 5).assert_matches_one_rank_on(&["ep=2", "ep=4"]);
+    TrainingCase::new(of(LlamaKind::Mixtral, ExpertsConfig::new(3, 3, 6)), 5)
+        .assert_matches_one_rank_on(&["ep=2", "ep=4"]);
     // Blocks with experts and without.
     let some = ExpertsConfig { decoder_sparse_step: 2, ..ExpertsConfig::new(4, 2, 9) };
-    TrainingCase::new(of(LlamaKind::Qwen3Moe, some), 7).assert_matches_one_rank_on(&["ep=2", "dp=2,ep=2", "ep=3,tp=2"]);
+    TrainingCase::new(of(LlamaKind::Qwen3Moe, some), 7).assert_matches_one_rank_on(&[
+        "ep=2",
+        "dp=2,ep=2",
+        "ep=3,tp=2",
+    ]);
     let last = ExpertsConfig { mlp_only_layers: vec![1], ..ExpertsConfig::new(4, 2, 9) };
     TrainingCase::new(of(LlamaKind::Qwen3Moe, last), 7).assert_matches_one_rank_on(&["ep=2,cp=2"]);
 }
@@ -140,7 +146,8 @@ fn load_balancing_loss_matches_a_hand_computed_value() {
 
 #[test]
 fn activation_checkpointing_selects_the_same_experts() {
-    let text = |recompute| TrainingCase { recompute, ..TrainingCase::new(llama::config(LlamaKind::Mixtral), 7) };
+    let text =
+        |recompute| TrainingCase { recompute, ..TrainingCase::new(llama::config(LlamaKind::Mixtral), 7) };
     let [kept, again] = [false, true].map(|recompute| text(recompute).outcome("ep=2"));
     assert_eq!((kept.loss, &kept.gradients), (again.loss, &again.gradients), "the same to the bit");
     assert!(again.saved_bytes < kept.saved_bytes);

@@ -173,7 +173,8 @@ fn sgd_matches_reference_loop_and_resumes() {
                 let got = param.tensor().to_f64()?;
                 assert!(got.iter().zip(w).all(|(a, b)| (a - b).abs() < 1e-12), "step {step}: {got:?}");
             }
-            let velocities: Vec<_> = params.iter().map(|p| optim.velocity(p).expect("it has stepped")).collect();
+            let velocities: Vec<_> =
+                params.iter().map(|p| optim.velocity(p).expect("it has stepped")).collect();
             let saved = params.iter().copied().zip(velocities);
             let mut other = Sgd::new(0.1).momentum(0.8).weight_decay(0.5);
             other.restore(optim.num_steps(), saved)?;

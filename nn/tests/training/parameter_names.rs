@@ -1,7 +1,7 @@
 //! Parameters of a model: names, weight tying, initial values; and errors of plans that do not fit the model.
 
 use crate::support::{MESHES, Setup, config, run};
-use shardgrad_nn::{Attention, Embedding, Gpt2, Init, ModuleLeaf, Linear, Model, Module, Plan, module};
+use shardgrad_nn::{Attention, Embedding, Gpt2, Init, Linear, Model, Module, ModuleLeaf, Plan, module};
 use shardgrad_tensor::{DType, Error, Kind, Mesh, Value, World};
 use std::collections::HashSet;
 
@@ -24,7 +24,8 @@ fn parameter_names_and_file_shapes_match_hugging_face() {
         assert_eq!(shape("h.0.mlp.c_fc.weight")?, [15, 60]);
         let block = 4 * 15 + 15 * 45 + 45 + 15 * 15 + 15 + 15 * 60 + 60 + 60 * 15 + 15;
         assert_eq!(model.num_params(), 11 * 15 + 8 * 15 + 2 * block + 30);
-        let decayed: Vec<String> = model.params().iter().filter(|p| p.has_weight_decay()).map(|p| p.name()).collect();
+        let decayed: Vec<String> =
+            model.params().iter().filter(|p| p.has_weight_decay()).map(|p| p.name()).collect();
         assert!(decayed.iter().all(|n| n.ends_with("weight") && !n.contains("ln_")), "{decayed:?}");
         assert_eq!(decayed.len(), 2 + 2 * 4);
         assert!(model.param("h.0.ln1.weight").unwrap_err().to_string().contains("h.0.ln_1.weight"));
@@ -114,7 +115,8 @@ fn duplicate_names_and_parameters_of_another_model_are_errors() {
 #[test]
 fn plans_that_do_not_fit_the_model_are_errors() {
     let gpt = || Gpt2::new(&config());
-    let unmatched = model_error("tp=2", &Plan::gpt2().store("c_atn.weight", "tp@2").point("wte.uot", "tp@1"), gpt);
+    let unmatched =
+        model_error("tp=2", &Plan::gpt2().store("c_atn.weight", "tp@2").point("wte.uot", "tp@1"), gpt);
     assert_eq!(
         (unmatched.kind(), unmatched.message()),
         (Kind::Config, "2 rule(s) of the plan match nothing in the model")

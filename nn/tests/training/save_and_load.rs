@@ -1,8 +1,8 @@
 //! Model folders: saved on one mesh, loaded on another.
 
 use crate::support::{Setup, run};
-use shardgrad_nn::model_io::{load_weights, save_weights};
 use shardgrad_nn::hf::{Gpt2Config, TensorFile, TensorWriter, Weights};
+use shardgrad_nn::model_io::{load_weights, save_weights};
 use shardgrad_nn::{CastRule, Gpt2, Model, Plan};
 use shardgrad_tensor::{DType, Error, Kind, Mesh, Result, World};
 use std::path::{Path, PathBuf};

@@ -66,7 +66,8 @@ impl Setup {
             tape.set_noise(self.noise.then_some(Noise { seed: 3, step: 7, first_row }));
             let ids = tape.constant(batch(model.rank(), &self.plan, range.clone(), 0)?);
             let targets = tape.constant(batch(model.rank(), &self.plan, range, 1)?);
-            let loss = shardgrad_tensor::Value::scale(&model.loss(&ids, &targets), 1.0 / self.microbatches as f64);
+            let loss =
+                shardgrad_tensor::Value::scale(&model.loss(&ids, &targets), 1.0 / self.microbatches as f64);
             sum += loss.item()?;
             saved_bytes = tape.saved_bytes();
             loss.backward()?;
@@ -135,7 +136,10 @@ fn nan_has_infinite_distance() {
     let nan = f64::NAN;
     assert_eq!(max_difference(&[1.0, -2.0], &[1.5, -4.0]), 2.0);
     for other in [[nan, 0.0], [0.0, nan], [nan, nan]] {
-        assert_eq!((max_difference(&[0.0; 2], &other), max_difference(&other, &other)), (f64::INFINITY, f64::INFINITY));
+        assert_eq!(
+            (max_difference(&[0.0; 2], &other), max_difference(&other, &other)),
+            (f64::INFINITY, f64::INFINITY)
+        );
     }
     assert!(!near(nan, nan) && !near(0.0, nan) && !near(nan, 0.0));
 }
@@ -148,7 +152,11 @@ pub(crate) fn values<M: Module>(
     let mut values = BTreeMap::new();
     for param in model.params() {
         if let Some(gradient) = gradients.get(&param.key()) {
-            assert_eq!(gradient.layout(), param.tensor().layout(), "a gradient has the layout of its parameter");
+            assert_eq!(
+                gradient.layout(),
+                param.tensor().layout(),
+                "a gradient has the layout of its parameter"
+            );
             values.insert(param.name(), gradient.to_f64()?);
         }
     }

@@ -115,7 +115,11 @@ fn tensor_parallel_block_needs_two_all_reduces_each_way() {
 
 #[test]
 fn separate_qkv_projections_need_no_more_collectives() {
-    let attention = Plan::tensor_parallel("tp").column_parallel("q").column_parallel("k").column_parallel("v").row_parallel("o");
+    let attention = Plan::tensor_parallel("tp")
+        .column_parallel("q")
+        .column_parallel("k")
+        .column_parallel("v")
+        .row_parallel("o");
     let plan = attention.column_parallel("c_fc").row_parallel("c_proj");
     let records = block_trace(&plan, separate_qkv, |m| m.x.clone(), SeparateQkv::forward);
     assert_eq!(counts(&records), BLOCK);

@@ -37,8 +37,10 @@ pub(super) fn save_rescued(ranks: &Ranks, job: &Job, failed: Error) -> Error {
         return failed;
     }
     let here = ranks.local_ranks(job.num_ranks);
-    let mut snapshots = std::mem::take(&mut *job.rescued.0.lock().unwrap_or_else(PoisonError::into_inner));
-    snapshots.retain(|rank, _| here.contains(rank));
+    let mut rescued = job.rescued.0.lock().unwrap_or_else(PoisonError::into_inner);
+    let snapshots: BTreeMap<_, _> =
+        here.clone().filter_map(|rank| Some((rank, rescued.remove(&rank)?))).collect();
+    drop(rescued);
     let steps = snapshots.values().flatten().map(WeightSnapshot::step).max().unwrap_or(0) as usize;
     // A save that failed by I/O or non-finite weights would fail again; a second world has more memory (no optimizer) and waits longer.
     let may_succeed = matches!(failed.kind(), Kind::OutOfMemory | Kind::Timeout | Kind::PeerLost);

@@ -4,9 +4,9 @@ use super::GlobalTensor;
 use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
+use crate::local_tensor::LocalTensor;
 use crate::op::{self, Cotangents, GradAccumulator, Op, Vjp, differentiable_args};
 use crate::ops::redistribute::Redistribute;
-use crate::local_tensor::LocalTensor;
 use crate::tensor::Tensor;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use smallvec::SmallVec;
@@ -92,7 +92,11 @@ impl OpCall<'_> {
     }
 
     pub(super) fn distribute(&self, x: &GlobalTensor, layout: &Layout) -> Result<Tensor> {
-        if self.is_strided { x.distribute_strided(self.rank, layout) } else { x.distribute(self.rank, layout) }
+        if self.is_strided {
+            x.distribute_strided(self.rank, layout)
+        } else {
+            x.distribute(self.rank, layout)
+        }
     }
 
     /// Brings a cotangent back over the step that its argument took.
@@ -123,7 +127,8 @@ impl OpCall<'_> {
             // Some zeros are negative.
             let local = cotangent.local().view.shape.clone();
             let values: Vec<f64> = (0..local.iter().product()).map(|at| -((at % 7) as f64) / 3.0).collect();
-            let local = LocalTensor::upload(self.rank, &local, &values)?.to_dtype(self.rank, cotangent.dtype())?;
+            let local =
+                LocalTensor::upload(self.rank, &local, &values)?.to_dtype(self.rank, cotangent.dtype())?;
             Ok(Tensor::assemble(self.rank, cotangent.layout().clone(), local))
         };
         let sums = cotangents.iter().map(|c| c.as_ref().map(before).transpose());
@@ -136,7 +141,10 @@ impl OpCall<'_> {
             let expected = untouched.clone().accumulate(one)?;
             let left = accumulator.take();
             if left.is_none() && !self.op.accumulates_in_place() {
-                let text = format!("{:?} takes an accumulator, but Op::accumulates_in_place is false, so it never gets one", self.op);
+                let text = format!(
+                    "{:?} takes an accumulator, but Op::accumulates_in_place is false, so it never gets one",
+                    self.op
+                );
                 return Err(Error::new(Kind::Unsupported, text));
             }
             let got = left.map_or_else(|| Ok(both.clone()), |sum| sum.accumulate(both))?;
@@ -147,8 +155,11 @@ impl OpCall<'_> {
             let same = |a: &Tensor, b: &Tensor| Ok::<bool, Error>(bits(a)? == bits(b)?);
             let (of_got, of_expected) = (got.local().lineage, expected.local().lineage);
             if !same(sum, &untouched)? || !same(&got, &expected)? || of_got != of_expected {
-                let text =
-                    format!("{:?}: the cotangent of argument {i} is not added to the accumulator {}", self.op, sum.layout());
+                let text = format!(
+                    "{:?}: the cotangent of argument {i} is not added to the accumulator {}",
+                    self.op,
+                    sum.layout()
+                );
                 return Err(Error::new(Kind::Unsupported, text));
             }
         }

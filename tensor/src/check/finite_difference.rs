@@ -1,6 +1,6 @@
 //! Gradcheck: compares cotangents with central finite differences of the forward in f64.
 
-use super::{OpCall, GlobalTensor, Reference, whole};
+use super::{GlobalTensor, OpCall, Reference, whole};
 use crate::op;
 use crate::ops::Case;
 use crate::tensor::Tensor;

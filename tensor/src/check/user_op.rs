@@ -1,6 +1,6 @@
 //! Layout test and gradcheck for one op, in this crate or outside: [`check_op!`](crate::check_op!).
 
-use super::{RowOutcome, LayoutCase, Reference, gradcheck, layouts, check_row, reference};
+use super::{LayoutCase, Reference, RowOutcome, check_row, gradcheck, layouts, reference};
 use crate::layout::Layout;
 use crate::ops::{Case, Input};
 use shardgrad_dist::{Error, Kind, Mesh, Result, World};
@@ -83,7 +83,10 @@ pub fn check_op(make: impl Fn() -> Case + Sync) -> Result<CheckCounts> {
             let layout_cases = layout_cases(&mesh, case, &reference)?;
             let rows = World::new(mesh.clone()).threads(1).launch(|rank| {
                 let case = case();
-                layout_cases.iter().map(|s| check_row(rank, &case, &reference, s)).collect::<Result<Vec<RowOutcome>>>()
+                layout_cases
+                    .iter()
+                    .map(|s| check_row(rank, &case, &reference, s))
+                    .collect::<Result<Vec<RowOutcome>>>()
             })?;
             let refused = rows[0].iter().filter(|r| **r == RowOutcome::Refused).count();
             tried.refused += refused;

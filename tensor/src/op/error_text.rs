@@ -69,8 +69,7 @@ pub(super) fn refusal_error(
     if let Some(hint) = &refusal.hint {
         error = error.detail("help", hint.as_str());
     } else if kind == Kind::Shape {
-        let help =
-            "shapes are global: reshape or transpose an argument; Tensor::from_local makes a tensor from a local shape";
+        let help = "shapes are global: reshape or transpose an argument; Tensor::from_local makes a tensor from a local shape";
         error = error.detail("help", help);
     }
     for repair in suggested_repairs(op, rank, args, refusal) {
@@ -86,7 +85,8 @@ pub fn suggested_repairs(op: &dyn Op, rank: &Rank, args: &[&Layout], refusal: &R
     let signature = context.signature(op.signature());
     let infer = |args: &[&Layout]| {
         let dtypes: DTypes = args.iter().map(|l| l.dtype()).collect();
-        let outputs = op.dtypes(&dtypes, signature.num_outputs()).expect("a repair changes layouts, not dtypes");
+        let outputs =
+            op.dtypes(&dtypes, signature.num_outputs()).expect("a repair changes layouts, not dtypes");
         let mut inference = Rc::unwrap_or_clone(op.infer(context, args, &outputs, &[])?);
         inference.outputs.truncate(inference.outputs.len() - op.num_saved());
         Ok(inference)

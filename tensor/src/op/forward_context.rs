@@ -49,7 +49,11 @@ impl ForwardContext<'_> {
     /// no op takes.
     pub(crate) fn take_accumulator(&self, i: usize) -> Option<LocalTensor> {
         let view = self.inference.view(i, self.rank.coordinates());
-        self.accumulators.get(i).copied().flatten()?.accumulate_for(self.rank, self.inference.outputs[i].dtype(), view)
+        self.accumulators.get(i).copied().flatten()?.accumulate_for(
+            self.rank,
+            self.inference.outputs[i].dtype(),
+            view,
+        )
     }
 
     /// An intermediate local tensor with the lineage of these arguments, before a collective inside of the op.
@@ -74,7 +78,12 @@ impl ForwardContext<'_> {
     ///
     /// # Errors
     /// The errors of the kernel.
-    pub fn launch(&self, kernel: &Kernel, inputs: &[&LocalTensor], scalars: &[Scalar]) -> Result<LocalTensors> {
+    pub fn launch(
+        &self,
+        kernel: &Kernel,
+        inputs: &[&LocalTensor],
+        scalars: &[Scalar],
+    ) -> Result<LocalTensors> {
         if let [_] = self.inference.outputs[..] {
             let mut output = self.output(0)?;
             launch(self.rank, kernel, inputs, &mut [&mut output], scalars)?;

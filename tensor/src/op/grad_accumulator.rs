@@ -100,7 +100,8 @@ mod tests {
             let (before, expected) = (bits(&sum), bits(&sum.clone().accumulate(&product)?));
             let accumulator = GradAccumulator::new(Some(sum.clone()));
             let op = Rc::new(Einsum::new(signature)?);
-            let both = Tensor::apply_accumulating(op, &[&a, &b], product.layout().clone(), Some(&accumulator));
+            let both =
+                Tensor::apply_accumulating(op, &[&a, &b], product.layout().clone(), Some(&accumulator));
             let what = format!("{dtype} {signature} of {shapes:?}, transposed {transposed}");
             assert!(accumulator.take().is_none(), "{what}: the sum was not taken");
             assert!(bits(&both) == expected, "{what}: other bits than a separate addition");
@@ -142,7 +143,8 @@ mod tests {
             for sum in sums {
                 let accumulator = GradAccumulator::new(Some(sum.clone()));
                 let op = crate::ops::einsum::matmul();
-                let result = Tensor::apply_accumulating(op, &[&a, &b], product.layout().clone(), Some(&accumulator));
+                let result =
+                    Tensor::apply_accumulating(op, &[&a, &b], product.layout().clone(), Some(&accumulator));
                 assert_eq!(bits(&result), bits(&product));
                 assert!(accumulator.take().is_some_and(|left| left.ptr_eq(&sum)));
             }

@@ -2,7 +2,7 @@
 
 use super::Op;
 use super::error_text::{describe, refusal_error};
-use super::validation::{check_visible_outputs, step_in_vjp, invalid_signature};
+use super::validation::{check_visible_outputs, invalid_signature, step_in_vjp};
 use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
@@ -29,7 +29,8 @@ pub fn plan(
     let inference = match cached {
         Some(inference) => {
             debug_assert!(
-                infer_checked(op, (rank, context), args, want, site).is_ok_and(|fresh| fresh.is_equivalent_to(&inference)),
+                infer_checked(op, (rank, context), args, want, site)
+                    .is_ok_and(|fresh| fresh.is_equivalent_to(&inference)),
                 "bug: {op:?} on {args:?} has another plan than the cached plan of its type: Op::plan_key must be None"
             );
             inference
@@ -67,8 +68,9 @@ fn infer_checked(
             return Err(details.fold(described, |error, (label, text)| error.detail(label, text.as_str())));
         }
     };
-    let inference =
-        op.infer(context, args, outputs, want).map_err(|refusal| refusal_error(op, rank, args, &refusal, site))?;
+    let inference = op
+        .infer(context, args, outputs, want)
+        .map_err(|refusal| refusal_error(op, rank, args, &refusal, site))?;
     check_visible_outputs(op, (rank, args), &inference, site)?;
     Ok(inference)
 }
@@ -76,9 +78,9 @@ fn infer_checked(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::op::{DTypes, PlanKey, ForwardContext, LocalTensors};
-    use crate::ops::add::Add;
     use crate::local_tensor::LocalTensor;
+    use crate::op::{DTypes, ForwardContext, LocalTensors, PlanKey};
+    use crate::ops::add::Add;
     use shardgrad_dist::{Kind, Mesh, World};
     use shardgrad_kernels::DType;
 
@@ -134,7 +136,8 @@ mod tests {
                 let x = Layout::parse("f32[4]", rank.mesh())?;
                 let planned_dtypes = dtypes.map(|dtype| {
                     let rank_context = (rank, Context::of(rank));
-                    plan(&WrongPlanKey(dtype), rank_context, &[&x], &[], Location::caller()).map(|i| i.outputs[0].dtype())
+                    plan(&WrongPlanKey(dtype), rank_context, &[&x], &[], Location::caller())
+                        .map(|i| i.outputs[0].dtype())
                 });
                 planned_dtypes.into_iter().collect::<Result<Vec<_>>>()
             })

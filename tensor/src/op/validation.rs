@@ -1,7 +1,7 @@
 //! Validation of op implementations: errors for the author of an op.
 
 use super::error_text::describe;
-use super::{ForwardContext, Op, LocalTensors};
+use super::{ForwardContext, LocalTensors, Op};
 use crate::infer::Inference;
 use crate::layout::Layout;
 use crate::local_tensor::LocalTensor;
@@ -35,7 +35,10 @@ pub(super) fn check_visible_outputs(
     if outputs > saved {
         return Ok(());
     }
-    let error = invalid_op(op, &format!("{saved} of its {outputs} outputs are saved for backward, so that no output is visible"));
+    let error = invalid_op(
+        op,
+        &format!("{saved} of its {outputs} outputs are saved for backward, so that no output is visible"),
+    );
     let help = "Op::num_saved counts the last outputs of the signature, which only the vjp reads";
     Err(describe(error, op, rank, args, site).detail("help", help))
 }
@@ -78,9 +81,15 @@ pub(super) fn check_outputs(outputs: &LocalTensors, op: &dyn Op, local: &Forward
         if (output.dtype, &output.view.shape) != (layout.dtype(), &local_shape) {
             let (shape, expected) = (output.view.shape.as_slice(), local_shape.as_slice());
             let got = format!("{}{shape:?}", output.dtype);
-            let what =
-                format!("its forward returns {got} as output {i}, but {}{expected:?} was inferred", layout.dtype());
-            return Err(invalid_forward(invalid_op(op, &what).detail("output", layout.to_string()), op, local));
+            let what = format!(
+                "its forward returns {got} as output {i}, but {}{expected:?} was inferred",
+                layout.dtype()
+            );
+            return Err(invalid_forward(
+                invalid_op(op, &what).detail("output", layout.to_string()),
+                op,
+                local,
+            ));
         }
     }
     Ok(())
@@ -90,7 +99,11 @@ pub(super) fn check_outputs(outputs: &LocalTensors, op: &dyn Op, local: &Forward
 ///
 /// # Errors
 /// The errors of the forward; `Kind::Panic`.
-pub(super) fn catch_panics(op: &dyn Op, local: &ForwardContext<'_>, go: impl FnOnce() -> Result<LocalTensors>) -> Result<LocalTensors> {
+pub(super) fn catch_panics(
+    op: &dyn Op,
+    local: &ForwardContext<'_>,
+    go: impl FnOnce() -> Result<LocalTensors>,
+) -> Result<LocalTensors> {
     catch_unwind(AssertUnwindSafe(go)).unwrap_or_else(|cause| {
         let text = cause.downcast_ref::<String>().map(String::as_str);
         let Some(text) = text.or_else(|| cause.downcast_ref::<&str>().copied()) else { resume_unwind(cause) };
@@ -118,15 +131,22 @@ pub(super) fn get_or_raise<'a, T>(list: &'a [T], i: usize, what: &str) -> &'a T 
 
 /// The error for a value that a vjp reads although it is not saved for backward.
 pub(super) fn not_saved(what: &str, i: usize) -> Error {
-    Error::new(Kind::Unsupported, format!("the vjp reads {what} {i}, which Op::saved_for_backward does not name"))
-        .detail("help", "name the index of each argument and output that the vjp reads in Op::saved_for_backward")
+    Error::new(
+        Kind::Unsupported,
+        format!("the vjp reads {what} {i}, which Op::saved_for_backward does not name"),
+    )
+    .detail("help", "name the index of each argument and output that the vjp reads in Op::saved_for_backward")
 }
 
 /// Checks that the vjp of an op returned a cotangent for each requested argument. Otherwise a parameter would silently not train.
 ///
 /// # Errors
 /// `Kind::Unsupported` with op and argument.
-pub fn check_cotangents_present(op: &dyn Op, cotangents: &[Option<Tensor>], needs_input_grad: &[bool]) -> Result<()> {
+pub fn check_cotangents_present(
+    op: &dyn Op,
+    cotangents: &[Option<Tensor>],
+    needs_input_grad: &[bool],
+) -> Result<()> {
     let is_missing = |i: &usize| needs_input_grad[*i] && cotangents.get(*i).is_none_or(Option::is_none);
     let Some(i) = (0..needs_input_grad.len()).find(is_missing) else { return Ok(()) };
     Err(invalid_op(op, &format!("the vjp returns no cotangent for argument {i}"))

@@ -2,8 +2,8 @@
 
 use super::broadcast::Broadcast;
 use super::{Case, Input};
-use crate::op::{Cotangents, PlanKey, ForwardContext, Op, LocalTensors, Vjp};
 use crate::local_tensor::LocalTensor;
+use crate::op::{Cotangents, ForwardContext, LocalTensors, Op, PlanKey, Vjp};
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::binary::ADD;
 use std::rc::Rc;
@@ -69,7 +69,8 @@ pub(super) fn cases() -> Vec<Case> {
         Case::new(Add::of(1, 3), vec![real(&[5]), real(&[2, 3, 5])]).exact(),
         Case::new(Add::of(1, 0), vec![real(&[5]), real(&[])]).exact(),
         Case::fixed_shape(Rc::new(Add::between(&[5, 1], &[3])), vec![real(&[5, 1]), real(&[3])]).exact(),
-        Case::fixed_shape(Rc::new(Add::between(&[1, 3], &[5, 1])), vec![real(&[1, 3]), real(&[5, 1])]).exact(),
+        Case::fixed_shape(Rc::new(Add::between(&[1, 3], &[5, 1])), vec![real(&[1, 3]), real(&[5, 1])])
+            .exact(),
         Case::fixed_shape(Rc::new(Add::between(&[2, 5, 3], &[5, 1])), vec![real(&[2, 5, 3]), real(&[5, 1])])
             .exact(),
     ]
@@ -106,7 +107,11 @@ mod tests {
             .unwrap_err()
         };
         let two = refused(DType::F64).to_string();
-        assert!(two.contains("add: the arguments have the dtypes f32 and f64") && two.contains("cast one of them"), "{two}");
+        assert!(
+            two.contains("add: the arguments have the dtypes f32 and f64")
+                && two.contains("cast one of them"),
+            "{two}"
+        );
         assert!(refused(DType::I64).to_string().contains("add: argument 1 has the dtype i64"));
         assert_eq!(refused(DType::I64).kind(), Kind::DType);
     }

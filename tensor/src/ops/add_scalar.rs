@@ -1,8 +1,8 @@
 //! Elementwise addition of a number: y = x + c.
 
 use super::{Case, Input};
-use crate::op::{Cotangents, PlanKey, ForwardContext, Op, LocalTensors, Vjp};
 use crate::local_tensor::LocalTensor;
+use crate::op::{Cotangents, ForwardContext, LocalTensors, Op, PlanKey, Vjp};
 use shardgrad_dist::Result;
 use shardgrad_kernels::Scalar;
 use shardgrad_kernels::op::unary::ADD_SCALAR;

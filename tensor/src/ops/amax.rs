@@ -5,11 +5,14 @@ use super::{Case, Input};
 use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
-use crate::op::{Cotangents, DTypes, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp, common_float, infer_by_signature};
 use crate::local_tensor::{LocalTensor, launch};
+use crate::op::{
+    Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, common_float,
+    infer_by_signature,
+};
+use crate::placement::Placement;
 use crate::redistribute::all_reduce;
 use crate::refusal::Refusal;
-use crate::placement::Placement;
 use crate::tensor::Tensor;
 use shardgrad_dist::{AxisSet, ReduceOp, Result};
 use shardgrad_kernels::op::amax_backward::{BACKWARD, COUNT_TIES};
@@ -112,8 +115,9 @@ impl ReducedDims {
         let mut inference = Rc::unwrap_or_clone(inferred);
         let axes = self.axes(inference.targets[0].as_ref().unwrap_or(x));
         for output in &mut inference.outputs {
-            *output =
-                axes.iter().fold(output.clone(), |layout, axis| layout.with_placement(axis, Placement::Invariant));
+            *output = axes
+                .iter()
+                .fold(output.clone(), |layout, axis| layout.with_placement(axis, Placement::Invariant));
         }
         Rc::new(inference)
     }

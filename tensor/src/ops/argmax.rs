@@ -2,8 +2,8 @@
 
 use super::labels::{check_dim, dim_label, dim_labels_with, invalid_argument};
 use super::{Case, Input};
-use crate::op::{DTypes, ForwardContext, Op, LocalTensors, common_float};
 use crate::local_tensor::{LocalTensor, launch};
+use crate::op::{DTypes, ForwardContext, LocalTensors, Op, common_float};
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::arg_extreme::ARG_EXTREME;
 use shardgrad_kernels::{DType, Dims, Scalar};

@@ -7,8 +7,8 @@
 
 use super::{Case, Input};
 use crate::layout::Layout;
-use crate::op::{Cotangents, DTypes, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp, common_float};
 use crate::local_tensor::{LocalTensor, launch};
+use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, common_float};
 use crate::tensor::Tensor;
 use shardgrad_dist::{Error, Kind, Result};
 use shardgrad_kernels::op::attention::{BACKWARD, BACKWARD_JOINED, FORWARD};
@@ -91,7 +91,9 @@ impl QkvPackedAttention {
     /// `Kind::Shape` for a tensor of another shape.
     pub fn of(shape: &[usize], causal: bool) -> Result<Rc<dyn Op>> {
         if !matches!(shape, [_, _, 3, _, _]) {
-            let text = format!("qkv_packed_attention: needs the shape [batch, token, 3, head, channel], got {shape:?}");
+            let text = format!(
+                "qkv_packed_attention: needs the shape [batch, token, 3, head, channel], got {shape:?}"
+            );
             return Err(Error::new(Kind::Shape, text));
         }
         Ok(Rc::new(QkvPackedAttention { mask: if causal { Mask::Causal } else { Mask::None } }))
@@ -139,7 +141,13 @@ fn launch_with_groups(
     };
     let [causal, first, window] = [causal, first, window].map(Scalar::Int);
     let scalars = [Scalar::Real(1.0 / (c as f64).sqrt()), causal, first, window];
-    launch(local.rank, kernel, &inputs, &mut outputs.iter_mut().collect::<Vec<&mut LocalTensor>>(), &scalars)?;
+    launch(
+        local.rank,
+        kernel,
+        &inputs,
+        &mut outputs.iter_mut().collect::<Vec<&mut LocalTensor>>(),
+        &scalars,
+    )?;
     for (tensor, view) in outputs.iter_mut().zip(views) {
         tensor.view = view;
     }

@@ -3,8 +3,8 @@
 
 use super::labels::{DIMS_MAX, dim_label};
 use super::sum::Sum;
-use crate::op::{DTypes, PlanKey, ForwardContext, Op, LocalTensors, Vjp, common_float, unwind};
 use crate::local_tensor::{LocalTensor, launch};
+use crate::op::{DTypes, ForwardContext, LocalTensors, Op, PlanKey, Vjp, common_float, unwind};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::reduce::SUM;
@@ -200,7 +200,8 @@ fn sum_to(terms: &Tensor, shape: &[usize]) -> Tensor {
     let repeated = |d: usize| d < lead || shape[d - lead] == 1 && terms_shape[d] != 1;
     let dims: Dims = (0..terms_shape.len()).filter(|&d| repeated(d)).collect();
     let left = (lead..terms_shape.len()).map(|d| if repeated(d) { "1".into() } else { label(d) });
-    let [full, left] = [(0..terms_shape.len()).map(label).collect::<Vec<_>>(), left.collect()].map(|t| t.join(" "));
+    let [full, left] =
+        [(0..terms_shape.len()).map(label).collect::<Vec<_>>(), left.collect()].map(|t| t.join(" "));
     let signature = format!("{full} -> {left}");
     Tensor::result(Rc::new(SumTo { signature, dims }), &[terms])
 }
@@ -301,7 +302,8 @@ mod tests {
             for x in [
                 x.clone(),
                 x.to_layout_at(
-                    &x.layout().with_placement(shardgrad_dist::Axis(0), crate::placement::Placement::Shard(0)),
+                    &x.layout()
+                        .with_placement(shardgrad_dist::Axis(0), crate::placement::Placement::Shard(0)),
                     std::panic::Location::caller(),
                 )?,
             ] {

@@ -1,8 +1,8 @@
 //! Conversion to another dtype.
 
 use super::{Case, Input};
-use crate::op::{Cotangents, DTypes, ForwardContext, Op, LocalTensors, Vjp};
 use crate::local_tensor::LocalTensor;
+use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, Vjp};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::DType;

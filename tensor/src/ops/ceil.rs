@@ -1,8 +1,8 @@
 //! Elementwise rounding up: y = the smallest integer >= x.
 
 use super::{Case, Input};
-use crate::op::{ForwardContext, Op, LocalTensors};
 use crate::local_tensor::LocalTensor;
+use crate::op::{ForwardContext, LocalTensors, Op};
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::elementary::CEIL;
 use std::rc::Rc;

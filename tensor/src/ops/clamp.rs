@@ -3,8 +3,8 @@
 use super::labels::invalid_argument;
 use super::unary_backward::UnaryBackward;
 use super::{Case, Input};
-use crate::op::{Cotangents, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp};
 use crate::local_tensor::LocalTensor;
+use crate::op::{Cotangents, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp};
 use shardgrad_dist::Result;
 use shardgrad_kernels::Scalar;
 use shardgrad_kernels::op::elementary::{CLAMP, CLAMP_GRAD};

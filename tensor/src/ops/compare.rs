@@ -4,8 +4,8 @@
 use super::broadcast::Broadcast;
 use super::labels::common_dtype;
 use super::{Case, Input};
-use crate::op::{DTypes, ForwardContext, Op, LocalTensors};
 use crate::local_tensor::LocalTensor;
+use crate::op::{DTypes, ForwardContext, LocalTensors, Op};
 use crate::tensor::integer_range;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::compare_select::{EQ, GE, GT, LE, LT, NE};
@@ -158,7 +158,9 @@ impl Op for CompareScalar {
         match self.simplify(x[0].dtype) {
             ScalarComparison::Constant(truth) => {
                 let truth = f64::from(u8::from(truth));
-                Ok([LocalTensor::full(local.rank, DType::Bool, &x[0].view.shape, truth)?].into_iter().collect())
+                Ok([LocalTensor::full(local.rank, DType::Bool, &x[0].view.shape, truth)?]
+                    .into_iter()
+                    .collect())
             }
             ScalarComparison::Compare(relation, number) => {
                 let number = LocalTensor::full(local.rank, x[0].dtype, &[], number)?;

@@ -1,13 +1,13 @@
 //! Concatenation of tensors along an unsharded dim.
 
-use super::labels::{check_num_tensors, check_dim, linear_jointly, dim_labels_with, common_dtype, unsplit};
+use super::labels::{check_dim, check_num_tensors, common_dtype, dim_labels_with, linear_jointly, unsplit};
 use super::slice::Slice;
 use super::{Case, Input};
 use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
-use crate::op::{Cotangents, DTypes, ForwardContext, Op, LocalTensors, Vjp, infer_by_signature, unwind};
 use crate::local_tensor::LocalTensor;
+use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, Vjp, infer_by_signature, unwind};
 use crate::refusal::Refusal;
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
@@ -38,7 +38,8 @@ impl Concat {
         let signature = if count == 2 && dim + 1 == ndim {
             "..m d!, ..m e! -> ..m f".to_string()
         } else {
-            let parts: Vec<String> = (0..count).map(|i| dim_labels_with(ndim, dim, &format!("x{i}!"))).collect();
+            let parts: Vec<String> =
+                (0..count).map(|i| dim_labels_with(ndim, dim, &format!("x{i}!"))).collect();
             format!("{} -> {}", parts.join(", "), dim_labels_with(ndim, dim, "y"))
         };
         Ok(Rc::new(Concat { signature, dim, count }))

@@ -7,13 +7,14 @@ use super::{Case, Input};
 use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
-use crate::op::{
-    Cotangents, DTypes, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp, common_float, infer_by_signature, unwind,
-};
 use crate::local_tensor::{LocalTensor, launch};
+use crate::op::{
+    Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, common_float,
+    infer_by_signature, unwind,
+};
+use crate::placement::Placement;
 use crate::redistribute::all_reduce;
 use crate::refusal::Refusal;
-use crate::placement::Placement;
 use crate::tensor::Tensor;
 use shardgrad_dist::{AxisSet, ReduceOp, Result};
 use shardgrad_kernels::op::cross_entropy::{BACKWARD, FORWARD};
@@ -97,7 +98,9 @@ impl Op for CrossEntropyTerms {
         let mut inference = Rc::unwrap_or_clone(infer_by_signature(self, context, args, dtypes, want)?);
         let sharding_axes = axes(&inference);
         let lse = &mut inference.outputs[0];
-        *lse = sharding_axes.iter().fold(lse.clone(), |layout, axis| layout.with_placement(axis, Placement::Invariant));
+        *lse = sharding_axes
+            .iter()
+            .fold(lse.clone(), |layout, axis| layout.with_placement(axis, Placement::Invariant));
         Ok(Rc::new(inference))
     }
 
@@ -110,8 +113,13 @@ impl Op for CrossEntropyTerms {
         }
         let (mut sum, mut lse) = (local.output(0)?, local.output(0)?);
         let of = [&x[0], &x[1]];
-        let largest =
-            all_reduce(local.rank, local.with_lineage(&of, terms[0].clone()), axes, ReduceOp::Max, local.site)?;
+        let largest = all_reduce(
+            local.rank,
+            local.with_lineage(&of, terms[0].clone()),
+            axes,
+            ReduceOp::Max,
+            local.site,
+        )?;
         // The kernel sums rows; these have one element each.
         launch(local.rank, &SUM_EXP, &[&terms[0], &largest], &mut [&mut sum], &[Scalar::Int(1)])?;
         let sum = all_reduce(local.rank, local.with_lineage(&of, sum), axes, ReduceOp::Sum, local.site)?;
@@ -233,7 +241,11 @@ mod tests {
             let owned = z()?;
             let address = owned.local().buffer.address();
             let overwritten = back(None, Some(owned));
-            assert_eq!(overwritten.local().buffer.address(), address, "nothing else holds the logits, so that their memory is reused");
+            assert_eq!(
+                overwritten.local().buffer.address(),
+                address,
+                "nothing else holds the logits, so that their memory is reused"
+            );
             let held = z()?;
             let view = Tensor::assemble(rank, logits.clone(), held.local().clone());
             for other in

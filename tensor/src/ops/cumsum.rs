@@ -2,8 +2,8 @@
 
 use super::labels::{check_dim, dim_label, dim_labels_with};
 use super::{Case, Input};
-use crate::op::{Cotangents, ForwardContext, Op, LocalTensors, Vjp};
 use crate::local_tensor::{LocalTensor, launch};
+use crate::op::{Cotangents, ForwardContext, LocalTensors, Op, Vjp};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::scan::CUMSUM;

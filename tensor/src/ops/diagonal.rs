@@ -5,8 +5,8 @@ use super::{Case, Input};
 use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
-use crate::op::{Cotangents, DTypes, ForwardContext, Op, LocalTensors, Vjp, infer_by_signature};
 use crate::local_tensor::LocalTensor;
+use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, Vjp, infer_by_signature};
 use crate::refusal::Refusal;
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
@@ -71,7 +71,10 @@ impl Diagonal {
     /// `Kind::Shape` if there are fewer than two dims.
     pub fn of(shape: &[usize], offset: isize) -> Result<Rc<dyn Op>> {
         let [.., rows, cols] = *shape else {
-            return invalid_argument(format!("diagonal: needs matrices in the last two dims, got a tensor of {} dims", shape.len()));
+            return invalid_argument(format!(
+                "diagonal: needs matrices in the last two dims, got a tensor of {} dims",
+                shape.len()
+            ));
         };
         Ok(Rc::new(Diagonal(MatrixDiagonal { rows, cols, offset })))
     }
@@ -83,7 +86,9 @@ impl DiagEmbed {
     /// # Errors
     /// `Kind::Shape` for a scalar.
     pub fn square(shape: &[usize], offset: isize) -> Result<Rc<dyn Op>> {
-        let [.., n] = *shape else { return invalid_argument("diag_embed: needs at least one dim, got a scalar") };
+        let [.., n] = *shape else {
+            return invalid_argument("diag_embed: needs at least one dim, got a scalar");
+        };
         let side = n + offset.unsigned_abs();
         Ok(Rc::new(DiagEmbed(MatrixDiagonal { rows: side, cols: side, offset })))
     }
@@ -127,7 +132,9 @@ impl Op for Diagonal {
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.cotangents(|i| Tensor::apply_with(Rc::new(DiagEmbed(self.0)), &[&cx.grad(0)], cx.cotangent_layout(i)))
+        cx.cotangents(|i| {
+            Tensor::apply_with(Rc::new(DiagEmbed(self.0)), &[&cx.grad(0)], cx.cotangent_layout(i))
+        })
     }
 }
 
@@ -173,18 +180,26 @@ impl Op for DiagEmbed {
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.cotangents(|i| Tensor::apply_with(Rc::new(Diagonal(self.0)), &[&cx.grad(0)], cx.cotangent_layout(i)))
+        cx.cotangents(|i| {
+            Tensor::apply_with(Rc::new(Diagonal(self.0)), &[&cx.grad(0)], cx.cotangent_layout(i))
+        })
     }
 }
 
 pub(super) fn cases() -> Vec<Case> {
     let of = |shape: &[usize], offset| {
-        Case::fixed_shape(Diagonal::of(shape, offset).expect("matrices of the case"), vec![Input::real(shape)])
-            .exact()
+        Case::fixed_shape(
+            Diagonal::of(shape, offset).expect("matrices of the case"),
+            vec![Input::real(shape)],
+        )
+        .exact()
     };
     let square = |shape: &[usize], offset| {
-        Case::fixed_shape(DiagEmbed::square(shape, offset).expect("a dim of the case"), vec![Input::real(shape)])
-            .exact()
+        Case::fixed_shape(
+            DiagEmbed::square(shape, offset).expect("a dim of the case"),
+            vec![Input::real(shape)],
+        )
+        .exact()
     };
     vec![
         of(&[5, 4], 0),

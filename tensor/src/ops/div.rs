@@ -4,8 +4,8 @@ use super::broadcast::Broadcast;
 use super::mul::mul;
 use super::neg::neg;
 use super::{Case, Input};
-use crate::op::{Cotangents, PlanKey, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp};
 use crate::local_tensor::LocalTensor;
+use crate::op::{Cotangents, ForwardContext, LocalTensors, Op, PlanKey, SavedForBackward, Vjp};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::binary::DIV;
@@ -88,7 +88,10 @@ pub(super) fn cases() -> Vec<Case> {
         Case::new(Div::of(1, 2), vec![real(&[5]), positive(&[3, 5])]),
         Case::fixed_shape(Rc::new(Div::between(&[5, 1], &[3])), vec![real(&[5, 1]), positive(&[3])]),
         Case::fixed_shape(Rc::new(Div::between(&[1, 3], &[5, 1])), vec![real(&[1, 3]), positive(&[5, 1])]),
-        Case::fixed_shape(Rc::new(Div::between(&[2, 5, 3], &[5, 1])), vec![real(&[2, 5, 3]), positive(&[5, 1])]),
+        Case::fixed_shape(
+            Rc::new(Div::between(&[2, 5, 3], &[5, 1])),
+            vec![real(&[2, 5, 3]), positive(&[5, 1])],
+        ),
     ]
 }
 

@@ -1,8 +1,8 @@
 //! Dropout: y_i = x_i / (1 - p) where a uniform random number in 0..1 is at least p, else 0.
 
 use super::{Case, Input};
-use crate::op::{Cotangents, ForwardContext, Op, LocalTensors, Vjp};
 use crate::local_tensor::LocalTensor;
+use crate::op::{Cotangents, ForwardContext, LocalTensors, Op, Vjp};
 use crate::tensor::{Tensor, index_scalars};
 use shardgrad_dist::{Error, Kind, Result};
 use shardgrad_kernels::Scalar;
@@ -71,7 +71,8 @@ impl Op for Dropout {
     }
 
     fn reseed(&self, step: u64, first_row: u64) -> Option<Rc<dyn Op>> {
-        self.is_step_seeded.then(|| Rc::new(Dropout { stream: step, first_row, ..self.clone() }) as Rc<dyn Op>)
+        self.is_step_seeded
+            .then(|| Rc::new(Dropout { stream: step, first_row, ..self.clone() }) as Rc<dyn Op>)
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {

@@ -6,8 +6,8 @@
 use super::labels::invalid_argument;
 use super::{Case, Input};
 use crate::layout::Layout;
-use crate::op::{Cotangents, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp};
-use crate::local_tensor::{LocalTensor, View, launch_args, as_arg, as_arg_mut};
+use crate::local_tensor::{LocalTensor, View, as_arg, as_arg_mut, launch_args};
+use crate::op::{Cotangents, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp};
 use crate::signature::{Labels, Mark, Signature, Term};
 use crate::tensor::Tensor;
 use shardgrad_dist::{Error, Kind, Rank, Result};
@@ -198,7 +198,12 @@ impl GroupedView {
     }
 
     /// Calls `f` to write an output, through a contiguous copy if it needs one.
-    fn write(&self, rank: &Rank, out: &mut LocalTensor, f: impl FnOnce(ArgMut<'_>) -> Result<()>) -> Result<()> {
+    fn write(
+        &self,
+        rank: &Rank,
+        out: &mut LocalTensor,
+        f: impl FnOnce(ArgMut<'_>) -> Result<()>,
+    ) -> Result<()> {
         match self {
             GroupedView::InPlace(view) => f(ArgMut { buffer: &mut out.buffer, dtype: out.dtype, view }),
             GroupedView::Copied { from, copy } => {
@@ -234,7 +239,12 @@ impl BatchedMatrices {
     /// not row-major.
     ///
     /// A transposed output is the product of the transposed factors in reverse order, with the same order of sums.
-    fn multiply_accumulate(&self, local: &ForwardContext<'_>, [a, b]: [&Arg<'_>; 2], out: &mut LocalTensor) -> Result<bool> {
+    fn multiply_accumulate(
+        &self,
+        local: &ForwardContext<'_>,
+        [a, b]: [&Arg<'_>; 2],
+        out: &mut LocalTensor,
+    ) -> Result<bool> {
         let Some((view, transposed)) = &self.row_major_out else { return Ok(false) };
         let Some(sum) = local.take_accumulator(0) else { return Ok(false) };
         let r = sum.with_view(Strides::contiguous(&view.shape).at(sum.view.offset));

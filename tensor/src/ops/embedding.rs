@@ -2,8 +2,8 @@
 
 use super::{Case, Input};
 use crate::layout::Layout;
-use crate::op::{Cotangents, DTypes, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp, common_float};
 use crate::local_tensor::LocalTensor;
+use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, common_float};
 use crate::tensor::Tensor;
 use shardgrad_dist::{Error, Kind, Result};
 use shardgrad_kernels::op::embedding::{BACKWARD, FORWARD};
@@ -79,7 +79,13 @@ impl Op for Embedding {
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.cotangents(|i| Tensor::apply_with(Rc::new(EmbeddingBackward), &[cx.input(1), &cx.grad(0)], cx.cotangent_layout(i)))
+        cx.cotangents(|i| {
+            Tensor::apply_with(
+                Rc::new(EmbeddingBackward),
+                &[cx.input(1), &cx.grad(0)],
+                cx.cotangent_layout(i),
+            )
+        })
     }
 }
 

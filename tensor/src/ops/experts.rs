@@ -5,8 +5,8 @@
 use super::embedding::check_index;
 use super::{Case, Input};
 use crate::layout::Layout;
-use crate::op::{Cotangents, DTypes, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp, common_float};
 use crate::local_tensor::{LocalTensor, launch};
+use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, common_float};
 use crate::tensor::Tensor;
 use shardgrad_dist::{Rank, Result};
 use shardgrad_kernels::op::batched_matmul::BATCHED_MATMUL;
@@ -236,8 +236,11 @@ impl Op for Experts {
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         let pairs = TokenExpertPairs::of(local, x[1])?;
         let rows = pairs.gather_rows(&flatten_rows(local.rank, x[0])?)?;
-        let hidden =
-            pairs.binary(&swiglu::FORWARD, &pairs.grouped_matmul(&rows, x[3])?, &pairs.grouped_matmul(&rows, x[4])?)?;
+        let hidden = pairs.binary(
+            &swiglu::FORWARD,
+            &pairs.grouped_matmul(&rows, x[3])?,
+            &pairs.grouped_matmul(&rows, x[4])?,
+        )?;
         let weighted = pairs.scale_rows(&pairs.grouped_matmul(&hidden, x[5])?, &pairs.permute(x[2])?)?;
         let mut y = local.output(0)?;
         pairs.combine(&weighted, &mut y)?;
@@ -245,7 +248,10 @@ impl Op for Experts {
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        let part = match (cx.needs_input_grad[0] || cx.needs_input_grad[2], cx.needs_input_grad[3..].contains(&true)) {
+        let part = match (
+            cx.needs_input_grad[0] || cx.needs_input_grad[2],
+            cx.needs_input_grad[3..].contains(&true),
+        ) {
             (true, false) => GradPart::Inputs,
             (false, true) => GradPart::Weights,
             _ => GradPart::All,
@@ -273,7 +279,9 @@ impl Op for ExpertsBackward {
             GradPart::All => {
                 "..m d!, ..m s!, ..m s!, [e] d! h, [e] d! h, [e] h o!, ..m o! -> ..m d!, ..m s!, [e] d! h, [e] d! h, [e] h o!"
             }
-            GradPart::Inputs => "..m d!, ..m s!, ..m s!, [e] d! h, [e] d! h, [e] h o!, ..m o! -> ..m d!, ..m s!",
+            GradPart::Inputs => {
+                "..m d!, ..m s!, ..m s!, [e] d! h, [e] d! h, [e] h o!, ..m o! -> ..m d!, ..m s!"
+            }
             GradPart::Weights => {
                 "..m d!, ..m s!, ..m s!, [e] d! h, [e] d! h, [e] h o!, ..m o! -> [e] d! h, [e] d! h, [e] h o!"
             }
@@ -298,7 +306,8 @@ impl Op for ExpertsBackward {
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         let (rank, pairs) = (local.rank, TokenExpertPairs::of(local, x[1])?);
-        let (rows, g) = (pairs.gather_rows(&flatten_rows(rank, x[0])?)?, pairs.gather_rows(&flatten_rows(rank, x[6])?)?);
+        let (rows, g) =
+            (pairs.gather_rows(&flatten_rows(rank, x[0])?)?, pairs.gather_rows(&flatten_rows(rank, x[6])?)?);
         let (gate, up) = (pairs.grouped_matmul(&rows, x[3])?, pairs.grouped_matmul(&rows, x[4])?);
         let hidden = pairs.binary(&swiglu::FORWARD, &gate, &up)?;
         let (p, back) = (pairs.permute(x[2])?, pairs.grouped_matmul(&g, &transposed(x[5]))?);
@@ -309,7 +318,10 @@ impl Op for ExpertsBackward {
             (0..local.inference.outputs.len()).map(|i| local.output(i)).collect::<Result<_>>()?;
         let (of_inputs, of_weights) = outputs.split_at_mut(if self.0 == GradPart::Weights { 0 } else { 2 });
         if let [dx, dp] = of_inputs {
-            let (a, b) = (pairs.grouped_matmul(&dgate, &transposed(x[3]))?, pairs.grouped_matmul(&dup, &transposed(x[4]))?);
+            let (a, b) = (
+                pairs.grouped_matmul(&dgate, &transposed(x[3]))?,
+                pairs.grouped_matmul(&dup, &transposed(x[4]))?,
+            );
             pairs.combine(&pairs.binary(&ADD, &a, &b)?, dx)?;
             let dp_rows = pairs.unpermute(&pairs.row_dots(&hidden, &back)?)?;
             *dp = LocalTensor { lineage: dp.lineage, ..dp_rows.with_view(dp.view.clone()) };

@@ -3,8 +3,8 @@
 use super::gather::outer_dim_inner;
 use super::labels::{check_dim, dim_labels_with};
 use super::{Case, Input};
-use crate::op::{Cotangents, DTypes, ForwardContext, Op, LocalTensors, Vjp};
 use crate::local_tensor::{LocalTensor, launch};
+use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, Vjp};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::index::GATHER;

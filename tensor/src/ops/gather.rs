@@ -9,8 +9,10 @@ use crate::context::Context;
 use crate::dim::Dim;
 use crate::infer::Inference;
 use crate::layout::Layout;
-use crate::op::{Cotangents, DTypes, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp, infer_by_signature};
 use crate::local_tensor::{LocalTensor, launch};
+use crate::op::{
+    Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, infer_by_signature,
+};
 use crate::refusal::Refusal;
 use crate::tensor::Tensor;
 use shardgrad_dist::{AxisSet, Error, Kind, Result};
@@ -94,7 +96,12 @@ impl ScatterAdd {
     /// The same without a check of the dim.
     pub(super) fn of(ndim: usize, dim: usize, output_dim: Dim, is_shared: bool) -> Rc<dyn Op> {
         let [source, picked, index] = label_texts(ndim, dim, is_shared);
-        Rc::new(ScatterAdd { signature: format!("{picked}, {index} -> {source}"), dim, is_shared, output_dim })
+        Rc::new(ScatterAdd {
+            signature: format!("{picked}, {index} -> {source}"),
+            dim,
+            is_shared,
+            output_dim,
+        })
     }
 
     /// The layout of a result of shape (a, v, c) with v sharded as `output_dim`, up to the first axis that shards an argument.
@@ -117,7 +124,13 @@ pub(super) fn outer_dim_inner(view: &Strides, dim: usize) -> Strides {
 }
 
 /// Runs the gather or the scatter-add kernel on `(x or g, index)`.
-fn run(local: &ForwardContext<'_>, kernel: &Kernel, x: &[&LocalTensor], dim: usize, is_shared: bool) -> Result<LocalTensors> {
+fn run(
+    local: &ForwardContext<'_>,
+    kernel: &Kernel,
+    x: &[&LocalTensor],
+    dim: usize,
+    is_shared: bool,
+) -> Result<LocalTensors> {
     let x = local.contiguous(x)?;
     let (count, range) = local.label("v");
     let scalars = [Scalar::Int(range.start as i64), Scalar::Int(count as i64)];
@@ -200,8 +213,11 @@ impl Op for ScatterAdd {
         if inputs[0].is_float() || inputs[0] == DType::I64 {
             return Ok(inputs[..1].into());
         }
-        Err(Error::new(Kind::DType, format!("cannot add elements of {}; i64 and floats can be added", inputs[0]))
-            .detail("help", "cast the elements: x.cast(DType::I64)"))
+        Err(Error::new(
+            Kind::DType,
+            format!("cannot add elements of {}; i64 and floats can be added", inputs[0]),
+        )
+        .detail("help", "cast the elements: x.cast(DType::I64)"))
     }
 
     fn infer(

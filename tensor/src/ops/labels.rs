@@ -115,8 +115,10 @@ pub(super) fn check_num_tensors(name: &str, count: usize) -> Result<()> {
 pub(super) fn common_dtype(inputs: &[DType]) -> Result<DTypes> {
     match inputs.iter().find(|d| **d != inputs[0]) {
         None => Ok(inputs[..1].into()),
-        Some(other) => Err(Error::new(Kind::DType, format!("the arguments have the dtypes {} and {other}", inputs[0]))
-            .detail("help", "cast one of them: x.cast(dtype)")),
+        Some(other) => {
+            Err(Error::new(Kind::DType, format!("the arguments have the dtypes {} and {other}", inputs[0]))
+                .detail("help", "cast one of them: x.cast(dtype)"))
+        }
     }
 }
 
@@ -130,15 +132,20 @@ pub(super) fn check_ndim(name: &str, ndim: usize) -> Result<()> {
     if ndim <= DIMS_MAX {
         return Ok(());
     }
-    Err(Error::new(Kind::Shape, format!("{name}: a tensor of {ndim} dims, but at most {DIMS_MAX} are supported"))
-        .detail("help", "merge neighbouring dims where the tensor is created; reshape has the same limit"))
+    Err(Error::new(
+        Kind::Shape,
+        format!("{name}: a tensor of {ndim} dims, but at most {DIMS_MAX} are supported"),
+    )
+    .detail("help", "merge neighbouring dims where the tensor is created; reshape has the same limit"))
 }
 
 /// Refuses a `dim` that is not in `0..ndim`.
 pub(super) fn check_dim(name: &str, ndim: usize, dim: usize) -> Result<()> {
     check_ndim(name, ndim)?;
     if dim >= ndim {
-        return invalid_argument(format!("{name}: dim {dim} is out of range for a tensor of {ndim} dims; dims count from 0"));
+        return invalid_argument(format!(
+            "{name}: dim {dim} is out of range for a tensor of {ndim} dims; dims count from 0"
+        ));
     }
     Ok(())
 }
@@ -206,7 +213,7 @@ mod tests {
             ] {
                 let error = filled(op, dtype, value).unwrap_err();
                 assert_eq!(error.kind(), Kind::DType, "{error}");
-                assert_eq!(error.message(), format!("{name}: {dtype} holds no {value}"));
+                assert_eq!(error.message(), format!("{name}: {dtype} cannot represent {value}"));
                 assert!(error.details().iter().any(|d| d.0 == "help") && error.site().is_some(), "{error}");
             }
             for (dtype, value) in

@@ -1,8 +1,8 @@
 //! Layer normalization over the last dim: y = (x - mean) rstd w + b with rstd = 1 / sqrt(mean((x - mean)^2) + eps).
 
 use super::{Case, Input};
-use crate::op::{Cotangents, DTypes, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp, common_float};
 use crate::local_tensor::{LocalTensor, launch};
+use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, common_float};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::layer_norm::{BACKWARD, FORWARD};

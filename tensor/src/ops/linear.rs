@@ -2,9 +2,9 @@
 
 use super::{Case, Input};
 use crate::layout::Layout;
-use crate::op::{Cotangents, DTypes, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp, common_float};
-use crate::ops::einsum::Einsum;
 use crate::local_tensor::{LocalTensor, launch};
+use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, common_float};
+use crate::ops::einsum::Einsum;
 use crate::tensor::Tensor;
 use shardgrad_dist::{Rank, Result};
 use shardgrad_kernels::op::batched_matmul::BATCHED_MATMUL;
@@ -105,7 +105,11 @@ pub(super) fn transposed(x: &LocalTensor) -> LocalTensor {
 }
 
 /// Calls `call` with a contiguous output viewed as one matrix whose columns are the last `num_columns` dims.
-pub(super) fn with_matrix_view<T>(out: &mut LocalTensor, num_columns: usize, call: impl FnOnce(&mut LocalTensor) -> T) -> T {
+pub(super) fn with_matrix_view<T>(
+    out: &mut LocalTensor,
+    num_columns: usize,
+    call: impl FnOnce(&mut LocalTensor) -> T,
+) -> T {
     let view = out.view.clone();
     let at = view.ndim() - num_columns;
     let extent = |dims: &[usize]| dims.iter().product::<usize>();
@@ -247,7 +251,14 @@ impl Op for LinearParameterGrads {
         let rank = local.rank;
         let (a, g) = (to_matrix(rank, x[0], self.num_in)?, to_matrix(rank, x[1], self.num_out)?);
         let (mut dw, mut db) = (local.output(0)?, local.output(1)?);
-        weight_and_bias_grads(rank, [&a, &g], local.take_accumulator(0).as_ref(), &mut dw, &mut db, self.num_out)?;
+        weight_and_bias_grads(
+            rank,
+            [&a, &g],
+            local.take_accumulator(0).as_ref(),
+            &mut dw,
+            &mut db,
+            self.num_out,
+        )?;
         Ok(smallvec![dw, db])
     }
 }

@@ -6,8 +6,11 @@ use super::{Case, Input};
 use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
-use crate::op::{Cotangents, DTypes, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp, common_float, infer_by_signature};
 use crate::local_tensor::{LocalTensor, launch};
+use crate::op::{
+    Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, common_float,
+    infer_by_signature,
+};
 use crate::redistribute::all_reduce;
 use crate::refusal::Refusal;
 use crate::tensor::Tensor;

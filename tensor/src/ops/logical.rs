@@ -2,8 +2,8 @@
 
 use super::broadcast::Broadcast;
 use super::{Case, Input};
-use crate::op::{DTypes, ForwardContext, Op, LocalTensors};
 use crate::local_tensor::LocalTensor;
+use crate::op::{DTypes, ForwardContext, LocalTensors, Op};
 use shardgrad_dist::{Error, Kind, Result};
 use shardgrad_kernels::op::compare_select::{AND, NOT, OR, XOR};
 use shardgrad_kernels::{DType, Kernel};
@@ -116,7 +116,8 @@ impl Op for Not {
 
 pub(super) fn cases() -> Vec<Case> {
     let case = |connective, x: &[usize], y: &[usize]| {
-        Case::fixed_shape(Logical::between(connective, x, y), vec![Input::boolean(x), Input::boolean(y)]).exact()
+        Case::fixed_shape(Logical::between(connective, x, y), vec![Input::boolean(x), Input::boolean(y)])
+            .exact()
     };
     vec![
         case(Connective::And, &[5, 3], &[5, 3]),

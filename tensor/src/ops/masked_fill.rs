@@ -4,8 +4,8 @@ use super::broadcast::Broadcast;
 use super::labels::invalid_argument;
 use super::logical::check_bool;
 use super::{Case, Input};
-use crate::op::{Cotangents, DTypes, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp};
 use crate::local_tensor::LocalTensor;
+use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp};
 use crate::tensor::{Tensor, check_representable};
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::compare_select::MASKED_FILL;
@@ -35,7 +35,9 @@ impl MaskedFill {
         let longer =
             mask.len() > x.len() || x.iter().rev().zip(mask.iter().rev()).any(|(x, m)| *x == 1 && *m != 1);
         if longer {
-            return invalid_argument(format!("masked_fill: a mask of shape {mask:?} does not broadcast to a tensor of shape {x:?}"));
+            return invalid_argument(format!(
+                "masked_fill: a mask of shape {mask:?} does not broadcast to a tensor of shape {x:?}"
+            ));
         }
         Ok(MaskedFill::with(x, mask, value, true))
     }

@@ -4,11 +4,11 @@ use super::{Case, Input};
 use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
-use crate::op::{DTypes, ForwardContext, Op, LocalTensors, common_float, infer_by_signature};
 use crate::local_tensor::{LocalTensor, launch};
+use crate::op::{DTypes, ForwardContext, LocalTensors, Op, common_float, infer_by_signature};
+use crate::placement::Placement;
 use crate::redistribute::all_reduce;
 use crate::refusal::Refusal;
-use crate::placement::Placement;
 use shardgrad_dist::{AxisSet, ReduceOp, Result};
 use shardgrad_kernels::op::reduce::MAX;
 use shardgrad_kernels::{DType, Scalar};
@@ -58,15 +58,22 @@ impl Op for MaxLast {
         let mut inference = Rc::unwrap_or_clone(infer_by_signature(self, context, args, dtypes, want)?);
         let sharding_axes = axes(&inference);
         let output = &mut inference.outputs[0];
-        *output = sharding_axes.iter().fold(output.clone(), |layout, axis| layout.with_placement(axis, Placement::Invariant));
+        *output = sharding_axes
+            .iter()
+            .fold(output.clone(), |layout, axis| layout.with_placement(axis, Placement::Invariant));
         Ok(Rc::new(inference))
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         let mut out = local.output(0)?;
         launch(local.rank, &MAX, &[x[0]], &mut [&mut out], &[Scalar::Int(1)])?;
-        let out =
-            all_reduce(local.rank, local.with_lineage(x, out), axes(local.inference), ReduceOp::Max, local.site)?;
+        let out = all_reduce(
+            local.rank,
+            local.with_lineage(x, out),
+            axes(local.inference),
+            ReduceOp::Max,
+            local.site,
+        )?;
         Ok([out].into_iter().collect())
     }
 }

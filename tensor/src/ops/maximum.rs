@@ -1,9 +1,9 @@
 //! Elementwise maximum or minimum of two tensors. Shapes broadcast as in NumPy.
 
-use super::broadcast::{Broadcast, BinaryBackward};
+use super::broadcast::{BinaryBackward, Broadcast};
 use super::{Case, Input};
-use crate::op::{Cotangents, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp};
 use crate::local_tensor::LocalTensor;
+use crate::op::{Cotangents, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp};
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::binary::{MAXIMUM, MAXIMUM_GRAD, MINIMUM, MINIMUM_GRAD};
 use std::rc::Rc;

@@ -1,11 +1,16 @@
 //! Two-layer perceptron with GELU in one op: y = gelu(x w1 + b1) w2, optionally + b2 and + residual where the hidden
 //! units are not sharded. Bias, GELU and residual are epilogues of the two products.
 
-use super::linear::{with_matrix_view, weight_and_bias_grads, to_vector, to_matrix, matmul_epilogue, sum_rows, transposed};
+use super::linear::{
+    matmul_epilogue, sum_rows, to_matrix, to_vector, transposed, weight_and_bias_grads, with_matrix_view,
+};
 use super::{Case, Input};
 use crate::layout::Layout;
-use crate::op::{Cotangents, DTypes, SavedForBackward, ForwardContext, GradAccumulator, Op, LocalTensors, Vjp, common_float};
 use crate::local_tensor::{LocalTensor, launch};
+use crate::op::{
+    Cotangents, DTypes, ForwardContext, GradAccumulator, LocalTensors, Op, SavedForBackward, Vjp,
+    common_float,
+};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::linear::{LINEAR_GELU, MATMUL_GELU_GRAD};
@@ -98,7 +103,9 @@ impl Op for Mlp {
         let b1 = to_vector(rank, x[2])?;
         let [mut y, mut z, mut hidden] = [local.output(0)?, local.output(1)?, local.output(2)?];
         with_matrix_view(&mut hidden, 1, |hidden| {
-            with_matrix_view(&mut z, 1, |z| launch(rank, &LINEAR_GELU, &[&a, &w1, &b1], &mut [hidden, z], &[]))
+            with_matrix_view(&mut z, 1, |z| {
+                launch(rank, &LINEAR_GELU, &[&a, &w1, &b1], &mut [hidden, z], &[])
+            })
         })?;
         let hidden_matrix = to_matrix(rank, &hidden, 1)?;
         let (b2, residual) = x[4..].split_at(usize::from(self.has_last_bias));
@@ -120,10 +127,12 @@ impl Op for Mlp {
             GradPart::Inputs => vec![w1, w2, z],
             GradPart::Weights => vec![x, w2, z, hidden],
         };
-        let saved = read.into_iter().map(|t| t.expect("saved_for_backward_of names the values that the part reads"));
+        let saved =
+            read.into_iter().map(|t| t.expect("saved_for_backward_of names the values that the part reads"));
         let args: Vec<&Tensor> = saved.chain([&g]).collect();
         let first = usize::from(part == GradPart::Weights);
-        let sums: Vec<Option<&GradAccumulator>> = (first..self.num_layer_args()).map(|i| cx.accumulator(i)).collect();
+        let sums: Vec<Option<&GradAccumulator>> =
+            (first..self.num_layer_args()).map(|i| cx.accumulator(i)).collect();
         let is_wide = !cx.input_layouts[2].replicate().is_empty();
         let backward = MlpBackward { has_last_bias: self.has_last_bias, part, is_wide };
         let grads = Tensor::results_accumulating(&backward, &args, &sums);
@@ -294,7 +303,11 @@ mod tests {
             assert_eq!(volume(&mlp, &of_mlp, &[&[2, 3, 5]]), 6 * 16 * 9, "with the visible output only");
             assert_eq!(volume(&Linear::new(1, 1), &[&[2, 3, 4], &[4, 5], &[5]], &[&[2, 3, 5]]), 6 * 4 * 5);
             let rows: [&[usize]; 2] = [&[50_000, 8], &[2, 3]];
-            assert_eq!(volume(&Embedding, &rows, &[&[2, 3, 8]]), 48, "only the selected rows of the table are read");
+            assert_eq!(
+                volume(&Embedding, &rows, &[&[2, 3, 8]]),
+                48,
+                "only the selected rows of the table are read"
+            );
             assert_eq!(
                 volume(
                     &LayerNorm { eps: 1.0, has_residual: false },

@@ -2,8 +2,8 @@
 
 use super::broadcast::Broadcast;
 use super::{Case, Input};
-use crate::op::{Cotangents, PlanKey, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp};
 use crate::local_tensor::LocalTensor;
+use crate::op::{Cotangents, ForwardContext, LocalTensors, Op, PlanKey, SavedForBackward, Vjp};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::binary::MUL;
@@ -83,7 +83,8 @@ pub(super) fn cases() -> Vec<Case> {
         Case::new(Mul::of(2, 3), vec![real(&[5, 3]), real(&[2, 5, 3])]).exact(),
         Case::new(Mul::of(1, 0), vec![real(&[5]), real(&[])]).exact(),
         Case::fixed_shape(Rc::new(Mul::between(&[5, 1], &[3])), vec![real(&[5, 1]), real(&[3])]).exact(),
-        Case::fixed_shape(Rc::new(Mul::between(&[1, 3], &[5, 1])), vec![real(&[1, 3]), real(&[5, 1])]).exact(),
+        Case::fixed_shape(Rc::new(Mul::between(&[1, 3], &[5, 1])), vec![real(&[1, 3]), real(&[5, 1])])
+            .exact(),
         Case::fixed_shape(Rc::new(Mul::between(&[2, 5, 3], &[5, 1])), vec![real(&[2, 5, 3]), real(&[5, 1])])
             .exact(),
     ]

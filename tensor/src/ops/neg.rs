@@ -1,8 +1,8 @@
 //! Elementwise negation: y = -x.
 
 use super::{Case, Input};
-use crate::op::{Cotangents, ForwardContext, Op, LocalTensors, Vjp};
 use crate::local_tensor::LocalTensor;
+use crate::op::{Cotangents, ForwardContext, LocalTensors, Op, Vjp};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::unary::NEG;

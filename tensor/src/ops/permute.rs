@@ -2,8 +2,8 @@
 
 use super::labels::{check_dim, dim_labels, invalid_argument};
 use super::{Case, Input};
-use crate::op::{Cotangents, DTypes, ForwardContext, Op, LocalTensors, Vjp};
 use crate::local_tensor::LocalTensor;
+use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, Vjp};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::{DType, Dims};
@@ -30,7 +30,9 @@ impl Permute {
             check_dim("permute", ndim, d)?;
         }
         if order.len() != ndim || (0..ndim).any(|d| !order.contains(&d)) {
-            return invalid_argument(format!("permute: {order:?} is not a permutation of the {ndim} dims of the tensor"));
+            return invalid_argument(format!(
+                "permute: {order:?} is not a permutation of the {ndim} dims of the tensor"
+            ));
         }
         Ok(Permute::of(order.into()))
     }

@@ -1,9 +1,9 @@
 //! Elementwise power of two tensors: z = x^y. Shapes broadcast as in NumPy.
 
-use super::broadcast::{Broadcast, BinaryBackward};
+use super::broadcast::{BinaryBackward, Broadcast};
 use super::{Case, Input};
-use crate::op::{Cotangents, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp};
 use crate::local_tensor::LocalTensor;
+use crate::op::{Cotangents, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp};
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::binary::{POW, POW_BASE_GRAD, POW_EXPONENT_GRAD};
 use std::rc::Rc;
@@ -49,15 +49,17 @@ impl Op for Pow {
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         cx.cotangents(|i| {
             let kernel = if i == 0 { &POW_BASE_GRAD } else { &POW_EXPONENT_GRAD };
-            let [x, y, g] = [cx.input(0), cx.input(1), &cx.grad(0)].map(|x| self.shape.widen_if_broadcast(x, i));
+            let [x, y, g] =
+                [cx.input(0), cx.input(1), &cx.grad(0)].map(|x| self.shape.widen_if_broadcast(x, i));
             self.shape.sum_to_argument(cx, BinaryBackward::of(kernel, &x, &y, &g), i)
         })
     }
 }
 
 pub(super) fn cases() -> Vec<Case> {
-    let case =
-        |x: &[usize], y: &[usize]| Case::fixed_shape(Pow::between(x, y), vec![Input::positive(x), Input::real(y)]);
+    let case = |x: &[usize], y: &[usize]| {
+        Case::fixed_shape(Pow::between(x, y), vec![Input::positive(x), Input::real(y)])
+    };
     vec![case(&[5, 3], &[5, 3]), case(&[5, 8], &[8]), case(&[5, 1], &[3]), case(&[3], &[2, 5, 1])]
 }
 

@@ -8,8 +8,8 @@ use super::cast::is_exact;
 use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
-use crate::op::{Cotangents, DTypes, ForwardContext, Op, LocalTensors, Vjp, apply, unwind};
 use crate::local_tensor::LocalTensor;
+use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, Vjp, apply, unwind};
 use crate::refusal::Refusal;
 use crate::step::{Step, adjoint, merge_all_reduces};
 use crate::tensor::Tensor;
@@ -57,7 +57,8 @@ fn rounded(from: &Layout, to: &Layout) -> Result<Layout> {
     }
     if !from.partial().is_empty() {
         let text = format!("a partial sum, {from}, would be rounded to {} before the all-reduce", to.dtype());
-        return Err(Error::new(Kind::Layout, text).detail("help", "redistribute it to a layout without partial axes first, or cast it"));
+        return Err(Error::new(Kind::Layout, text)
+            .detail("help", "redistribute it to a layout without partial axes first, or cast it"));
     }
     Ok(from.with_dtype(to.dtype()))
 }

@@ -5,8 +5,8 @@ use super::{Case, Input};
 use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
-use crate::op::{Cotangents, DTypes, ForwardContext, Op, LocalTensors, Vjp};
 use crate::local_tensor::LocalTensor;
+use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, Vjp};
 use crate::refusal::Refusal;
 use crate::reshape_rule::reshape_layout;
 use crate::tensor::Tensor;
@@ -39,7 +39,9 @@ impl Reshape {
     pub fn to(from: &[usize], shape: &[usize]) -> Result<Rc<dyn Op>> {
         let numel = shape.iter().try_fold(1usize, |n, &extent| n.checked_mul(extent));
         if numel != Some(from.iter().product()) {
-            return invalid_argument(format!("reshape: shape {from:?} and shape {shape:?} have different numbers of elements"));
+            return invalid_argument(format!(
+                "reshape: shape {from:?} and shape {shape:?} have different numbers of elements"
+            ));
         }
         if from.len().max(shape.len()) > DIMS_MAX {
             return invalid_argument(format!(

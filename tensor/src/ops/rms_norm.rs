@@ -2,8 +2,8 @@
 
 use super::layer_norm::{backward_dtypes, residual_cotangent, run_norm};
 use super::{Case, Input};
-use crate::op::{Cotangents, DTypes, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp, common_float};
 use crate::local_tensor::LocalTensor;
+use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, common_float};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::DType;

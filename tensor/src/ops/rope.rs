@@ -2,8 +2,8 @@
 
 use super::labels::{check_dim, dim_labels_with, invalid_argument};
 use super::{Case, Input};
-use crate::op::{Cotangents, ForwardContext, Op, LocalTensors, Vjp};
 use crate::local_tensor::LocalTensor;
+use crate::op::{Cotangents, ForwardContext, LocalTensors, Op, Vjp};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::Scalar;
@@ -75,7 +75,8 @@ impl Op for Rope {
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         let ndim = cx.output_layouts[0].ndim();
-        let back: Rc<dyn Op> = Rc::new(Rope::rotation(ndim, self.frequencies.clone(), self.first, -self.sign));
+        let back: Rc<dyn Op> =
+            Rc::new(Rope::rotation(ndim, self.frequencies.clone(), self.first, -self.sign));
         cx.cotangents(|_| Tensor::result(back.clone(), &[&cx.grad(0)]))
     }
 }

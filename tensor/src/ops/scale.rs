@@ -1,8 +1,8 @@
 //! Elementwise multiplication with a number: y = c x.
 
 use super::{Case, Input};
-use crate::op::{Cotangents, PlanKey, ForwardContext, Op, LocalTensors, Vjp};
 use crate::local_tensor::LocalTensor;
+use crate::op::{Cotangents, ForwardContext, LocalTensors, Op, PlanKey, Vjp};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::Scalar;

@@ -1,8 +1,8 @@
 //! Elementwise sign: y = -1, 0 or 1.
 
 use super::{Case, Input};
-use crate::op::{ForwardContext, Op, LocalTensors};
 use crate::local_tensor::LocalTensor;
+use crate::op::{ForwardContext, LocalTensors, Op};
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::elementary::SIGN;
 use std::rc::Rc;

@@ -5,8 +5,8 @@ use super::{Case, Input};
 use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
-use crate::op::{Cotangents, DTypes, ForwardContext, Op, LocalTensors, Vjp, infer_by_signature};
 use crate::local_tensor::LocalTensor;
+use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, Vjp, infer_by_signature};
 use crate::refusal::Refusal;
 use crate::tensor::{Tensor, check_representable};
 use shardgrad_dist::Result;
@@ -43,7 +43,9 @@ impl Slice {
     pub fn along(ndim: usize, extent: usize, dim: usize, range: Range<usize>) -> Result<Rc<dyn Op>> {
         check_dim("slice", ndim, dim)?;
         if range.start > range.end || range.end > extent {
-            return invalid_argument(format!("slice: the range {range:?} is out of bounds for dim {dim} of {extent} elements"));
+            return invalid_argument(format!(
+                "slice: the range {range:?} is out of bounds for dim {dim} of {extent} elements"
+            ));
         }
         Ok(Slice::of(ndim, extent, dim, range))
     }
@@ -86,7 +88,9 @@ impl Op for Slice {
     }
 
     fn forward(&self, _: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
-        Ok([x[0].with_view(x[0].view.narrow(self.dim, self.range.start, self.range.end))].into_iter().collect())
+        Ok([x[0].with_view(x[0].view.narrow(self.dim, self.range.start, self.range.end))]
+            .into_iter()
+            .collect())
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

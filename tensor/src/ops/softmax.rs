@@ -1,8 +1,8 @@
 //! Softmax over the last dim: y_i = exp(x_i - max x) / sum_j exp(x_j - max x).
 
 use super::{Case, Input};
-use crate::op::{Cotangents, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp};
 use crate::local_tensor::LocalTensor;
+use crate::op::{Cotangents, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::softmax::{BACKWARD, FORWARD};

@@ -1,13 +1,13 @@
 //! Consecutive ranges of an unsharded dim as separate tensors: the inverse of concatenation.
 
 use super::concat::Concat;
-use super::labels::{check_num_tensors, check_dim, dim_labels_with, invalid_argument, unsplit};
+use super::labels::{check_dim, check_num_tensors, dim_labels_with, invalid_argument, unsplit};
 use super::{Case, Input};
 use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
-use crate::op::{Cotangents, DTypes, ForwardContext, Op, LocalTensors, Vjp, infer_by_signature, unwind};
 use crate::local_tensor::LocalTensor;
+use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, Vjp, infer_by_signature, unwind};
 use crate::refusal::Refusal;
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
@@ -37,7 +37,9 @@ impl Split {
         check_dim("split", ndim, dim)?;
         check_num_tensors("split", sizes.len())?;
         if sizes.iter().try_fold(0usize, |sum, &n| sum.checked_add(n)) != Some(extent) {
-            return invalid_argument(format!("split: the sizes {sizes:?} do not add up to the {extent} elements of dim {dim}"));
+            return invalid_argument(format!(
+                "split: the sizes {sizes:?} do not add up to the {extent} elements of dim {dim}"
+            ));
         }
         let parts: Vec<String> =
             (0..sizes.len()).map(|i| dim_labels_with(ndim, dim, &format!("y{i}"))).collect();

@@ -3,8 +3,8 @@
 use super::div::div;
 use super::scale::scale;
 use super::{Case, Input};
-use crate::op::{Cotangents, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp};
 use crate::local_tensor::LocalTensor;
+use crate::op::{Cotangents, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp};
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::unary::SQRT;
 use std::rc::Rc;

@@ -3,8 +3,8 @@
 use super::broadcast::Broadcast;
 use super::neg::neg;
 use super::{Case, Input};
-use crate::op::{Cotangents, PlanKey, ForwardContext, Op, LocalTensors, Vjp};
 use crate::local_tensor::LocalTensor;
+use crate::op::{Cotangents, ForwardContext, LocalTensors, Op, PlanKey, Vjp};
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::binary::SUB;
 use std::rc::Rc;
@@ -69,7 +69,8 @@ pub(super) fn cases() -> Vec<Case> {
         Case::new(Sub::of(2, 1), vec![real(&[5, 8]), real(&[8])]).exact(),
         Case::new(Sub::of(1, 2), vec![real(&[5]), real(&[3, 5])]).exact(),
         Case::fixed_shape(Rc::new(Sub::between(&[5, 1], &[3])), vec![real(&[5, 1]), real(&[3])]).exact(),
-        Case::fixed_shape(Rc::new(Sub::between(&[1, 3], &[5, 1])), vec![real(&[1, 3]), real(&[5, 1])]).exact(),
+        Case::fixed_shape(Rc::new(Sub::between(&[1, 3], &[5, 1])), vec![real(&[1, 3]), real(&[5, 1])])
+            .exact(),
         Case::fixed_shape(Rc::new(Sub::between(&[2, 5, 3], &[5, 1])), vec![real(&[2, 5, 3]), real(&[5, 1])])
             .exact(),
     ]

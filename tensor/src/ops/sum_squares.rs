@@ -1,8 +1,8 @@
 //! Sum of the squares of all elements, in f64: the squared L2 norm.
 
 use super::{Case, Input};
-use crate::op::{DTypes, ForwardContext, Op, LocalTensors, common_float};
 use crate::local_tensor::LocalTensor;
+use crate::op::{DTypes, ForwardContext, LocalTensors, Op, common_float};
 use shardgrad_dist::Result;
 use shardgrad_kernels::DType;
 use shardgrad_kernels::op::reduce::SUM_SQUARES;

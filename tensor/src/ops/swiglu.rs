@@ -1,8 +1,8 @@
 //! SwiGLU activation: y = silu(g) u with silu(g) = g / (1 + exp(-g)), elementwise.
 
 use super::{Case, Input};
-use crate::op::{Cotangents, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp};
 use crate::local_tensor::LocalTensor;
+use crate::op::{Cotangents, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::swiglu::{BACKWARD, FORWARD};

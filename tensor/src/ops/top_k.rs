@@ -6,8 +6,10 @@ use super::{Case, Input};
 use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
-use crate::op::{Cotangents, DTypes, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp, infer_by_signature};
 use crate::local_tensor::LocalTensor;
+use crate::op::{
+    Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, infer_by_signature,
+};
 use crate::refusal::Refusal;
 use shardgrad_dist::Result;
 use shardgrad_kernels::DType;

@@ -2,8 +2,8 @@
 //! else 0.
 
 use super::{Case, Input};
-use crate::op::{Cotangents, DTypes, ForwardContext, Op, LocalTensors, Vjp};
 use crate::local_tensor::LocalTensor;
+use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, Vjp};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::triangular::TRIANGULAR;

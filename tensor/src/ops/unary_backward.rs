@@ -1,7 +1,7 @@
 //! Backward of elementwise functions of one argument that have a backward kernel.
 
-use crate::op::{PlanKey, ForwardContext, Op, LocalTensors};
 use crate::local_tensor::LocalTensor;
+use crate::op::{ForwardContext, LocalTensors, Op, PlanKey};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::{Kernel, Scalar};

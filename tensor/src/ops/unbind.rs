@@ -1,12 +1,14 @@
 //! Slices of a tensor along a dim, which disappears, and the transpose: stacking of tensors along a new dim.
 
-use super::labels::{check_num_tensors, check_dim, linear_jointly, dim_label, dim_labels_with, common_dtype, unsplit};
+use super::labels::{
+    check_dim, check_num_tensors, common_dtype, dim_label, dim_labels_with, linear_jointly, unsplit,
+};
 use super::{Case, Input};
 use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
-use crate::op::{Cotangents, DTypes, ForwardContext, Op, LocalTensors, Vjp, infer_by_signature};
 use crate::local_tensor::LocalTensor;
+use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, Vjp, infer_by_signature};
 use crate::refusal::Refusal;
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;

@@ -5,7 +5,9 @@ use shardgrad_dist::Result;
 use shardgrad_kernels::op::{embedding, random, reduce};
 use shardgrad_kernels::{DType, Scalar, Strides};
 use shardgrad_tensor::check::{Size, gradcheck};
-use shardgrad_tensor::op::{Cotangents, DTypes, SavedForBackward, ForwardContext, Op, LocalTensors, Vjp, infer_by_signature};
+use shardgrad_tensor::op::{
+    Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, infer_by_signature,
+};
 use shardgrad_tensor::ops::add::Add;
 use shardgrad_tensor::ops::dropout::Dropout;
 use shardgrad_tensor::ops::embedding::Embedding;
@@ -17,8 +19,10 @@ use shardgrad_tensor::ops::silu::Silu;
 use shardgrad_tensor::ops::softmax::Softmax;
 use shardgrad_tensor::ops::sum::Sum;
 use shardgrad_tensor::ops::sum_squares::SumSquares;
-use shardgrad_tensor::ops::{Case, OpModule, Input};
-use shardgrad_tensor::{Context, Inference, Layout, LocalTensor, Refusal, Placement, Tensor, Value as _, check_op};
+use shardgrad_tensor::ops::{Case, Input, OpModule};
+use shardgrad_tensor::{
+    Context, Inference, Layout, LocalTensor, Placement, Refusal, Tensor, Value as _, check_op,
+};
 use std::rc::Rc;
 
 type Forward = fn(&ForwardContext<'_>, &[&LocalTensor]) -> Result<LocalTensors>;
@@ -222,8 +226,14 @@ fn failures(make: fn() -> Vec<Case>) -> Vec<String> {
     let entry = OpModule { name: "broken", cases: make, source: "" };
     let references = references(&[entry]);
     let sizes = vec![Size::Given, Size::One];
-    let selection =
-        RowSelection { mesh: "a=2", sizes, strided: &[false, true], all_max: 1000, sample: 0, has_grains: false };
+    let selection = RowSelection {
+        mesh: "a=2",
+        sizes,
+        strided: &[false, true],
+        all_max: 1000,
+        sample: 0,
+        has_grains: false,
+    };
     let mut failures = run_rows(&[entry], &selection).unwrap().failures;
     for (i, reference) in references[0].iter().enumerate() {
         failures.extend(gradcheck(|| cases(&entry).swap_remove(i), reference).err().map(|e| e.to_string()));
@@ -235,7 +245,10 @@ fn failures(make: fn() -> Vec<Case>) -> Vec<String> {
 fn every_broken_op_is_reported() {
     for (at, (report, make)) in BROKEN.iter().enumerate() {
         let found = failures(*make);
-        assert!(found.iter().any(|f| f.contains(report)), "fault {at}: no check reports `{report}`: {found:?}");
+        assert!(
+            found.iter().any(|f| f.contains(report)),
+            "fault {at}: no check reports `{report}`: {found:?}"
+        );
     }
 }
 

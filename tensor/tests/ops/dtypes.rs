@@ -29,8 +29,9 @@ fn narrower_floats_agree_up_to_rounding() {
                         ..g.clone()
                     };
                     let inputs: Vec<GlobalTensor> = reference.inputs.iter().map(narrow).collect();
-                    let whole =
-                        |g: &GlobalTensor| g.distribute(rank, &Layout::invariant(rank.mesh(), g.dtype, &g.shape));
+                    let whole = |g: &GlobalTensor| {
+                        g.distribute(rank, &Layout::invariant(rank.mesh(), g.dtype, &g.shape))
+                    };
                     let args: Vec<Tensor> = inputs.iter().map(whole).collect::<Result<_>>()?;
                     let refs: Vec<&Tensor> = args.iter().collect();
                     let outputs = op::apply(&*case.op, &refs, &[], Location::caller())?;

@@ -3,8 +3,10 @@
 
 use shardgrad_dist::{Error, Kind, Mesh, Rank, Result, World};
 use shardgrad_kernels::DType;
-use shardgrad_tensor::check::{RowOutcome, LayoutCase, Size, Reference, gradcheck, layouts, resize, check_row, reference};
-use shardgrad_tensor::ops::{Case, OpModule, OPS};
+use shardgrad_tensor::check::{
+    LayoutCase, Reference, RowOutcome, Size, check_row, gradcheck, layouts, reference, resize,
+};
+use shardgrad_tensor::ops::{Case, OPS, OpModule};
 use shardgrad_tensor::{Context, Layout};
 use std::collections::BTreeMap;
 use std::io::Write as _;
@@ -127,7 +129,13 @@ impl RowSelection {
     }
 
     /// The placements of the arguments of a case, planned on one rank without values.
-    fn placements(&self, rank: &Rank, case: &Case, reference: &Reference, results: &mut RowResults) -> Vec<LayoutCase> {
+    fn placements(
+        &self,
+        rank: &Rank,
+        case: &Case,
+        reference: &Reference,
+        results: &mut RowResults,
+    ) -> Vec<LayoutCase> {
         let lists: Vec<Vec<Layout>> =
             reference.inputs.iter().map(|g| layouts(rank.mesh(), g.dtype, &g.shape)).collect();
         let total: usize = lists.iter().map(Vec::len).product();
@@ -203,7 +211,8 @@ fn catch_panics<T>(rank: &Rank, f: impl FnOnce() -> Result<T>) -> Result<T> {
 fn run_tasks(rank: &Rank, tasks: &[Task<'_>]) -> Result<RowResults> {
     let mut results = RowResults::default();
     for task in tasks {
-        let case = sized(task.entry, &task.sized_case.0, rank.mesh().num_ranks()).swap_remove(task.sized_case.1);
+        let case =
+            sized(task.entry, &task.sized_case.0, rank.mesh().num_ranks()).swap_remove(task.sized_case.1);
         for placement in &task.placements {
             match catch_panics(rank, || check_row(rank, &case, &task.reference, placement)) {
                 Ok(row) => results.counts.entry(task.entry.name).or_default()[row as usize] += 1,
@@ -302,7 +311,13 @@ fn every_op_on_every_layout() {
         for size in &selection.sizes {
             let found = run_rows(OPS, &selection.in_size(*size)).unwrap();
             let wrong = found.failures;
-            assert!(wrong.is_empty(), "{} failures on {}:\n{}", wrong.len(), selection.mesh, wrong.join("\n"));
+            assert!(
+                wrong.is_empty(),
+                "{} failures on {}:\n{}",
+                wrong.len(),
+                selection.mesh,
+                wrong.join("\n")
+            );
             for (name, row) in found.counts {
                 let op = counts.entry(name).or_default();
                 (0..4).for_each(|i| (op[i], sum[i]) = (op[i] + row[i], sum[i] + row[i]));

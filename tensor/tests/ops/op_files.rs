@@ -22,7 +22,11 @@ fn every_op_file_has_cases_and_a_doc() {
         assert!(!(entry.cases)().is_empty(), "{} has cases", entry.name);
         let text = std::fs::read_to_string(folder.join(format!("{}.rs", entry.name))).unwrap();
         let head = text.lines().next().unwrap();
-        assert!(head.starts_with("//! ") && head.len() > 10, "the first line of {} says what the op computes: {head}", entry.name);
+        assert!(
+            head.starts_with("//! ") && head.len() > 10,
+            "the first line of {} says what the op computes: {head}",
+            entry.name
+        );
         assert!(text.contains("#[cfg(test)]"), "{} has a test against values computed by hand", entry.name);
     }
 }

@@ -13,19 +13,24 @@ impl Step<'_> {
     pub(super) fn reduce(&mut self, stage: usize) -> Result<()> {
         self.reduced.push(stage);
         let (runner, here) = (self.runner, self.here());
-        let later = |other: &usize| runner.schedule.stage_ranks[*other] == here && !self.reduced.contains(other);
+        let later =
+            |other: &usize| runner.schedule.stage_ranks[*other] == here && !self.reduced.contains(other);
         let waits: BTreeSet<Key> = (0..runner.stages.stages().len())
             .filter(later)
             .flat_map(|other| runner.stages.keys(other))
             .collect();
         let external_inputs = &runner.stages.program().external_inputs;
-        let ready = |external: &u32| external_inputs[*external as usize].key.is_some_and(|key| !waits.contains(&key));
-        let (ready, left) = std::mem::take(&mut self.sums).into_iter().partition(|(external, _)| ready(external));
+        let ready =
+            |external: &u32| external_inputs[*external as usize].key.is_some_and(|key| !waits.contains(&key));
+        let (ready, left) =
+            std::mem::take(&mut self.sums).into_iter().partition(|(external, _)| ready(external));
         self.sums = left;
         let ready: BTreeMap<u32, Tensor> = ready;
         let mut seeds: Vec<(Id, Tensor)> = Vec::new();
         for (external, sum) in ready {
-            seeds.extend(self.compute_parameters.remove(&external).and_then(|(var, _)| var.id()).map(|id| (id, sum)));
+            seeds.extend(
+                self.compute_parameters.remove(&external).and_then(|(var, _)| var.id()).map(|id| (id, sum)),
+            );
         }
         self.tape.backward_from(seeds);
         self.gradients.extend(self.tape.gradients());

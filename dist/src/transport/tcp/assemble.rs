@@ -73,7 +73,8 @@ pub(super) fn form_result(
     if request.op == Op::AllToAll {
         for (i, x) in operands.iter().enumerate() {
             let x = x.expect("bug: a member of an all_to_all without a buffer");
-            let start = if i == group_rank { request.payload().elements(group_rank, group_rank).start } else { 0 };
+            let start =
+                if i == group_rank { request.payload().elements(group_rank, group_rank).start } else { 0 };
             let part = start..start + request.received[i];
             buffer_ops::copy(backend, dtype, x, part, &mut y, buffer_ops::offset(request.received, i))?;
         }

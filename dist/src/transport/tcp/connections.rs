@@ -1,8 +1,8 @@
 //! The connections of one process to all others. One thread per connection reads all incoming frames, so that senders never wait for
 //! what the receiving rank computes; one more thread sends heartbeats.
 
+use super::frame::{Frame, HEARTBEAT, PREFIX_BYTES, lengths, set_body};
 use super::world_view::WorldView;
-use super::frame::{Frame, PREFIX_BYTES, HEARTBEAT, lengths, set_body};
 use crate::error::{Error, Kind, Result};
 use crate::report;
 use std::io::{ErrorKind, Read, Write};
@@ -68,11 +68,18 @@ impl Connections {
             stream.set_read_timeout(Some(READ_TIMEOUT))?;
             stream.set_write_timeout(Some(WRITE_TIMEOUT))?;
         }
-        let streams_kept = streams.iter().flatten().map(TcpStream::try_clone).collect::<std::io::Result<_>>()?;
+        let streams_kept =
+            streams.iter().flatten().map(TcpStream::try_clone).collect::<std::io::Result<_>>()?;
         let write_halves = streams.into_iter().map(|s| Some(Mutex::new(Some(s?)))).collect();
         let open = AtomicUsize::new(readings.len());
-        let shared = Arc::new(SharedConnections { view, write_halves, is_over: AtomicBool::new(false), open });
-        let mut connections = Connections { shared: shared.clone(), streams: streams_kept, readers: Vec::new(), heartbeat: None };
+        let shared =
+            Arc::new(SharedConnections { view, write_halves, is_over: AtomicBool::new(false), open });
+        let mut connections = Connections {
+            shared: shared.clone(),
+            streams: streams_kept,
+            readers: Vec::new(),
+            heartbeat: None,
+        };
         for (from, stream) in readings {
             let shared = shared.clone();
             let read = move || {

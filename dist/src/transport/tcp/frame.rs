@@ -3,8 +3,8 @@
 //! A frame is: one byte for its kind; the lengths of head and body, eight bytes each; the head; the body, which holds elements in
 //! their memory layout. A heartbeat is its kind byte alone, so it is never sent partially.
 
-use crate::encoding::{Decoder, Encoder};
 use crate::call::IssuedCall;
+use crate::encoding::{Decoder, Encoder};
 use crate::error::Error;
 use crate::mesh::Mesh;
 use crate::world_state::Failure;

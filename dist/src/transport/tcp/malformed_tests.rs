@@ -2,7 +2,7 @@
 
 #![cfg(not(loom))]
 
-use super::frame::{Frame, PREFIX_BYTES, HEARTBEAT, lengths, set_body};
+use super::frame::{Frame, HEARTBEAT, PREFIX_BYTES, lengths, set_body};
 use super::{Endpoint, TcpTransport};
 use crate::call::{Call, IssuedCall, Op, Origin, Phase, ReduceOp};
 use crate::error::{Error, Kind, Result};

@@ -18,21 +18,20 @@ mod assemble;
 #[cfg(test)]
 mod malformed_tests;
 
-pub(crate) use world_view::WorldView;
 pub(crate) use connections::Connections;
 pub use rendezvous::Rendezvous;
-pub(crate) use rendezvous::{WorldConfig, ConsistentValues, WaitHook};
+pub(crate) use rendezvous::{ConsistentValues, WaitHook, WorldConfig};
+pub(crate) use world_view::WorldView;
 
 use super::{Transport, buffer_ops};
 use crate::call::{IssuedCall, Op, Request};
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
-use crate::spin_condvar::WaitClock;
 use crate::report;
+use crate::spin_condvar::WaitClock;
 use crate::world_state::{Failure, RankStatus};
-use world_view::ReceivedCall;
-use frame::{Frame, Probe};
 use assemble::{form_result, other_group_ranks, reduce_range, upload};
+use frame::{Frame, Probe};
 use shardgrad_kernels::host_vec::{try_copied, try_filled};
 use shardgrad_kernels::{Backend, Buffer};
 use smallvec::SmallVec;
@@ -41,6 +40,7 @@ use std::collections::HashMap;
 use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use world_view::ReceivedCall;
 
 /// A rank that has waited this long announces its wait to all others, and sends probes.
 const ANNOUNCE_AFTER: Duration = Duration::from_millis(50);
@@ -141,7 +141,9 @@ impl Endpoint {
         self.connections.send_to_all(&Frame::Failed(failure.clone()), FINAL_SEND_TIMEOUT);
         // All ranks may have failed independently with the same error; the lowest rank reports it.
         let is_own = failure.affected.is_empty() && failure.is_of(view.rank);
-        let earlier = is_own.then(|| self.connections.wait_for_final_frames()).and_then(|()| view.failure_with_same_error(&failure.error));
+        let earlier = is_own
+            .then(|| self.connections.wait_for_final_frames())
+            .and_then(|()| view.failure_with_same_error(&failure.error));
         report::last_error(&failure, earlier.as_ref(), view.rank, error)
     }
 }
@@ -180,7 +182,8 @@ impl Transport for TcpTransport {
 
 impl TcpTransport {
     pub(crate) fn new(endpoint: Endpoint, timeout: Duration, spin: Duration) -> TcpTransport {
-        let (min_timeout, argument, counters) = (Cell::new(Duration::ZERO), RefCell::default(), RefCell::default());
+        let (min_timeout, argument, counters) =
+            (Cell::new(Duration::ZERO), RefCell::default(), RefCell::default());
         TcpTransport { endpoint, timeout, spin, min_timeout, argument, counters }
     }
 
@@ -218,7 +221,9 @@ impl TcpTransport {
         self.endpoint.view.set_last_call(&issued);
         let (bits, counters) = (issued.axes.bits(), &mut *self.counters.borrow_mut());
         match request.op {
-            Op::Send { to } => drop(counters.messages.insert((bits, request.position.members[to]), issued.number)),
+            Op::Send { to } => {
+                drop(counters.messages.insert((bits, request.position.members[to]), issued.number))
+            }
             Op::Recv { .. } => {}
             _ => drop(counters.calls.insert(bits, issued.number)),
         }
@@ -262,7 +267,12 @@ impl TcpTransport {
         for group_rank in other_group_ranks(request) {
             let part = payload.elements(position.group_rank, group_rank);
             let argument = self.argument.borrow();
-            self.write(position.members[group_rank], &mut head, &argument[part.start * size..part.end * size], &issued)?;
+            self.write(
+                position.members[group_rank],
+                &mut head,
+                &argument[part.start * size..part.end * size],
+                &issued,
+            )?;
         }
         let axes = request.call.axes;
         self.wait(request, |view, member| view.has_call(member, axes))?;
@@ -278,7 +288,12 @@ impl TcpTransport {
     }
 
     /// Fails the world if the members of a group made different calls; all members detect that.
-    fn compare(&self, request: &Request<'_>, own: &IssuedCall, arrived: &[Option<ReceivedCall>]) -> Result<()> {
+    fn compare(
+        &self,
+        request: &Request<'_>,
+        own: &IssuedCall,
+        arrived: &[Option<ReceivedCall>],
+    ) -> Result<()> {
         let calls: SmallVec<[&IssuedCall; 8]> =
             arrived.iter().map(|one| one.as_ref().map_or(own, |one| &one.issued)).collect();
         let members = &request.position.members;
@@ -314,7 +329,14 @@ impl TcpTransport {
         for group_rank in 0..position.size() {
             let theirs = self.endpoint.view.take_chunk(position.members[group_rank], axes);
             let part = theirs.map_or(Ok(mine.clone()), |theirs| upload(backend, &theirs))?;
-            buffer_ops::copy(backend, dtype, &part, 0..range(group_rank).len(), &mut y, range(group_rank).start)?;
+            buffer_ops::copy(
+                backend,
+                dtype,
+                &part,
+                0..range(group_rank).len(),
+                &mut y,
+                range(group_rank).start,
+            )?;
         }
         Ok(y)
     }
@@ -324,7 +346,10 @@ impl TcpTransport {
         self.download_argument(backend, request)?;
         let issued = self.issue(request);
         if to == self.rank() {
-            self.endpoint.view.deliver_to_self(issued, try_copied(&self.argument.borrow(), "a message to this rank itself")?);
+            self.endpoint.view.deliver_to_self(
+                issued,
+                try_copied(&self.argument.borrow(), "a message to this rank itself")?,
+            );
             return Ok(());
         }
         self.write(to, &mut Frame::Call(issued.clone()).encode(), &self.argument.borrow(), &issued)
@@ -333,7 +358,8 @@ impl TcpTransport {
     fn recv(&self, backend: &dyn Backend, request: &Request<'_>, from: usize) -> Result<Buffer> {
         let (issued, axes) = (self.issue(request), request.call.axes);
         self.wait(request, |view, member| member != from || view.has_message(from, axes))?;
-        let message = self.endpoint.view.take_message(from, axes).expect("bug: the awaited message is missing");
+        let message =
+            self.endpoint.view.take_message(from, axes).expect("bug: the awaited message is missing");
         let (mesh, me) = (&self.endpoint.view.mesh, self.rank());
         if let Some(error) = report::wrong_message(mesh, from, &message.issued, me, &issued) {
             self.fail(error.clone(), vec![me, from]);
@@ -350,7 +376,8 @@ impl TcpTransport {
         let absent = || request.position.members.iter().copied().filter(missing).collect::<Vec<usize>>();
         let done = || !request.position.members.iter().any(&missing);
         self.counters.borrow_mut().waits += 1;
-        let mut wait = Wait { request, clock: WaitClock::default(), next: ANNOUNCE_AFTER, is_announced: false };
+        let mut wait =
+            Wait { request, clock: WaitClock::default(), next: ANNOUNCE_AFTER, is_announced: false };
         view.condvar.wait(self.spin, done, || self.check_wait(&mut wait, &absent))?;
         if wait.is_announced {
             self.endpoint.connections.send_to_all(&Frame::Resumed, FINAL_SEND_TIMEOUT);

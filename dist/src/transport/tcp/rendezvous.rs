@@ -11,20 +11,20 @@ mod handshake;
 mod host;
 mod client;
 
-pub(crate) use message::{WorldConfig, ConsistentValues};
+pub(crate) use message::{ConsistentValues, WorldConfig};
 
 use crate::encoding::printable;
 use crate::error::{Error, Kind, Result};
 use crate::process::Process;
+use client::RendezvousClient;
 use handshake::{poll, send};
 use host::RendezvousHost;
-use message::{HostMessage, Hello};
+use message::{Hello, HostMessage};
 use std::fmt;
 use std::io::ErrorKind;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
-use client::RendezvousClient;
 
 /// How much longer than rank 0 the other ranks wait for its messages, and how long all ranks wait for the last connections.
 const GRACE: Duration = Duration::from_secs(5);
@@ -117,7 +117,11 @@ impl Rendezvous {
             0 => {
                 let listener = listen(process, process.port())
                     .map_err(|e| refused_by_other_rank_zero(process, &hello).unwrap_or(e))?;
-                Role::Host(RendezvousHost::new(listener, hello, format!("{}:{}", process.host(), process.port())))
+                Role::Host(RendezvousHost::new(
+                    listener,
+                    hello,
+                    format!("{}:{}", process.host(), process.port()),
+                ))
             }
             _ => Role::Client(RendezvousClient::new(process, hello)),
         };
@@ -159,7 +163,10 @@ impl Rendezvous {
             Role::Alone => return Ok(vec![None]),
             Role::Host(host) => host.connect(config, &mut wait),
             Role::Client(client) => client.connect(config, &mut wait),
-            Role::Done => Err(Error::new(Kind::Config, "the rendezvous is used up: each serves one world, open another with Rendezvous::open")),
+            Role::Done => Err(Error::new(
+                Kind::Config,
+                "the rendezvous is used up: each serves one world, open another with Rendezvous::open",
+            )),
         };
         // The host stays after a failure, to send the reason to ranks that connect later; after a timeout it has waited long enough.
         let is_known = connected.as_ref().map_or_else(|e| e.kind() == Kind::Timeout, |_| true);

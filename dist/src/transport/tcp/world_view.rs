@@ -4,8 +4,8 @@ use super::frame::{Frame, Probe};
 use crate::call::{IssuedCall, Op};
 use crate::error::{Error, Result};
 use crate::mesh::{AxisSet, Mesh};
-use crate::spin_condvar::SpinCondvar;
 use crate::report;
+use crate::spin_condvar::SpinCondvar;
 use crate::sync::{AtomicBool, Mutex, MutexGuard};
 use crate::world_state::{Failure, RankSnapshot, RankStatus};
 use std::collections::{HashMap, VecDeque};
@@ -65,7 +65,15 @@ impl WorldView {
         };
         let peers = (0..mesh.num_ranks()).map(|_| Mutex::new(peer())).collect();
         let (failed, failure) = (AtomicBool::new(false), Mutex::new(None));
-        WorldView { mesh, rank, peers, failed, failure, probes: Mutex::default(), condvar: SpinCondvar::default() }
+        WorldView {
+            mesh,
+            rank,
+            peers,
+            failed,
+            failure,
+            probes: Mutex::default(),
+            condvar: SpinCondvar::default(),
+        }
     }
 
     /// Locks the view of a rank. Poisoning is ignored: a thread that panics with the lock fails the world.

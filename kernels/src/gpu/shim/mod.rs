@@ -26,21 +26,21 @@ const ALIGNMENT: usize = 256;
 const STALE: u8 = 0xff;
 
 /// A copy of an operand between guards.
-struct Guarded {
+struct GuardedMemory {
     memory: Vec<u8>,
     start: usize,
     bytes: usize,
 }
 
-impl Guarded {
-    fn stale(bytes: usize) -> Guarded {
+impl GuardedMemory {
+    fn stale(bytes: usize) -> GuardedMemory {
         let memory = vec![STALE; bytes + 2 * GUARD + ALIGNMENT];
         let start = GUARD + (memory.as_ptr() as usize + GUARD).wrapping_neg() % ALIGNMENT;
-        Guarded { memory, start, bytes }
+        GuardedMemory { memory, start, bytes }
     }
 
-    fn copy_of(contents: &[u8]) -> Guarded {
-        let mut guarded = Guarded::stale(contents.len());
+    fn copy_of(contents: &[u8]) -> GuardedMemory {
+        let mut guarded = GuardedMemory::stale(contents.len());
         guarded.contents_mut().copy_from_slice(contents);
         guarded
     }
@@ -65,10 +65,10 @@ impl Guarded {
 
 /// The memory of one launch.
 struct Memory {
-    inputs: Vec<Guarded>,
-    outputs: Vec<Guarded>,
-    scratch: Vec<Guarded>,
-    fault: Guarded,
+    inputs: Vec<GuardedMemory>,
+    outputs: Vec<GuardedMemory>,
+    scratch: Vec<GuardedMemory>,
+    fault: GuardedMemory,
 }
 
 impl Memory {
@@ -147,10 +147,10 @@ fn run_planned(
 ) -> Result<f64, String> {
     let gpu = kernel.gpu.as_ref().expect("only kernels with a plan are run");
     let mut memory = Memory {
-        inputs: launch.inputs.iter().map(|x| Guarded::copy_of(x.buffer.as_slice::<u8>())).collect(),
-        outputs: launch.outputs.iter().map(|y| Guarded::copy_of(y.buffer.as_slice::<u8>())).collect(),
-        scratch: plan.scratch_bytes().iter().map(|&bytes| Guarded::stale(bytes)).collect(),
-        fault: Guarded::copy_of(&[0; FAULT_BYTES * FAULTS_MAX]),
+        inputs: launch.inputs.iter().map(|x| GuardedMemory::copy_of(x.buffer.as_slice::<u8>())).collect(),
+        outputs: launch.outputs.iter().map(|y| GuardedMemory::copy_of(y.buffer.as_slice::<u8>())).collect(),
+        scratch: plan.scratch_bytes().iter().map(|&bytes| GuardedMemory::stale(bytes)).collect(),
+        fault: GuardedMemory::copy_of(&[0; FAULT_BYTES * FAULTS_MAX]),
     };
     let entries = entries(plan, gpu.source);
     for step in plan.steps() {
@@ -236,7 +236,7 @@ fn check_and_copy_back(kernel: &Kernel, launch: &mut Launch<'_>, memory: &Memory
             return Err(format!("wrote outside of the memory of {what} {i}"));
         }
     }
-    let same = |(x, copy): (&Arg<'_>, &Guarded)| x.buffer.as_slice::<u8>() == copy.contents();
+    let same = |(x, copy): (&Arg<'_>, &GuardedMemory)| x.buffer.as_slice::<u8>() == copy.contents();
     if let Some(i) = launch.inputs.iter().zip(&memory.inputs).position(|pair| !same(pair)) {
         return Err(format!("wrote to input {i}"));
     }

@@ -53,7 +53,8 @@ pub(super) fn check(
             compiler.compile(&Program { kernel, text }, architecture).map_err(|e| e.to_string())?;
         let usage = compiled.usage.iter().find(|usage| usage.entry == grid.entry);
         let usage = usage.ok_or_else(|| format!("{architecture}: no entry {}", grid.entry))?;
-        check_limits(usage, grid, shared_bytes).map_err(|e| format!("{architecture}: {}: {e}", grid.entry))?;
+        check_limits(usage, grid, shared_bytes)
+            .map_err(|e| format!("{architecture}: {}: {e}", grid.entry))?;
         found += &format!("{kernel} {} {architecture} {} registers\n", grid.entry, usage.registers);
     }
     std::fs::write(mark, found).map_err(|e| e.to_string())
@@ -102,16 +103,24 @@ mod tests {
         };
         let usage = |registers, spill_bytes| Usage { registers, spill_bytes, ..Usage::default() };
         assert!(check_limits(&usage(128, 0), &grid(256, 0), 163 << 10).is_ok());
-        assert!(check_limits(&usage(129, 0), &grid(256, 0), 163 << 10).unwrap_err().contains("129 registers"));
+        assert!(
+            check_limits(&usage(129, 0), &grid(256, 0), 163 << 10).unwrap_err().contains("129 registers")
+        );
         assert!(check_limits(&usage(255, 0), &grid(128, 0), 163 << 10).is_ok());
         assert!(check_limits(&usage(168, 0), &grid(256, 100 << 10), 163 << 10).is_ok(), "one block");
-        assert!(check_limits(&usage(168, 0), &grid(256, 164 << 10), 163 << 10).unwrap_err().contains("shared"));
+        assert!(
+            check_limits(&usage(168, 0), &grid(256, 164 << 10), 163 << 10).unwrap_err().contains("shared")
+        );
         let in_dtype = |dtype: &'static str| Grid {
             defines: vec![("X", "float".into()), ("V", dtype.into())],
             ..grid(32, 0)
         };
         assert!(is_common(&in_dtype("Number<bf16>")) && is_common(&grid(32, 0)));
         assert!(!is_common(&in_dtype("Number<double>")) && !is_common(&in_dtype("f16")));
-        assert!(check_limits(&usage(32, 8), &grid(256, 0), 163 << 10).unwrap_err().contains("8 bytes are spilled"));
+        assert!(
+            check_limits(&usage(32, 8), &grid(256, 0), 163 << 10)
+                .unwrap_err()
+                .contains("8 bytes are spilled")
+        );
     }
 }

@@ -49,7 +49,9 @@ impl KernelKind {
         let (pieces, is_narrow) = (problem.c.div_ceil(32).max(1), dtype.size() == 2);
         match problem.c {
             // Maxima are those of scores before they are scaled.
-            1..=128 if is_narrow && problem.scale > 0.0 => KernelKind::Tiles(if pieces > 2 { 128 } else { 64 }),
+            1..=128 if is_narrow && problem.scale > 0.0 => {
+                KernelKind::Tiles(if pieces > 2 { 128 } else { 64 })
+            }
             _ => KernelKind::Plain([(16 / pieces).clamp(1, 8), pieces]),
         }
     }
@@ -117,7 +119,11 @@ fn group(heads: usize) -> usize {
     if matches!(heads, 1 | 2 | 4 | 8) { heads } else { 0 }
 }
 
-fn defines(kind: KernelKind, problem: &Problem, launch: &Launch<'_>) -> Vec<(&'static str, Cow<'static, str>)> {
+fn defines(
+    kind: KernelKind,
+    problem: &Problem,
+    launch: &Launch<'_>,
+) -> Vec<(&'static str, Cow<'static, str>)> {
     let dtype = launch.inputs[0].dtype;
     let number = |n: usize| Cow::from(n.to_string());
     let mut defines = vec![("T", type_name(dtype).into()), ("GROUP", number(group(problem.r)))];
@@ -159,7 +165,9 @@ fn check_grid(kernel: &'static str, problem: &Problem) -> Result<(), KernelError
     if b.max(g) <= BLOCKS_MAX {
         return Ok(());
     }
-    let why = format!("{b} sequences with {g} key heads exceed the {BLOCKS_MAX} of each that a GPU launch supports");
+    let why = format!(
+        "{b} sequences with {g} key heads exceed the {BLOCKS_MAX} of each that a GPU launch supports"
+    );
     Err(KernelError::Device { call: kernel, why, is_permanent: false })
 }
 
@@ -233,7 +241,9 @@ pub(super) fn backward(
 fn backward_rows(kind: KernelKind, dtype: DType, shared_bytes_max: u32) -> usize {
     match kind {
         KernelKind::Plain(_) => 0,
-        KernelKind::Tiles(head) if head > 64 && backward_keys_bytes(kind, dtype, 64) <= shared_bytes_max => 64,
+        KernelKind::Tiles(head) if head > 64 && backward_keys_bytes(kind, dtype, 64) <= shared_bytes_max => {
+            64
+        }
         KernelKind::Tiles(_) => 32,
     }
 }

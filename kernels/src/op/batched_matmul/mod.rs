@@ -165,6 +165,6 @@ mod tests {
     #[test]
     fn unsupported_dtypes_are_errors() {
         let refused = case([1, 2, 2, 2]).output(&[1, 2, 2]).verify(&[DType::I64]);
-        assert!(refused.unwrap_err().contains("contract: no kernel for dtype i64"));
+        assert!(refused.unwrap_err().contains("batched_matmul: no kernel for dtype i64"));
     }
 }

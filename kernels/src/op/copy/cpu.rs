@@ -83,9 +83,9 @@ fn each<S: Element, D: Element, F: Fn(S) -> D + Sync>(
     scatter::<2, D>(pool, &iter, y, rows_min, |iter, to, start| {
         let stream = StreamingStores::of::<D>(numel);
         match transposed {
-            Some(transposed) => {
-                transpose_matrices(iter, transposed, from, to, start, |transposed| matrix(transposed, stream.as_ref(), &f))
-            }
+            Some(transposed) => transpose_matrices(iter, transposed, from, to, start, |transposed| {
+                matrix(transposed, stream.as_ref(), &f)
+            }),
             None => runs(iter, from, to, start, stream.as_ref(), &f),
         }
     });

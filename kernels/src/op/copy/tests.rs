@@ -106,7 +106,9 @@ fn nontemporal_copy_is_exact() {
     let numbers: Vec<f32> = (0..side * side + 1).map(|i| i as f32).collect();
     let x = crate::backend::upload(&*cpu, &numbers).unwrap();
     let from = |view: &Strides, i: usize| numbers[element_offset(view, i)];
-    for (offset, extent, is_transposed) in [(0, side, false), (1, side, false), (0, side, true), (1, odd, true)] {
+    for (offset, extent, is_transposed) in
+        [(0, side, false), (1, side, false), (0, side, true), (1, odd, true)]
+    {
         let plain = Strides::contiguous(&[extent, extent]).at(offset);
         let view = if is_transposed { plain.permute(&[1, 0]) } else { plain.clone() };
         let mut y = crate::backend::upload(&*cpu, &vec![-1f32; side * side + 1]).unwrap();

@@ -1,13 +1,13 @@
 //! Embedding on GPUs: gather and scatter-add along dim v of a table (1, v, d).
 
-pub(super) use crate::op::index::gpu::{ADDING, PICKING};
+pub(super) use crate::op::index::gpu::{GATHER_SOURCE, SCATTER_ADD_SOURCE};
 
 use super::{BACKWARD, FORWARD};
 use crate::dtype::DType;
 use crate::error::KernelError;
 use crate::gpu::LaunchPlan;
 use crate::kernel::{Arg, Launch};
-use crate::op::index::gpu::Indexed;
+use crate::op::index::gpu::IndexLaunch;
 use crate::strides::Strides;
 
 pub(super) fn forward(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
@@ -30,11 +30,11 @@ fn rows(
     index: &Arg<'_>,
     (table, picked): (&Strides, &Strides),
     dtype: DType,
-) -> Result<Indexed, KernelError> {
+) -> Result<IndexLaunch, KernelError> {
     if !dtype.is_float() {
         return Err(KernelError::DType { kernel, dtype });
     }
-    Ok(Indexed {
+    Ok(IndexLaunch {
         dtype,
         extents: [1, index.view.numel(), table.shape[0], table.shape[1]],
         is_shared: true,

@@ -21,7 +21,7 @@ pub static FORWARD: Kernel = Kernel {
     name: "embedding",
     reference: forward,
     cpu: Some(cpu::forward),
-    gpu: Some(GpuCode { source: gpu::PICKING, plan: gpu::forward }),
+    gpu: Some(GpuCode { source: gpu::GATHER_SOURCE, plan: gpu::forward }),
     flops: |_| 0,
     bytes: Some(|launch| {
         // No more rows of the table than there are indices.
@@ -45,7 +45,7 @@ pub static BACKWARD: Kernel = Kernel {
     name: "embedding_backward",
     reference: backward,
     cpu: Some(cpu::backward),
-    gpu: Some(GpuCode { source: gpu::ADDING, plan: gpu::backward }),
+    gpu: Some(GpuCode { source: gpu::SCATTER_ADD_SOURCE, plan: gpu::backward }),
     flops: |launch| launch.inputs[1].view.numel() as u64,
     bytes: None,
     bound: Bound { ulps: 64.0 },

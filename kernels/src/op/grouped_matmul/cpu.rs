@@ -1,6 +1,6 @@
 //! Grouped matrix products on the CPU: one batched product per group.
 
-use super::{WEIGHT_GRAD, FORWARD};
+use super::{FORWARD, WEIGHT_GRAD};
 use crate::cpu::Pool;
 use crate::cpu::gemm::{BatchedMatrixMut, BatchedMatrixRef, batched_gemm};
 use crate::error::KernelError;

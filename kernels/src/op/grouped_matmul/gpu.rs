@@ -1,6 +1,6 @@
 //! Grouped matrix products on GPUs: each block finds the group of its tile, so that the host need not know the sizes of groups.
 
-use super::{WEIGHT_GRAD, FORWARD};
+use super::{FORWARD, WEIGHT_GRAD};
 use crate::error::KernelError;
 use crate::gpu::{Grid, GridArg, LaunchPlan, type_name};
 use crate::kernel::Launch;

@@ -3,21 +3,21 @@
 
 use crate::dtype::DType;
 use crate::gpu::{Grid, GridArg, LaunchPlan, bits_name, type_name};
-use crate::op::gpu_sort::Sorting;
+use crate::op::gpu_sort::SortPlan;
 use std::borrow::Cow;
 
-pub(in crate::op) const PICKING: &str = concat!(include_str!("extents.cu"), include_str!("gather.cu"));
-pub(in crate::op) const ADDING: &str =
-    concat!(include_str!("../gpu_sort.cu"), include_str!("extents.cu"), include_str!("sums.cu"));
+pub(in crate::op) const GATHER_SOURCE: &str = concat!(include_str!("extents.cu"), include_str!("gather.cu"));
+pub(in crate::op) const SCATTER_ADD_SOURCE: &str =
+    concat!(include_str!("../gpu_sort.cu"), include_str!("extents.cu"), include_str!("scatter_add.cu"));
 
 /// Equals the constant in the CUDA source.
 const THREADS: usize = 256;
 /// The longest list of indices that each target row scans as a whole, if every element has an index; longer lists are sorted.
-const FEW: usize = 32;
+const SCAN_MAX: usize = 32;
 
 /// A launch of gather, scatter-add or embedding.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::op) struct Indexed {
+pub(in crate::op) struct IndexLaunch {
     /// The operand that is gathered from or summed.
     pub(in crate::op) dtype: DType,
     /// Extents: the whole operand is (a, v, c), the picked one (a, n, c).
@@ -30,7 +30,7 @@ pub(in crate::op) struct Indexed {
     pub(in crate::op) offsets: [usize; 2],
 }
 
-impl Indexed {
+impl IndexLaunch {
     /// Plans y = the picked elements. Inputs `x` and `index`.
     pub(in crate::op) fn gather(&self, plan: &mut LaunchPlan, x: usize, index: usize) {
         let [a, n, _, c] = self.extents;
@@ -52,14 +52,14 @@ impl Indexed {
     pub(in crate::op) fn scatter_add(&self, plan: &mut LaunchPlan, index: usize, dy: usize) {
         let [a, n, v, c] = self.extents;
         let (dx, one) = (GridArg::Output(0), self.numbers(1));
-        if a * v * c == 0 || n == 0 || (!self.is_shared && n <= FEW) {
+        if a * v * c == 0 || n == 0 || (!self.is_shared && n <= SCAN_MAX) {
             self.check(plan, index);
             let args = [GridArg::Input(index), GridArg::Input(dy), dx, one];
             return self.grid(plan, "sum_few", a * v * c, 1, args.to_vec());
         }
         let dy = GridArg::Input(dy);
         let rows = if self.is_shared { 1 } else { a * c };
-        let sorting = Sorting { rows, n, k: n, is_wide: false };
+        let sorting = SortPlan { rows, n, k: n, is_wide: false };
         assert!(sorting.fits() && u32::try_from(v).is_ok(), "places and tokens are counted in 32 bits");
         let vector = if self.is_shared { self.vector() } else { 1 };
         let numbers = self.numbers(vector);

@@ -25,7 +25,7 @@ pub static GATHER: Kernel = Kernel {
     reference: gather,
     cpu: Some(cpu::gather),
     gpu: Some(GpuCode {
-        source: gpu::PICKING,
+        source: gpu::GATHER_SOURCE,
         plan: |launch, plan| {
             let (x, index) = (&launch.inputs[0], &launch.inputs[1]);
             indexed(launch, index, (launch.outputs[0].view, x.view), x.dtype).gather(plan, 0, 1);
@@ -58,7 +58,7 @@ pub static SCATTER_ADD: Kernel = Kernel {
     reference: scatter_add,
     cpu: Some(cpu::scatter_add),
     gpu: Some(GpuCode {
-        source: gpu::ADDING,
+        source: gpu::SCATTER_ADD_SOURCE,
         plan: |launch, plan| {
             let (index, dy, dx) = (&launch.inputs[0], &launch.inputs[1], &launch.outputs[0]);
             if !dy.dtype.is_float() && dy.dtype != DType::I64 {
@@ -79,9 +79,9 @@ fn indexed(
     index: &Arg<'_>,
     (picked, whole): (&Strides, &Strides),
     dtype: DType,
-) -> gpu::Indexed {
+) -> gpu::IndexLaunch {
     let [a, n, c] = picked.shape[..] else { panic!("the contract asks for three dims") };
-    gpu::Indexed {
+    gpu::IndexLaunch {
         dtype,
         extents: [a, n, whole.shape[1], c],
         is_shared: index.view.ndim() == 1,

@@ -61,9 +61,13 @@ impl Case<'_> {
             }
             Ok(())
         };
-        let got = self.launch_by(&code, tested, inputs, outputs).map_err(|e| format!("GPU with small shared memory: {e}"))?;
+        let got = self
+            .launch_by(&code, tested, inputs, outputs)
+            .map_err(|e| format!("GPU with small shared memory: {e}"))?;
         match allowance.get() {
-            Some(allowed) => self.compare("GPU source with small shared memory", tested, &got, exact, allowed),
+            Some(allowed) => {
+                self.compare("GPU source with small shared memory", tested, &got, exact, allowed)
+            }
             None => Ok(()),
         }
     }

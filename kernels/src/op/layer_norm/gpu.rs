@@ -46,7 +46,8 @@ pub(in crate::op) fn forward_of(
     let dtype = float(kernel, launch)?;
     let (inputs, outputs) = (launch.inputs.len(), launch.outputs.len());
     let (d, rows) = (width(&launch.inputs[0]), launch.outputs[outputs - 1].view.numel());
-    let split = Rows::new(launch, dtype, d, HELD_THREADS_MAX).define("CENTRED", inputs - 2).define("BLOCKS", 2);
+    let split =
+        Rows::new(launch, dtype, d, HELD_THREADS_MAX).define("CENTRED", inputs - 2).define("BLOCKS", 2);
     let mut args: Vec<GridArg> = (0..inputs).map(GridArg::Input).collect();
     args.extend((0..outputs).map(GridArg::Output));
     args.extend([GridArg::I64(rows as i64), GridArg::I32(d as i32)]);

@@ -1,6 +1,6 @@
 //! Linear layers on the CPU: a product with an epilogue on rows in the cache.
 
-use super::{LINEAR, LINEAR_ADD, LINEAR_GELU, MATMUL_ADD, MATMUL_GELU_GRAD, MATMUL_BIAS_GRAD};
+use super::{LINEAR, LINEAR_ADD, LINEAR_GELU, MATMUL_ADD, MATMUL_BIAS_GRAD, MATMUL_GELU_GRAD};
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::Float;
 use crate::error::KernelError;

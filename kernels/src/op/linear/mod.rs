@@ -100,9 +100,7 @@ pub static MATMUL_ADD: Kernel = Kernel {
     cpu: Some(cpu::product_add),
     gpu: Some(GpuCode {
         source: "",
-        plan: |launch, plan| {
-            gpu::ended(&MATMUL_ADD, launch, plan, Epilogue::Add { bias: None, residual: 2 })
-        },
+        plan: |launch, plan| gpu::ended(&MATMUL_ADD, launch, plan, Epilogue::Add { bias: None, residual: 2 }),
     }),
     flops,
     bytes: None,

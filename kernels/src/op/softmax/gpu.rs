@@ -16,7 +16,12 @@ const HELD_THREADS_MAX_BACKWARD: usize = 256;
 
 pub(super) fn forward(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let dtype = float(FORWARD.name, launch)?;
-    gemv_row_major("softmax", launch, plan, Rows::new(launch, dtype, width(&launch.inputs[0]), HELD_THREADS_MAX));
+    gemv_row_major(
+        "softmax",
+        launch,
+        plan,
+        Rows::new(launch, dtype, width(&launch.inputs[0]), HELD_THREADS_MAX),
+    );
     Ok(())
 }
 

@@ -4,7 +4,7 @@ use super::SORT;
 use crate::error::KernelError;
 use crate::gpu::{GridArg, LaunchPlan, type_name};
 use crate::kernel::Launch;
-use crate::op::gpu_sort::Sorting;
+use crate::op::gpu_sort::SortPlan;
 use crate::op::rows::width;
 
 pub(super) const SOURCE: &str = concat!(include_str!("../gpu_sort.cu"), include_str!("gpu.cu"));
@@ -13,7 +13,7 @@ pub(super) fn plan(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), Ker
     let (x, values) = (&launch.inputs[0], &launch.outputs[0]);
     let (n, k) = (width(x), *values.view.shape.last().expect("as for x"));
     let rows = x.view.numel() / n.max(1);
-    let sorting = Sorting { rows, n, k, is_wide: x.dtype.size() == 8 };
+    let sorting = SortPlan { rows, n, k, is_wide: x.dtype.size() == 8 };
     if !sorting.fits() {
         return Err(KernelError::Unsupported { kernel: SORT.name, device: "cuda" });
     }

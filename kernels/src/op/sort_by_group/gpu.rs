@@ -3,7 +3,7 @@
 use crate::error::KernelError;
 use crate::gpu::{Grid, GridArg, LaunchPlan};
 use crate::kernel::Launch;
-use crate::op::gpu_sort::Sorting;
+use crate::op::gpu_sort::SortPlan;
 
 pub(super) const SOURCE: &str = concat!(include_str!("../gpu_sort.cu"), include_str!("gpu.cu"));
 
@@ -12,7 +12,7 @@ const THREADS: usize = 256;
 
 pub(super) fn plan(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let (n, v) = (launch.inputs[0].view.numel(), launch.outputs[3].view.numel() - 1);
-    let sorting = Sorting { rows: 1, n, k: n, is_wide: false };
+    let sorting = SortPlan { rows: 1, n, k: n, is_wide: false };
     assert!(sorting.fits() && u32::try_from(v).is_ok(), "groups and rows are counted in 32 bits");
     let mut numbers = vec![n as i64, v as i64];
     numbers.extend(launch.scalars.iter().map(|s| s.int()));

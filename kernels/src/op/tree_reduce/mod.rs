@@ -245,7 +245,11 @@ mod tests {
             x.iter().map(|&x| Value { dtype: DType::F32, ..Value::real(&[1], &[f64::from(x)]) }).collect();
         let got = evaluate_as(SUM.cpu.unwrap(), DType::F32, &inputs, &[&[1]], &[]).remove(0)[0] as f32;
         let tree = ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + x[6]);
-        assert_eq!([got, x.iter().sum()], [tree, 4.0], "the numbers distinguish the tree from a sequential sum");
+        assert_eq!(
+            [got, x.iter().sum()],
+            [tree, 4.0],
+            "the numbers distinguish the tree from a sequential sum"
+        );
         assert_eq!(tree, 3.0);
     }
 

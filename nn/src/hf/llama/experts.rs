@@ -1,8 +1,8 @@
 //! Mixture-of-experts fields of Llama family configs.
 
 use super::{LlamaConfig, LlamaKind};
-use crate::hf::config_fields::ConfigErrors;
 use crate::hf::config_check::ExpectedShape;
+use crate::hf::config_fields::ConfigErrors;
 use serde_json::{Map, Value, json};
 
 /// The field of the number of experts in transformers 5 and later, for all members.
@@ -95,7 +95,11 @@ impl LlamaConfig {
 }
 
 /// Reads the experts from the fields of a file.
-pub(super) fn read(fields: &Map<String, Value>, config: &LlamaConfig, errors: &mut ConfigErrors) -> ExpertsConfig {
+pub(super) fn read(
+    fields: &Map<String, Value>,
+    config: &LlamaConfig,
+    errors: &mut ConfigErrors,
+) -> ExpertsConfig {
     let number = |name: &str| fields.get(name).and_then(Value::as_u64);
     let is_set = |name: &str| fields.get(name).and_then(Value::as_bool).unwrap_or(false);
     let is_mixtral = config.kind == LlamaKind::Mixtral;

@@ -47,7 +47,8 @@ pub(super) fn read(
     if let Some(types) = types {
         let types: Vec<&str> = types.as_array().into_iter().flatten().filter_map(Value::as_str).collect();
         if types.len() != layers || types.iter().any(|t| ![WINDOWED, FULL].contains(t)) {
-            errors.add(format!("`layer_types` must be a list of {layers} entries, each {WINDOWED} or {FULL}"));
+            errors
+                .add(format!("`layer_types` must be a list of {layers} entries, each {WINDOWED} or {FULL}"));
         }
         return types.iter().map(|t| (*t == WINDOWED).then_some(limit)).collect();
     }

@@ -94,7 +94,11 @@ fn sliding_windows_are_read_by_the_rules_of_each_member() {
     assert_eq!(windows(LlamaKind::Mistral, "\"sliding_window\": 4096"), all);
     assert_eq!(windows(LlamaKind::Mistral, "\"x\": 1"), all, "the default is a window");
     assert_eq!(windows(LlamaKind::Mistral, "\"sliding_window\": null"), none);
-    assert_eq!(windows(LlamaKind::Mistral, "\"sliding_window\": 131072"), none, "the window covers all positions");
+    assert_eq!(
+        windows(LlamaKind::Mistral, "\"sliding_window\": 131072"),
+        none,
+        "the window covers all positions"
+    );
     assert_eq!(windows(LlamaKind::Llama, "\"sliding_window\": 4096"), none, "llama has no windows");
     let off = "\"sliding_window\": 4096, \"use_sliding_window\": false";
     assert_eq!(windows(LlamaKind::Qwen2, off), none);
@@ -122,7 +126,11 @@ fn sliding_windows_are_read_by_the_rules_of_each_member() {
 }
 
 /// The windows after changing, writing and reading back a config, or why the file cannot represent them.
-fn windows_read_back(kind: LlamaKind, field: &str, windows: &[Option<usize>]) -> Result<Vec<Option<usize>>, String> {
+fn windows_read_back(
+    kind: LlamaKind,
+    field: &str,
+    windows: &[Option<usize>],
+) -> Result<Vec<Option<usize>>, String> {
     let mut config = changed(kind, "\"use_cache\": true", field).unwrap();
     config.num_hidden_layers = windows.len();
     config.windows = windows.to_vec();
@@ -179,7 +187,10 @@ fn windows_and_biases_that_a_member_cannot_represent_are_reported() {
     let mut config = LlamaConfig::new(LlamaKind::Qwen2, 9, 8, [8, 4], 1, [2, 1]);
     config.attention_bias = false;
     let read = parse(config.kind, &config.to_json()).unwrap();
-    assert_eq!(config.unrepresentable(&read), ["`attention_bias` is false, but a qwen2 config is read as true"]);
+    assert_eq!(
+        config.unrepresentable(&read),
+        ["`attention_bias` is false, but a qwen2 config is read as true"]
+    );
 }
 
 #[test]
@@ -222,21 +233,32 @@ fn experts_are_read_by_the_rules_of_each_member() {
     assert_eq!((some.output_router_logits, some.router_aux_loss_coef), (true, 0.5));
     assert_eq!((0..8).filter(|layer| some.is_moe_layer(*layer)).collect::<Vec<_>>(), [1, 7]);
     let error_text = |kind, fields: &str| experts(kind, fields).unwrap_err();
-    assert_eq!(error_text(LlamaKind::Mixtral, "\"num_experts_per_tok\": 2"), "`num_local_experts` is missing");
+    assert_eq!(
+        error_text(LlamaKind::Mixtral, "\"num_experts_per_tok\": 2"),
+        "`num_local_experts` is missing"
+    );
     assert_eq!(
         error_text(LlamaKind::Mixtral, "\"num_local_experts\": 2, \"num_experts_per_tok\": 3"),
         "`num_experts_per_tok` is 3, but there are 2 experts"
     );
-    assert!(error_text(LlamaKind::Mixtral, &format!("{mixtral}, \"router_jitter_noise\": 0.1")).contains("router noise"));
+    assert!(
+        error_text(LlamaKind::Mixtral, &format!("{mixtral}, \"router_jitter_noise\": 0.1"))
+            .contains("router noise")
+    );
 }
 
 #[test]
 fn experts_that_a_member_cannot_represent_are_reported() {
     let mut config = LlamaConfig::new(LlamaKind::Mixtral, 9, 8, [8, 4], 1, [2, 1]);
-    let unrepresentable = |config: &LlamaConfig| config.unrepresentable(&parse(config.kind, &config.to_json()).unwrap());
+    let unrepresentable =
+        |config: &LlamaConfig| config.unrepresentable(&parse(config.kind, &config.to_json()).unwrap());
     assert!(unrepresentable(&config).is_empty());
     config.experts = Some(ExpertsConfig { norm_topk_prob: false, ..ExpertsConfig::new(8, 2, 4) });
-    assert!(unrepresentable(&config)[0].starts_with("`experts` is Some(ExpertsConfig {"), "{:?}", unrepresentable(&config));
+    assert!(
+        unrepresentable(&config)[0].starts_with("`experts` is Some(ExpertsConfig {"),
+        "{:?}",
+        unrepresentable(&config)
+    );
 }
 
 #[test]

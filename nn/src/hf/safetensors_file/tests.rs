@@ -124,7 +124,10 @@ fn read_beyond_tensor_is_refused() {
     write_two(&path);
     let file = TensorFile::open(&path).unwrap();
     let error = file.read_at("w", 12, &mut [0; 8]).unwrap_err();
-    assert!(error.message().ends_with("tensor `w` has 16 bytes: cannot read 8 bytes from byte 12 on"), "{error}");
+    assert!(
+        error.message().ends_with("tensor `w` has 16 bytes: cannot read 8 bytes from byte 12 on"),
+        "{error}"
+    );
     assert!(file.read_at("w", u64::MAX, &mut [0; 8]).is_err());
     let error = file.read("v").unwrap_err();
     assert!(error.message().ends_with("there is no tensor `v`"));
@@ -135,7 +138,8 @@ fn read_beyond_tensor_is_refused() {
 fn misordered_or_missing_bytes_are_refused_and_old_file_stays() {
     let dir = Scratch::new();
     let path = dir.file("m", b"old");
-    let error_text = |error: shardgrad_tensor::Error| error.message().rsplit_once(": ").unwrap().1.to_string();
+    let error_text =
+        |error: shardgrad_tensor::Error| error.message().rsplit_once(": ").unwrap().1.to_string();
     let mut writer = TensorWriter::create(&path, &two()).unwrap();
     assert_eq!(
         error_text(writer.append("ids", &[0; 8]).unwrap_err()),

@@ -154,10 +154,7 @@ fn save_stopped_between_renames_leaves_old_model_or_none() {
                 let error = read(dir).unwrap_err();
                 assert_eq!(error.kind(), Kind::Checkpoint);
                 assert!(error.message().ends_with("contains a save that was interrupted, or still runs"));
-                assert!(
-                    error.details()[0].1.starts_with("save again; its files are model"),
-                    "{error}"
-                );
+                assert!(error.details()[0].1.starts_with("save again; its files are model"), "{error}");
             }
             write(dir, (what, 3), &[2; 3], 2).unwrap();
             assert_eq!(read(dir).unwrap(), (vec![3; 6], what.to_string()));

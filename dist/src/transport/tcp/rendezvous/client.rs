@@ -1,8 +1,8 @@
 //! The rendezvous client, every rank but rank 0: connects to rank 0, then to all other ranks.
 
-use super::handshake::{MessageListener, Incoming, POLL_INTERVAL, poll, send};
-use super::message::{HostMessage, WorldConfig, Hello, ListenAddress, ClientMessage};
-use super::{GRACE, RAISE_TIMEOUT, JoinWait, listen, names, seconds};
+use super::handshake::{Incoming, MessageListener, POLL_INTERVAL, poll, send};
+use super::message::{ClientMessage, Hello, HostMessage, ListenAddress, WorldConfig};
+use super::{GRACE, JoinWait, RAISE_TIMEOUT, listen, names, seconds};
 use crate::encoding::{Decoder, Encoder};
 use crate::error::{Error, Kind, Result};
 use crate::process::Process;
@@ -199,7 +199,9 @@ impl RendezvousClient {
             };
             match HostMessage::decode(&bytes) {
                 Some(HostMessage::KeepWaiting) => (is_registered, last_message) = (true, Instant::now()),
-                Some(HostMessage::Peers(secret, addresses)) if addresses.len() == self.process.num_ranks() => {
+                Some(HostMessage::Peers(secret, addresses))
+                    if addresses.len() == self.process.num_ranks() =>
+                {
                     return Ok((secret, addresses));
                 }
                 Some(HostMessage::Refused(error)) => return Err(RegisterError::Failed(error)),
@@ -249,7 +251,9 @@ impl RendezvousClient {
                 from.number().filter(|sent| *sent == secret)?;
                 from.count()
             });
-            if let Some(Incoming { stream, message }) = next.filter(|incoming| missing.contains(&incoming.message)) {
+            if let Some(Incoming { stream, message }) =
+                next.filter(|incoming| missing.contains(&incoming.message))
+            {
                 streams[message] = Some(stream);
             }
             if self.has_started(zero)? {

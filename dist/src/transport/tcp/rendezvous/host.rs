@@ -1,8 +1,8 @@
 //! The rendezvous host, rank 0: waits for all other ranks, compares their configurations, and sends them each other's addresses.
 
-use super::handshake::{MessageListener, Incoming, poll, send};
-use super::message::{HostMessage, WorldConfig, Hello, ListenAddress, ClientMessage, refusal};
-use super::{GRACE, RAISE_TIMEOUT, JoinWait, names, seconds};
+use super::handshake::{Incoming, MessageListener, poll, send};
+use super::message::{ClientMessage, Hello, HostMessage, ListenAddress, WorldConfig, refusal};
+use super::{GRACE, JoinWait, RAISE_TIMEOUT, names, seconds};
 use crate::error::{Error, Kind, Result};
 use std::io::Read;
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -41,7 +41,14 @@ impl RendezvousHost {
     pub(super) fn new(listener: TcpListener, own: Hello, address: String) -> RendezvousHost {
         let ranks = (0..own.num_ranks).map(|_| None).collect();
         let is_informed = (0..own.num_ranks).map(|rank| rank == 0).collect();
-        RendezvousHost { listener: MessageListener::new(listener), own, address, ranks, is_informed, failure: None }
+        RendezvousHost {
+            listener: MessageListener::new(listener),
+            own,
+            address,
+            ranks,
+            is_informed,
+            failure: None,
+        }
     }
 
     /// Waits for all other ranks and connects them. Returns the connections by rank.
@@ -141,7 +148,10 @@ impl RendezvousHost {
             true if is_other_rank_zero => format!("rank 0 of another run listens at {at}"),
             true => return false,
             false => {
-                format!("rank {rank} belongs to run `{}`, but rank 0 at {at} belongs to run `{own}`", hello.run)
+                format!(
+                    "rank {rank} belongs to run `{}`, but rank 0 at {at} belongs to run `{own}`",
+                    hello.run
+                )
             }
         };
         let help = "give each run its own port with SHARDGRAD_PORT";
@@ -258,7 +268,8 @@ impl RendezvousHost {
         let bytes = answer.encode();
         for (rank, peer) in self.ranks.iter_mut().enumerate() {
             let Some(peer) = peer else { continue };
-            send(&mut peer.stream, &bytes).map_err(|e| process_ended(rank).detail("reason", e.to_string()))?;
+            send(&mut peer.stream, &bytes)
+                .map_err(|e| process_ended(rank).detail("reason", e.to_string()))?;
         }
         Ok(())
     }
@@ -280,7 +291,9 @@ impl RendezvousHost {
     fn timeout_error(&self, absent: &[usize], unready: &[usize], limit: Duration) -> Error {
         let (at, limit) = (&self.address, seconds(limit));
         let (why, help) = match absent.is_empty() {
-            false => (format!("{} did not connect to rank 0 ({at}) within {limit}", names(absent)), RAISE_TIMEOUT),
+            false => {
+                (format!("{} did not connect to rank 0 ({at}) within {limit}", names(absent)), RAISE_TIMEOUT)
+            }
             true => (
                 format!(
                     "{} connected to rank 0 ({at}), but did not get ready within {limit}",

@@ -142,7 +142,10 @@ impl ClientMessage {
                     let (subject, count) = (printable(from.text()?, usize::MAX), from.count()?);
                     let mut pair =
                         || Some((printable(from.text()?, usize::MAX), printable(from.text()?, usize::MAX)));
-                    Some(ConsistentValues { subject, named: (0..count).map(|_| pair()).collect::<Option<_>>()? })
+                    Some(ConsistentValues {
+                        subject,
+                        named: (0..count).map(|_| pair()).collect::<Option<_>>()?,
+                    })
                 });
                 let values = values.collect::<Option<_>>()?;
                 Some(ClientMessage::Ready(WorldConfig { mesh, program, values }, port))
@@ -260,7 +263,10 @@ mod tests {
         let of = |value: &str| config(&names.map(|name| (name, value)), &[]);
         let text = of("1").difference(1, &of(&long)).unwrap();
         assert!(text.ends_with("on rank 1; and 2 more") && text.len() < 1000, "{text}");
-        assert!(of(&long).difference(1, &of(&format!("{long}x"))).is_some(), "truncated parts are compared too");
+        assert!(
+            of(&long).difference(1, &of(&format!("{long}x"))).is_some(),
+            "truncated parts are compared too"
+        );
     }
 
     #[test]
@@ -275,10 +281,15 @@ mod tests {
         assert_eq!(read, Hello { run: "a\\rb".into(), ..hello.clone() });
         assert!((0..hello.encode().len()).all(|len| Hello::decode(&hello.encode()[..len]).is_none()));
         let error = Error::new(Kind::Data, "bad\u{7}").detail("help", "one\ntwo\u{1b}");
-        let Some(ClientMessage::Failed(read)) = ClientMessage::decode(&ClientMessage::Failed(error).encode()) else { panic!() };
+        let Some(ClientMessage::Failed(read)) = ClientMessage::decode(&ClientMessage::Failed(error).encode())
+        else {
+            panic!()
+        };
         assert_eq!((read.message(), read.details()[0].1.as_str()), ("bad\\u{7}", "one\ntwo\\u{1b}"));
         let addresses = vec![(String::new(), 0), ("10.0.0.2".to_string(), 65535)];
-        let Some(HostMessage::Peers(5, read)) = HostMessage::decode(&HostMessage::Peers(5, addresses.clone()).encode()) else {
+        let Some(HostMessage::Peers(5, read)) =
+            HostMessage::decode(&HostMessage::Peers(5, addresses.clone()).encode())
+        else {
             panic!()
         };
         assert_eq!(read, addresses);
