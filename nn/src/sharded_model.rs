@@ -171,7 +171,6 @@ impl<M: Module> Model<M> {
     /// # Errors
     /// `Kind::Config` with the nearest names if the pattern matches nothing.
     #[doc(alias = "requires_grad_")]
-    #[doc(alias = "LoRA")]
     pub fn freeze(&self, pattern: &str) -> Result<usize> {
         let found: Vec<&Param> = self.params.iter().filter(|p| matches(pattern, &p.name())).collect();
         found.iter().for_each(|p| p.set_frozen(true));

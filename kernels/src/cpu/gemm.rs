@@ -258,7 +258,7 @@ fn batched_fma_gemm<T: Float>(
         unsafe {
             let a = sa.offset_by(matrix * a.strides[0] + row * a.strides[1]);
             let b = sb.offset_by(matrix * b.strides[0] + col * b.strides[2]);
-            let b = (b, packed.map(|packed| packed.from_col(col)));
+            let b = (b, packed.map(|packed| packed.skip_cols(col)));
             gemm_rounded(&kernels, (pool, thread, scratch), [rows, cols, k], a, b, c, &on_finished);
         }
     });

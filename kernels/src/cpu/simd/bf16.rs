@@ -121,12 +121,12 @@ pub(crate) unsafe fn gemm<T: Float<Acc = f32>>(
     for first_col in (0..n).step_by(cols.max(1)) {
         let panel = PackedPanels { start: packed_b, count: cols.min(n - first_col) };
         // SAFETY: there is room, and a CPU with the isa has AVX2.
-        unsafe { b.from_vector(first_col).pack(PairLayout::PairMajor, panel.count, k, packed_b) };
+        unsafe { b.skip_vectors(first_col).pack(PairLayout::PairMajor, panel.count, k, packed_b) };
         for first_row in (0..m).step_by(rows.max(1)) {
             let block = PackedPanels { start: packed_a, count: rows.min(m - first_row) };
             // SAFETY: as above; both are packed, and this thread has the registers.
             unsafe {
-                a.from_vector(first_row).pack(PairLayout::VectorMajor, block.count, k, packed_a);
+                a.skip_vectors(first_row).pack(PairLayout::VectorMajor, block.count, k, packed_a);
                 let c = c.offset_by(first_row * c.row_stride + first_col * c.col_stride);
                 vectorized(
                     #[inline(always)]

@@ -82,7 +82,7 @@ impl DotOperand {
     }
 
     /// Returns the operand from vector i on.
-    pub(crate) fn from_vector(self, i: usize) -> DotOperand {
+    pub(crate) fn skip_vectors(self, i: usize) -> DotOperand {
         self.offset_by(i * self.vector_stride)
     }
 
@@ -132,7 +132,7 @@ impl DotOperand {
                         count: PANEL.min(count - panel * PANEL),
                         terms: K_STEP.min(depth - step * K_STEP),
                     };
-                    let from = self.from_vector(panel * PANEL).offset_by(step * K_STEP * self.term_stride);
+                    let from = self.skip_vectors(panel * PANEL).offset_by(step * K_STEP * self.term_stride);
                     let vectors = padded(block.count);
                     let to = to.wrapping_add((panel * PANEL * steps + step * vectors) * STEP_WORDS);
                     // SAFETY: as promised by the caller.
@@ -160,7 +160,7 @@ impl DotOperand {
         for first in (0..vectors).step_by(TRANSPOSED) {
             let mut rows = [[0u16; K_STEP]; TRANSPOSED];
             for (i, row) in rows.iter_mut().enumerate().take(block.count.saturating_sub(first)) {
-                let from = self.from_vector(first + i).start.cast::<S>();
+                let from = self.skip_vectors(first + i).start.cast::<S>();
                 // SAFETY: the vector and the terms belong to the block.
                 unsafe {
                     if self.term_stride == 1 && block.terms == K_STEP {

@@ -33,7 +33,7 @@ impl<'a, R: Real> PackedB<'a, R> {
     }
 
     /// Returns the matrix from a later column on, at which a panel begins.
-    pub(crate) fn from_col(self, col: usize) -> Self {
+    pub(crate) fn skip_cols(self, col: usize) -> Self {
         debug_assert!(
             col.is_multiple_of(2 * MicroKernels::<R>::for_level(level()).lanes),
             "a panel begins at column {col}"
