@@ -286,9 +286,9 @@ mod tests {
         symlink(dir.path("nowhere"), dir.path("out/model")).unwrap();
         assert_eq!(error_text(&dir, "out/model"), "a broken link");
         for (name, what) in [
-            ("config.json", "a folder, which is not replaced"),
-            ("model.safetensors", "a folder, which is not replaced"),
-            ("model-00001-of-00002.safetensors", "a folder, which is not replaced"),
+            ("config.json", "a folder, and saving does not replace it"),
+            ("model.safetensors", "a folder, and saving does not replace it"),
+            ("model-00001-of-00002.safetensors", "a folder, and saving does not replace it"),
             ("tokenizer.json", "a folder"),
         ] {
             let dir = Scratch::new();
@@ -304,7 +304,10 @@ mod tests {
         let dir = Scratch::new();
         symlink(dir.file("blob", ""), dir.file("out/model/x", "").with_file_name("model.safetensors"))
             .unwrap();
-        assert_eq!(error_text(&dir, "out/model/model.safetensors"), "a symlink, which is not replaced");
+        assert_eq!(
+            error_text(&dir, "out/model/model.safetensors"),
+            "a symlink, and saving does not replace it"
+        );
     }
 
     #[test]

@@ -127,7 +127,7 @@ fn rank_holds_only_activations_of_its_tokens() {
         )
     };
     let (code, message) = train("dp=1");
-    assert!(code == 2 && message.contains("--memory-limit allows"), "{message}");
+    assert!(code == 2 && message.contains("but --memory-limit is "), "{message}");
     let (code, message) = train("cp=2");
     assert_eq!(code, 0, "{message}");
 }

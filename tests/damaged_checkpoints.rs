@@ -168,7 +168,7 @@ fn checkpoint_that_cannot_be_written_is_skipped_and_the_next_is_saved() {
             .find(|line| line.starts_with("warning: checkpoint-4 was not saved: "))
             .unwrap_or_else(|| panic!("{message}"));
         assert!(line.contains("checkpoint-4: it is not a folder"), "{message}");
-        assert!(line.ends_with("; training goes on, the next save is in 2 steps"), "{message}");
+        assert!(line.ends_with("; training continues, the next checkpoint is in 2 steps"), "{message}");
         assert!(files(&first) == before && record(Path::new(&out)).len() == 6);
         assert_eq!(checkpoints(Path::new(&out)), ["checkpoint-2", "checkpoint-4", "checkpoint-6"]);
         assert!(Path::new(&out).join("checkpoint-6/trainer_state.json").is_file());
@@ -197,7 +197,7 @@ fn file_size_limit_skips_checkpoints_but_keeps_the_run_and_its_model() {
             let line = message.lines().find(|line| line.starts_with(&start));
             let line = line.unwrap_or_else(|| panic!("{mesh}: {message}"));
             assert!(line.contains("optimizer.safetensors: File too large"), "{message}");
-            assert!(line.ends_with("; training goes on, the next save is in 2 steps"), "{message}");
+            assert!(line.ends_with("; training continues, the next checkpoint is in 2 steps"), "{message}");
         }
         assert!(message.contains("error: cannot write ") && message.contains("checkpoint-6"), "{message}");
         assert!(message.contains("the model after step 6"), "{message}");

@@ -426,7 +426,10 @@ fn model_folder_holds_its_sidecar_files_only() {
     // A link that a save would not replace, and a sidecar file outside the folder, are refused at the start.
     std::os::unix::fs::symlink("README.md", format!("{out}/model/vocab.txt")).unwrap();
     let (code, message) = train(&["--model", &from, "--out", &out]);
-    assert!(code == 2 && message.contains("vocab.txt: it is a symlink, which is not replaced"), "{message}");
+    assert!(
+        code == 2 && message.contains("vocab.txt: it is a symlink, and saving does not replace it"),
+        "{message}"
+    );
     std::os::unix::fs::symlink(&data, format!("{from}/special_tokens_map.json")).unwrap();
     let (code, message) = train(&["--model", &from, "--out", &folder.path("other")]);
     assert!(

@@ -445,7 +445,7 @@ mod tests {
         assert!(file.row(0, &mut Vec::new()).is_ok());
         assert!(file.row(1, &mut Vec::new()).unwrap_err().message().contains("`input_ids`[1, 2] is -"));
         std::fs::write(&path, &bytes[..bytes.len() - 1]).unwrap();
-        assert!(file.row(1, &mut Vec::new()).unwrap_err().message().contains("became shorter"));
+        assert!(file.row(1, &mut Vec::new()).unwrap_err().message().contains("the file shrank"));
     }
 
     fn labelled(dir: &Scratch, tensors: &[(&str, &[i64])]) -> Result<TokenFile> {

@@ -61,7 +61,7 @@ pub(super) fn stale_siblings(path: &Path, mark: &str) -> Result<Vec<PathBuf>> {
 /// folder and a checkpoint.
 pub(super) fn is_replaceable(path: &Path) -> Result<bool> {
     let cannot = |what: &str| {
-        let text = format!("cannot write {}: it is {what}, which is not replaced", path.display());
+        let text = format!("cannot write {}: it is {what}, and saving does not replace it", path.display());
         Err(Error::new(Kind::Io, text).detail("help", "choose another name"))
     };
     match path.symlink_metadata() {

@@ -280,7 +280,7 @@ mod tests {
         // A symlink is not replaced.
         std::os::unix::fs::symlink(scratch.path("elsewhere"), scratch.path("link")).unwrap();
         let error = AtomicFolder::create(&scratch.path("link")).unwrap_err();
-        assert!(error.message().ends_with("it is not a folder, which is not replaced"), "{error}");
+        assert!(error.message().ends_with("it is not a folder, and saving does not replace it"), "{error}");
     }
 
     #[test]

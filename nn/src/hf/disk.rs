@@ -162,7 +162,7 @@ pub(super) fn is_existing_file(path: &Path) -> Result<bool> {
         _ if kind.is_dir() => ("a folder", "choose another name"),
         _ => ("a pipe or a device", "choose another name"),
     };
-    let text = format!("cannot write {}: it is {what}, which is not replaced", path.display());
+    let text = format!("cannot write {}: it is {what}, and saving does not replace it", path.display());
     Err(Error::new(Kind::Io, text).detail("help", help))
 }
 
@@ -403,7 +403,8 @@ mod tests {
             let path = dir.path(name);
             let error = write_text(&path, "new").unwrap_err();
             assert_eq!(error.kind(), Kind::Io);
-            let expected = format!("cannot write {}: it is {what}, which is not replaced", path.display());
+            let expected =
+                format!("cannot write {}: it is {what}, and saving does not replace it", path.display());
             assert_eq!(error.message(), expected);
         }
         // Nor if the folder appears while the file is written.

@@ -277,14 +277,14 @@ fn check_replaceable_refuses_what_a_save_would_refuse() {
         fs::create_dir(&path).unwrap();
         let error = check_replaceable(&folder.0).unwrap_err();
         assert!(
-            error.message().ends_with(&format!("{name}: it is a folder, which is not replaced")),
+            error.message().ends_with(&format!("{name}: it is a folder, and saving does not replace it")),
             "{error}"
         );
         fs::remove_dir(&path).unwrap();
         std::os::unix::fs::symlink(folder.0.join("elsewhere"), &path).unwrap();
         let error = check_replaceable(&folder.0).unwrap_err();
         assert!(
-            error.message().ends_with(&format!("{name}: it is a symlink, which is not replaced")),
+            error.message().ends_with(&format!("{name}: it is a symlink, and saving does not replace it")),
             "{error}"
         );
         fs::remove_file(&path).unwrap();
@@ -358,7 +358,10 @@ fn sidecar_files_are_replaced_with_the_model() {
     fs::remove_dir(&blocked).unwrap();
     std::os::unix::fs::symlink("README.md", dir.join("merges.txt")).unwrap();
     for error in [new[1].check(dir).unwrap_err(), save_with_sidecar_files(dir, 2, &new, None).unwrap_err()] {
-        assert!(error.message().ends_with("merges.txt: it is a symlink, which is not replaced"), "{error}");
+        assert!(
+            error.message().ends_with("merges.txt: it is a symlink, and saving does not replace it"),
+            "{error}"
+        );
     }
     fs::remove_file(dir.join("merges.txt")).unwrap();
     assert!(files(dir) == before && read().unwrap() == [1, 1]);

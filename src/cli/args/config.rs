@@ -308,14 +308,14 @@ mod tests {
         assert_eq!(
             error_text(file, &["train"]),
             "options.toml has invalid options\n  \
-             option     `batch`: invalid value '1.5' for '--batch <N>': must be a whole number of at least 1\n  \
+             option     `batch`: invalid value '1.5' for '--batch <N>': must be an integer of at least 1\n  \
              option     `config`: unknown option of `train`\n  \
              option     `json`: expected true or false, found string\n  \
              option     `lr`: expected a number, found string\n  \
              option     `mesh`: expected a string, found integer\n  \
              option     `min_lr` is the same option as `min-lr`\n  \
              option     `stepps`: unknown option of `train`; did you mean `steps`?\n  \
-             option     `steps`: invalid value '0' for '--steps <N>': must be a whole number of at least 1\n  \
+             option     `steps`: invalid value '0' for '--steps <N>': must be an integer of at least 1\n  \
              option     `train`: unknown option of `train`; did you mean `trace`?"
         );
     }

@@ -246,7 +246,7 @@ fn symlinks_are_not_replaced() {
         std::os::unix::fs::symlink(&blob, scratch.path(name)).unwrap();
         for bytes_max in [2, 100] {
             let error = write(&scratch.path(""), (NEW, 1), &[2, 2], bytes_max).unwrap_err();
-            assert!(error.message().ends_with("it is a symlink, which is not replaced"), "{error}");
+            assert!(error.message().ends_with("it is a symlink, and saving does not replace it"), "{error}");
             assert_eq!(scratch.names(), [name]);
         }
         fs::remove_file(scratch.path(name)).unwrap();
