@@ -2,9 +2,10 @@
 //!
 //! This crate contains everything that deals with a shape or a layout, and nothing about tapes or parameters. A
 //! [`Tensor`] is a global tensor with a [`Layout`] on a mesh, like PyTorch's `DTensor` or a sharded `jax.Array`. Every
-//! op is one file that states its index signature, its dtype rule, its forward and its vjp; the layout rule, the shape
-//! check, the error text and the exhaustive tests are derived from them. [`redistribute::run`] makes all collective
-//! calls except those of ops that override [`Op::infer`], of [`control`] and of [`consistency`].
+//! op is one file, or one row of a table of ops, that states its index signature, its dtype rule, its forward and its
+//! vjp; the layout rule, the shape check, the error text and the exhaustive tests are derived from them.
+//! [`redistribute::run`] makes all collective calls except those of ops that override [`Op::infer`], of [`control`] and of
+//! [`consistency`].
 
 #![forbid(unsafe_code)]
 

@@ -1,5 +1,5 @@
 //! The op table: signature, dtypes, layout rule and cost of every op, as text. Only the first paragraph of each op's
-//! file is written by hand; the rest is computed from the ops.
+//! file or row is written by hand; the rest is computed from the ops.
 
 use crate::context::Context;
 use crate::layout::Layout;
@@ -18,9 +18,9 @@ use std::rc::Rc;
 pub struct OpEntry {
     /// The name in messages and traces.
     pub op: String,
-    /// The file of the registry that defines the op.
+    /// The file or row of the registry that defines the op.
     pub file: &'static str,
-    /// The first paragraph of that file: what the op computes.
+    /// The first paragraph of its doc: what the op computes.
     pub doc: String,
     /// The index signature.
     pub signature: String,
@@ -71,9 +71,9 @@ fn op_entry(rank: &Rank, file: &'static str, doc: String, case: &Case, dtypes: S
     })
 }
 
-/// Returns the first paragraph of the module doc of a file, on one line.
+/// Returns the first paragraph of the doc of a file or row, on one line.
 fn paragraph(source: &str) -> String {
-    let lines = source.lines().map_while(|l| l.strip_prefix("//! "));
+    let lines = source.lines().map_while(|l| l.strip_prefix("//! ").or_else(|| l.strip_prefix("/// ")));
     lines.map(str::trim).collect::<Vec<_>>().join(" ")
 }
 

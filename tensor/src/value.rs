@@ -4,7 +4,6 @@
 use crate::layout::Layout;
 use crate::op::{Op, unwind};
 use crate::ops::add::Add;
-use crate::ops::add_scalar::AddScalar;
 use crate::ops::attention::{Attention, Mask};
 use crate::ops::cast::Cast;
 use crate::ops::concat::Concat;
@@ -13,32 +12,24 @@ use crate::ops::div::Div;
 use crate::ops::dropout::Dropout;
 use crate::ops::einsum;
 use crate::ops::embedding::Embedding;
-use crate::ops::exp::Exp;
-use crate::ops::gelu::Gelu;
 use crate::ops::layer_norm::LayerNorm;
 use crate::ops::linear::Linear;
-use crate::ops::log::Log;
 use crate::ops::max_last::MaxLast;
 use crate::ops::mlp::Mlp;
 use crate::ops::mul::Mul;
 use crate::ops::neg::Neg;
 use crate::ops::permute::Permute;
-use crate::ops::reciprocal::Reciprocal;
-use crate::ops::relu::Relu;
 use crate::ops::reshape::Reshape;
 use crate::ops::rms_norm::RmsNorm;
 use crate::ops::rope::Rope;
 use crate::ops::scale::Scale;
-use crate::ops::silu::Silu;
 use crate::ops::slice::{Pad, Slice};
 use crate::ops::softmax::Softmax;
-use crate::ops::sqrt::Sqrt;
-use crate::ops::square::Square;
 use crate::ops::sub::Sub;
 use crate::ops::sum::{Expand, Sum};
 use crate::ops::sum_squares::SumSquares;
 use crate::ops::swiglu::SwiGlu;
-use crate::ops::tanh::Tanh;
+use crate::ops::unary::{ops_of_value, unary_methods};
 use crate::ops::unbind::{Stack, Unbind};
 use crate::tensor::Tensor;
 use shardgrad_dist::{Error, Kind, Rank};
@@ -182,12 +173,7 @@ pub trait Value: Clone {
         Self::apply_new(Scale { factor }, &[self])
     }
 
-    /// x + c for a scalar c. A partial sum is reduced first.
-    #[track_caller]
-    #[must_use]
-    fn add_scalar(&self, term: f64) -> Self {
-        Self::apply_new(AddScalar { term }, &[self])
-    }
+    ops_of_value!(unary_methods);
 
     /// -x elementwise.
     #[doc(alias = "negative")]
@@ -195,73 +181,6 @@ pub trait Value: Clone {
     #[must_use]
     fn neg(&self) -> Self {
         Self::apply_new(Neg, &[self])
-    }
-
-    /// exp(x) elementwise.
-    #[track_caller]
-    #[must_use]
-    fn exp(&self) -> Self {
-        Self::apply_new(Exp, &[self])
-    }
-
-    /// Natural logarithm ln(x) elementwise.
-    #[doc(alias = "ln")]
-    #[track_caller]
-    #[must_use]
-    fn log(&self) -> Self {
-        Self::apply_new(Log, &[self])
-    }
-
-    /// Square root of x elementwise.
-    #[track_caller]
-    #[must_use]
-    fn sqrt(&self) -> Self {
-        Self::apply_new(Sqrt, &[self])
-    }
-
-    /// x^2 elementwise.
-    #[track_caller]
-    #[must_use]
-    fn square(&self) -> Self {
-        Self::apply_new(Square, &[self])
-    }
-
-    /// 1 / x elementwise.
-    #[track_caller]
-    #[must_use]
-    fn reciprocal(&self) -> Self {
-        Self::apply_new(Reciprocal, &[self])
-    }
-
-    /// tanh(x) elementwise.
-    #[track_caller]
-    #[must_use]
-    fn tanh(&self) -> Self {
-        Self::apply_new(Tanh, &[self])
-    }
-
-    /// ReLU: max(x, 0) elementwise.
-    #[track_caller]
-    #[must_use]
-    fn relu(&self) -> Self {
-        Self::apply_new(Relu, &[self])
-    }
-
-    /// GELU in its tanh form: x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2.
-    #[doc(alias = "gelu_tanh")]
-    #[doc(alias = "gelu_new")]
-    #[track_caller]
-    #[must_use]
-    fn gelu(&self) -> Self {
-        Self::apply_new(Gelu, &[self])
-    }
-
-    /// SiLU (swish): x / (1 + exp(-x)).
-    #[doc(alias = "swish")]
-    #[track_caller]
-    #[must_use]
-    fn silu(&self) -> Self {
-        Self::apply_new(Silu, &[self])
     }
 
     /// SwiGLU: silu(x) u elementwise, with silu(x) = x / (1 + exp(-x)).

@@ -327,12 +327,21 @@ pub(crate) const fn names(pattern: &str) -> usize {
 
 /// Defines a table of elementwise kernels, one per line: constant, kernel name, operations per element, bound in ulps,
 /// inputs and two scalars (0 if a launch has fewer), formula, and optionally the formula for i64. The float formula is compiled for f32 and
-/// f64; the reference evaluates it in f64. The text of both is also compiled as CUDA C++ (see [`crate::op::formula`]).
+/// f64; the reference evaluates it in f64. The text of both is also compiled as CUDA C++ (see [`crate::op::formula`]), and starts the doc
+/// of the kernel: a line's own doc says what the formula does not.
 macro_rules! pointwise {
     (@integers $x:tt) => { (None, "") };
     (@integers $x:tt $integers:expr) => { (Some(|$x| $integers), stringify!($integers)) };
+    (@doc_of_scalars _) => { "" };
+    (@doc_of_scalars $c:tt) => { concat!(", with the scalars `", stringify!($c), "`") };
+    (@doc_of_integers) => { "" };
+    (@doc_of_integers $integers:expr) => { concat!(", in i64 to `", stringify!($integers), "`") };
     ($($(#[$doc:meta])* $name:ident $text:literal $flops:literal $ulps:literal
         |$x:tt, $c:tt| $formula:expr $(, $integers:expr)?;)*) => {$(
+        #[doc = concat!(
+            "Maps `", stringify!($x), "` to `", stringify!($formula), "`",
+            pointwise!(@doc_of_integers $($integers)?), pointwise!(@doc_of_scalars $c), ".",
+        )]
         $(#[$doc])*
         pub static $name: Kernel = {
             const INPUTS: usize = names(stringify!($x));

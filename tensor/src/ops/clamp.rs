@@ -1,13 +1,13 @@
 //! Elementwise limits: y = a where x < a, b where x > b, else x.
 
 use super::labels::invalid_argument;
-use super::unary_backward::UnaryBackward;
+use super::unary::UnaryBackward;
 use super::{Case, Input};
 use crate::local_tensor::LocalTensor;
 use crate::op::{Cotangents, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp};
 use shardgrad_dist::Result;
 use shardgrad_kernels::Scalar;
-use shardgrad_kernels::op::elementary::{CLAMP, CLAMP_GRAD};
+use shardgrad_kernels::op::unary::{CLAMP, CLAMP_GRAD};
 use std::rc::Rc;
 
 /// Limits each element to a range: y = a where x < a, b where x > b, else x.
@@ -53,7 +53,7 @@ impl Op for Clamp {
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.cotangents(|_| UnaryBackward::with(&CLAMP_GRAD, cx.input(0), &cx.grad(0), &[self.low, self.high]))
+        cx.cotangents(|_| UnaryBackward::of(&CLAMP_GRAD, cx.input(0), &cx.grad(0), &[self.low, self.high]))
     }
 }
 

@@ -1,4 +1,5 @@
-//! The ops, one file each (a linear op and its transpose share a file), and the list of ops for tests, docs and benchmarks.
+//! The ops, and the list of ops for tests, docs and benchmarks. An op is a file, which a linear op and its transpose share,
+//! or a row of a table: the elementwise functions of one argument are the table [`unary`].
 
 mod labels;
 pub mod scale;
@@ -9,22 +10,7 @@ pub mod neg;
 pub mod div;
 pub mod add;
 pub mod sub;
-mod unary_backward;
-pub mod add_scalar;
-pub mod abs;
-pub mod sign;
-pub mod rsqrt;
-pub mod sin;
-pub mod cos;
-pub mod expm1;
-pub mod log1p;
-pub mod softplus;
-pub mod elu;
-pub mod leaky_relu;
-pub mod floor;
-pub mod ceil;
-pub mod round;
-pub mod pow_scalar;
+pub mod unary;
 pub mod clamp;
 pub mod pow;
 pub mod maximum;
@@ -49,34 +35,22 @@ pub mod dropout;
 pub mod einsum;
 pub mod linear;
 pub mod mlp;
-pub mod erf;
-pub mod exp;
-pub mod gelu;
-pub mod gelu_exact;
 pub mod layer_norm;
-pub mod log;
 pub mod max_last;
 pub mod log_sum_exp;
 pub mod cumsum;
 pub mod argmax;
 pub mod permute;
-pub mod reciprocal;
-pub mod relu;
 pub mod reshape;
 pub mod rms_norm;
 pub mod rope;
-pub mod sigmoid;
-pub mod silu;
 pub mod slice;
 pub mod concat;
 pub mod split;
 pub mod softmax;
-pub mod sqrt;
-pub mod square;
 pub mod sum_squares;
 pub mod swiglu;
 pub mod experts;
-pub mod tanh;
 pub mod unbind;
 pub mod redistribute;
 
@@ -217,64 +191,68 @@ impl Case {
     }
 }
 
-/// An op file in the list of ops.
+/// An op file, or a row of a table of ops, in the list of ops.
 #[derive(Clone, Copy, Debug)]
 pub struct OpModule {
-    /// The file name without extension.
+    /// The file name without extension, or the name of the row.
     pub name: &'static str,
     /// Test cases that cover every form of the op.
     pub cases: fn() -> Vec<Case>,
-    /// The source code of the file.
+    /// The source code of the file, or the doc comment of the row.
     pub source: &'static str,
 }
 
 macro_rules! list {
-    ($($name:ident),* $(,)?) => {
-        /// Every op file. The order determines the programs that a fuzz seed draws: add new files in alphabetical order.
-        pub const OPS: &[OpModule] = &[$(OpModule {
-            name: stringify!($name),
-            cases: $name::cases,
-            source: include_str!(concat!(stringify!($name), ".rs")),
-        }),*];
+    (@entry $file:ident) => {
+        OpModule {
+            name: stringify!($file),
+            cases: $file::cases,
+            source: include_str!(concat!(stringify!($file), ".rs")),
+        }
+    };
+    (@entry $table:ident $row:ident) => { $table::$row() };
+    ($($module:ident $(:: $row:ident)?),* $(,)?) => {
+        /// Every op file and row. The order determines the programs that a fuzz seed draws: add new ops in alphabetical order.
+        pub const OPS: &[OpModule] = &[$(list!(@entry $module $($row)?)),*];
     };
 }
 
 list! {
-    abs,
+    unary::abs,
     add,
-    add_scalar,
+    unary::add_scalar,
     amax,
     argmax,
     attention,
     cast,
-    ceil,
+    unary::ceil,
     where_cond,
     clamp,
     compare,
     concat,
-    cos,
+    unary::cos,
     cross_entropy_terms,
     cumsum,
     diagonal,
     div,
     dropout,
     einsum,
-    elu,
+    unary::elu,
     embedding,
-    erf,
-    exp,
+    unary::erf,
+    unary::exp,
     experts,
-    expm1,
+    unary::expm1,
     flip,
-    floor,
+    unary::floor,
     gather,
-    gelu,
-    gelu_exact,
+    unary::gelu,
+    unary::gelu_exact,
     layer_norm,
-    leaky_relu,
+    unary::leaky_relu,
     linear,
-    log,
-    log1p,
+    unary::log,
+    unary::log1p,
     log_sum_exp,
     logical,
     masked_fill,
@@ -286,32 +264,32 @@ list! {
     one_hot,
     permute,
     pow,
-    pow_scalar,
-    reciprocal,
-    relu,
+    unary::pow_scalar,
+    unary::reciprocal,
+    unary::relu,
     reshape,
     rms_norm,
     roll,
     rope,
-    round,
-    rsqrt,
+    unary::round,
+    unary::rsqrt,
     scale,
-    sigmoid,
-    sign,
-    silu,
-    sin,
+    unary::sigmoid,
+    unary::sign,
+    unary::silu,
+    unary::sin,
     slice,
     softmax,
-    softplus,
+    unary::softplus,
     sort,
     split,
-    sqrt,
-    square,
+    unary::sqrt,
+    unary::square,
     sub,
     sum,
     sum_squares,
     swiglu,
-    tanh,
+    unary::tanh,
     top_k,
     triangle,
     unbind,

@@ -15,10 +15,10 @@ use shardgrad_tensor::ops::layer_norm::LayerNorm;
 use shardgrad_tensor::ops::max_last::MaxLast;
 use shardgrad_tensor::ops::mul::Mul;
 use shardgrad_tensor::ops::scale::Scale;
-use shardgrad_tensor::ops::silu::Silu;
 use shardgrad_tensor::ops::softmax::Softmax;
 use shardgrad_tensor::ops::sum::Sum;
 use shardgrad_tensor::ops::sum_squares::SumSquares;
+use shardgrad_tensor::ops::unary::Silu;
 use shardgrad_tensor::ops::{Case, Input, OpModule};
 use shardgrad_tensor::{
     Context, Inference, Layout, LocalTensor, Placement, Refusal, Tensor, Value as _, check_op,

@@ -15,33 +15,32 @@ use crate::op::rows::{operands, write};
 use crate::op::strided_iter::element_offset;
 
 pointwise! {
-    /// y = a + b.
     ///
     /// - in: a, b: one dtype (float or i64) and shape, any strides
     /// - out: y, same dtype and shape, contiguous
     ///
     /// Integers wrap around; 16-bit floats are computed in f32 and rounded once.
     ADD "add" 1 1.0 |[a, b], _| a + b, a.wrapping_add(b);
-    /// y = a - b. Operands as in [`ADD`].
+    /// Operands as in [`ADD`].
     SUB "sub" 1 1.0 |[a, b], _| a - b, a.wrapping_sub(b);
-    /// y = a b. Operands as in [`ADD`].
+    /// Operands as in [`ADD`].
     MUL "mul" 1 1.0 |[a, b], _| a * b, a.wrapping_mul(b);
-    /// y = a / b. Operands as in [`ADD`], floats only.
+    /// Operands as in [`ADD`], floats only.
     DIV "div" 1 1.0 |[a, b], _| a / b;
-    /// y = a^b as IEEE 754 `pow`: 1 where b is 0 or a is 1, NaN where a < 0 and b is not an integer. Floats only.
+    /// As IEEE 754 `pow`: 1 where b is 0 or a is 1, NaN where a < 0 and b is not an integer. Floats only.
     POW "pow" 1 2.0 |[a, b], _| a.pow(b);
-    /// y = the larger of a and b; NaN propagates. Operands as in [`ADD`].
+    /// NaN propagates. Operands as in [`ADD`].
     MAXIMUM "maximum" 1 0.0 |[a, b], _| choose(a > b || is_nan(a), a, b), a.max(b);
-    /// y = the smaller of a and b; NaN propagates. Operands as in [`ADD`].
+    /// NaN propagates. Operands as in [`ADD`].
     MINIMUM "minimum" 1 0.0 |[a, b], _| choose(a < b || is_nan(a), a, b), a.min(b);
 
-    /// da = dy b a^(b - 1), 0 where b is 0. In: a, b, dy, floats.
+    /// The gradient of [`POW`] for a, 0 where b is 0. Floats only.
     POW_BASE_GRAD "pow_base_grad" 3 8.0 |[a, b, dy], _| pow_slope(a, b) * dy;
-    /// db = dy a^b ln a, 0 where a is 0 and b is not negative. In: a, b, dy, floats.
+    /// The gradient of [`POW`] for b, 0 where a is 0 and b is not negative. Floats only.
     POW_EXPONENT_GRAD "pow_exponent_grad" 4 8.0 |[a, b, dy], _| dy * pow_exponent_slope(a, b);
-    /// da = 0 where a < b, dy / 2 where a = b, else dy (also for NaN); db is the same with a and b exchanged. In: a, b, dy.
+    /// The gradient of [`MAXIMUM`] for a, dy for NaN; that for b is the same with a and b exchanged.
     MAXIMUM_GRAD "maximum_grad" 2 0.0 |[a, b, dy], _| choose(a == b, R::lit(0.5) * dy, choose(a < b, R::ZERO, dy));
-    /// da = 0 where a > b, dy / 2 where a = b, else dy (also for NaN); db is the same with a and b exchanged. In: a, b, dy.
+    /// The gradient of [`MINIMUM`] for a, dy for NaN; that for b is the same with a and b exchanged.
     MINIMUM_GRAD "minimum_grad" 2 0.0 |[a, b, dy], _| choose(a == b, R::lit(0.5) * dy, choose(a > b, R::ZERO, dy));
 }
 

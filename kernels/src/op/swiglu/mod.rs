@@ -13,7 +13,6 @@ use crate::op::pointwise::{Formula, TASK, gpu, map, map_as, names, plain, plain_
 use crate::op::rows::{operands, read, write};
 
 pointwise! {
-    /// y = g u / (1 + e^-g).
     ///
     /// - in: g, u: one float dtype and shape, any strides
     /// - out: y, same dtype and shape, contiguous

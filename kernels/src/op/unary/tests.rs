@@ -1,11 +1,11 @@
-//! Known values, agreement with the reference, gradients, and large arguments.
+//! Known values, agreement with the reference, gradients, large arguments, and points without a derivative.
 
 use super::*;
 use crate::kernel::Scalar;
 use crate::op::finite_difference::{Value, evaluate};
 use crate::op::kernel_check::{Case, values};
 
-const ALL: [&Kernel; 15] = [
+const FUNCTIONS: [&Kernel; 30] = [
     &NEG,
     &EXP,
     &LOG,
@@ -21,9 +21,24 @@ const ALL: [&Kernel; 15] = [
     &RECIPROCAL,
     &SCALE,
     &ADD_SCALAR,
+    &ABS,
+    &SIGN,
+    &RSQRT,
+    &SIN,
+    &COS,
+    &EXPM1,
+    &LOG1P,
+    &SOFTPLUS,
+    &ELU,
+    &LEAKY_RELU,
+    &FLOOR,
+    &CEIL,
+    &ROUND,
+    &POW_SCALAR,
+    &CLAMP,
 ];
 /// A gradient kernel, its function, and whether it takes the function's result instead of the argument.
-const GRADIENTS: [(&Kernel, &Kernel, bool); 7] = [
+const GRADIENTS: [(&Kernel, &Kernel, bool); 18] = [
     (&RELU_GRAD, &RELU, false),
     (&GELU_GRAD, &GELU, false),
     (&GELU_EXACT_GRAD, &GELU_EXACT, false),
@@ -31,8 +46,24 @@ const GRADIENTS: [(&Kernel, &Kernel, bool); 7] = [
     (&ERF_GRAD, &ERF, false),
     (&SILU_GRAD, &SILU, false),
     (&TANH_GRAD, &TANH, true),
+    (&ABS_GRAD, &ABS, false),
+    (&RSQRT_GRAD, &RSQRT, true),
+    (&SIN_GRAD, &SIN, false),
+    (&COS_GRAD, &COS, false),
+    (&EXPM1_GRAD, &EXPM1, true),
+    (&LOG1P_GRAD, &LOG1P, false),
+    (&SOFTPLUS_GRAD, &SOFTPLUS, false),
+    (&ELU_GRAD, &ELU, false),
+    (&LEAKY_RELU_GRAD, &LEAKY_RELU, false),
+    (&POW_SCALAR_GRAD, &POW_SCALAR, false),
+    (&CLAMP_GRAD, &CLAMP, false),
 ];
-const C: [Scalar; 1] = [Scalar::Real(0.1)];
+const C: [Scalar; 2] = [Scalar::Real(0.25), Scalar::Real(0.75)];
+
+/// Returns whether a function has no real value for negative arguments.
+fn is_one_sided(kernel: &Kernel) -> bool {
+    ["log", "sqrt", "rsqrt", "pow_scalar"].iter().any(|name| kernel.name.starts_with(name))
+}
 
 fn at(kernel: &Kernel, x: &[f64]) -> Vec<f64> {
     evaluate(kernel, &[Value::real(&[x.len()], x)], &[&[x.len()]], &C).remove(0)
@@ -40,6 +71,7 @@ fn at(kernel: &Kernel, x: &[f64]) -> Vec<f64> {
 
 #[test]
 fn matches_known_values() {
+    let (nan, inf) = (f64::NAN, f64::INFINITY);
     for (kernel, x, y) in [
         (&NEG, 2.5, -2.5),
         (&EXP, 1.0, std::f64::consts::E),
@@ -48,54 +80,83 @@ fn matches_known_values() {
         (&TANH, 1.0, 0.761_594_155_955_764_9),
         (&RELU, -1.0, 0.0),
         (&RELU, 3.0, 3.0),
-        (&GELU, 1.0, 0.841_191_990_608_302_2),
-        (&GELU, -2.0, -0.045_402_305_912_225_8),
+        (&GELU, 1.0, 0.841_191_990_608_276_7),
+        (&GELU, -2.0, -0.045_402_305_912_224_98),
         (&GELU_EXACT, 1.0, 0.841_344_746_068_542_9),
-        (&GELU_EXACT, -2.0, -0.045_500_263_896_358_42),
+        (&GELU_EXACT, -2.0, -0.045_500_263_896_358_41),
         (&SIGMOID, 1.0, 0.731_058_578_630_004_9),
         (&ERF, 0.5, 0.520_499_877_813_046_5),
         (&SILU, 1.0, 0.731_058_578_630_004_9),
         (&SQUARE, -3.0, 9.0),
         (&RECIPROCAL, 8.0, 0.125),
-        (&SCALE, 30.0, 3.0),
-        (&ADD_SCALAR, 1.0, 1.1),
+        (&SCALE, 30.0, 7.5),
+        (&ADD_SCALAR, 1.0, 1.25),
+        (&ABS, -2.5, 2.5),
+        (&SIGN, -2.5, -1.0),
+        (&SIGN, 0.0, 0.0),
+        (&RSQRT, 4.0, 0.5),
+        (&RSQRT, 0.0, inf),
+        (&RSQRT, -1.0, nan),
+        (&SIN, 1.0, 0.841_470_984_807_896_5),
+        (&SIN, inf, nan),
+        (&COS, 1.0, 0.540_302_305_868_139_8),
+        (&EXPM1, 1e-9, 1.000_000_000_5e-9),
+        (&LOG1P, 1e-9, 9.999_999_995e-10),
+        (&LOG1P, -1.0, -inf),
+        (&SOFTPLUS, 0.0, std::f64::consts::LN_2),
+        (&SOFTPLUS, 1000.0, 1000.0),
+        (&SOFTPLUS, -inf, 0.0),
+        (&ELU, 2.0, 2.0),
+        (&ELU, -inf, -0.25),
+        (&LEAKY_RELU, -2.0, -0.5),
+        (&FLOOR, -1.5, -2.0),
+        (&CEIL, -1.5, -1.0),
+        (&ROUND, 2.5, 2.0),
+        (&ROUND, -1.5, -2.0),
+        (&POW_SCALAR, 1.0, 1.0),
+        (&CLAMP, -1.0, 0.25),
+        (&CLAMP, 0.5, 0.5),
+        (&CLAMP, 9.0, 0.75),
+        (&CLAMP, nan, nan),
     ] {
         let got = at(kernel, &[x])[0];
-        assert!((got - y).abs() <= 1e-13, "{} {x}: {got}", kernel.name);
+        let same = got == y || (got.is_nan() && y.is_nan()) || (got - y).abs() <= 1e-15 * y.abs();
+        assert!(same, "{} {x}: {got}", kernel.name);
     }
 }
 
 #[test]
 fn fast_paths_match_the_reference() {
-    for kernel in ALL {
-        let x: Vec<f64> = match kernel.name {
-            "log" | "sqrt" => values(1, 3 * 5 * 67).iter().map(|x| x.abs()).collect(),
-            _ => values(1, 3 * 5 * 67).iter().map(|x| 5.0 * x).collect(),
-        };
+    for kernel in FUNCTIONS {
+        let spread = values(1, 3 * 5 * 67).into_iter().map(|x| 5.0 * x);
+        let x: Vec<f64> = spread.map(|x| if is_one_sided(kernel) { x.abs() } else { x }).collect();
         Case::new(kernel).input(&[3, 5, 67], &x).output(&[3, 5, 67]).scalars(&C).strided().run();
         Case::new(kernel).input(&[0, 2], &[]).output(&[0, 2]).scalars(&C).run();
     }
     Case::new(&GELU).input(&[40_001], &values(2, 40_001)).output(&[40_001]).run();
     Case::new(&EXP).input(&[300, 7], &values(2, 2100)).output(&[300, 7]).strided().run();
     for (kernel, ..) in GRADIENTS {
-        let (x, dy) = (values(3, 6 * 35), values(4, 6 * 35));
-        Case::new(kernel).input(&[6, 35], &x).input(&[6, 35], &dy).output(&[6, 35]).strided().run();
+        let spread = values(3, 6 * 35).into_iter();
+        let x: Vec<f64> = spread.map(|x| if is_one_sided(kernel) { x.abs() + 0.1 } else { x }).collect();
+        let case = Case::new(kernel).input(&[6, 35], &x).input(&[6, 35], &values(4, 6 * 35));
+        case.output(&[6, 35]).scalars(&C).strided().run();
     }
 }
 
 #[test]
 fn gradients_match_finite_differences() {
-    let x: Vec<f64> = (-40..40).map(|i| f64::from(i) * 0.17 + 0.03).collect();
-    let shape = [x.len()];
     for (gradient, kernel, reads_result) in GRADIENTS {
+        let start = if is_one_sided(kernel) { 1 } else { -40 };
+        let x: Vec<f64> = (start..40).map(|i| f64::from(i) * 0.17 + 0.03).collect();
+        let shape = [x.len()];
         let shifted = |h: f64| at(kernel, &x.iter().map(|x| x + h).collect::<Vec<_>>());
         let first = if reads_result { at(kernel, &x) } else { x.clone() };
-        let dy = vec![2.0; x.len()];
-        let inputs = [Value::real(&shape, &first), Value::real(&shape, &dy)];
-        let got = evaluate(gradient, &inputs, &[&shape], &[]).remove(0);
+        let inputs = [Value::real(&shape, &first), Value::real(&shape, &vec![2.0; x.len()])];
+        let got = evaluate(gradient, &inputs, &[&shape], &C).remove(0);
         for (i, (up, down)) in shifted(1e-5).into_iter().zip(shifted(-1e-5)).enumerate() {
             let slope = (up - down) / 1e-5;
-            assert!((got[i] - slope).abs() < 1e-8, "{} at {}: {} {slope}", gradient.name, x[i], got[i]);
+            let near = (got[i] - slope).abs() < 1e-8 * (1.0 + slope.abs());
+            assert!(near, "{} at {}: {} {slope}", gradient.name, x[i], got[i]);
         }
     }
 }
@@ -112,12 +173,23 @@ fn large_arguments_and_special_values() {
     for kernel in [&GELU_GRAD, &GELU_EXACT_GRAD, &SILU_GRAD] {
         Case::new(kernel).input(&[7], &far).input(&[7], &ones).output(&[7]).run();
     }
-    let special = [nan, inf, -inf, 0.0];
-    for kernel in ALL {
-        Case::new(kernel).input(&[4], &special).output(&[4]).scalars(&C).run();
+    let special = [nan, inf, -inf, 0.0, -0.0, 1e30, -1e30];
+    for kernel in FUNCTIONS {
+        Case::new(kernel).input(&[4], &special[..4]).output(&[4]).scalars(&C).run();
+        Case::new(kernel).input(&[7], &special).output(&[7]).scalars(&C).run_for(&[DType::F64, DType::F32]);
         assert!(at(kernel, &special)[0].is_nan(), "{}", kernel.name);
     }
-    assert_eq!(at(&RECIPROCAL, &special)[1..], [0.0, -0.0, inf]);
+    assert_eq!(at(&RECIPROCAL, &special)[1..4], [0.0, -0.0, inf]);
+}
+
+#[test]
+fn gradients_at_non_differentiable_points_match_known_values() {
+    let grad = |kernel: &Kernel, x: f64| {
+        let inputs = [Value::real(&[1], &[x]), Value::real(&[1], &[2.0])];
+        evaluate(kernel, &inputs, &[&[1]], &C).remove(0)[0]
+    };
+    assert_eq!([grad(&ABS_GRAD, 0.0), grad(&LEAKY_RELU_GRAD, 0.0), grad(&ELU_GRAD, 0.0)], [0.0, 0.5, 0.5]);
+    assert_eq!([0.25, 0.75, 0.8, 0.2, f64::NAN].map(|x| grad(&CLAMP_GRAD, x)), [2.0, 2.0, 0.0, 0.0, 0.0]);
 }
 
 #[test]
