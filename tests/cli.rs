@@ -181,7 +181,7 @@ fn run_leaves_metrics_plot_and_model_readable_on_another_mesh() {
     assert_eq!(metrics.lines().count(), 12);
     assert!(fs::read_to_string(Path::new(&out).join("loss.svg")).unwrap().contains("<svg"));
     let model = format!("{out}/model");
-    let losses = ["", "tp=2", "dp=2", "dp=3,tp=2", "cp=2", "dp=2,cp=3"].map(|mesh| {
+    let losses = ["", "tp=2", "dp=2", "dp=3,tp=2", "cp=2", "dp=2,cp=3", "pp=2,tp=2"].map(|mesh| {
         let eval = ["eval", "--model", &model, "--data", &data, "--mesh", mesh, "--seq", "16", "--json"];
         let output = shardgrad(&eval);
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -192,7 +192,7 @@ fn run_leaves_metrics_plot_and_model_readable_on_another_mesh() {
     // Without stages each pipeline rank would hold the whole model, so pp is refused.
     let (eval, generate) = (&["eval", "--data", &data][..], &["generate", "--prompt", "The "][..]);
     for (command, mesh, why, axes) in [
-        (eval, "pp=4,tp=2", "evaluation does not support pp", "use dp, ep, cp or tp"),
+        (eval, "sp=2,tp=2", "evaluation does not support sp", "use dp, pp, ep, cp or tp"),
         (generate, "pp=4,tp=2", "generation does not support pp", "use dp, ep or tp"),
         (generate, "cp=2", "generation does not support cp", "use dp, ep or tp; weights"),
     ] {
