@@ -18,7 +18,7 @@ pub(super) const TRAINING: SupportedAxes =
 pub(super) const EVALUATION: SupportedAxes = SupportedAxes { computation: "evaluation", ..TRAINING };
 /// Generation does not shard the growing sequence over its tokens.
 pub(super) const GENERATION: SupportedAxes =
-    SupportedAxes { computation: "generation", names: &["dp", "ep", "tp"] };
+    SupportedAxes { computation: "generation", names: &["dp", "pp", "ep", "tp"] };
 
 /// Rejects axes that a computation does not support: all ranks of such an axis would do the same work.
 pub(super) fn check_axes(mesh: &Mesh, supported: &SupportedAxes) -> Result<()> {
@@ -76,7 +76,7 @@ mod tests {
             "evaluation does not support sp; use dp, pp, ep, cp or tp"
         );
         let of = |mesh: &str| error_text(mesh, &GENERATION).unwrap_err();
-        assert_eq!(of("pp=2,tp=2"), "generation does not support pp; use dp, ep or tp");
-        assert!(of("cp=2,tp=2").starts_with("generation does not support cp; use dp, ep or tp; weights"));
+        assert_eq!(of("sp=2,tp=2"), "generation does not support sp; use dp, pp, ep or tp");
+        assert!(of("cp=2,tp=2").starts_with("generation does not support cp; use dp, pp, ep or tp; weights"));
     }
 }
