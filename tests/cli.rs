@@ -199,7 +199,8 @@ fn run_leaves_metrics_plot_and_model_readable_on_another_mesh() {
         assert!(code == 2 && message.contains(why) && message.contains(axes), "{message}");
     }
     let generate = ["generate", "--model", &model, "--prompt", "The ", "--tokens", "5", "--greedy", "--json"];
-    let texts = ["", "tp=2", "pp=2"].map(|mesh| shardgrad(&[&generate[..], &["--mesh", mesh]].concat()).stdout);
+    let texts =
+        ["", "tp=2", "pp=2"].map(|mesh| shardgrad(&[&generate[..], &["--mesh", mesh]].concat()).stdout);
     assert!(texts.iter().all(|text| *text == texts[0]), "generation does not depend on the mesh");
 }
 

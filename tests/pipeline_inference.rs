@@ -16,7 +16,8 @@ const PRESETS: [&str; 3] = ["tiny", "llama-tiny", "mixtral-tiny"];
 fn saved_model(folder: &Folder, preset: &str) -> String {
     let (config, path) = (ModelConfig::preset(preset).unwrap(), folder.path(preset));
     World::run(Mesh::single(), |rank| {
-        Model::new(rank, LanguageModel::new(&config), &LanguageModel::plan(&config), 5)?.save(Path::new(&path))
+        Model::new(rank, LanguageModel::new(&config), &LanguageModel::plan(&config), 5)?
+            .save(Path::new(&path))
     })
     .unwrap();
     path
@@ -39,7 +40,9 @@ fn eval_on_a_pipeline_matches_one_rank() {
         let eval = |mesh: &str| {
             let logits = folder.path(&format!("{preset}-{mesh}.safetensors"));
             let source = ["eval", "--model", &model, "--data", &data, "--split", "all", "--seq", "16"];
-            let text = stdout(&[&source[..], &["--batch", "3", "--logits", &logits, "--json", "--mesh", mesh]].concat());
+            let text = stdout(
+                &[&source[..], &["--batch", "3", "--logits", &logits, "--json", "--mesh", mesh]].concat(),
+            );
             let loss = serde_json::from_str::<Json>(&text).unwrap()["loss"].as_f64().unwrap();
             let file = TensorFile::open(Path::new(&logits)).unwrap();
             let bytes = file.read("logits").unwrap();
@@ -67,7 +70,8 @@ fn pipeline_rank_holds_the_parameters_of_its_stage_only() {
     let weights = std::fs::metadata(Path::new(&model).join("model.safetensors")).unwrap().len();
     // Two thirds of the weights: too little for one rank, enough for a stage and its activations.
     let limit = (weights * 2 / 3).to_string();
-    let eval = ["eval", "--model", &model, "--data", &data, "--seq", "8", "--batch", "1", "--memory-limit", &limit];
+    let eval =
+        ["eval", "--model", &model, "--data", &data, "--seq", "8", "--batch", "1", "--memory-limit", &limit];
     let (code, message) = exit_code_and_stderr(&eval);
     assert!(code == 2 && message.contains("per rank, but --memory-limit is"), "{message}");
     let (code, message) = exit_code_and_stderr(&[&eval[..], &["--mesh", "pp=2"]].concat());

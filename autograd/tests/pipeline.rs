@@ -375,7 +375,10 @@ fn recut_follows_the_parameters_of_the_stages() {
                 for stage in 0..=starts.len() {
                     assert!(recut.keys(stage).is_subset(&stages.keys(stage)), "{starts:?}: stage {stage}");
                 }
-                assert_eq!(recut.stages().iter().map(|s| s.range.len()).sum::<usize>(), program.records.len());
+                assert_eq!(
+                    recut.stages().iter().map(|s| s.range.len()).sum::<usize>(),
+                    program.records.len()
+                );
             }
             // A program of other ops that reads the same parameters in the same order.
             let layout = Layout::invariant(rank.mesh(), DType::F64, &[ROWS, WIDTH]);

@@ -42,7 +42,10 @@ impl<'a> DecodingSession<'a> {
     /// Begins a session with an empty context.
     #[must_use]
     pub fn new(model: &'a Model<LanguageModel>) -> DecodingSession<'a> {
-        DecodingSession { decoder: Decoder::Whole { model, cache: model.new_kv_cache() }, context: Vec::new() }
+        DecodingSession {
+            decoder: Decoder::Whole { model, cache: model.new_kv_cache() },
+            context: Vec::new(),
+        }
     }
 
     /// Begins a session with an empty context on an inference model, which may be on a pipeline.

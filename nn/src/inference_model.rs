@@ -62,7 +62,10 @@ impl<M: Module> InferenceModel<M> {
         forward: impl Fn(&M, &[Var]) -> Result<Vec<Var>>,
     ) -> Result<InferenceModel<M>> {
         let Some((pipeline, axis)) = plan.pipeline_on(rank.mesh()) else {
-            return Ok(InferenceModel { model: Model::with_dtype(rank, module, plan, seed, dtype)?, pipeline: None });
+            return Ok(InferenceModel {
+                model: Model::with_dtype(rank, module, plan, seed, dtype)?,
+                pipeline: None,
+            });
         };
         let model = pipelined_model::stage_model(rank, axis, module, plan, Precision::of(dtype))?;
         let program = Program::record(model.rank(), &arguments(model.rank())?, None, |x| forward(&model, x))?;
@@ -119,7 +122,10 @@ impl<M: Module> InferenceModel<M> {
             let results_of = |arguments: &Vec<Tensor>| {
                 let tape = self.model.inference_tape();
                 let arguments: Vec<Var> = arguments.iter().map(|t| tape.constant(t.clone())).collect();
-                Ok(forward(&self.model, &arguments)?.iter().map(|result| Some(result.tensor().clone())).collect())
+                Ok(forward(&self.model, &arguments)?
+                    .iter()
+                    .map(|result| Some(result.tensor().clone()))
+                    .collect())
             };
             return microbatches.iter().map(results_of).collect();
         };

@@ -63,9 +63,12 @@ impl LayerKvCache {
     /// Unwinds with `Kind::OutOfMemory` if the copy of the remaining positions does not fit.
     #[track_caller]
     pub fn evict_beyond_window(&mut self, window: usize) {
-        let evicted = (self.cached_len() + 1).saturating_sub(window) / EVICTION_GRANULARITY * EVICTION_GRANULARITY;
+        let evicted =
+            (self.cached_len() + 1).saturating_sub(window) / EVICTION_GRANULARITY * EVICTION_GRANULARITY;
         match &mut self.storage {
-            Storage::Growable(tensors) => tensors.iter_mut().for_each(|tensor| unwind(tensor.drop_front(evicted))),
+            Storage::Growable(tensors) => {
+                tensors.iter_mut().for_each(|tensor| unwind(tensor.drop_front(evicted)))
+            }
             Storage::Recorded(Some(past)) if evicted > 0 => {
                 past.iter_mut().for_each(|past| *past = past.slice(1, evicted..past.shape()[1]));
             }
@@ -84,7 +87,8 @@ impl LayerKvCache {
     pub fn extend(&mut self, keys: &Var, values: &Var) -> (Var, Var) {
         match &mut self.storage {
             Storage::Growable([all_keys, all_values]) => {
-                let (k, v) = (unwind(all_keys.append(keys.tensor())), unwind(all_values.append(values.tensor())));
+                let (k, v) =
+                    (unwind(all_keys.append(keys.tensor())), unwind(all_values.append(values.tensor())));
                 (keys.constant(k), values.constant(v))
             }
             Storage::Recorded(past) => {

@@ -4,8 +4,8 @@
 pub(super) mod limits;
 
 use super::args::RunArgs;
-use super::inference_model;
 use super::explain::{PeakMemory, StepSpec, format_bytes, largest_ranks};
+use super::inference_model;
 use super::ranks::{num_local_ranks, process};
 use limits::{LimitSource, MemoryLimit, memory_limits};
 use shardgrad::nn::ModelConfig;

@@ -172,7 +172,9 @@ impl Runner<'_> {
         if here == from {
             let made = made.ok_or_else(missing_value)?;
             let piece = made.local().flat(self.rank)?;
-            to.iter().filter(|rank| **rank != from).try_for_each(|rank| self.send_to(&call, &piece, *rank))?;
+            to.iter()
+                .filter(|rank| **rank != from)
+                .try_for_each(|rank| self.send_to(&call, &piece, *rank))?;
             return Ok(to.contains(&here).then_some(made));
         }
         let receives = to.contains(&here);

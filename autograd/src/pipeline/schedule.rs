@@ -122,7 +122,11 @@ impl Schedule {
     ///
     /// # Errors
     /// `Kind::Config` without ranks, stages or microbatches, and for a rank that does not exist.
-    pub fn forward_only(stage_ranks: &[usize], num_ranks: usize, num_microbatches: usize) -> Result<Schedule> {
+    pub fn forward_only(
+        stage_ranks: &[usize],
+        num_ranks: usize,
+        num_microbatches: usize,
+    ) -> Result<Schedule> {
         check_stages(stage_ranks.len())?;
         check_counts(num_ranks, num_microbatches)?;
         if let Some(lost) = stage_ranks.iter().find(|rank| **rank >= num_ranks) {
@@ -133,7 +137,9 @@ impl Schedule {
         }
         let here = |rank: usize| {
             let stages = (0..stage_ranks.len()).filter(move |stage| stage_ranks[*stage] == rank);
-            let passes = move |stage| (0..num_microbatches).map(move |microbatch| Action::Forward { stage, microbatch });
+            let passes = move |stage| {
+                (0..num_microbatches).map(move |microbatch| Action::Forward { stage, microbatch })
+            };
             stages.flat_map(passes).collect()
         };
         Ok(Schedule {

@@ -190,10 +190,12 @@ impl Stages {
                 Slot::External(external) => program.external_inputs[*external as usize].key,
                 Slot::Output { .. } => None,
             };
-            let reads_all = |stage: &usize| record.inputs.iter().filter_map(key).all(|key| keys[*stage].contains(&key));
+            let reads_all =
+                |stage: &usize| record.inputs.iter().filter_map(key).all(|key| keys[*stage].contains(&key));
             let stage = (starts.len()..keys.len()).find(reads_all).ok_or_else(|| {
                 let (name, path) = (record.op.name(), &record.path);
-                let text = format!("no stage from {} on holds the parameters of {name} at `{path}`", starts.len());
+                let text =
+                    format!("no stage from {} on holds the parameters of {name} at `{path}`", starts.len());
                 let help = "a model reads its parameters in one order, whatever the shapes of its arguments";
                 Error::new(Kind::Unsupported, text).detail("help", help).at(record.site)
             })?;
