@@ -29,7 +29,7 @@ fn eval_loss_is_independent_of_batch_size_and_mesh() {
     let (loss, tokens) = of("7", "dp=1");
     assert_eq!(tokens, 7 * 8);
     for batch in ["1", "2", "3", "4", "5", "6", "100"] {
-        for mesh in ["dp=1", "dp=2", "dp=3", "dp=2,tp=2", "cp=2"] {
+        for mesh in ["dp=1", "dp=2", "dp=3", "dp=2,tp=2", "cp=2", "pp=2"] {
             let (other, count) = of(batch, mesh);
             assert_eq!(count, tokens);
             assert!((other - loss).abs() < 1e-9 * loss, "{mesh}, batch {batch}: {other} instead of {loss}");

@@ -19,6 +19,7 @@ mod llama;
 mod mixed_precision;
 mod mutants;
 mod pipeline_parallel;
+mod pipeline_inference;
 mod processes;
 mod moved_run_folder;
 mod context_parallel;

@@ -257,8 +257,8 @@ fn frozen_first_stages_skip_the_backward_pass() {
     ];
     for schedule in one_each.into_iter().chain([Schedule::zb_v(2, 3).unwrap()]) {
         let whole = chain(&schedule, &[]);
-        let forward =
-            chain(&Schedule::forward_only(&schedule.stage_ranks, schedule.ranks.len()).unwrap(), &[]);
+        let forward = Schedule::forward_only(&schedule.stage_ranks, schedule.ranks.len(), 1).unwrap();
+        let forward = chain(&forward, &[]);
         for frozen in [&[0][..], &[0, 1], &[0, 1, 2], &[1], &[0, 2], &[3]] {
             let what = format!("{} without {frozen:?}", schedule.name);
             let ran = chain(&schedule, frozen);
@@ -364,16 +364,40 @@ fn unverified_schedule_ends_in_an_error() {
 }
 
 #[test]
-fn recut_refuses_other_ops() {
-    let stages = World::new(Mesh::single()).dry_run(0, |rank| {
-        let stages = Stages::new(recorded(rank)?, &[9]);
-        let same = stages.recut(recorded(rank)?)?.stages().len();
-        let layout = Layout::invariant(rank.mesh(), DType::F64, &[ROWS]);
-        let other = Program::record(rank, &[layout], None, |x| Ok(vec![x[0].square().sum()]))?;
-        Ok((same, stages.recut(other).unwrap_err().to_string()))
-    });
-    let (same, text) = stages.unwrap();
-    assert!(same == 2 && text.contains("with another shape the model applies other ops"), "{text}");
+fn recut_follows_the_parameters_of_the_stages() {
+    World::new(Mesh::single())
+        .dry_run(0, |rank| {
+            let program = recorded(rank)?;
+            for starts in [vec![9], vec![0, 9], vec![3, 6, program.records.len()]] {
+                let stages = Stages::new(program.clone(), &starts);
+                let recut = stages.recut(recorded(rank)?)?;
+                assert_eq!(recut.stages().len(), starts.len() + 1);
+                for stage in 0..=starts.len() {
+                    assert!(recut.keys(stage).is_subset(&stages.keys(stage)), "{starts:?}: stage {stage}");
+                }
+                assert_eq!(
+                    recut.stages().iter().map(|s| s.range.len()).sum::<usize>(),
+                    program.records.len()
+                );
+            }
+            // A program of other ops that reads the same parameters in the same order.
+            let layout = Layout::invariant(rank.mesh(), DType::F64, &[ROWS, WIDTH]);
+            let products = |keys: &[u64]| {
+                Program::record(rank, std::slice::from_ref(&layout), None, |x| {
+                    let product = |x: Var, key: &u64| -> Result<Var> {
+                        Ok(x.matmul(&x.tape().leaf(*key, &parameter(x.rank(), *key)?)))
+                    };
+                    Ok(vec![keys.iter().try_fold(x[0].square(), product)?.sum()])
+                })
+            };
+            let stages = Stages::new(products(&[0, 1, 2])?, &[2]);
+            let recut = stages.recut(products(&[0, 2])?)?;
+            assert_eq!(recut.stages().iter().map(|s| s.range.clone()).collect::<Vec<_>>(), [0..2, 2..4]);
+            let text = stages.recut(products(&[0, 2, 0])?).unwrap_err().to_string();
+            assert!(text.contains("no stage from 1 on holds the parameters of"), "{text}");
+            Ok(())
+        })
+        .unwrap();
 }
 
 #[test]
@@ -487,7 +511,7 @@ fn receive_takes_no_extra_memory() {
         let text = |args: &[Var]| Ok(vec![args[0].square().sum()]);
         let program = Program::record(&here, std::slice::from_ref(&layout), None, text)?;
         let stages = Stages::new(program, &[1]);
-        let schedule = Schedule::forward_only(&[0, 1], 2).unwrap().with_transfers(&stages.links());
+        let schedule = Schedule::forward_only(&[0, 1], 2, 1).unwrap().with_transfers(&stages.links());
         let runner = Runner { rank: &here, axis, stages: &stages, schedule: &schedule };
         runner.run(&PipelineInputs {
             arguments: &|_| Ok(vec![Tensor::zeros(&here, &layout)?]),

@@ -29,8 +29,9 @@ pub mod model;
 pub mod cast_rule;
 pub mod model_io;
 pub mod checkpoint;
-pub mod decoding;
 mod pipelined_model;
+pub mod inference_model;
+pub mod decoding;
 pub mod rescue;
 mod graph_capture;
 pub mod trainer;
@@ -40,6 +41,7 @@ pub use cast_rule::{CastCounts, CastRule};
 pub use checkpoint::RunState;
 pub use decoding::DecodingSession;
 pub use hf::{BertConfig, BertHead, Gpt2Config, LlamaConfig, LlamaKind, ModelConfig};
+pub use inference_model::{InferenceModel, ResultRanks};
 pub use kv_cache::{KvCache, LayerKvCache};
 pub use layer::{
     Attention, Block, Dropout, Embedding, EncoderAttention, FeedForward, GatedMlp, GroupedQueryAttention,

@@ -44,7 +44,6 @@ impl PipelinedModel {
         forward: ForwardFn<'_>,
     ) -> Result<PipelinedModel> {
         let rank = model.rank();
-        let own_rank = rank.world().coordinate(axis);
         let layouts: Vec<Layout> = arguments.iter().map(|t| t.layout().clone()).collect();
         let program = Program::record(rank, &layouts, Some(Noise { seed, ..TRACING_NOISE }), forward)?;
         let (schedule, starts) =
@@ -53,19 +52,7 @@ impl PipelinedModel {
         let links = stages.links();
         let schedule = schedule.with_transfers(&links);
         schedule.verify(&links)?;
-        let keys: Vec<_> = (0..schedule.num_stages()).map(|stage| stages.keys(stage)).collect();
-        for param in model.params() {
-            let uses = |stage: &usize| keys[*stage].contains(&param.key());
-            let mut ranks: Vec<usize> =
-                (0..keys.len()).filter(uses).map(|s| schedule.stage_ranks[s]).collect();
-            ranks.sort_unstable();
-            ranks.dedup();
-            if ranks.is_empty() {
-                // A parameter that no op uses still has a value to save, on the first stage.
-                ranks.push(0);
-            }
-            param.init_value(rank, seed, Some(StageOwners { axis, ranks, own_rank }))?;
-        }
+        init_params(model, axis, &stages, &schedule.stage_ranks, seed)?;
         let recordings = RefCell::new(vec![(layouts, Rc::new(stages))]);
         Ok(PipelinedModel { axis, seed, schedule, recordings })
     }
@@ -83,7 +70,7 @@ impl PipelinedModel {
         stages.stages().iter().map(|stage| (stage.range.start, path(stage.range.start))).collect()
     }
 
-    /// Returns the stages for arguments of these layouts, cut at the same records as the first recording.
+    /// Returns the stages for arguments of these layouts, cut by the parameters of the stages of the first recording.
     fn stages(&self, rank: &Rank, arguments: &[Layout], forward: ForwardFn<'_>) -> Result<Rc<Stages>> {
         if let Some((_, stages)) = self.recordings.borrow().iter().find(|(known, _)| known == arguments) {
             return Ok(stages.clone());
@@ -135,20 +122,66 @@ impl PipelinedModel {
     ) -> Result<Option<Tensor>> {
         let layouts: Vec<Layout> = arguments.iter().map(|t| t.layout().clone()).collect();
         let stages = self.stages(model.rank(), &layouts, forward)?;
-        let schedule = Schedule::forward_only(&self.schedule.stage_ranks, self.schedule.ranks.len())?;
-        let links = stages.links();
-        let schedule = schedule.with_transfers(&links);
-        schedule.verify(&links)?;
-        let runner = Runner { rank: model.rank(), axis: self.axis, stages: &stages, schedule: &schedule };
-        let outputs = runner.run(&PipelineInputs {
-            arguments: &|_| Ok(arguments.to_vec()),
-            parameter: &param_values(model),
-            is_trained: &is_trainable(model),
-            draw: &|_| ReplayNoise::Off,
-            weight: 1.0,
-        })?;
-        Ok(outputs.results.into_iter().flatten().next().flatten())
+        let stages = (self.axis, &*stages, &self.schedule.stage_ranks[..]);
+        let results = forward_microbatches(model, stages, &[arguments.to_vec()], &[])?;
+        Ok(results.into_iter().flatten().next().flatten())
     }
+}
+
+/// Runs stages on a pipeline axis, given with the pipeline rank of each, forward for inference on microbatches of one shape. Returns
+/// the results of each microbatch on the ranks of the stages that compute them, but the first result on the pipeline ranks
+/// `first_result_on`, if there are any.
+pub(crate) fn forward_microbatches<M: Module>(
+    model: &Model<M>,
+    (axis, stages, stage_ranks): (Axis, &Stages, &[usize]),
+    microbatches: &[Vec<Tensor>],
+    first_result_on: &[usize],
+) -> Result<Vec<Vec<Option<Tensor>>>> {
+    let num_ranks = model.rank().world().mesh().size(axis);
+    let schedule = Schedule::forward_only(stage_ranks, num_ranks, microbatches.len())?;
+    let links = stages.links();
+    let schedule = schedule.with_transfers(&links);
+    schedule.verify(&links)?;
+    let runner = Runner { rank: model.rank(), axis, stages, schedule: &schedule };
+    let outputs = runner.run(&PipelineInputs {
+        arguments: &|microbatch| Ok(microbatches[microbatch].clone()),
+        parameter: &param_values(model),
+        is_trained: &is_trainable(model),
+        draw: &|_| ReplayNoise::Off,
+        weight: 1.0,
+    })?;
+    let mut results = outputs.results;
+    if !first_result_on.is_empty() {
+        for first in results.iter_mut().filter_map(|of_microbatch| of_microbatch.first_mut()) {
+            *first = runner.send_result(0, first.take(), first_result_on)?;
+        }
+    }
+    Ok(results)
+}
+
+/// Assigns each parameter to the pipeline ranks whose stages read it, and initializes the parameters of this rank.
+#[track_caller]
+pub(crate) fn init_params<M: Module>(
+    model: &Model<M>,
+    axis: Axis,
+    stages: &Stages,
+    stage_ranks: &[usize],
+    seed: u64,
+) -> Result<()> {
+    let own_rank = model.rank().world().coordinate(axis);
+    let keys: Vec<_> = (0..stage_ranks.len()).map(|stage| stages.keys(stage)).collect();
+    for param in model.params() {
+        let uses = |stage: &usize| keys[*stage].contains(&param.key());
+        let mut ranks: Vec<usize> = (0..keys.len()).filter(uses).map(|stage| stage_ranks[stage]).collect();
+        ranks.sort_unstable();
+        ranks.dedup();
+        if ranks.is_empty() {
+            // A parameter that no op uses still has a value to save, on the first stage.
+            ranks.push(0);
+        }
+        param.init_value(model.rank(), seed, Some(StageOwners { axis, ranks, own_rank }))?;
+    }
+    Ok(())
 }
 
 /// Returns the lookup of parameter values by key. A lookup also sets the parameter's name as the path of the following op.

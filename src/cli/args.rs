@@ -319,7 +319,7 @@ impl RunArgs {
         RunArgs { mesh: mesh.clone(), ..self.clone() }.ranks()
     }
 
-    /// Returns the ranks of a command without pipeline stages.
+    /// Returns the ranks of a command that evaluates a model.
     ///
     /// # Errors
     /// `Kind::Config` for too many ranks in one process; `Kind::Unsupported` for mesh axes that the command does not shard over, and

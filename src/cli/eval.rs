@@ -7,14 +7,17 @@ use super::ranks::{Startup, has_launcher, is_rank_zero};
 use crate::data::{RowOrder, Sampler};
 use crate::interrupt::end_at_signals;
 use crate::outputs::check_target;
-use crate::train::{Evaluation, batch, mean_loss};
+use crate::train::{Evaluation, batch, mean_loss_by_groups};
 use serde_json::json;
-use shardgrad::nn::LanguageModel;
 use shardgrad::nn::hf::TensorWriter;
+use shardgrad::nn::{InferenceModel, LanguageModel, ResultRanks};
 use shardgrad::prelude::*;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
+
+/// Batches per pipeline stage that run as the microbatches of one pass: with p stages, a stage waits for (p - 1) / (5 p - 1) of the time.
+const BATCHES_PER_STAGE: usize = 4;
 
 /// Runs the command.
 pub(crate) fn run(args: &EvalArgs, startup: &Startup) -> Result<()> {
@@ -51,17 +54,20 @@ pub(crate) fn run(args: &EvalArgs, startup: &Startup) -> Result<()> {
     let ranks = consistency::with_input_hashes(&ranks, &config, Some(&args.model), Some(&windows))?;
     let plan = LanguageModel::plan(&config);
     let losses = ranks.launch(|rank| {
-        let model = Model::with_dtype(rank, LanguageModel::new(&config), &plan, 0, args.run.dtype)?;
-        super::load(&model, &args.model, args.run.cast())?;
+        let model = super::inference_model(rank, &config, args.run.dtype)?;
+        super::load(model.model(), &args.model, args.run.cast())?;
         if let Some(path) = &args.logits {
             super::collective_io(rank, || write_logits(&model, &plan, &windows, args.batch, path))?;
         }
-        let part = |x: &[Tensor]| {
-            let tape = model.inference_tape();
-            let x: Vec<Var> = x.iter().map(|x| tape.constant(x.clone())).collect();
-            model.loss_from_batch(&x).tensor().local_contribution()
+        let parts = |batches: &[Vec<Tensor>]| {
+            let loss = |model: &LanguageModel, x: &[Var]| Ok(vec![model.loss_from_batch(x)]);
+            let losses = model.forward(batches, ResultRanks::Producer, loss)?;
+            let part = |loss: Option<Tensor>| loss.map_or(Ok(0.0), |loss| loss.local_contribution());
+            losses.into_iter().flatten().map(part).collect()
         };
-        match mean_loss(rank, &plan, &windows, args.batch, || false, part)? {
+        let num_stages = model.num_stages();
+        let group_max = if num_stages > 1 { BATCHES_PER_STAGE * num_stages } else { 1 };
+        match mean_loss_by_groups(model.rank(), &plan, &windows, [args.batch, group_max], || false, parts)? {
             Evaluation::Loss(loss) => Ok(loss),
             // The rank that failed to read returns its error; the others stop without one.
             Evaluation::Abandoned(why) => why.map_or(Ok(f64::NAN), Err),
@@ -91,7 +97,7 @@ pub(crate) fn run(args: &EvalArgs, startup: &Startup) -> Result<()> {
 
 /// Writes the logits of the first rows as `logits`, f32 `[B, T, V]`. Collective.
 fn write_logits(
-    model: &Model<LanguageModel>,
+    model: &InferenceModel<LanguageModel>,
     plan: &Plan,
     windows: &Sampler,
     rows: usize,
@@ -99,12 +105,12 @@ fn write_logits(
 ) -> Result<()> {
     let rows = rows.min(windows.num_windows() as usize);
     let read = |own: Range<usize>| windows.batch(own.start as u64..own.end as u64);
-    let tape = model.inference_tape();
-    let read = batch(model.rank(), plan, [rows, windows.seq()], None, read)?;
-    let x: Vec<Var> = read.into_iter().map(|x| tape.constant(x)).collect();
-    let logits = model.forward_from_batch(&x).cast(DType::F32);
-    let bytes = logits.tensor().to_bytes()?;
-    if model.rank().index() == 0 {
+    let x = batch(model.rank(), plan, [rows, windows.seq()], None, read)?;
+    let forward = |model: &LanguageModel, x: &[Var]| Ok(vec![model.forward_from_batch(x).cast(DType::F32)]);
+    let results = model.forward(&[x], ResultRanks::FirstStage, forward)?;
+    let Some(logits) = results.into_iter().flatten().next().flatten() else { return Ok(()) };
+    let bytes = logits.to_bytes()?;
+    if model.rank().world().index() == 0 {
         let mut writer =
             TensorWriter::create(path, &[("logits".to_string(), DType::F32, logits.shape().to_vec())])?;
         writer.append("logits", &bytes)?;

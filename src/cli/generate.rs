@@ -15,7 +15,7 @@ use crate::interrupt::end_at_signals;
 use crate::tokenizer::Tokenizer;
 use serde_json::json;
 use shardgrad::kernels::op::random::uniform_at;
-use shardgrad::nn::{DecodingSession, LanguageModel, ModelConfig};
+use shardgrad::nn::{DecodingSession, InferenceModel, LanguageModel, ModelConfig};
 use shardgrad::prelude::*;
 
 /// Runs the command.
@@ -49,9 +49,8 @@ pub(crate) fn run(args: &GenerateArgs, startup: &Startup) -> Result<()> {
         }
     };
     let mut results = ranks.launch(|rank| {
-        let plan = LanguageModel::plan(&config);
-        let model = Model::with_dtype(rank, LanguageModel::new(&config), &plan, 0, args.run.dtype)?;
-        super::load(&model, &args.model, args.run.cast())?;
+        let model = super::inference_model(rank, &config, args.run.dtype)?;
+        super::load(model.model(), &args.model, args.run.cast())?;
         if rank.world().index() != 0 {
             return generate_tokens(&model, &prompt, args.tokens, &args.sampling, |_| Ok(())).map(|()| None);
         }
@@ -102,13 +101,13 @@ impl<'a> Prompt<'a> {
 /// Generates up to `count` tokens after the prompt, or until an end-of-text token, and calls `on_token` with each. Every rank samples the same
 /// tokens, from the same logits and random numbers.
 fn generate_tokens(
-    model: &Model<LanguageModel>,
+    model: &InferenceModel<LanguageModel>,
     prompt: &Prompt<'_>,
     count: usize,
     sampling: &SamplingArgs,
     mut on_token: impl FnMut(u32) -> Result<()>,
 ) -> Result<()> {
-    let mut session = DecodingSession::new(model);
+    let mut session = DecodingSession::in_stages(model);
     let mut unread: Vec<i64> = prompt.tokens.iter().copied().map(i64::from).collect();
     for n in 0..count {
         let logits = session.feed(&unread)?;
@@ -167,12 +166,11 @@ mod tests {
     fn sampling_is_independent_of_the_mesh() {
         // The text grows beyond the 64 positions of these models.
         let prompt = "abc".repeat(20);
-        for preset in ["tiny", "llama-tiny"] {
+        for preset in ["tiny", "llama-tiny", "mixtral-tiny"] {
             let config = ModelConfig::preset(preset).unwrap();
             let results = |mesh: &str, sampling: &SamplingArgs, ends: &[usize]| {
                 let ranks = World::run(Mesh::parse(mesh).unwrap(), |rank| {
-                    let plan = LanguageModel::plan(&config);
-                    let model = Model::with_dtype(rank, LanguageModel::new(&config), &plan, 3, DType::F64)?;
+                    let model = crate::cli::inference_model(rank, &config, DType::F64)?;
                     let mut results = Vec::new();
                     let prompt = Prompt::new(&prompt, &Tokenizer::Bytes, ends.to_vec())?;
                     generate_tokens(&model, &prompt, 12, sampling, |token| {
@@ -193,7 +191,7 @@ mod tests {
             let ends = [one[6], one[4]];
             let at = one.iter().position(|token| ends.contains(token)).unwrap();
             assert_eq!(results("", &plain, &ends), one[..at]);
-            for mesh in ["tp=2", "dp=2,tp=2"] {
+            for mesh in ["tp=2", "dp=2,tp=2", "pp=2", "pp=3,tp=2", "dp=2,pp=2"] {
                 assert!(
                     results(mesh, &plain, &[]) == one && results(mesh, &sharp, &[]) == other,
                     "{preset} on {mesh}"

@@ -5,9 +5,10 @@ pub(super) mod limits;
 
 use super::args::RunArgs;
 use super::explain::{PeakMemory, StepSpec, format_bytes, largest_ranks};
+use super::inference_model;
 use super::ranks::{num_local_ranks, process};
 use limits::{LimitSource, MemoryLimit, memory_limits};
-use shardgrad::nn::{LanguageModel, ModelConfig};
+use shardgrad::nn::ModelConfig;
 use shardgrad::prelude::*;
 use std::fs;
 use std::path::Path;
@@ -107,7 +108,7 @@ pub(super) fn check_training(run: &RunArgs, mesh: &Mesh, name: &str, step: &Step
     check(&format!("training {name} on {mesh}"), need, run.memory_limit(), &memory_limits(&read_system_file))
 }
 
-/// Rejects a model whose weights do not fit.
+/// Rejects a model whose weights do not fit, judged by the largest rank of each stage.
 ///
 /// # Errors
 /// As [`check_training`].
@@ -115,12 +116,17 @@ pub(super) fn check_model(run: &RunArgs, name: &Path, config: &ModelConfig) -> R
     if !run.is_on_host() {
         return Ok(());
     }
-    let (mesh, plan) = (&run.mesh, LanguageModel::plan(config));
-    let one = World::new(mesh.clone()).dry_run(0, |rank| {
-        let _model = Model::with_dtype(rank, LanguageModel::new(config), &plan, 0, run.dtype)?;
-        Ok(rank.backend().memory().peak_bytes as u64)
-    })?;
-    let need = need_of_ranks(run, mesh, one.saturating_mul(mesh.num_ranks() as u64), one);
+    let mesh = &run.mesh;
+    let peak_of = |rank: usize| {
+        World::new(mesh.clone()).dry_run(rank, |rank| {
+            let _model = inference_model(rank, config, run.dtype)?;
+            Ok(rank.backend().memory().peak_bytes as u64)
+        })
+    };
+    let peaks: Vec<u64> = largest_ranks(mesh).into_iter().map(peak_of).collect::<Result<_>>()?;
+    let num_alike = (mesh.num_ranks() / peaks.len()) as u64;
+    let all = peaks.iter().sum::<u64>().saturating_mul(num_alike);
+    let need = need_of_ranks(run, mesh, all, peaks.into_iter().max().unwrap_or(0));
     check(
         &format!("{} on {mesh}", name.display()),
         need,

@@ -17,9 +17,11 @@ mod train;
 use crate::data::{Corpus, ReadOptions, TokenFile, Vocabulary};
 use crate::interrupt::{StopReason, catch_file_size_limit};
 use ranks::Startup;
+use shardgrad::autograd::Var;
 use shardgrad::dist::{Rank, Rendezvous};
+use shardgrad::kernels::DType;
 use shardgrad::nn::hf::Weights;
-use shardgrad::nn::{CastRule, LanguageModel, Model, ModelConfig};
+use shardgrad::nn::{CastRule, InferenceModel, LanguageModel, Model, ModelConfig};
 use shardgrad::tensor::control::world_sum;
 use shardgrad::{Error, Kind, Result};
 use std::ffi::OsString;
@@ -179,6 +181,20 @@ fn collective_io<T>(rank: &Rank, f: impl FnOnce() -> Result<T>) -> Result<T> {
         world_sum(rank, &[0.0], site)?;
         Ok(done)
     })
+}
+
+/// Tokens of the row on which [`inference_model`] records a model to cut it into pipeline stages.
+const RECORDED_TOKENS: usize = 128;
+
+/// Builds a language model for inference, without loading weights.
+fn inference_model(rank: &Rank, config: &ModelConfig, dtype: DType) -> Result<InferenceModel<LanguageModel>> {
+    let plan = LanguageModel::plan(config);
+    let ids = |rank: &Rank| {
+        let shape = [1, RECORDED_TOKENS.min(config.max_positions())];
+        Ok(vec![plan.batch_layout(rank.mesh(), DType::I64, &shape)?])
+    };
+    let forward = |model: &LanguageModel, ids: &[Var]| Ok(vec![model.forward_from_batch(ids)]);
+    InferenceModel::new(rank, LanguageModel::new(config), &plan, 0, dtype, ids, forward)
 }
 
 /// Loads the weights of a model from a folder; rank 0 reports which were converted from another dtype. Collective.

@@ -8,7 +8,7 @@ mod tests;
 
 pub(crate) use control::ControlFlags;
 pub(crate) use prefetch::Prefetcher;
-pub(crate) use validate::{Evaluation, mean_loss};
+pub(crate) use validate::{Evaluation, mean_loss, mean_loss_by_groups};
 
 use crate::data::{Batch, Sampler};
 use shardgrad::nn::optim::LrScheduler;

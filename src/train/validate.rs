@@ -16,12 +16,10 @@ pub(crate) enum Evaluation {
     Abandoned(Option<Error>),
 }
 
-/// Returns the mean loss over all targets of all windows of a sequential sampler, in batches of `rows_max` windows. `part` computes the local part
-/// of the loss of a batch. Collective: all ranks return the same number, or abandon the evaluation before the same batch, because a rank was
-/// asked to `stop` or could not read.
+/// [`mean_loss_by_groups`] of one batch at a time, of which `part` computes the local part of the loss.
 ///
 /// # Errors
-/// Errors of `part` and of collectives.
+/// As [`mean_loss_by_groups`].
 #[track_caller]
 pub(crate) fn mean_loss(
     rank: &Rank,
@@ -31,22 +29,47 @@ pub(crate) fn mean_loss(
     stop: impl Fn() -> bool,
     part: impl Fn(&[Tensor]) -> Result<f64>,
 ) -> Result<Evaluation> {
+    let parts = |batches: &[Vec<Tensor>]| batches.iter().map(|batch| part(batch)).collect();
+    mean_loss_by_groups(rank, plan, windows, [rows_max, 1], stop, parts)
+}
+
+/// Returns the mean loss over all targets of all windows of a sequential sampler, in batches of `rows_max` windows; the result has the
+/// same bits for any `group_max`. `parts` computes the local part of the loss of each batch of a group: up to `group_max` batches of
+/// equally many windows, the microbatches of a pipeline. Collective: all ranks return the same number, or abandon the evaluation before
+/// the same group, because a rank was asked to `stop` or could not read.
+///
+/// # Errors
+/// Errors of `parts` and of collectives.
+#[track_caller]
+pub(crate) fn mean_loss_by_groups(
+    rank: &Rank,
+    plan: &Plan,
+    windows: &Sampler,
+    [rows_max, group_max]: [usize; 2],
+    stop: impl Fn() -> bool,
+    parts: impl Fn(&[Vec<Tensor>]) -> Result<Vec<f64>>,
+) -> Result<Evaluation> {
     let site = Location::caller();
     let num_windows = windows.num_windows();
     let whole = loss_divisor(windows, 0..num_windows, 1);
-    let mut sum = 0.0;
-    for first in (0..num_windows).step_by(rows_max) {
+    let (mut first, mut sum) = (0, 0.0);
+    while first < num_windows {
         let rows = rows_max.min((num_windows - first) as usize);
-        let read = |own: Range<usize>| windows.batch(first + own.start as u64..first + own.end as u64);
-        let piece = whole.clone().and_then(|whole| {
-            let loss_divisor = whole.map(|loss_divisor| loss_divisor * rows as f64);
+        let end = first + rows as u64 * ((num_windows - first) / rows as u64).min(group_max as u64);
+        let read_batch = |first: u64| {
+            let read = |own: Range<usize>| windows.batch(first + own.start as u64..first + own.end as u64);
+            let loss_divisor = whole.clone()?.map(|loss_divisor| loss_divisor * rows as f64);
             batch(rank, plan, [rows, windows.seq()], loss_divisor, read)
-        });
-        let over = f64::from(u8::from(stop() || piece.is_err()));
+        };
+        let group: Result<Vec<Vec<Tensor>>> = (first..end).step_by(rows).map(read_batch).collect();
+        let over = f64::from(u8::from(stop() || group.is_err()));
         if world_sum(rank, &[over], site)?[0] > 0.0 {
-            return Ok(Evaluation::Abandoned(piece.err()));
+            return Ok(Evaluation::Abandoned(group.err()));
         }
-        sum += part(&piece?)? * rows as f64;
+        for part in parts(&group?)? {
+            sum += part * rows as f64;
+        }
+        first = end;
     }
     Ok(Evaluation::Loss(world_sum(rank, &[sum], site)?[0] / num_windows as f64))
 }

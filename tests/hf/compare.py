@@ -116,10 +116,8 @@ def compare(binary, name, folder, meshes):
     good = True
     for mesh in meshes:
         out, file = folder / mesh, folder / f"{mesh}.safetensors"
-        # Pipeline stages are for training only.
-        flat = ",".join(axis for axis in mesh.split(",") if not axis.startswith("pp=")) or "dp=1"
         run = lambda *args: subprocess.run([binary, *map(str, args), *common], check=True, capture_output=True)
-        run("eval", "--mesh", flat, "--model", start, "--batch", ROWS, "--logits", file)
+        run("eval", "--mesh", mesh, "--model", start, "--batch", ROWS, "--logits", file)
         run(
             *("train", "--mesh", mesh, "--model", start, "--out", out, "--no-shuffle", "--lr-schedule", "constant", "--warmup", 0),
             *("--steps", STEPS, "--batch", ROWS, "--lr", LR, "--weight-decay", 0.1, "--beta1", 0.9, "--beta2", 0.99),

@@ -155,10 +155,11 @@ mod tests {
         };
         let other = [
             Schedule::interleaved(2, 4, 0),
-            Schedule::forward_only(&[], 1),
-            Schedule::forward_only(&[], 0),
-            Schedule::forward_only(&[0], 0),
-            Schedule::forward_only(&[0, 2], 2),
+            Schedule::forward_only(&[], 1, 1),
+            Schedule::forward_only(&[], 0, 1),
+            Schedule::forward_only(&[0], 0, 1),
+            Schedule::forward_only(&[0], 1, 0),
+            Schedule::forward_only(&[0, 2], 2, 1),
             search(vec![], 4, 0),
             search(vec![0, 1], 0, 2),
             search(vec![0, 1], 4, 1),

@@ -157,6 +157,30 @@ impl Runner<'_> {
         Ok(PipelineOutputs { results, gradients, passes, peak_live })
     }
 
+    /// Sends a result of a microbatch from the stage that makes it to the pipeline ranks `to`, and returns it there;
+    /// `made` is the result on the rank that makes it. A collective call: every pipeline rank calls it together.
+    ///
+    /// # Errors
+    /// `Kind::Unsupported` if no stage makes the result; errors of the transport.
+    pub fn send_result(&self, output: usize, made: Option<Tensor>, to: &[usize]) -> Result<Option<Tensor>> {
+        let slot = *self.stages.program().outputs.get(output).ok_or_else(missing_value)?;
+        let stage = self.stages.producer(slot).ok_or_else(missing_value)?;
+        let (from, here) = (self.schedule.stage_ranks[stage], self.rank.world().coordinate(self.axis));
+        let layout = self.stages.program().layout(slot);
+        let (path, site) = path_and_site(self.stages, slot);
+        let call = self.call(layout, Phase::Forward, path, site);
+        if here == from {
+            let made = made.ok_or_else(missing_value)?;
+            let piece = made.local().flat(self.rank)?;
+            to.iter()
+                .filter(|rank| **rank != from)
+                .try_for_each(|rank| self.send_to(&call, &piece, *rank))?;
+            return Ok(to.contains(&here).then_some(made));
+        }
+        let receives = to.contains(&here);
+        receives.then(|| receive(self.rank, &call, layout.clone(), from)).transpose()
+    }
+
     /// The state before the first action.
     fn step<'a>(&'a self, inputs: &'a PipelineInputs<'a>, gradient_slots: &'a GradientSlots) -> Step<'a> {
         let trains = self.schedule.trains();

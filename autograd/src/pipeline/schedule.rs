@@ -117,13 +117,18 @@ impl Schedule {
         })
     }
 
-    /// Forward passes only, for validation. `stage_ranks` gives the pipeline rank of each stage.
+    /// Forward passes only, for inference: a rank runs all microbatches of its first stage, then those of its next.
+    /// `stage_ranks` gives the pipeline rank of each stage.
     ///
     /// # Errors
-    /// `Kind::Config` without ranks or stages, and for a rank that does not exist.
-    pub fn forward_only(stage_ranks: &[usize], num_ranks: usize) -> Result<Schedule> {
+    /// `Kind::Config` without ranks, stages or microbatches, and for a rank that does not exist.
+    pub fn forward_only(
+        stage_ranks: &[usize],
+        num_ranks: usize,
+        num_microbatches: usize,
+    ) -> Result<Schedule> {
         check_stages(stage_ranks.len())?;
-        check_counts(num_ranks, 1)?;
+        check_counts(num_ranks, num_microbatches)?;
         if let Some(lost) = stage_ranks.iter().find(|rank| **rank >= num_ranks) {
             let text = format!("a stage is on rank {lost}, but there are {num_ranks} ranks");
             return Err(
@@ -132,11 +137,14 @@ impl Schedule {
         }
         let here = |rank: usize| {
             let stages = (0..stage_ranks.len()).filter(move |stage| stage_ranks[*stage] == rank);
-            stages.map(|stage| Action::Forward { stage, microbatch: 0 }).collect()
+            let passes = move |stage| {
+                (0..num_microbatches).map(move |microbatch| Action::Forward { stage, microbatch })
+            };
+            stages.flat_map(passes).collect()
         };
         Ok(Schedule {
             name: "forward".to_string(),
-            num_microbatches: 1,
+            num_microbatches,
             stage_ranks: stage_ranks.to_vec(),
             ranks: (0..num_ranks).map(here).collect(),
         })

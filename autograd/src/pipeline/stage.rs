@@ -176,19 +176,32 @@ impl Stages {
         }
     }
 
-    /// Cuts the same model's program for other shapes at the same records.
+    /// Cuts another program of the same model, such as the model's forward function on other shapes, so that no stage
+    /// reads a parameter that it does not read in this program: each op goes to the earliest stage that is not before
+    /// the stage of the previous op and reads all parameters of the op. A stage may get no op.
     ///
     /// # Errors
-    /// `Kind::Unsupported` if the ops differ.
+    /// `Kind::Unsupported` for an op whose parameters no such stage reads.
     pub fn recut(&self, program: Program) -> Result<Stages> {
-        let names = |p: &Program| p.records.iter().map(|r| r.op.name()).collect::<Vec<_>>();
-        if names(&program) != names(&self.program) {
-            return Err(Error::new(
-                Kind::Unsupported,
-                "with another shape the model applies other ops, so the cuts of its stages do not apply",
-            ));
+        let keys: Vec<BTreeSet<Key>> = (0..self.stages.len()).map(|stage| self.keys(stage)).collect();
+        let mut starts = Vec::with_capacity(self.stages.len() - 1);
+        for (at, record) in program.records.iter().enumerate() {
+            let key = |slot: &Slot| match slot {
+                Slot::External(external) => program.external_inputs[*external as usize].key,
+                Slot::Output { .. } => None,
+            };
+            let reads_all =
+                |stage: &usize| record.inputs.iter().filter_map(key).all(|key| keys[*stage].contains(&key));
+            let stage = (starts.len()..keys.len()).find(reads_all).ok_or_else(|| {
+                let (name, path) = (record.op.name(), &record.path);
+                let text =
+                    format!("no stage from {} on holds the parameters of {name} at `{path}`", starts.len());
+                let help = "a model reads its parameters in one order, whatever the shapes of its arguments";
+                Error::new(Kind::Unsupported, text).detail("help", help).at(record.site)
+            })?;
+            starts.resize(stage, at);
         }
-        let starts: Vec<usize> = self.stages[1..].iter().map(|s| s.range.start).collect();
+        starts.resize(keys.len() - 1, program.records.len());
         Ok(Stages::with_losses(program, &starts, self.num_losses))
     }
 }

@@ -395,7 +395,7 @@ mod tests {
                 let peaks: Vec<usize> = (0..p).map(|s| (p - s).min(m)).collect();
                 assert_eq!(alternating.verify(&chain(p)).unwrap().peak_live, peaks);
                 let stage_ranks: Vec<usize> = (0..p).collect();
-                let forward = Schedule::forward_only(&stage_ranks, p).unwrap().with_transfers(&chain(p));
+                let forward = Schedule::forward_only(&stage_ranks, p, m).unwrap().with_transfers(&chain(p));
                 assert_eq!(forward.verify(&chain(p)).unwrap().peak_live, vec![0; p]);
                 let halves =
                     Schedule::zb_h1(p, m).unwrap().with_transfers(&chain(p)).verify(&chain(p)).unwrap();

@@ -2,8 +2,12 @@
 
 use crate::llama;
 use crate::support::{VOCAB, config, max_difference, run};
-use shardgrad_nn::{DecodingSession, LanguageModel, LlamaConfig, LlamaKind, Model, ModelConfig};
-use shardgrad_tensor::{DType, Error, Kind, Mesh, Phase, Result, Tensor, Value, World};
+use shardgrad_autograd::Var;
+use shardgrad_nn::{
+    DecodingSession, InferenceModel, LanguageModel, LlamaConfig, LlamaKind, Model, ModelConfig, Param,
+    ResultRanks,
+};
+use shardgrad_tensor::{DType, Error, Kind, Layout, Mesh, Phase, Rank, Result, Tensor, Value, World};
 
 /// Heads that `tp=3` shards unevenly: 3 heads of GPT-2, 5 groups of 2, 2 groups of 2, and one group of 5.
 fn configs() -> [ModelConfig; 4] {
@@ -22,7 +26,7 @@ fn text(len: usize) -> Vec<i64> {
     (0..len).map(|t| ((t * t * 3 + t + 1) % VOCAB) as i64).collect()
 }
 
-fn model(rank: &shardgrad_tensor::Rank, config: &ModelConfig) -> Result<Model<LanguageModel>> {
+fn model(rank: &Rank, config: &ModelConfig) -> Result<Model<LanguageModel>> {
     let plan = LanguageModel::plan(config);
     Model::with_dtype(rank, LanguageModel::new(config), &plan, 5, DType::F64)
 }
@@ -220,4 +224,96 @@ fn invalid_tokens_and_too_many_positions_are_errors() {
     });
     let text = "ids of shape [1, 4] after 5 cached tokens do not fit a model of 8 positions";
     assert!(beyond.unwrap_err().to_string().contains(text));
+}
+
+/// Decodes in stages: each rank caches the keys and values of its own layers, and all ranks get the same logits.
+#[test]
+fn decoding_in_stages_matches_one_rank() {
+    for config in configs() {
+        // Longer than the 8 positions, so that the context is truncated and the cache starts anew.
+        let text = text(15);
+        let parts = [3, 1, 1, 2, 1, 1, 1, 2, 1, 1, 1];
+        let whole = run("", |rank| {
+            let model = model(rank, &config)?;
+            let mut session = DecodingSession::new(&model);
+            fed(&mut session, &text, &parts)
+        })
+        .swap_remove(0);
+        for mesh in ["pp=2", "pp=3", "pp=2,tp=2", "dp=2,pp=2"] {
+            let found = run(mesh, |rank| {
+                let model = inference_model(rank, &config)?;
+                fed(&mut DecodingSession::in_stages(&model), &text, &parts)
+            });
+            assert!(found.iter().all(|logits| *logits == found[0]), "{mesh}: ranks disagree");
+            for (n, (one, other)) in whole.iter().zip(&found[0]).enumerate() {
+                assert!(
+                    max_difference(one, other) < 1e-12,
+                    "{mesh}: other logits than on one rank, part {n}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn positions_before_the_sliding_window_are_evicted_in_stages() {
+    let long = LlamaConfig::new(LlamaKind::Mistral, VOCAB, 900, [10, 7], 2, [4, 2]);
+    let long = LlamaConfig { head_dim: 4, initializer_range: 0.3, windows: vec![Some(10), None], ..long };
+    let (config, text) = (ModelConfig::from(long), text(900));
+    let parts = [300, 250, 1, 1, 340, 1, 1, 1, 1, 1, 1, 1, 1];
+    let whole =
+        run("", |rank| fed(&mut DecodingSession::new(&model(rank, &config)?), &text, &parts)).swap_remove(0);
+    let staged = run("pp=2", |rank| {
+        let model = inference_model(rank, &config)?;
+        fed(&mut DecodingSession::in_stages(&model), &text, &parts)
+    });
+    assert!(staged.iter().all(|logits| *logits == whole), "other bits than on one rank");
+}
+
+/// The logits after each part of a text.
+fn fed(session: &mut DecodingSession<'_>, text: &[i64], parts: &[usize]) -> Result<Vec<Vec<f64>>> {
+    let mut from = 0;
+    let feed = |len: &usize| {
+        from += len;
+        session.feed(&text[from - len..from])
+    };
+    parts.iter().map(feed).collect()
+}
+
+fn inference_model(rank: &Rank, config: &ModelConfig) -> Result<InferenceModel<LanguageModel>> {
+    let ids = |rank: &Rank| Ok(vec![Layout::invariant(rank.mesh(), DType::I64, &[1, 8])]);
+    let logits = |model: &LanguageModel, x: &[Var]| Ok(vec![model.forward(&x[0])]);
+    let plan = LanguageModel::plan(config);
+    InferenceModel::new(rank, LanguageModel::new(config), &plan, 5, DType::F64, ids, logits)
+}
+
+/// Results of an inference model have the bits of one rank, wherever they are requested, and a stage holds its own parameters only.
+#[test]
+fn inference_in_stages_has_the_bits_of_one_rank() {
+    for config in configs() {
+        let text = text(8);
+        let forward = |rank: &Rank, on: ResultRanks| -> Result<(Vec<Option<Vec<f64>>>, usize)> {
+            let model = inference_model(rank, &config)?;
+            let batch = |row: &[i64]| Ok(vec![Tensor::from_host(model.rank(), &[1, row.len()], row)?]);
+            // Microbatches of another length than the recorded one.
+            let microbatches: Vec<Vec<Tensor>> = text.windows(5).map(batch).collect::<Result<_>>()?;
+            let logits = |model: &LanguageModel, x: &[Var]| Ok(vec![model.forward(&x[0])]);
+            let results = model.forward(&microbatches, on, logits)?;
+            let values = |x: Option<Tensor>| x.map(|x| x.to_f64()).transpose();
+            let values = results.into_iter().flatten().map(values).collect::<Result<_>>()?;
+            Ok((values, model.model().params().iter().filter(|p| p.is_local()).map(Param::numel).sum()))
+        };
+        let (whole, numel) = run("", |rank| forward(rank, ResultRanks::Producer)).swap_remove(0);
+        assert_eq!(whole.len(), 4);
+        let nothing = vec![None; 4];
+        for (on, expected) in [
+            (ResultRanks::Producer, [&nothing, &whole]),
+            (ResultRanks::FirstStage, [&whole, &nothing]),
+            (ResultRanks::AllStages, [&whole, &whole]),
+        ] {
+            let stages = run("pp=2", |rank| forward(rank, on));
+            assert!(stages.iter().all(|(_, held)| *held < numel), "{on:?}");
+            assert!(stages.iter().zip(expected).all(|((values, _), expected)| values == expected), "{on:?}");
+        }
+    }
 }

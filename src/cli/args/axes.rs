@@ -14,12 +14,11 @@ pub(super) struct SupportedAxes {
 /// Training supports all axes: layers (pp), rows (dp), experts (ep), tokens of a row (cp) and parameters (tp).
 pub(super) const TRAINING: SupportedAxes =
     SupportedAxes { computation: "training", names: &["dp", "pp", "ep", "cp", "tp"] };
-/// Evaluation has no pipeline stages.
-pub(super) const EVALUATION: SupportedAxes =
-    SupportedAxes { computation: "evaluation", names: &["dp", "ep", "cp", "tp"] };
+/// Evaluation shards as training does.
+pub(super) const EVALUATION: SupportedAxes = SupportedAxes { computation: "evaluation", ..TRAINING };
 /// Generation does not shard the growing sequence over its tokens.
 pub(super) const GENERATION: SupportedAxes =
-    SupportedAxes { computation: "generation", names: &["dp", "ep", "tp"] };
+    SupportedAxes { computation: "generation", names: &["dp", "pp", "ep", "tp"] };
 
 /// Rejects axes that a computation does not support: all ranks of such an axis would do the same work.
 pub(super) fn check_axes(mesh: &Mesh, supported: &SupportedAxes) -> Result<()> {
@@ -71,13 +70,13 @@ mod tests {
                 .map_err(|e| e.to_string().replace("\n  help       ", "; "))
         };
         assert_eq!(error_text("pp=2,dp=3,cp=2,tp=2", &TRAINING), Ok(()));
-        assert_eq!(error_text("pp=1,dp=3,cp=2", &EVALUATION), Ok(()));
+        assert_eq!(error_text("pp=2,dp=3,cp=2", &EVALUATION), Ok(()));
         assert_eq!(
-            error_text("pp=2,cp=2", &EVALUATION).unwrap_err(),
-            "evaluation does not support pp; use dp, ep, cp or tp"
+            error_text("sp=2,cp=2", &EVALUATION).unwrap_err(),
+            "evaluation does not support sp; use dp, pp, ep, cp or tp"
         );
         let of = |mesh: &str| error_text(mesh, &GENERATION).unwrap_err();
-        assert_eq!(of("pp=2,tp=2"), "generation does not support pp; use dp, ep or tp");
-        assert!(of("cp=2,tp=2").starts_with("generation does not support cp; use dp, ep or tp; weights"));
+        assert_eq!(of("sp=2,tp=2"), "generation does not support sp; use dp, pp, ep or tp");
+        assert!(of("cp=2,tp=2").starts_with("generation does not support cp; use dp, pp, ep or tp; weights"));
     }
 }
