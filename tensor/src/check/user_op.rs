@@ -125,7 +125,7 @@ fn layout_cases(mesh: &Mesh, case: impl Fn() -> Case, reference: &Reference) -> 
 /// extents.
 ///
 /// ```
-/// use shardgrad_tensor::ops::{Input, square::Square};
+/// use shardgrad_tensor::ops::{Input, unary::Square};
 /// use shardgrad_tensor::check_op;
 /// use std::rc::Rc;
 ///
