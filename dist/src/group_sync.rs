@@ -20,7 +20,7 @@ pub(crate) const INLINE_BYTES_MAX: usize = 4 << 10;
 pub(crate) const INLINE_RANKS_MAX: usize = 8;
 
 const WORD_BYTES: usize = size_of::<u64>();
-/// Words of payload beside the fingerprint, so that both fill two cache lines.
+/// Words of payload next to the fingerprint, so that both fill two cache lines.
 const NUM_WORDS: usize = 13;
 
 /// What one member publishes for a call: its fingerprint, and a small payload.

@@ -176,7 +176,7 @@ pub(super) fn parse_temporary_name(name: &str) -> Option<(&str, u32)> {
     id.parse().ok().filter(|_| is_number).map(|id| (name, id))
 }
 
-/// A file that is written under a temporary name beside its final one, synced, then renamed. Dropped before that, the
+/// A file that is written under a temporary name in the folder of its final name, synced, then renamed. Dropped before that, the
 /// file is removed.
 #[doc(alias = "atomic write")]
 #[doc(alias = "NamedTempFile")]

@@ -8,7 +8,7 @@ use std::io::Read;
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
-/// The interval at which rank 0 tells ready ranks that it is still waiting.
+/// The interval at which rank 0 reports to ready ranks that the rendezvous is still waiting.
 const KEEP_WAITING_EVERY: Duration = Duration::from_secs(1);
 /// How long rank 0 waits at the end for ranks to read a refusal.
 const DRAIN: Duration = Duration::from_millis(200);
