@@ -55,7 +55,7 @@ impl Repeater {
 /// Returns token `t` of row `row` of a step: random, the second half repeats the first.
 fn token(step: u64, row: usize, t: usize) -> i64 {
     let place = (step as usize * ROWS + row) * HALF + t % HALF;
-    (shardgrad::nn::name::random_key(place as u64, "token") % VOCAB as u64) as i64
+    (shardgrad::nn::module::name::random_key(place as u64, "token") % VOCAB as u64) as i64
 }
 
 /// Returns a batch: some columns of some rows of a step.

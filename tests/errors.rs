@@ -4,7 +4,7 @@
 use crate::cli::{Folder, exit_code_and_stderr};
 use shardgrad::nn::{Gpt2, Gpt2Config};
 use shardgrad::prelude::*;
-use shardgrad::tensor::control::world_sum;
+use shardgrad::tensor::training_step::control::world_sum;
 use std::fs;
 use std::panic::Location;
 use std::path::Path;

@@ -7,7 +7,7 @@ use shardgrad::kernels::{
 };
 use shardgrad::nn::{LlamaConfig, LlamaKind};
 use shardgrad::prelude::*;
-use shardgrad::tensor::anomaly_report::find_first_non_finite;
+use shardgrad::tensor::training_step::anomaly_report::find_first_non_finite;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 

@@ -5,7 +5,7 @@ use shardgrad::dist::{Phase, Record};
 use shardgrad::nn::checkpoint::RunState;
 use shardgrad::nn::{Gpt2Config, LanguageModel, LlamaConfig, LlamaKind, LrScheduler, ModelConfig};
 use shardgrad::prelude::*;
-use shardgrad::tensor::control::world_sum;
+use shardgrad::tensor::training_step::control::world_sum;
 use std::ops::Range;
 use std::panic::Location;
 

@@ -4,7 +4,7 @@ use crate::id::{Id, Key};
 use crate::program::{AccumulationDType, OpRecord, RecordingCache, Slot};
 use crate::tape::{Node, NodeKind, Tape};
 use shardgrad_dist::{Error, Kind, Result};
-use shardgrad_tensor::local_tensor::with_mapped;
+use shardgrad_tensor::execution::local_tensor::with_mapped;
 use shardgrad_tensor::ops::redistribute::Redistribute;
 use shardgrad_tensor::{Inference, Layout, Op, Tensor, Value, op};
 use smallvec::SmallVec;

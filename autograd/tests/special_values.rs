@@ -2,8 +2,8 @@
 
 use shardgrad_autograd::{Tape, Var};
 use shardgrad_dist::{Mesh, Result, World};
-use shardgrad_tensor::elementwise::Elementwise;
-use shardgrad_tensor::reduction::Reduction;
+use shardgrad_tensor::methods::elementwise::Elementwise;
+use shardgrad_tensor::methods::reduction::Reduction;
 use shardgrad_tensor::{DType, Layout, Tensor, Value};
 
 const NAN: f64 = f64::NAN;

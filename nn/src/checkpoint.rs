@@ -40,10 +40,10 @@ use crate::hf::{
 use crate::model::HfModel;
 use crate::model_io::{WRITE_TIMEOUT, broadcast_result, gather_to_rank_zero, load_weights as fill_weights};
 use crate::module::Module;
+use crate::module::param::Param;
 use crate::optim::{Optimizer, OptimizerState};
-use crate::param::Param;
 use crate::sharded_model::Model;
-use shardgrad_tensor::control::world_sum;
+use shardgrad_tensor::training_step::control::world_sum;
 use shardgrad_tensor::{DType, Error, Kind, Rank, Result, Tensor};
 use std::panic::Location;
 use std::path::{Path, PathBuf};

@@ -3,8 +3,8 @@
 //! parameters. Each is captured again when anything but numbers changes. The host launches both graphs and waits
 //! once.
 
+use crate::module::param::Param;
 use crate::optim::{Optimizer, OptimizerStep, PartialLoss, StepArgs, UpdateReport};
-use crate::param::Param;
 use shardgrad_autograd::Gradients;
 use shardgrad_tensor::{CapturedGraph, Error, Kind, Rank, Result, Tensor, capture};
 use std::cell::RefCell;

@@ -13,15 +13,10 @@
 
 #![forbid(unsafe_code)]
 
-pub mod name;
-pub mod precision;
-pub mod activation_point;
-pub mod param;
 pub mod module;
 pub mod plan;
 pub mod sharded_model;
 pub mod loss;
-pub mod kv_cache;
 pub mod layer;
 pub mod optim;
 pub mod hf;
@@ -30,30 +25,29 @@ pub mod cast_rule;
 pub mod model_io;
 pub mod checkpoint;
 mod pipelined_model;
-pub mod inference_model;
-pub mod decoding;
+pub mod inference;
 pub mod rescue;
 mod graph_capture;
 pub mod trainer;
 
-pub use activation_point::ActivationPoint;
 pub use cast_rule::{CastCounts, CastRule};
 pub use checkpoint::RunState;
-pub use decoding::DecodingSession;
 pub use hf::{BertConfig, BertHead, Gpt2Config, LlamaConfig, LlamaKind, ModelConfig};
-pub use inference_model::{InferenceModel, ResultRanks};
-pub use kv_cache::{KvCache, LayerKvCache};
+pub use inference::decoding::DecodingSession;
+pub use inference::inference_model::{InferenceModel, ResultRanks};
+pub use layer::kv_cache::{KvCache, LayerKvCache};
 pub use layer::{
     Attention, Block, Dropout, Embedding, EncoderAttention, FeedForward, GatedMlp, GroupedQueryAttention,
     LayerNorm, Linear, MixtureOfExperts, Mlp, RmsNorm,
 };
 pub use loss::{CrossEntropy, bce_with_logits, cross_entropy, load_balancing_loss, mse};
 pub use model::{Bert, Gpt2, HfModel, LanguageModel, Llama};
+pub use module::activation_point::ActivationPoint;
+pub use module::param::{Init, Param};
+pub use module::precision::Precision;
 pub use module::{Module, ModuleLeaf};
 pub use optim::{AdamW, LossScale, LrScheduler, Optimizer, Sgd, StepArgs, UpdateReport};
-pub use param::{Init, Param};
 pub use plan::Plan;
-pub use precision::Precision;
 pub use rescue::WeightSnapshot;
 pub use sharded_model::Model;
 pub use trainer::{StepReport, Trainer, TrainerConfig};

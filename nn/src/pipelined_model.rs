@@ -3,9 +3,9 @@
 mod stage_partition;
 
 use crate::module::Module;
-use crate::param::{Param, StageOwners};
+use crate::module::param::{Param, StageOwners};
+use crate::module::precision::Precision;
 use crate::plan::{PipelinePlan, Plan};
-use crate::precision::Precision;
 use crate::sharded_model::Model;
 use shardgrad_autograd::pipeline::{PipelineInputs, PipelineOutputs, Runner, Schedule, Stages};
 use shardgrad_autograd::{Noise, OpRecord, Program, ReplayNoise, Var};

@@ -2,10 +2,10 @@
 //! the same mesh.
 
 use crate::module::Module;
-use crate::param::{Param, StageOwners};
+use crate::module::param::{Param, StageOwners};
+use crate::module::precision::Precision;
 use crate::pipelined_model;
 use crate::plan::Plan;
-use crate::precision::Precision;
 use crate::sharded_model::Model;
 use shardgrad_tensor::{DetachedBytes, Error, Kind, Rank, Result, Tensor};
 

@@ -1,11 +1,11 @@
 //! `Model`: a module on one rank of a mesh, with named parameters, sharded by a plan and initialized.
 
-use crate::activation_point::with_placements;
+use crate::module::activation_point::with_placements;
+use crate::module::name::{matches, nearest};
+use crate::module::param::Param;
+use crate::module::precision::Precision;
 use crate::module::{Module, ModuleLeaf, visit_leaves};
-use crate::name::{matches, nearest};
-use crate::param::Param;
 use crate::plan::{Plan, RuleTarget};
-use crate::precision::Precision;
 use shardgrad_autograd::{Key, Tape};
 use shardgrad_tensor::{Axis, DType, Error, Kind, Layout, Placement, Rank, Result};
 use std::cell::Cell;

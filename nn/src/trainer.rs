@@ -7,15 +7,15 @@ mod state;
 use crate::graph_capture::{PassOutputs, StepCapture};
 use crate::model_io::check_parameters;
 use crate::module::Module;
+use crate::module::precision::Precision;
 use crate::optim::{self, LossScale, LrScheduler, Optimizer, PartialLoss, StepArgs, UpdateReport};
 use crate::pipelined_model::{self, PipelinedModel};
 use crate::plan::Plan;
-use crate::precision::Precision;
 use crate::rescue::WeightSnapshot;
 use crate::sharded_model::Model;
 use shardgrad_autograd::pipeline::{self, Action, TimedAction};
 use shardgrad_autograd::{Gradients, Noise, OpRecord, Program, Var};
-use shardgrad_tensor::consistency::{check_consistent, check_replicas};
+use shardgrad_tensor::training_step::consistency::{check_consistent, check_replicas};
 use shardgrad_tensor::{DType, Error, Kind, Layout, Rank, Result, Tensor, Value};
 use std::cell::RefCell;
 use std::fmt;
@@ -356,7 +356,7 @@ impl<'t, M: Module> Trainer<'t, M> {
     }
 
     /// Evaluates this rank's partial loss on arguments that are on the mesh of [`Trainer::rank`]. The sum over all
-    /// ranks ([`world_sum`](shardgrad_tensor::control::world_sum)) is the loss. Dropout is off and no gradient is
+    /// ranks ([`world_sum`](shardgrad_tensor::training_step::control::world_sum)) is the loss. Dropout is off and no gradient is
     /// recorded. Releases the memory of a captured step, which is captured again later.
     ///
     /// # Errors

@@ -22,7 +22,7 @@ use shardgrad::dist::{Rank, Rendezvous};
 use shardgrad::kernels::DType;
 use shardgrad::nn::hf::Weights;
 use shardgrad::nn::{CastRule, InferenceModel, LanguageModel, Model, ModelConfig};
-use shardgrad::tensor::control::world_sum;
+use shardgrad::tensor::training_step::control::world_sum;
 use shardgrad::{Error, Kind, Result};
 use std::ffi::OsString;
 use std::panic::Location;

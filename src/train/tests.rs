@@ -6,7 +6,7 @@ use crate::data::scratch::Scratch;
 use crate::data::{Corpus, RowOrder, Split, TokenFile, Vocabulary};
 use shardgrad::nn::hf::TensorWriter;
 use shardgrad::nn::{BertConfig, ModelConfig};
-use shardgrad::tensor::control::world_sum;
+use shardgrad::tensor::training_step::control::world_sum;
 use std::cell::Cell;
 use std::panic::Location;
 use std::sync::Arc;

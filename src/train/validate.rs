@@ -3,7 +3,7 @@
 use super::{batch, loss_divisor};
 use crate::data::Sampler;
 use shardgrad::prelude::*;
-use shardgrad::tensor::control::world_sum;
+use shardgrad::tensor::training_step::control::world_sum;
 use std::ops::Range;
 use std::panic::Location;
 

@@ -6,14 +6,14 @@ mod error_text;
 mod validation;
 mod plan;
 
-use crate::anomaly::AnomalyDetector;
-use crate::context::Context;
-use crate::infer::Inference;
-use crate::inference_cache::InferenceKey;
+use crate::execution::anomaly::AnomalyDetector;
+use crate::execution::context::Context;
+use crate::execution::inference_cache::InferenceKey;
+use crate::execution::local_tensor::{LocalTensor, with_mapped};
+pub use crate::execution::plan_cache::PlanKey;
 use crate::layout::Layout;
-use crate::local_tensor::{LocalTensor, with_mapped};
-pub use crate::plan_cache::PlanKey;
-use crate::refusal::Refusal;
+use crate::layout::infer::Inference;
+use crate::layout::refusal::Refusal;
 use crate::tensor::Tensor;
 use error_text::forward_error;
 pub use error_text::suggested_repairs;
@@ -47,7 +47,7 @@ pub trait Op: fmt::Debug + 'static {
     /// The name in errors, traces and the op table.
     fn name(&self) -> &'static str;
 
-    /// Index signature (see [`Signature`](crate::signature::Signature)). Outputs that are only saved for backward come last.
+    /// Index signature (see [`Signature`](crate::layout::signature::Signature)). Outputs that are only saved for backward come last.
     fn signature(&self) -> &str;
 
     /// The key under which plans of this op are cached: its type and signature, if dtypes and layouts of the outputs depend on
@@ -456,7 +456,7 @@ fn with_plan<R>(
     }
     let redistributed = |(t, target): (&&Tensor, &Option<Layout>)| match target {
         None => Ok((*t).clone()),
-        Some(layout) => crate::redistribute::redistribute_cached(t, layout, site),
+        Some(layout) => crate::tensor::redistribute::redistribute_cached(t, layout, site),
     };
     let args: SmallVec<[Tensor; 4]> =
         args.iter().zip(&inference.targets).map(redistributed).collect::<Result<_>>()?;

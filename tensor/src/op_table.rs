@@ -1,11 +1,11 @@
 //! The op table: signature, dtypes, layout rule and cost of every op, as text. Only the first paragraph of each op's
 //! file or row is written by hand; the rest is computed from the ops.
 
-use crate::context::Context;
+use crate::execution::context::Context;
 use crate::layout::Layout;
+use crate::layout::placement::Placement;
 use crate::op::{self, Op};
 use crate::ops::{Case, Input, OPS};
-use crate::placement::Placement;
 use crate::tensor::Tensor;
 use shardgrad_dist::{Axis, Mesh, Rank, Result, World};
 use shardgrad_kernels::DType;

@@ -175,5 +175,5 @@ fn rooms_without_a_name_are_found() {
         assert_eq!(lines_found(room_names, &format!("nn/src/{name}/mod.rs"), ""), [1]);
         assert_eq!(lines_found(room_names, "nn/src/lib.rs", &format!("//! A.\nmod {name} {{}}")), [2]);
     }
-    assert!(lines_found(room_names, "nn/src/param.rs", "mod utilities;").is_empty());
+    assert!(lines_found(room_names, "nn/src/module/param.rs", "mod utilities;").is_empty());
 }

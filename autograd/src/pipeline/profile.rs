@@ -8,7 +8,7 @@ use super::simulate::PassTimes;
 use super::stage::Stages;
 use crate::program::Program;
 use shardgrad_dist::{Axis, Error, Kind, Rank, Result};
-use shardgrad_tensor::control::world_sum;
+use shardgrad_tensor::training_step::control::world_sum;
 use std::ops::Range;
 use std::panic::Location;
 

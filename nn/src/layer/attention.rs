@@ -2,10 +2,10 @@
 
 use super::dropout::Dropout;
 use super::linear::Linear;
-use crate::activation_point::ActivationPoint;
-use crate::kv_cache::LayerKvCache;
+use crate::layer::kv_cache::LayerKvCache;
 use crate::module;
-use crate::param::Init;
+use crate::module::activation_point::ActivationPoint;
+use crate::module::param::Init;
 use shardgrad_autograd::Var;
 use shardgrad_tensor::{Error, Kind, Tensor, Value, ops, unwind};
 

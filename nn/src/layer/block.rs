@@ -4,7 +4,7 @@ use super::attention::Attention;
 use super::dropout::Dropout;
 use super::layer_norm::LayerNorm;
 use super::mlp::Mlp;
-use crate::kv_cache::LayerKvCache;
+use crate::layer::kv_cache::LayerKvCache;
 use crate::module;
 use shardgrad_autograd::Var;
 use shardgrad_tensor::Value;

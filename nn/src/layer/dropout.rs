@@ -1,8 +1,8 @@
 //! Dropout whose mask is independent of the mesh.
 
-use crate::activation_point::ActivationPoint;
+use crate::module::activation_point::ActivationPoint;
+use crate::module::name::random_key;
 use crate::module::{Module, ModuleLeaf};
-use crate::name::random_key;
 use shardgrad_autograd::{Tape, Var};
 use shardgrad_tensor::{Error, Kind, Value};
 

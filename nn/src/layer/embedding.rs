@@ -1,8 +1,8 @@
 //! Embedding table, and its transpose as an output layer (tied weights).
 
-use crate::activation_point::ActivationPoint;
 use crate::module;
-use crate::param::{Init, Param};
+use crate::module::activation_point::ActivationPoint;
+use crate::module::param::{Init, Param};
 use shardgrad_autograd::Var;
 use shardgrad_tensor::Value;
 use std::ops::Range;

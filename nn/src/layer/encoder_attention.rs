@@ -2,9 +2,9 @@
 
 use super::dropout::Dropout;
 use super::linear::Linear;
-use crate::activation_point::ActivationPoint;
 use crate::module;
-use crate::param::Init;
+use crate::module::activation_point::ActivationPoint;
+use crate::module::param::Init;
 use shardgrad_autograd::Var;
 use shardgrad_tensor::{Error, Kind, Value};
 

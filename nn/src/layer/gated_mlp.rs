@@ -2,7 +2,7 @@
 
 use super::linear::Linear;
 use crate::module;
-use crate::param::Init;
+use crate::module::param::Init;
 use shardgrad_autograd::Var;
 use shardgrad_tensor::Value;
 

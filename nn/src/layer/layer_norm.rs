@@ -1,8 +1,8 @@
 //! Layer normalization over the last dim, with scale and shift.
 
-use crate::activation_point::ActivationPoint;
 use crate::module;
-use crate::param::{Init, Param};
+use crate::module::activation_point::ActivationPoint;
+use crate::module::param::{Init, Param};
 use shardgrad_autograd::Var;
 use shardgrad_tensor::{Residual, Value};
 

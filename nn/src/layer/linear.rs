@@ -1,8 +1,8 @@
 //! Linear layer: y = x w + b, over one dim or several.
 
-use crate::activation_point::ActivationPoint;
 use crate::module;
-use crate::param::{Init, Param};
+use crate::module::activation_point::ActivationPoint;
+use crate::module::param::{Init, Param};
 use shardgrad_autograd::Var;
 use shardgrad_tensor::{Value, ops};
 use std::rc::Rc;

@@ -1,9 +1,9 @@
 //! Mixture of experts (MoE): many small MLPs, of which a router selects some for each token.
 
 use super::linear::Linear;
-use crate::activation_point::ActivationPoint;
 use crate::module;
-use crate::param::{Init, Param};
+use crate::module::activation_point::ActivationPoint;
+use crate::module::param::{Init, Param};
 use shardgrad_autograd::Var;
 use shardgrad_tensor::{Contraction, Indexing, Value};
 

@@ -1,6 +1,7 @@
 //! Layers, written for one device: they name no mesh axis and no rank. Where a plan may constrain the layout of an activation, a
 //! layer has an [`ActivationPoint`](crate::ActivationPoint).
 
+pub mod kv_cache;
 mod dropout;
 mod linear;
 mod layer_norm;

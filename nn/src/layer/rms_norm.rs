@@ -1,8 +1,8 @@
 //! RMS normalization over the last dim.
 
-use crate::activation_point::ActivationPoint;
 use crate::module;
-use crate::param::{Init, Param};
+use crate::module::activation_point::ActivationPoint;
+use crate::module::param::{Init, Param};
 use shardgrad_autograd::Var;
 use shardgrad_tensor::{Residual, Value};
 

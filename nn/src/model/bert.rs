@@ -1,12 +1,12 @@
 //! BERT: a post-norm encoder with learned position embeddings. Devlin et al., arXiv 1810.04805.
 
 use super::hf_model::{HfModel, check_ids, run_blocks};
-use crate::activation_point::ActivationPoint;
 use crate::hf::{BertConfig, BertHead, ModelConfig};
 use crate::layer::{Dropout, Embedding, EncoderAttention, LayerNorm, Linear};
 use crate::loss::CrossEntropy;
 use crate::module;
-use crate::param::{Init, Param};
+use crate::module::activation_point::ActivationPoint;
+use crate::module::param::{Init, Param};
 use crate::plan::Plan;
 use shardgrad_autograd::Var;
 use shardgrad_tensor::{Elementwise, Error, Kind, Value};

@@ -2,11 +2,11 @@
 
 use super::hf_model::{HfModel, check_ids, run_blocks};
 use crate::hf::{Gpt2Config, ModelConfig};
-use crate::kv_cache::KvCache;
+use crate::layer::kv_cache::KvCache;
 use crate::layer::{Attention, Block, Dropout, Embedding, LayerNorm, Mlp};
 use crate::loss::cross_entropy;
 use crate::module;
-use crate::param::Init;
+use crate::module::param::Init;
 use crate::plan::Plan;
 use shardgrad_autograd::Var;
 use shardgrad_tensor::Value;

@@ -5,7 +5,7 @@ use super::gpt2::Gpt2;
 use super::hf_model::HfModel;
 use super::llama::Llama;
 use crate::hf::ModelConfig;
-use crate::kv_cache::KvCache;
+use crate::layer::kv_cache::KvCache;
 use crate::module::Module;
 use crate::plan::Plan;
 use shardgrad_autograd::Var;

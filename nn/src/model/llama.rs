@@ -3,13 +3,13 @@
 
 use super::hf_model::{HfModel, check_ids};
 use crate::hf::{LlamaConfig, LlamaKind, ModelConfig};
-use crate::kv_cache::{KvCache, LayerKvCache};
+use crate::layer::kv_cache::{KvCache, LayerKvCache};
 use crate::layer::{
     Embedding, FeedForward, GatedMlp, GroupedQueryAttention, MixtureOfExperts, RmsNorm, Routing,
 };
 use crate::loss::{cross_entropy, load_balancing_loss};
 use crate::module;
-use crate::param::Init;
+use crate::module::param::Init;
 use crate::plan::Plan;
 use shardgrad_autograd::Var;
 use shardgrad_tensor::{Error, Kind, Value, unwind};

@@ -1,7 +1,7 @@
 //! Gathering tensors on rank 0, which writes the files, and broadcasting the result of its writing.
 
-use crate::param::Param;
-use shardgrad_tensor::control::{send_bytes, world_sum};
+use crate::module::param::Param;
+use shardgrad_tensor::training_step::control::{send_bytes, world_sum};
 use shardgrad_tensor::{DType, Error, Kind, Layout, Rank, Result, Tensor};
 use std::panic::Location;
 

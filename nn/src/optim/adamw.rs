@@ -3,9 +3,9 @@
 use super::hyperparameter::{BELOW_ONE, NOT_NEGATIVE, POSITIVE, check_setting};
 use super::optimizer::{Optimizer, OptimizerState, check_rates_requested, wrong_num_tensors};
 use super::param_group::{ParamGroup, ParamGroups};
-use crate::param::Param;
+use crate::module::param::Param;
 use shardgrad_autograd::Key;
-use shardgrad_tensor::optimizer_step::{AdamWRates, AdamWStep, Moments, adamw};
+use shardgrad_tensor::training_step::optimizer_step::{AdamWRates, AdamWStep, Moments, adamw};
 use shardgrad_tensor::{DType, Error, Kind, OverflowCheck, Result, Tensor};
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;

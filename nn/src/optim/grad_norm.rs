@@ -1,6 +1,6 @@
 //! Global gradient norm: every global element counts once, on any mesh.
 
-use crate::param::Param;
+use crate::module::param::Param;
 use shardgrad_autograd::Gradients;
 use shardgrad_tensor::{OverflowCheck, Rank, Result, StepInputs, Tensor};
 use std::panic::Location;

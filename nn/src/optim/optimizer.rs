@@ -3,7 +3,7 @@
 use super::grad_norm::{PartialLoss, counted_gradients};
 use super::hyperparameter::{NOT_NEGATIVE, POSITIVE, check_clip, check_range};
 use crate::module::Module;
-use crate::param::{LOST_VALUE_HELP, Param};
+use crate::module::param::{LOST_VALUE_HELP, Param};
 use crate::sharded_model::Model;
 use shardgrad_autograd::{Gradients, Key};
 use shardgrad_tensor::{Error, Kind, OverflowCheck, Rank, Result, StepInputs, StepOutcome, Tensor};

@@ -1,8 +1,8 @@
 //! Parameter groups: settings for parameters whose names match a pattern.
 
 use super::hyperparameter::{NOT_NEGATIVE, check_setting};
-use crate::name::{matches, nearest};
-use crate::param::Param;
+use crate::module::name::{matches, nearest};
+use crate::module::param::Param;
 use shardgrad_tensor::{Error, Kind, Result};
 
 /// Settings of a parameter group that override the settings of the optimizer.

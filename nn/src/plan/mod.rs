@@ -8,7 +8,7 @@ mod models;
 pub use pipeline::{PipelinePlan, PipelineSchedule};
 pub(crate) use rule::RuleTarget;
 
-use crate::name::{matches, nearest};
+use crate::module::name::{matches, nearest};
 use rule::Rule;
 use shardgrad_tensor::{Axis, DType, Error, Kind, Layout, Mesh, Placement, Result};
 use std::fmt;

@@ -3,7 +3,7 @@
 
 use super::Trainer;
 use crate::module::Module;
-use shardgrad_tensor::anomaly_report::find_first_non_finite;
+use shardgrad_tensor::training_step::anomaly_report::find_first_non_finite;
 use shardgrad_tensor::{Error, Kind};
 
 /// Largest number of weights that an error names.

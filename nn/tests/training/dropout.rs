@@ -3,7 +3,7 @@
 use crate::support::run;
 use shardgrad_autograd::{Noise, Var};
 use shardgrad_nn::{AdamW, Dropout, Linear, Model, Plan, Trainer, TrainerConfig, module};
-use shardgrad_tensor::control::world_sum;
+use shardgrad_tensor::training_step::control::world_sum;
 use shardgrad_tensor::{DType, Layout, Rank, Result, Tensor, Value};
 use std::ops::Range;
 use std::panic::Location;

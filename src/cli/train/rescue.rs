@@ -105,7 +105,7 @@ mod tests {
     use crate::train::Prefetcher;
     use shardgrad::dist::Process;
     use shardgrad::nn::checkpoint::RunState;
-    use shardgrad::tensor::control::world_sum;
+    use shardgrad::tensor::training_step::control::world_sum;
     use std::fs;
     use std::net::TcpListener;
     use std::panic::Location;

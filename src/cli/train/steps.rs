@@ -8,7 +8,7 @@ use crate::metrics::StepMetrics;
 use crate::train::{ControlFlags, Evaluation, Prefetcher, mean_loss};
 use shardgrad::nn::{LanguageModel, StepReport};
 use shardgrad::prelude::*;
-use shardgrad::tensor::control::world_sum;
+use shardgrad::tensor::training_step::control::world_sum;
 use std::panic::Location;
 use std::time::Instant;
 

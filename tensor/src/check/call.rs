@@ -1,10 +1,10 @@
 //! One call of an op, forward and backward, as a tape makes it.
 
 use super::GlobalTensor;
-use crate::context::Context;
-use crate::infer::Inference;
+use crate::execution::context::Context;
+use crate::execution::local_tensor::LocalTensor;
 use crate::layout::Layout;
-use crate::local_tensor::LocalTensor;
+use crate::layout::infer::Inference;
 use crate::op::{self, Cotangents, GradAccumulator, Op, Vjp, differentiable_args};
 use crate::ops::redistribute::Redistribute;
 use crate::tensor::Tensor;

@@ -1,10 +1,10 @@
 //! Errors of ops: signature, arguments, place in the model, rank, and suggested repairs.
 
 use super::{DTypes, ForwardContext, Op, differentiable_args};
-use crate::context::Context;
+use crate::execution::context::Context;
 use crate::layout::Layout;
-use crate::refusal::Refusal;
-use crate::repair::{Repair, repairs};
+use crate::layout::refusal::Refusal;
+use crate::layout::repair::{Repair, repairs};
 use shardgrad_dist::{Error, Kind, Rank};
 use std::panic::Location;
 use std::rc::Rc;

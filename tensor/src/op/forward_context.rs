@@ -1,10 +1,10 @@
 //! The context of a forward on one rank: label ranges, output memory, kernel launches.
 
 use super::{GradAccumulator, LocalTensors};
-use crate::infer::Inference;
+use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::layout::Layout;
-use crate::lineage::Lineage;
-use crate::local_tensor::{LocalTensor, launch};
+use crate::layout::infer::Inference;
+use crate::layout::lineage::Lineage;
 use shardgrad_dist::{Rank, Result};
 use shardgrad_kernels::{Kernel, Scalar};
 use smallvec::{SmallVec, smallvec};

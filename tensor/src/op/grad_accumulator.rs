@@ -1,7 +1,7 @@
 //! Gradient accumulation inside of ops: a sum that an op may take to add its result to.
 
-use crate::lineage::Lineage;
-use crate::local_tensor::{LocalTensor, View};
+use crate::execution::local_tensor::{LocalTensor, View};
+use crate::layout::lineage::Lineage;
 use crate::tensor::Tensor;
 use shardgrad_dist::Rank;
 use shardgrad_kernels::{DType, Device};
@@ -71,8 +71,8 @@ impl GradAccumulator {
 mod tests {
     use super::*;
     use crate::layout::Layout;
+    use crate::methods::value::Value;
     use crate::ops::einsum::Einsum;
-    use crate::value::Value;
     use shardgrad_dist::{Mesh, Result, World};
     use std::rc::Rc;
 

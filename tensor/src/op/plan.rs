@@ -3,10 +3,10 @@
 use super::Op;
 use super::error_text::{describe, refusal_error};
 use super::validation::{check_visible_outputs, invalid_signature, step_in_vjp};
-use crate::context::Context;
-use crate::infer::Inference;
+use crate::execution::context::Context;
+use crate::execution::local_tensor::with_mapped;
 use crate::layout::Layout;
-use crate::local_tensor::with_mapped;
+use crate::layout::infer::Inference;
 use shardgrad_dist::{Error, Rank, Result};
 use std::panic::Location;
 use std::rc::Rc;
@@ -78,7 +78,7 @@ fn infer_checked(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::local_tensor::LocalTensor;
+    use crate::execution::local_tensor::LocalTensor;
     use crate::op::{DTypes, ForwardContext, LocalTensors, PlanKey};
     use crate::ops::add::Add;
     use shardgrad_dist::{Kind, Mesh, World};

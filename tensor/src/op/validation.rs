@@ -2,9 +2,9 @@
 
 use super::error_text::describe;
 use super::{ForwardContext, LocalTensors, Op};
-use crate::infer::Inference;
+use crate::execution::local_tensor::LocalTensor;
 use crate::layout::Layout;
-use crate::local_tensor::LocalTensor;
+use crate::layout::infer::Inference;
 use crate::tensor::Tensor;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use std::panic::{AssertUnwindSafe, Location, catch_unwind, resume_unwind};
@@ -188,8 +188,8 @@ fn is_cotangent_layout(given: &Layout, argument: &Layout) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::methods::value::Value;
     use crate::op::DTypes;
-    use crate::value::Value;
     use shardgrad_dist::{Mesh, World};
     use shardgrad_kernels::op::unary::SCALE;
     use shardgrad_kernels::{DType, Scalar};

@@ -2,18 +2,18 @@
 
 use super::labels::{check_dim, check_ndim, full_and_reduced, invalid_argument};
 use super::{Case, Input};
-use crate::context::Context;
-use crate::infer::Inference;
+use crate::execution::context::Context;
+use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::layout::Layout;
-use crate::local_tensor::{LocalTensor, launch};
+use crate::layout::infer::Inference;
+use crate::layout::placement::Placement;
+use crate::layout::refusal::Refusal;
 use crate::op::{
     Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, common_float,
     infer_by_signature,
 };
-use crate::placement::Placement;
-use crate::redistribute::all_reduce;
-use crate::refusal::Refusal;
 use crate::tensor::Tensor;
+use crate::tensor::redistribute::all_reduce;
 use shardgrad_dist::{AxisSet, ReduceOp, Result};
 use shardgrad_kernels::op::amax_backward::{BACKWARD, COUNT_TIES};
 use shardgrad_kernels::op::reduce::{MAX, MIN};
@@ -265,7 +265,7 @@ pub(super) fn cases() -> Vec<Case> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::reduction::Reduction;
+    use crate::methods::reduction::Reduction;
     use shardgrad_dist::{Mesh, World};
 
     #[test]

@@ -2,7 +2,7 @@
 
 use super::labels::{check_dim, dim_label, dim_labels_with, invalid_argument};
 use super::{Case, Input};
-use crate::local_tensor::{LocalTensor, launch};
+use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::op::{DTypes, ForwardContext, LocalTensors, Op, common_float};
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::arg_extreme::ARG_EXTREME;
@@ -81,7 +81,7 @@ pub(super) fn cases() -> Vec<Case> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::reduction::Reduction;
+    use crate::methods::reduction::Reduction;
     use crate::tensor::Tensor;
     use shardgrad_dist::{Mesh, World};
 

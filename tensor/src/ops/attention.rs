@@ -6,8 +6,8 @@
 //! query sees the last w of these keys only.
 
 use super::{Case, Input};
+use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::layout::Layout;
-use crate::local_tensor::{LocalTensor, launch};
 use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, common_float};
 use crate::tensor::Tensor;
 use shardgrad_dist::{Error, Kind, Result};
@@ -314,7 +314,7 @@ pub(super) fn cases() -> Vec<Case> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::value::Value;
+    use crate::methods::value::Value;
     use shardgrad_dist::{Mesh, World};
 
     #[test]

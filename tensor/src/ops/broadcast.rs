@@ -3,7 +3,7 @@
 
 use super::labels::{DIMS_MAX, dim_label};
 use super::sum::Sum;
-use crate::local_tensor::{LocalTensor, launch};
+use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::op::{DTypes, ForwardContext, LocalTensors, Op, PlanKey, Vjp, common_float, unwind};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
@@ -292,7 +292,7 @@ mod tests {
 
     #[test]
     fn fourteen_dims_broadcast() {
-        use crate::value::Value;
+        use crate::methods::value::Value;
         use shardgrad_dist::{Mesh, World};
         let mesh = Mesh::parse("a=2").unwrap();
         World::run(mesh.clone(), |rank| {
@@ -302,8 +302,10 @@ mod tests {
             for x in [
                 x.clone(),
                 x.to_layout_at(
-                    &x.layout()
-                        .with_placement(shardgrad_dist::Axis(0), crate::placement::Placement::Shard(0)),
+                    &x.layout().with_placement(
+                        shardgrad_dist::Axis(0),
+                        crate::layout::placement::Placement::Shard(0),
+                    ),
                     std::panic::Location::caller(),
                 )?,
             ] {

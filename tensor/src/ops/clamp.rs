@@ -3,7 +3,7 @@
 use super::labels::invalid_argument;
 use super::unary::UnaryBackward;
 use super::{Case, Input};
-use crate::local_tensor::LocalTensor;
+use crate::execution::local_tensor::LocalTensor;
 use crate::op::{Cotangents, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp};
 use shardgrad_dist::Result;
 use shardgrad_kernels::Scalar;
@@ -66,7 +66,7 @@ pub(super) fn cases() -> Vec<Case> {
 
 #[cfg(test)]
 mod tests {
-    use crate::elementwise::Elementwise;
+    use crate::methods::elementwise::Elementwise;
     use crate::tensor::Tensor;
     use shardgrad_dist::{Mesh, World};
 

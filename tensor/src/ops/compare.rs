@@ -4,7 +4,7 @@
 use super::broadcast::Broadcast;
 use super::labels::common_dtype;
 use super::{Case, Input};
-use crate::local_tensor::LocalTensor;
+use crate::execution::local_tensor::LocalTensor;
 use crate::op::{DTypes, ForwardContext, LocalTensors, Op};
 use crate::tensor::integer_range;
 use shardgrad_dist::Result;
@@ -194,7 +194,7 @@ pub(super) fn cases() -> Vec<Case> {
 
 #[cfg(test)]
 mod tests {
-    use crate::elementwise::Elementwise;
+    use crate::methods::elementwise::Elementwise;
     use crate::tensor::Tensor;
     use shardgrad_dist::{Mesh, World};
     use shardgrad_kernels::DType;

@@ -3,12 +3,12 @@
 use super::labels::{check_dim, check_num_tensors, common_dtype, dim_labels_with, linear_jointly, unsplit};
 use super::slice::Slice;
 use super::{Case, Input};
-use crate::context::Context;
-use crate::infer::Inference;
+use crate::execution::context::Context;
+use crate::execution::local_tensor::LocalTensor;
 use crate::layout::Layout;
-use crate::local_tensor::LocalTensor;
+use crate::layout::infer::Inference;
+use crate::layout::refusal::Refusal;
 use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, Vjp, infer_by_signature, unwind};
-use crate::refusal::Refusal;
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::DType;
@@ -117,7 +117,7 @@ pub(super) fn cases() -> Vec<Case> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::value::Value;
+    use crate::methods::value::Value;
     use shardgrad_dist::{Mesh, World};
 
     #[test]

@@ -4,18 +4,18 @@
 use super::amax::keep_invariant_inputs;
 use super::embedding::check_index;
 use super::{Case, Input};
-use crate::context::Context;
-use crate::infer::Inference;
+use crate::execution::context::Context;
+use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::layout::Layout;
-use crate::local_tensor::{LocalTensor, launch};
+use crate::layout::infer::Inference;
+use crate::layout::placement::Placement;
+use crate::layout::refusal::Refusal;
 use crate::op::{
     Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, common_float,
     infer_by_signature, unwind,
 };
-use crate::placement::Placement;
-use crate::redistribute::all_reduce;
-use crate::refusal::Refusal;
 use crate::tensor::Tensor;
+use crate::tensor::redistribute::all_reduce;
 use shardgrad_dist::{AxisSet, ReduceOp, Result};
 use shardgrad_kernels::op::cross_entropy::{BACKWARD, FORWARD};
 use shardgrad_kernels::op::log_sum_exp::{FINISH, SUM_EXP};
@@ -199,7 +199,7 @@ pub(super) fn cases() -> Vec<Case> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::value::Value;
+    use crate::methods::value::Value;
     use shardgrad_dist::{Mesh, World};
     use std::cell::RefCell;
 

@@ -2,7 +2,7 @@
 
 use super::labels::{check_dim, dim_label, dim_labels_with};
 use super::{Case, Input};
-use crate::local_tensor::{LocalTensor, launch};
+use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::op::{Cotangents, ForwardContext, LocalTensors, Op, Vjp};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
@@ -80,7 +80,7 @@ pub(super) fn cases() -> Vec<Case> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::reduction::Reduction;
+    use crate::methods::reduction::Reduction;
     use shardgrad_dist::{Mesh, World};
 
     #[test]

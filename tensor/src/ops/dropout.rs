@@ -1,7 +1,7 @@
 //! Dropout: y_i = x_i / (1 - p) where a uniform random number in 0..1 is at least p, else 0.
 
 use super::{Case, Input};
-use crate::local_tensor::LocalTensor;
+use crate::execution::local_tensor::LocalTensor;
 use crate::op::{Cotangents, ForwardContext, LocalTensors, Op, Vjp};
 use crate::tensor::{Tensor, index_scalars};
 use shardgrad_dist::{Error, Kind, Result};
@@ -107,7 +107,7 @@ pub(super) fn cases() -> Vec<Case> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::value::Value;
+    use crate::methods::value::Value;
     use shardgrad_dist::{Mesh, World};
 
     #[test]

@@ -5,10 +5,10 @@
 
 use super::labels::invalid_argument;
 use super::{Case, Input};
+use crate::execution::local_tensor::{LocalTensor, View, as_arg, as_arg_mut, launch_args};
 use crate::layout::Layout;
-use crate::local_tensor::{LocalTensor, View, as_arg, as_arg_mut, launch_args};
+use crate::layout::signature::{Labels, Mark, Signature, Term};
 use crate::op::{Cotangents, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp};
-use crate::signature::{Labels, Mark, Signature, Term};
 use crate::tensor::Tensor;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::op::batched_matmul::BATCHED_MATMUL;
@@ -350,7 +350,7 @@ pub(super) fn cases() -> Vec<Case> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::value::Value;
+    use crate::methods::value::Value;
     use shardgrad_dist::{Mesh, World};
 
     #[test]

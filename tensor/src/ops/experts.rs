@@ -4,8 +4,8 @@
 
 use super::embedding::check_index;
 use super::{Case, Input};
+use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::layout::Layout;
-use crate::local_tensor::{LocalTensor, launch};
 use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, common_float};
 use crate::tensor::Tensor;
 use shardgrad_dist::{Rank, Result};
@@ -355,7 +355,7 @@ pub(super) fn cases() -> Vec<Case> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::contraction::Contraction;
+    use crate::methods::contraction::Contraction;
     use crate::op;
     use shardgrad_dist::{Kind, Mesh, World};
     use std::panic::Location;

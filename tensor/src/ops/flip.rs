@@ -3,7 +3,7 @@
 use super::gather::outer_dim_inner;
 use super::labels::{check_dim, dim_labels_with};
 use super::{Case, Input};
-use crate::local_tensor::{LocalTensor, launch};
+use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, Vjp};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
@@ -81,7 +81,7 @@ pub(super) fn cases() -> Vec<Case> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::shaping::Shaping;
+    use crate::methods::shaping::Shaping;
     use shardgrad_dist::{Mesh, World};
 
     #[test]

@@ -5,15 +5,15 @@
 use super::embedding::check_index;
 use super::labels::{check_dim, dim_labels_with};
 use super::{Case, Input};
-use crate::context::Context;
-use crate::dim::Dim;
-use crate::infer::Inference;
+use crate::execution::context::Context;
+use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::layout::Layout;
-use crate::local_tensor::{LocalTensor, launch};
+use crate::layout::dim::Dim;
+use crate::layout::infer::Inference;
+use crate::layout::refusal::Refusal;
 use crate::op::{
     Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, infer_by_signature,
 };
-use crate::refusal::Refusal;
 use crate::tensor::Tensor;
 use shardgrad_dist::{AxisSet, Error, Kind, Result};
 use shardgrad_kernels::op::index::{GATHER, SCATTER_ADD};
@@ -272,8 +272,8 @@ pub(super) fn cases() -> Vec<Case> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::indexing::Indexing;
-    use crate::value::Value;
+    use crate::methods::indexing::Indexing;
+    use crate::methods::value::Value;
     use shardgrad_dist::{Mesh, World};
 
     #[test]

@@ -158,10 +158,10 @@ pub(super) fn invalid_argument<T>(why: impl Into<String>) -> Result<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::elementwise::Elementwise;
-    use crate::shaping::Shaping;
+    use crate::methods::elementwise::Elementwise;
+    use crate::methods::shaping::Shaping;
+    use crate::methods::value::Value;
     use crate::tensor::Tensor;
-    use crate::value::Value;
     use shardgrad_dist::{Mesh, World};
 
     #[test]

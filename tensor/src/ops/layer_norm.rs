@@ -1,7 +1,7 @@
 //! Layer normalization over the last dim: y = (x - mean) rstd w + b with rstd = 1 / sqrt(mean((x - mean)^2) + eps).
 
 use super::{Case, Input};
-use crate::local_tensor::{LocalTensor, launch};
+use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, common_float};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
@@ -158,8 +158,8 @@ pub(super) fn cases() -> Vec<Case> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::value::Residual;
-    use crate::value::Value;
+    use crate::methods::value::Residual;
+    use crate::methods::value::Value;
     use shardgrad_dist::{Mesh, World};
 
     #[test]

@@ -1,8 +1,8 @@
 //! Linear layer in one kernel: y = x w + b, optionally with a residual: y = (x w + b) + r.
 
 use super::{Case, Input};
+use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::layout::Layout;
-use crate::local_tensor::{LocalTensor, launch};
 use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, common_float};
 use crate::ops::einsum::Einsum;
 use crate::tensor::Tensor;
@@ -286,7 +286,7 @@ pub(super) fn cases() -> Vec<Case> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::value::Value;
+    use crate::methods::value::Value;
     use shardgrad_dist::{Mesh, World};
 
     #[test]

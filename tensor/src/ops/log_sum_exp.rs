@@ -3,17 +3,17 @@
 
 use super::amax::ReducedDims;
 use super::{Case, Input};
-use crate::context::Context;
-use crate::infer::Inference;
+use crate::execution::context::Context;
+use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::layout::Layout;
-use crate::local_tensor::{LocalTensor, launch};
+use crate::layout::infer::Inference;
+use crate::layout::refusal::Refusal;
 use crate::op::{
     Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, common_float,
     infer_by_signature,
 };
-use crate::redistribute::all_reduce;
-use crate::refusal::Refusal;
 use crate::tensor::Tensor;
+use crate::tensor::redistribute::all_reduce;
 use shardgrad_dist::{ReduceOp, Result};
 use shardgrad_kernels::DType;
 use shardgrad_kernels::op::log_sum_exp::{BACKWARD, FINISH, SUM_EXP};
@@ -159,7 +159,7 @@ pub(super) fn cases() -> Vec<Case> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::reduction::Reduction;
+    use crate::methods::reduction::Reduction;
     use shardgrad_dist::{Mesh, World};
 
     #[test]

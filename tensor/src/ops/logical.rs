@@ -2,7 +2,7 @@
 
 use super::broadcast::Broadcast;
 use super::{Case, Input};
-use crate::local_tensor::LocalTensor;
+use crate::execution::local_tensor::LocalTensor;
 use crate::op::{DTypes, ForwardContext, LocalTensors, Op};
 use shardgrad_dist::{Error, Kind, Result};
 use shardgrad_kernels::op::compare_select::{AND, NOT, OR, XOR};
@@ -129,9 +129,9 @@ pub(super) fn cases() -> Vec<Case> {
 
 #[cfg(test)]
 mod tests {
-    use crate::elementwise::Elementwise;
+    use crate::methods::elementwise::Elementwise;
+    use crate::methods::value::Value;
     use crate::tensor::Tensor;
-    use crate::value::Value;
     use shardgrad_dist::{Kind, Mesh, World};
     use shardgrad_kernels::DType;
 

@@ -4,7 +4,7 @@ use super::broadcast::Broadcast;
 use super::labels::invalid_argument;
 use super::logical::check_bool;
 use super::{Case, Input};
-use crate::local_tensor::LocalTensor;
+use crate::execution::local_tensor::LocalTensor;
 use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp};
 use crate::tensor::{Tensor, check_representable};
 use shardgrad_dist::Result;
@@ -106,7 +106,7 @@ pub(super) fn cases() -> Vec<Case> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::elementwise::Elementwise;
+    use crate::methods::elementwise::Elementwise;
     use shardgrad_dist::{Mesh, World};
 
     #[test]

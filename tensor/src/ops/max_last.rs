@@ -1,14 +1,14 @@
 //! Maximum along the last dim, which may be sharded, in the accumulator dtype.
 
 use super::{Case, Input};
-use crate::context::Context;
-use crate::infer::Inference;
+use crate::execution::context::Context;
+use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::layout::Layout;
-use crate::local_tensor::{LocalTensor, launch};
+use crate::layout::infer::Inference;
+use crate::layout::placement::Placement;
+use crate::layout::refusal::Refusal;
 use crate::op::{DTypes, ForwardContext, LocalTensors, Op, common_float, infer_by_signature};
-use crate::placement::Placement;
-use crate::redistribute::all_reduce;
-use crate::refusal::Refusal;
+use crate::tensor::redistribute::all_reduce;
 use shardgrad_dist::{AxisSet, ReduceOp, Result};
 use shardgrad_kernels::op::reduce::MAX;
 use shardgrad_kernels::{DType, Scalar};
@@ -88,8 +88,8 @@ pub(super) fn cases() -> Vec<Case> {
 
 #[cfg(test)]
 mod tests {
+    use crate::methods::value::Value;
     use crate::tensor::Tensor;
-    use crate::value::Value;
     use shardgrad_dist::{Mesh, World};
     use shardgrad_kernels::DType;
 

@@ -5,8 +5,8 @@ use super::linear::{
     matmul_epilogue, sum_rows, to_matrix, to_vector, transposed, weight_and_bias_grads, with_matrix_view,
 };
 use super::{Case, Input};
+use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::layout::Layout;
-use crate::local_tensor::{LocalTensor, launch};
 use crate::op::{
     Cotangents, DTypes, ForwardContext, GradAccumulator, LocalTensors, Op, SavedForBackward, Vjp,
     common_float,
@@ -257,11 +257,11 @@ pub(super) fn cases() -> Vec<Case> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::methods::value::Value;
     use crate::op;
     use crate::ops::embedding::Embedding;
     use crate::ops::layer_norm::LayerNorm;
     use crate::ops::linear::Linear;
-    use crate::value::Value;
     use shardgrad_dist::{Mesh, World};
     use shardgrad_kernels::DType;
     use std::panic::Location;

@@ -1,7 +1,7 @@
 //! Elementwise negation: y = -x.
 
 use super::{Case, Input};
-use crate::local_tensor::LocalTensor;
+use crate::execution::local_tensor::LocalTensor;
 use crate::op::{Cotangents, ForwardContext, LocalTensors, Op, Vjp};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
@@ -48,8 +48,8 @@ pub(super) fn cases() -> Vec<Case> {
 
 #[cfg(test)]
 mod tests {
+    use crate::methods::value::Value;
     use crate::tensor::Tensor;
-    use crate::value::Value;
     use shardgrad_dist::{Mesh, World};
 
     #[test]

@@ -3,12 +3,12 @@
 use super::embedding::check_index;
 use super::labels::unsplit;
 use super::{Case, Input};
-use crate::context::Context;
-use crate::infer::Inference;
+use crate::execution::context::Context;
+use crate::execution::local_tensor::LocalTensor;
 use crate::layout::Layout;
-use crate::local_tensor::LocalTensor;
+use crate::layout::infer::Inference;
+use crate::layout::refusal::Refusal;
 use crate::op::{DTypes, ForwardContext, LocalTensors, Op, infer_by_signature};
-use crate::refusal::Refusal;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::one_hot::ONE_HOT;
 use shardgrad_kernels::{DType, Scalar};
@@ -81,7 +81,7 @@ pub(super) fn cases() -> Vec<Case> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::indexing::Indexing;
+    use crate::methods::indexing::Indexing;
     use crate::tensor::Tensor;
     use shardgrad_dist::{Mesh, World};
 

@@ -2,7 +2,7 @@
 
 use super::labels::{check_dim, dim_labels, invalid_argument};
 use super::{Case, Input};
-use crate::local_tensor::LocalTensor;
+use crate::execution::local_tensor::LocalTensor;
 use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, Vjp};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
@@ -87,7 +87,7 @@ pub(super) fn cases() -> Vec<Case> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::value::Value;
+    use crate::methods::value::Value;
     use shardgrad_dist::{Mesh, World};
 
     #[test]

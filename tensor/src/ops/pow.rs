@@ -2,7 +2,7 @@
 
 use super::broadcast::{BinaryBackward, Broadcast};
 use super::{Case, Input};
-use crate::local_tensor::LocalTensor;
+use crate::execution::local_tensor::LocalTensor;
 use crate::op::{Cotangents, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp};
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::binary::{POW, POW_BASE_GRAD, POW_EXPONENT_GRAD};
@@ -65,7 +65,7 @@ pub(super) fn cases() -> Vec<Case> {
 
 #[cfg(test)]
 mod tests {
-    use crate::elementwise::Elementwise;
+    use crate::methods::elementwise::Elementwise;
     use crate::tensor::Tensor;
     use shardgrad_dist::{Mesh, World};
 

@@ -5,13 +5,13 @@
 //! the first adjoint step, so that sums over ranks are in the wider dtype.
 
 use super::cast::is_exact;
-use crate::context::Context;
-use crate::infer::Inference;
+use crate::execution::context::Context;
+use crate::execution::local_tensor::LocalTensor;
 use crate::layout::Layout;
-use crate::local_tensor::LocalTensor;
+use crate::layout::infer::Inference;
+use crate::layout::refusal::Refusal;
+use crate::layout::step::{Step, adjoint, merge_all_reduces};
 use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, Vjp, apply, unwind};
-use crate::refusal::Refusal;
-use crate::step::{Step, adjoint, merge_all_reduces};
 use crate::tensor::Tensor;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::DType;
@@ -96,7 +96,7 @@ impl Op for Redistribute {
         let (from, dtype) = (self.from.with_dtype(self.to.dtype()), self.to.dtype());
         let start = if x[0].dtype == dtype { x[0].clone() } else { x[0].to_dtype(local.rank, dtype)? };
         let value = Tensor::assemble(local.rank, from, start);
-        let moved = crate::redistribute::run(&value, &self.steps, &self.to, local.site)?;
+        let moved = crate::tensor::redistribute::run(&value, &self.steps, &self.to, local.site)?;
         Ok([moved.local().clone()].into_iter().collect())
     }
 

@@ -2,13 +2,13 @@
 
 use super::labels::{DIMS_MAX, dim_labels, invalid_argument};
 use super::{Case, Input};
-use crate::context::Context;
-use crate::infer::Inference;
+use crate::execution::context::Context;
+use crate::execution::local_tensor::LocalTensor;
 use crate::layout::Layout;
-use crate::local_tensor::LocalTensor;
+use crate::layout::infer::Inference;
+use crate::layout::refusal::Refusal;
+use crate::layout::reshape_rule::reshape_layout;
 use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, Vjp};
-use crate::refusal::Refusal;
-use crate::reshape_rule::reshape_layout;
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::{DType, Dims, Strides};
@@ -127,7 +127,7 @@ pub(super) fn cases() -> Vec<Case> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::value::Value;
+    use crate::methods::value::Value;
     use shardgrad_dist::{Mesh, World};
 
     #[test]

@@ -2,7 +2,7 @@
 
 use super::labels::{check_dim, dim_labels_with, invalid_argument};
 use super::{Case, Input};
-use crate::local_tensor::LocalTensor;
+use crate::execution::local_tensor::LocalTensor;
 use crate::op::{Cotangents, ForwardContext, LocalTensors, Op, Vjp};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
@@ -94,7 +94,7 @@ pub(super) fn cases() -> Vec<Case> {
 mod tests {
     use super::*;
     use crate::layout::Layout;
-    use crate::value::Value;
+    use crate::methods::value::Value;
     use shardgrad_dist::{Mesh, World};
 
     #[test]

@@ -1,7 +1,7 @@
 //! Elementwise multiplication with a number: y = c x.
 
 use super::{Case, Input};
-use crate::local_tensor::LocalTensor;
+use crate::execution::local_tensor::LocalTensor;
 use crate::op::{Cotangents, ForwardContext, LocalTensors, Op, PlanKey, Vjp};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
@@ -58,8 +58,8 @@ pub(super) fn cases() -> Vec<Case> {
 
 #[cfg(test)]
 mod tests {
+    use crate::methods::value::Value;
     use crate::tensor::Tensor;
-    use crate::value::Value;
     use shardgrad_dist::{Mesh, World};
 
     #[test]

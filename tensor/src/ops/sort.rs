@@ -3,8 +3,8 @@
 use super::gather::ScatterAdd;
 use super::labels::{check_dim, dim_labels_with};
 use super::{Case, Input};
-use crate::dim::Dim;
-use crate::local_tensor::{LocalTensor, launch};
+use crate::execution::local_tensor::{LocalTensor, launch};
+use crate::layout::dim::Dim;
 use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
@@ -108,7 +108,7 @@ pub(super) fn cases() -> Vec<Case> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::indexing::Indexing;
+    use crate::methods::indexing::Indexing;
     use shardgrad_dist::{Mesh, World};
 
     #[test]

@@ -3,7 +3,7 @@
 use super::broadcast::Broadcast;
 use super::neg::neg;
 use super::{Case, Input};
-use crate::local_tensor::LocalTensor;
+use crate::execution::local_tensor::LocalTensor;
 use crate::op::{Cotangents, ForwardContext, LocalTensors, Op, PlanKey, Vjp};
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::binary::SUB;
@@ -78,8 +78,8 @@ pub(super) fn cases() -> Vec<Case> {
 
 #[cfg(test)]
 mod tests {
+    use crate::methods::value::Value;
     use crate::tensor::Tensor;
-    use crate::value::Value;
     use shardgrad_dist::{Mesh, World};
 
     #[test]

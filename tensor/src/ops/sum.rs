@@ -6,12 +6,12 @@
 use super::labels::{check_dim, check_ndim, invalid_argument, reduction, unsplit};
 use super::scale::scale;
 use super::{Case, Input};
-use crate::context::Context;
-use crate::infer::Inference;
+use crate::execution::context::Context;
+use crate::execution::local_tensor::{LocalTensor, View, launch};
 use crate::layout::Layout;
-use crate::local_tensor::{LocalTensor, View, launch};
+use crate::layout::infer::Inference;
+use crate::layout::refusal::Refusal;
 use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, PlanKey, Vjp, infer_by_signature};
-use crate::refusal::Refusal;
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::reduce::SUM;
@@ -237,7 +237,7 @@ pub(super) fn cases() -> Vec<Case> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::value::Value;
+    use crate::methods::value::Value;
     use shardgrad_dist::{Mesh, World};
 
     #[test]
@@ -280,7 +280,7 @@ mod tests {
 
     #[test]
     fn more_than_12_dims_are_refused() {
-        use crate::reduction::Reduction;
+        use crate::methods::reduction::Reduction;
         use shardgrad_dist::Kind;
         type Call = fn(&Tensor) -> Tensor;
         let cases: [(&str, Call); 5] = [

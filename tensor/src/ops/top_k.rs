@@ -3,14 +3,14 @@
 use super::labels::{check_dim, dim_labels_with, invalid_argument, unsplit};
 use super::sort::{sort_prefix, sort_vjp};
 use super::{Case, Input};
-use crate::context::Context;
-use crate::infer::Inference;
+use crate::execution::context::Context;
+use crate::execution::local_tensor::LocalTensor;
 use crate::layout::Layout;
-use crate::local_tensor::LocalTensor;
+use crate::layout::infer::Inference;
+use crate::layout::refusal::Refusal;
 use crate::op::{
     Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, infer_by_signature,
 };
-use crate::refusal::Refusal;
 use shardgrad_dist::Result;
 use shardgrad_kernels::DType;
 use std::rc::Rc;
@@ -101,7 +101,7 @@ pub(super) fn cases() -> Vec<Case> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::indexing::Indexing;
+    use crate::methods::indexing::Indexing;
     use crate::tensor::Tensor;
     use shardgrad_dist::{Mesh, World};
 

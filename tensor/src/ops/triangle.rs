@@ -2,7 +2,7 @@
 //! else 0.
 
 use super::{Case, Input};
-use crate::local_tensor::LocalTensor;
+use crate::execution::local_tensor::LocalTensor;
 use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, Vjp};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
@@ -68,7 +68,7 @@ pub(super) fn cases() -> Vec<Case> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::shaping::Shaping;
+    use crate::methods::shaping::Shaping;
     use shardgrad_dist::{Mesh, World};
 
     #[test]

@@ -9,7 +9,7 @@ use super::mul::mul;
 use super::neg::neg;
 use super::scale::scale;
 use super::{Case, Input, OpModule};
-use crate::local_tensor::LocalTensor;
+use crate::execution::local_tensor::LocalTensor;
 use crate::op::{Cotangents, ForwardContext, LocalTensors, Op, PlanKey, SavedForBackward, Vjp};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;

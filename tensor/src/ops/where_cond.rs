@@ -5,7 +5,7 @@ use super::labels::common_dtype;
 use super::logical::check_bool;
 use super::masked_fill::zeroed;
 use super::{Case, Input};
-use crate::local_tensor::LocalTensor;
+use crate::execution::local_tensor::LocalTensor;
 use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp};
 use shardgrad_dist::Result;
 use shardgrad_kernels::DType;
@@ -85,7 +85,7 @@ pub(super) fn cases() -> Vec<Case> {
 
 #[cfg(test)]
 mod tests {
-    use crate::elementwise::Elementwise;
+    use crate::methods::elementwise::Elementwise;
     use crate::tensor::Tensor;
     use shardgrad_dist::{Mesh, World};
 

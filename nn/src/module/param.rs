@@ -1,0 +1,506 @@
+//! Parameters: declared by layers; named, sharded and initialized by [`Model`](crate::Model).
+
+use crate::module::name::random_key;
+use shardgrad_autograd::{Key, Tape, Var};
+use shardgrad_tensor::{Axis, Context, DType, Error, Kind, Layout, Rank, Result, Tensor, Value};
+use std::cell::{Cell, RefCell};
+use std::fmt;
+use std::panic::Location;
+use std::rc::Rc;
+
+/// How a parameter is initialized. Values depend on seed, name and global element index only, not on the mesh.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Init {
+    /// All zeros.
+    Zeros,
+    /// All ones.
+    Ones,
+    /// Normal distribution with mean 0 and this standard deviation.
+    Normal(f64),
+    /// Uniform distribution between minus and plus this bound.
+    Uniform(f64),
+    /// Integers between minus and plus this bound, equally likely. Sums of their products are exact, so runs on different meshes
+    /// can be compared bit for bit.
+    Integers(u32),
+}
+
+/// A parameter of a model. Cloning copies the handle: two layers that hold clones of one parameter share it (weight tying), and its
+/// name is the path under which traversal meets it first.
+#[doc(alias = "Parameter")]
+#[doc(alias = "weight tying")]
+#[derive(Clone)]
+pub struct Param(Rc<Inner>);
+
+struct Inner {
+    spec: ParamSpec,
+    state: RefCell<Option<ParamState>>,
+    frozen: Cell<bool>,
+}
+
+#[derive(Clone, Debug)]
+struct ParamSpec {
+    shape: Vec<usize>,
+    file_shape: Option<Vec<usize>>,
+    /// The order of the dims in files, where it differs.
+    file_order: Option<Vec<usize>>,
+    init: Init,
+    /// Dims of which every rank needs a non-empty shard, and what they count, such as heads.
+    nonempty_dims: Vec<(usize, &'static str)>,
+}
+
+struct ParamState {
+    name: Rc<str>,
+    key: Key,
+    layout: Layout,
+    /// `None` before initialization, on ranks of other pipeline stages, and after a failed update.
+    stored: Option<Tensor>,
+    compute_layout: Option<Layout>,
+    owners: Option<StageOwners>,
+}
+
+/// The ranks of a pipeline axis that hold a parameter.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct StageOwners {
+    /// The pipeline axis of the world's mesh.
+    pub(crate) axis: Axis,
+    /// The pipeline ranks that hold the parameter, in ascending order.
+    pub(crate) ranks: Vec<usize>,
+    /// The pipeline rank of this process.
+    pub(crate) own_rank: usize,
+}
+
+impl Param {
+    /// Declares a parameter of a global shape, initialized with zeros.
+    #[must_use]
+    pub fn new(shape: &[usize]) -> Param {
+        Param::declare(ParamSpec {
+            shape: shape.to_vec(),
+            file_shape: None,
+            file_order: None,
+            init: Init::Zeros,
+            nonempty_dims: Vec::new(),
+        })
+    }
+
+    fn declare(spec: ParamSpec) -> Param {
+        Param(Rc::new(Inner { spec, state: RefCell::default(), frozen: Cell::new(false) }))
+    }
+
+    fn change(self, change: impl FnOnce(&mut ParamSpec)) -> Param {
+        let mut spec = self.0.spec.clone();
+        change(&mut spec);
+        Param::declare(spec)
+    }
+
+    /// Returns the same declaration with another initializer.
+    #[must_use]
+    pub fn init(self, init: Init) -> Param {
+        self.change(|d| d.init = init)
+    }
+
+    /// Returns the same declaration with another shape in files (same number of elements, same order).
+    #[must_use]
+    pub fn with_file_shape(self, shape: &[usize]) -> Param {
+        debug_assert_eq!(
+            shape.iter().product::<usize>(),
+            self.shape().iter().product::<usize>(),
+            "a file shape has as many elements as the parameter"
+        );
+        self.change(|d| d.file_shape = Some(shape.to_vec()))
+    }
+
+    /// Returns the same declaration with permuted dims in files: dim i in files is dim `order[i]` of the parameter. A file shape, if
+    /// declared, is the shape after the permutation.
+    #[must_use]
+    pub fn with_file_order(self, order: &[usize]) -> Param {
+        debug_assert_eq!(order.len(), self.shape().len(), "an order names every dim");
+        self.change(|d| d.file_order = Some(order.to_vec()))
+    }
+
+    /// Returns the same declaration, of whose dim `dim` every rank must hold a non-empty shard; `things` names what the dim counts,
+    /// such as "heads".
+    #[must_use]
+    pub fn no_empty_shards(self, dim: usize, things: &'static str) -> Param {
+        self.change(|d| d.nonempty_dims.push((dim, things)))
+    }
+
+    /// The global shape.
+    #[must_use]
+    pub fn shape(&self) -> &[usize] {
+        &self.0.spec.shape
+    }
+
+    /// The shape in files.
+    #[must_use]
+    pub fn file_shape(&self) -> Vec<usize> {
+        let ParamSpec { shape, file_shape, file_order, .. } = &self.0.spec;
+        match (file_shape, file_order) {
+            (Some(shape), _) => shape.clone(),
+            (None, Some(order)) => order.iter().map(|d| shape[*d]).collect(),
+            (None, None) => shape.clone(),
+        }
+    }
+
+    /// Returns the stored tensor with its dims in file order.
+    #[track_caller]
+    pub(crate) fn tensor_in_file_order(&self) -> Tensor {
+        self.permute_to_file_order(self.tensor())
+    }
+
+    /// Permutes the dims of a tensor in the parameter's layout to file order.
+    #[track_caller]
+    pub(crate) fn permute_to_file_order(&self, tensor: Tensor) -> Tensor {
+        match &self.0.spec.file_order {
+            Some(order) => tensor.permute(order),
+            None => tensor,
+        }
+    }
+
+    /// Permutes the dims of a tensor in file order to the parameter's order.
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`.
+    #[track_caller]
+    pub(crate) fn permute_from_file_order(&self, tensor: Tensor) -> Result<Tensor> {
+        let Some(order) = &self.0.spec.file_order else { return Ok(tensor) };
+        let mut back = vec![0; order.len()];
+        order.iter().enumerate().for_each(|(i, d)| back[*d] = i);
+        tensor.permute(&back).contiguous()
+    }
+
+    /// Replaces the stored tensor by a tensor whose dims are in file order.
+    ///
+    /// # Errors
+    /// As [`Param::set_tensor`].
+    #[track_caller]
+    pub(crate) fn set_from_file_order(&self, tensor: Tensor) -> Result<()> {
+        self.set_tensor(self.permute_from_file_order(tensor)?)
+    }
+
+    /// The number of elements of the global shape.
+    #[must_use]
+    pub fn numel(&self) -> usize {
+        self.shape().iter().product()
+    }
+
+    /// Whether weight decay applies: to parameters with two or more dims in files, so not to biases and norms.
+    #[doc(alias = "no_decay")]
+    #[must_use]
+    pub fn has_weight_decay(&self) -> bool {
+        self.file_shape().len() >= 2
+    }
+
+    /// The initializer.
+    #[must_use]
+    pub fn initializer(&self) -> Init {
+        self.0.spec.init
+    }
+
+    /// Whether the parameter gets no gradient.
+    #[must_use]
+    pub fn is_frozen(&self) -> bool {
+        self.0.frozen.get()
+    }
+
+    /// Freezes the parameter, so that it gets no gradient and no update, or unfreezes it.
+    #[doc(alias = "requires_grad_")]
+    pub fn set_frozen(&self, frozen: bool) {
+        self.0.frozen.set(frozen);
+    }
+
+    /// Whether two handles refer to the same parameter.
+    #[must_use]
+    pub fn ptr_eq(&self, other: &Param) -> bool {
+        Rc::ptr_eq(&self.0, &other.0)
+    }
+
+    /// Returns the parameter as a variable on the tape of `x`, in its compute layout. The first use on a tape moves it there (the
+    /// all-gather of FSDP); later uses reuse the result.
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::Config` before [`Model::new`](crate::Model::new).
+    #[track_caller]
+    #[must_use]
+    pub fn on(&self, x: &Var) -> Var {
+        self.on_tape(x.tape())
+    }
+
+    /// Returns the parameter as a variable on a tape, as [`Param::on`].
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::Config` before [`Model::new`](crate::Model::new).
+    #[track_caller]
+    #[must_use]
+    pub fn on_tape(&self, tape: &Tape) -> Var {
+        let site = Location::caller();
+        let (key, stored, compute_layout) = self.with(site, |state| {
+            Context::of(tape.rank()).set_path(&state.name);
+            let stored = match tape.is_meta() {
+                true => Tensor::meta(tape.rank(), &state.layout),
+                false => state.value().clone(),
+            };
+            (state.key, stored, state.compute_layout.clone())
+        });
+        let leaf = tape.leaf(key, &stored);
+        // A frozen parameter is a leaf too, so that its compute layout is made once per tape.
+        let leaf = if self.is_frozen() && !tape.is_meta() { leaf.detach() } else { leaf };
+        match compute_layout {
+            Some(layout) => leaf.to_layout(&layout),
+            None => leaf,
+        }
+    }
+
+    /// The dotted name.
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::Config` before [`Model::new`](crate::Model::new), as do the methods below.
+    #[track_caller]
+    #[must_use]
+    pub fn name(&self) -> String {
+        self.with(Location::caller(), |state| state.name.to_string())
+    }
+
+    /// The dotted name, without a copy.
+    #[track_caller]
+    pub(crate) fn shared_name(&self) -> Rc<str> {
+        self.with(Location::caller(), |state| state.name.clone())
+    }
+
+    /// The key of the parameter on tapes and in [`Gradients`](shardgrad_autograd::Gradients): unique over all models of the
+    /// rank, counted in traversal order.
+    #[track_caller]
+    #[must_use]
+    pub fn key(&self) -> Key {
+        self.with(Location::caller(), |state| state.key)
+    }
+
+    /// The stored layout.
+    #[track_caller]
+    #[must_use]
+    pub fn layout(&self) -> Layout {
+        self.with(Location::caller(), |state| state.layout.clone())
+    }
+
+    /// Whether this rank holds the parameter. On a pipeline only the stages that use a parameter hold it.
+    #[track_caller]
+    #[must_use]
+    pub fn is_local(&self) -> bool {
+        self.owners().is_none_or(|owners| owners.ranks.contains(&owners.own_rank))
+    }
+
+    /// Whether this rank belongs to the first stage that holds the parameter. That stage counts the parameter in norms and saves it.
+    #[track_caller]
+    #[must_use]
+    pub fn is_primary_owner(&self) -> bool {
+        self.owners().is_none_or(|owners| owners.ranks.first() == Some(&owners.own_rank))
+    }
+
+    /// The pipeline ranks that hold the parameter; `None` without a pipeline.
+    #[track_caller]
+    pub(crate) fn owners(&self) -> Option<StageOwners> {
+        self.with(Location::caller(), |state| state.owners.clone())
+    }
+
+    /// The stored tensor.
+    ///
+    /// # Panics
+    /// Also on ranks that do not hold the parameter ([`Param::is_local`]).
+    #[track_caller]
+    #[must_use]
+    pub fn tensor(&self) -> Tensor {
+        self.with(Location::caller(), |state| state.value().clone())
+    }
+
+    /// The layout and dtype in which layers use the parameter, where they differ from the stored ones.
+    #[track_caller]
+    #[must_use]
+    pub fn compute_layout(&self) -> Option<Layout> {
+        self.with(Location::caller(), |state| state.compute_layout.clone())
+    }
+
+    /// Replaces the stored tensor.
+    ///
+    /// # Errors
+    /// `Kind::Layout` if the layout differs from the stored one.
+    #[track_caller]
+    pub fn set_tensor(&self, tensor: Tensor) -> Result<()> {
+        let (name, layout) = self.with(Location::caller(), |p| (p.name.clone(), p.layout.clone()));
+        if layout != *tensor.layout() {
+            let text = format!(
+                "parameter `{name}` has the stored layout {layout}, but the new tensor has {}",
+                tensor.layout()
+            );
+            let help = "move the tensor to the layout of the parameter with `to_layout` first";
+            return Err(Error::new(Kind::Layout, text).detail("help", help).at(Location::caller()));
+        }
+        let mut state = self.0.state.borrow_mut();
+        state.as_mut().ok_or_else(without_model)?.stored = Some(tensor);
+        Ok(())
+    }
+
+    /// Replaces the stored tensors of several parameters by a function of them. The function owns the model's only handles, so that
+    /// it can update in place; it returns the tensors in the same order, also when it fails.
+    pub(crate) fn update_all<'a>(
+        params: impl Iterator<Item = &'a Param> + Clone,
+        change: impl FnOnce(Vec<Tensor>) -> (Vec<Tensor>, Result<()>),
+    ) -> Result<()> {
+        let take = |param: &Param| {
+            let mut state = param.0.state.borrow_mut();
+            let state = state.as_mut().ok_or_else(without_model)?;
+            state.stored.take().ok_or_else(|| lost_value(&state.name))
+        };
+        let stored = params.clone().map(take).collect::<Result<Vec<Tensor>>>()?;
+        let (changed, done) = change(stored);
+        for (param, tensor) in params.zip(changed) {
+            param.0.state.borrow_mut().as_mut().ok_or_else(without_model)?.stored = Some(tensor);
+        }
+        done
+    }
+
+    /// Copies the stored tensor if another handle shares its memory, so that updates can be in place.
+    pub(crate) fn make_unique(&self) -> Result<()> {
+        let own = |mut tensors: Vec<Tensor>| {
+            let done = tensors.iter_mut().try_for_each(Tensor::make_unique);
+            (tensors, done)
+        };
+        Param::update_all(std::iter::once(self), own)
+    }
+
+    /// Drops the stored value after a failed update, when it belongs to no step.
+    pub(crate) fn clear_value(&self) {
+        if let Some(state) = self.0.state.borrow_mut().as_mut() {
+            state.stored = None;
+        }
+    }
+
+    /// Gives the parameter its name, key and layouts, without a value.
+    ///
+    /// # Errors
+    /// `Kind::Config` if the parameter belongs to a model already.
+    pub(crate) fn bind(
+        &self,
+        name: &str,
+        key: Key,
+        layout: Layout,
+        compute_layout: Option<Layout>,
+    ) -> Result<()> {
+        let mut state = self.0.state.borrow_mut();
+        if let Some(before) = state.as_ref() {
+            let text = format!("parameter `{name}` already belongs to another model, as `{}`", before.name);
+            return Err(Error::new(Kind::Config, text)
+                .detail("help", "make new layers for each model instead of sharing them between models"));
+        }
+        *state =
+            Some(ParamState { name: name.into(), key, layout, stored: None, compute_layout, owners: None });
+        Ok(())
+    }
+
+    /// Sets the pipeline ranks that hold the parameter.
+    pub(crate) fn set_owners(&self, owners: Option<StageOwners>) {
+        if let Some(state) = self.0.state.borrow_mut().as_mut() {
+            state.owners = owners;
+        }
+    }
+
+    /// Initializes the parameter if this rank holds it.
+    #[track_caller]
+    pub(crate) fn init_value(&self, rank: &Rank, seed: u64, owners: Option<StageOwners>) -> Result<()> {
+        self.set_owners(owners);
+        if !self.is_local() {
+            return Ok(());
+        }
+        let (layout, site) = (self.layout(), Location::caller());
+        let drawn = initial_value(self, &layout, rank, random_key(seed, &self.name())).map_err(|error| match error.kind() {
+            Kind::OutOfMemory => error
+                .detail("parameter", format!("{}: {layout}", self.name()))
+                .detail("help", "shard the parameter over more ranks in the plan, use a smaller dtype, or raise the memory limit")
+                .at(site),
+            _ => error.at(site),
+        });
+        self.set_tensor(drawn?)
+    }
+
+    /// Rejects a layout that leaves a rank with an empty shard of a dim declared by [`Param::no_empty_shards`].
+    pub(crate) fn check_no_empty_shard(&self, layout: &Layout) -> Result<()> {
+        for &(dim, things) in &self.0.spec.nonempty_dims {
+            let split = layout.dims()[dim];
+            if split.axes.num_shards(layout.mesh()) > split.extent {
+                let mesh = layout.mesh();
+                let axes: Vec<String> =
+                    split.axes.iter().map(|a| format!("{}={}", mesh.name(a), mesh.size(a))).collect();
+                let text = format!("{} {things} cannot be sharded over {}", split.extent, axes.join(","));
+                let help = format!("use a mesh that shards {things} over at most {} ranks", split.extent);
+                return Err(Error::new(Kind::Config, text).detail("help", help));
+            }
+        }
+        Ok(())
+    }
+
+    fn with<T>(&self, site: &'static Location<'static>, read: impl FnOnce(&ParamState) -> T) -> T {
+        match self.0.state.borrow().as_ref() {
+            Some(state) => read(state),
+            None => without_model().at(site).raise(),
+        }
+    }
+}
+
+impl ParamState {
+    fn value(&self) -> &Tensor {
+        self.stored.as_ref().unwrap_or_else(|| match &self.owners {
+            Some(owners) if !owners.ranks.contains(&owners.own_rank) => {
+                on_another_stage(&self.name, owners).raise()
+            }
+            _ => lost_value(&self.name).raise(),
+        })
+    }
+}
+
+fn without_model() -> Error {
+    Error::new(Kind::Config, "a parameter is used before Model::new has named and initialized it")
+        .detail("help", "pass the layers to Model::new(rank, layers, &plan, seed), then call the model")
+}
+
+fn on_another_stage(name: &str, owners: &StageOwners) -> Error {
+    let text = format!(
+        "parameter `{name}` is on pipeline ranks {:?}, not on rank {}",
+        owners.ranks, owners.own_rank
+    );
+    Error::new(Kind::Config, text).detail("help", "check Param::is_local before reading the parameter")
+}
+
+fn lost_value(name: &str) -> Error {
+    Error::new(Kind::Config, format!("parameter `{name}` has no value: an update of it failed"))
+        .detail("help", LOST_VALUE_HELP)
+}
+
+/// The remedy for parameters without a value.
+pub(crate) const LOST_VALUE_HELP: &str = "resume from the last saved model or checkpoint";
+
+impl fmt::Debug for Param {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0.state.borrow().as_ref() {
+            Some(state) => {
+                write!(f, "Param({}: {})", state.name, state.layout)
+            }
+            None => write!(f, "Param({:?})", self.shape()),
+        }
+    }
+}
+
+/// Draws the initial value of a parameter.
+#[track_caller]
+fn initial_value(param: &Param, layout: &Layout, rank: &Rank, key: u64) -> Result<Tensor> {
+    match param.initializer() {
+        Init::Zeros => Tensor::zeros(rank, layout),
+        Init::Ones => Tensor::full(rank, layout, 1.0),
+        Init::Normal(std) => Tensor::normal(rank, layout, key, 0, std),
+        Init::Uniform(bound) => Tensor::uniform(rank, layout, key, 0, -bound, bound),
+        Init::Integers(bound) => {
+            let bound = f64::from(bound);
+            // In f64, where the draw never reaches the upper bound; the cast to integers rounds towards zero.
+            let wide = layout.with_dtype(DType::F64);
+            let drawn = Tensor::uniform(rank, &wide, key, 0, 0.0, 2.0 * bound + 1.0)?;
+            Ok(drawn.cast(DType::I64).cast(DType::F64).add_scalar(-bound).cast(layout.dtype()))
+        }
+    }
+}

@@ -1,0 +1,8 @@
+//! What executes ops on one rank: local tensors and kernel launches, the context of a rank, and its caches of inferences and plans.
+
+mod direct_mapped_cache;
+pub(crate) mod inference_cache;
+pub mod plan_cache;
+pub mod context;
+pub mod local_tensor;
+pub(crate) mod anomaly;

@@ -1,0 +1,106 @@
+//! A cache of op plans for ops whose plan depends only on their type, signature and argument layouts: found by the
+//! addresses of the layouts, without calling the op.
+//!
+//! As in `inference_cache`, a plan is returned only for a key that equals the stored key.
+
+use crate::execution::direct_mapped_cache::DirectMappedCache;
+use crate::execution::inference_cache::FastHasher;
+use crate::layout::Layout;
+use crate::layout::infer::Inference;
+use smallvec::SmallVec;
+use std::any::TypeId;
+use std::hash::{Hash, Hasher};
+use std::rc::Rc;
+
+/// The key of a cached plan: the type of an op and the address of its signature text, which is never freed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PlanKey {
+    /// Address and length of the text: equal texts at two addresses are planned twice, which is correct.
+    signature: (usize, usize),
+    op: TypeId,
+}
+
+impl PlanKey {
+    /// The key of an op of type `O` with a static signature.
+    #[must_use]
+    pub fn of<O: 'static>(signature: &'static str) -> PlanKey {
+        PlanKey { signature: (signature.as_ptr().addr(), signature.len()), op: TypeId::of::<O>() }
+    }
+
+    /// The key of an op without fields, `None` for others. Such an op owns no text, so its signature is static.
+    pub(crate) fn of_unit<O: ?Sized + 'static>(op: &O, signature: &str) -> Option<PlanKey> {
+        let signature = (signature.as_ptr().addr(), signature.len());
+        (size_of_val(op) == 0).then(|| PlanKey { signature, op: TypeId::of::<O>() })
+    }
+}
+
+/// A cached plan with its key. It keeps the layouts alive, so that no other layouts get their addresses.
+struct CachedPlan {
+    key: PlanKey,
+    args: SmallVec<[Layout; 2]>,
+    inference: Rc<Inference>,
+}
+
+/// The cached plans of one rank.
+#[derive(Debug, Default)]
+pub(crate) struct PlanCache(DirectMappedCache<CachedPlan>);
+
+impl PlanCache {
+    /// Returns the cached plan of an op on some layouts.
+    pub(crate) fn get(&self, key: PlanKey, args: &[&Layout]) -> Option<Rc<Inference>> {
+        let is = |plan: &CachedPlan| {
+            plan.args.len() == args.len()
+                && plan.args.iter().zip(args).all(|(known, asked)| known == *asked)
+                && plan.key == key
+        };
+        self.0.get(slot_hash(key, args), |plan| is(plan).then(|| plan.inference.clone()))
+    }
+
+    /// Stores a plan, replacing the old plan of its slot.
+    pub(crate) fn insert(&self, key: PlanKey, args: &[&Layout], inference: &Rc<Inference>) {
+        let layouts = args.iter().map(|l| (*l).clone()).collect();
+        let plan = CachedPlan { key, args: layouts, inference: inference.clone() };
+        self.0.insert(slot_hash(key, args), &Rc::new(plan));
+    }
+}
+
+// The addresses are combined before they are hashed, which shortens the critical path: planning waits for this number.
+fn slot_hash(key: PlanKey, args: &[&Layout]) -> u64 {
+    let mut hasher = FastHasher::default();
+    key.op.hash(&mut hasher);
+    hasher.write_usize(args.iter().fold(key.signature.0, |joined, l| joined.rotate_left(9) ^ l.address()));
+    hasher.finish()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use shardgrad_dist::Mesh;
+
+    #[test]
+    fn every_part_of_the_key_is_compared() {
+        struct First;
+        struct Second;
+        let mesh = Mesh::parse("a=2").unwrap();
+        let [x, y] = ["f32[4]", "f32[4@a]"].map(|text| Layout::parse(text, &mesh).unwrap());
+        let (one, two) = ("..m, ..m -> ..m", "..m d, d -> ..m d");
+        let asked = [
+            (PlanKey::of::<First>(one), vec![&x, &x]),
+            (PlanKey::of::<Second>(one), vec![&x, &x]),
+            (PlanKey::of::<First>(two), vec![&x, &x]),
+            (PlanKey::of::<First>(one), vec![&x, &y]),
+            (PlanKey::of::<First>(one), vec![&x]),
+        ];
+        for (i, (key, args)) in asked.iter().enumerate() {
+            let layouts = args.iter().map(|l| (*l).clone()).collect();
+            let inference = Rc::new(Inference::direct(args.len(), []));
+            let plan = Rc::new(CachedPlan { key: *key, args: layouts, inference });
+            for (j, (key, args)) in asked.iter().enumerate() {
+                // In the slot where it is looked up.
+                let cache = PlanCache::default();
+                cache.0.insert(slot_hash(*key, args), &plan);
+                assert_eq!(cache.get(*key, args).is_some(), i == j, "plan {i} for key {j}");
+            }
+        }
+    }
+}

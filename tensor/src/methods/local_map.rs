@@ -1,0 +1,522 @@
+//! `local_map`: runs a function of local tensors as an op with stated layouts (`shard_map` in JAX, `local_map` in
+//! PyTorch DTensor).
+
+use crate::execution::context::Context;
+use crate::execution::local_tensor::LocalTensor;
+use crate::layout::Layout;
+use crate::layout::infer::Inference;
+use crate::layout::refusal::Refusal;
+use crate::methods::value::Value;
+use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, unwind};
+use crate::tensor::Tensor;
+use shardgrad_dist::{Error, Kind, Rank, Result};
+use shardgrad_kernels::DType;
+use smallvec::SmallVec;
+use std::fmt;
+use std::rc::Rc;
+
+/// The layouts of a local map. Nothing is derived, so all of them are stated.
+#[doc(alias = "in_specs")]
+#[doc(alias = "out_specs")]
+#[doc(alias = "in_placements")]
+#[doc(alias = "out_placements")]
+#[derive(Clone, Copy, Debug)]
+pub struct LocalMapLayouts<'a> {
+    /// Of the arguments; an argument with another layout is refused.
+    pub inputs: &'a [Layout],
+    /// Of the results.
+    pub outputs: &'a [Layout],
+    /// Of the arguments' cotangents as the backward function returns them: the duals of `inputs`. An argument that
+    /// each rank uses independently is `~`, and its cotangent a partial sum.
+    pub cotangents: &'a [Layout],
+}
+
+/// Local results from local arguments.
+pub type MapForward = dyn Fn(&Rank, &[LocalTensor]) -> Result<LocalTensors>;
+/// Local cotangents of all arguments from the local arguments and the local cotangents of all results.
+pub type MapBackward = dyn Fn(&Rank, &[LocalTensor], &[LocalTensor]) -> Result<LocalTensors>;
+
+/// Applies a function of local tensors: `forward` gets this rank's local arguments and returns its local results;
+/// `backward` gets the local arguments and the cotangents of the results and returns those of all arguments (for
+/// integers any local tensor of their dtype and shape). The caller guarantees that the functions match the layouts. A
+/// dry run does not call the functions, so their computation and communication are missing from its account: it has no
+/// values that they could read.
+///
+/// ```
+/// use shardgrad_tensor::{Layout, LocalMapLayouts, Mesh, LocalTensor, Rank, Result, Tensor, World, local_map};
+///
+/// // Squares, by numbers that are brought to the host and back; each rank does its own.
+/// fn map(rank: &Rank, x: &LocalTensor, f: impl Fn(usize, f64) -> f64) -> Result<LocalTensor> {
+///     let numbers = x.to_f64(rank)?.into_iter().enumerate().map(|(i, x)| f(i, x)).collect::<Vec<f64>>();
+///     LocalTensor::upload(rank, &x.view.shape, &numbers)
+/// }
+/// let squares = World::run(Mesh::parse("a=2")?, |rank| {
+///     let layout = [Layout::parse("f64[3@a]", rank.mesh())?];
+///     let x = Tensor::from_global(rank, &layout[0], &[1.0, 2.0, 3.0])?;
+///     let layouts = LocalMapLayouts { inputs: &layout, outputs: &layout, cotangents: &layout };
+///     let forward = |rank: &Rank, x: &[LocalTensor]| Ok([map(rank, &x[0], |_, x| x * x)?].into_iter().collect());
+///     let backward = |rank: &Rank, x: &[LocalTensor], dy: &[LocalTensor]| {
+///         let dy = dy[0].to_f64(rank)?;
+///         Ok([map(rank, &x[0], |i, x| 2.0 * x * dy[i])?].into_iter().collect())
+///     };
+///     local_map("squares", &[&x], layouts, forward, backward)[0].to_f64()
+/// })?;
+/// assert_eq!(squares[0], [1.0, 4.0, 9.0]);
+/// # Ok::<(), shardgrad_tensor::Error>(())
+/// ```
+///
+/// # Panics
+/// Unwinds with `Kind::Layout` if an argument has another layout than stated, or a stated cotangent is not the dual of
+/// its argument; with `Kind::Shape` if there is no argument, or a function returns a wrong number of local tensors, or
+/// one without the dtype and local shape of its layout.
+#[doc(alias = "shard_map")]
+#[doc(alias = "custom_vjp")]
+#[doc(alias = "autograd.Function")]
+#[track_caller]
+#[must_use]
+pub fn local_map<V: Value>(
+    name: &'static str,
+    inputs: &[&V],
+    layouts: LocalMapLayouts<'_>,
+    forward: impl Fn(&Rank, &[LocalTensor]) -> Result<LocalTensors> + 'static,
+    backward: impl Fn(&Rank, &[LocalTensor], &[LocalTensor]) -> Result<LocalTensors> + 'static,
+) -> SmallVec<[V; 2]> {
+    unwind(check(name, inputs.len(), layouts));
+    V::apply(Rc::new(LocalMap::new(name, layouts, forward, backward)), inputs)
+}
+
+/// The maximum number of arguments.
+const INPUTS_MAX: usize = 6;
+
+fn check(name: &str, count: usize, layouts: LocalMapLayouts<'_>) -> Result<()> {
+    let LocalMapLayouts { inputs, cotangents, .. } = layouts;
+    if count == 0 {
+        let text = format!("local_map {name}: needs at least one argument");
+        return Err(Error::new(Kind::Shape, text)
+            .detail("help", "to make a tensor without arguments use Tensor::from_local"));
+    }
+    let refuse = |text: String| Err(Error::new(Kind::Layout, format!("local_map {name}: {text}")));
+    if count != inputs.len() || count != cotangents.len() || count > INPUTS_MAX {
+        let (i, c) = (inputs.len(), cotangents.len());
+        return refuse(format!(
+            "{count} arguments (at most {INPUTS_MAX}), but {i} layouts and {c} cotangent layouts"
+        ));
+    }
+    for (i, (input, cotangent)) in inputs.iter().zip(cotangents).enumerate() {
+        if input.dtype().is_float() && *cotangent != input.dual() {
+            let dual = input.dual();
+            return refuse(format!(
+                "argument {i} is {input}, whose cotangent must be {dual}, not {cotangent}"
+            ))
+            .map_err(|e| {
+                e.detail("help", "for a partial cotangent make the argument replicated (~) on that axis")
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Checks that a user function returned the stated local tensors, since later ops trust their layouts.
+fn check_outputs(
+    map: &str,
+    function: &str,
+    outputs: LocalTensors,
+    stated: &[Layout],
+    rank: &Rank,
+) -> Result<LocalTensors> {
+    let refuse = |text: String| {
+        Err(Error::new(Kind::Shape, format!("local_map {map}: the {function} function returned {text}")).detail(
+            "help",
+            "return a local tensor for each layout, with its dtype and its local_shape(rank.coordinates())",
+        ))
+    };
+    if outputs.len() != stated.len() {
+        return refuse(format!("{} local tensors for {} layouts", outputs.len(), stated.len()));
+    }
+    for (i, (output, layout)) in outputs.iter().zip(stated).enumerate() {
+        let local = layout.local_shape(rank.coordinates());
+        if (output.dtype, &output.view.shape) != (layout.dtype(), &local) {
+            let [given, right] = [(output.dtype, &output.view.shape), (layout.dtype(), &local)]
+                .map(|(dtype, shape)| format!("{dtype}{:?}", shape.as_slice()));
+            return refuse(format!("{given} as local tensor {i}; of {layout} this rank holds {right}"));
+        }
+    }
+    Ok(outputs)
+}
+
+/// Local tensors of these layouts without values, in place of the results of a user function in a dry run.
+fn meta_locals(rank: &Rank, stated: &[Layout]) -> Result<LocalTensors> {
+    let empty = |l: &Layout| LocalTensor::alloc(rank, l.dtype(), &l.local_shape(rank.coordinates()));
+    stated.iter().map(empty).collect()
+}
+
+/// A signature with its own label for each dim of each tensor: no two dims need be the same index.
+fn signature(inputs: &[Layout], outputs: &[Layout]) -> String {
+    let mut next = 0;
+    let mut side = |layouts: &[Layout]| {
+        let tensor = |l: &Layout| {
+            next += l.ndim();
+            (next - l.ndim()..next).map(|d| format!("x{d}")).collect::<Vec<_>>().join(" ")
+        };
+        layouts.iter().map(tensor).collect::<Vec<_>>().join(", ")
+    };
+    format!("{} -> {}", side(inputs), side(outputs))
+}
+
+/// Clones the handles of local tensors, for functions that may keep them.
+fn clone_all(outputs: &[&LocalTensor]) -> Vec<LocalTensor> {
+    outputs.iter().map(|p| (*p).clone()).collect()
+}
+
+struct LocalMap {
+    name: &'static str,
+    signature: String,
+    inputs: Vec<Layout>,
+    outputs: Vec<Layout>,
+    forward: Box<MapForward>,
+    backward: Rc<MapBackward>,
+}
+
+/// The backward op: its arguments are those of the forward, then the cotangents of the results.
+struct LocalMapBackward {
+    name: &'static str,
+    signature: String,
+    num_inputs: usize,
+    outputs: Vec<Layout>,
+    backward: Rc<MapBackward>,
+}
+
+impl LocalMap {
+    fn new(
+        name: &'static str,
+        layouts: LocalMapLayouts<'_>,
+        forward: impl Fn(&Rank, &[LocalTensor]) -> Result<LocalTensors> + 'static,
+        backward: impl Fn(&Rank, &[LocalTensor], &[LocalTensor]) -> Result<LocalTensors> + 'static,
+    ) -> LocalMap {
+        LocalMap {
+            name,
+            signature: signature(layouts.inputs, layouts.outputs),
+            inputs: layouts.inputs.to_vec(),
+            outputs: layouts.outputs.to_vec(),
+            forward: Box::new(forward),
+            backward: Rc::new(backward),
+        }
+    }
+}
+
+impl fmt::Debug for LocalMap {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "LocalMap({}, {:?} -> {:?})", self.name, self.inputs, self.outputs)
+    }
+}
+
+impl fmt::Debug for LocalMapBackward {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "LocalMapBackward({}, {:?})", self.name, self.outputs)
+    }
+}
+
+impl Op for LocalMap {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn signature(&self) -> &str {
+        &self.signature
+    }
+
+    fn saved_for_backward(&self) -> SavedForBackward {
+        const ALL: &[usize] = &[0, 1, 2, 3, 4, 5];
+        SavedForBackward { inputs: ALL.split_at(self.inputs.len()).0, outputs: &[] }
+    }
+
+    fn dtypes(&self, _: &[DType], _: usize) -> Result<DTypes> {
+        Ok(self.outputs.iter().map(Layout::dtype).collect())
+    }
+
+    fn infer(
+        &self,
+        _: &Context,
+        args: &[&Layout],
+        _: &[DType],
+        _: &[Option<Layout>],
+    ) -> Result<Rc<Inference>, Refusal> {
+        match args.iter().zip(&self.inputs).position(|(arg, stated)| *arg != stated) {
+            None => Ok(Rc::new(Inference::direct(args.len(), self.outputs.iter().cloned()))),
+            Some(i) => {
+                let text = format!("argument {i} is {}, but the map needs {}", args[i], self.inputs[i]);
+                let hint = format!("redistribute argument {i} to {} first", self.inputs[i]);
+                Err(Refusal::new("stated", text, &[(i, 0)]).hint(hint))
+            }
+        }
+    }
+
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
+        if local.rank.is_dry_run() {
+            return meta_locals(local.rank, &self.outputs);
+        }
+        let outputs = (self.forward)(local.rank, &clone_all(x))?;
+        check_outputs(self.name, "forward", outputs, &self.outputs, local.rank)
+    }
+
+    fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
+        let grads: Vec<Tensor> = (0..self.outputs.len()).map(|i| cx.grad(i)).collect();
+        let saved = (0..self.inputs.len()).map(|i| cx.input(i));
+        let args: Vec<&Tensor> = saved.chain(&grads).collect();
+        let layouts: Vec<Layout> = args.iter().map(|t| t.layout().clone()).collect();
+        let outputs: Vec<Layout> = self.inputs.iter().map(Layout::dual).collect();
+        let op = LocalMapBackward {
+            name: self.name,
+            signature: signature(&layouts, &outputs),
+            num_inputs: self.inputs.len(),
+            outputs,
+            backward: self.backward.clone(),
+        };
+        let cotangents = Tensor::results(Rc::new(op), &args);
+        cx.cotangents(|i| cotangents[i].clone())
+    }
+}
+
+impl Op for LocalMapBackward {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn signature(&self) -> &str {
+        &self.signature
+    }
+
+    fn dtypes(&self, _: &[DType], _: usize) -> Result<DTypes> {
+        Ok(self.outputs.iter().map(Layout::dtype).collect())
+    }
+
+    fn infer(
+        &self,
+        _: &Context,
+        args: &[&Layout],
+        _: &[DType],
+        _: &[Option<Layout>],
+    ) -> Result<Rc<Inference>, Refusal> {
+        Ok(Rc::new(Inference::direct(args.len(), self.outputs.iter().cloned())))
+    }
+
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
+        if local.rank.is_dry_run() {
+            return meta_locals(local.rank, &self.outputs);
+        }
+        let (inputs, grads) = x.split_at(self.num_inputs);
+        let outputs = (self.backward)(local.rank, &clone_all(inputs), &clone_all(grads))?;
+        check_outputs(self.name, "backward", outputs, &self.outputs, local.rank)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::execution::local_tensor::launch;
+    use shardgrad_dist::{Mesh, World};
+    use shardgrad_kernels::Scalar;
+    use shardgrad_kernels::op::reduce::SUM;
+    use std::cell::RefCell;
+
+    /// The sum of the elements that a rank holds.
+    fn total(rank: &Rank, x: &[LocalTensor]) -> Result<LocalTensors> {
+        let mut y = LocalTensor::alloc(rank, x[0].dtype, &[])?;
+        launch(rank, &SUM, &[&x[0]], &mut [&mut y], &[Scalar::Int(1), Scalar::Real(1.0)])?;
+        Ok([y].into_iter().collect())
+    }
+
+    /// The cotangent of the sum, repeated.
+    fn repeated(_: &Rank, x: &[LocalTensor], g: &[LocalTensor]) -> Result<LocalTensors> {
+        let view = g[0].view.broadcast(&x[0].view.shape).expect("a scalar repeats to any shape");
+        Ok([g[0].with_view(view)].into_iter().collect())
+    }
+
+    fn summed(x: &Tensor, cotangents: &[Layout]) -> Tensor {
+        let scalar = Layout::parse("f64[] +a", x.rank().mesh()).unwrap();
+        let layouts = LocalMapLayouts { inputs: &[x.layout().clone()], outputs: &[scalar], cotangents };
+        local_map("total", &[x], layouts, total, repeated).remove(0)
+    }
+
+    #[test]
+    fn cotangent_comes_from_the_backward_function() {
+        World::run(Mesh::parse("a=2").unwrap(), |rank| {
+            let layout = Layout::parse("f64[5@a]", rank.mesh())?;
+            let x = Tensor::zeros(rank, &layout)?;
+            let scalar = Layout::parse("f64[] +a", rank.mesh())?;
+            let (inputs, outputs) = ([layout.clone()], [scalar.clone()]);
+            let layouts = LocalMapLayouts { inputs: &inputs, outputs: &outputs, cotangents: &inputs };
+            let cotangents = LocalMap::new("total", layouts, total, repeated).vjp(&Vjp {
+                rank,
+                inputs: &[Some(x)],
+                outputs: &[None],
+                input_layouts: &inputs,
+                output_layouts: &outputs,
+                grads: &[Some(Tensor::full(rank, &scalar.dual(), 2.5)?)],
+                needs_input_grad: &[true],
+                donated: RefCell::default(),
+                accumulators: &[],
+            });
+            let dx = cotangents[0].as_ref().expect("it was wanted");
+            assert_eq!((dx.layout(), dx.to_f64()?), (&layout, vec![2.5; 5]));
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn local_sum_gives_a_partial_sum() {
+        World::run(Mesh::parse("a=2").unwrap(), |rank| {
+            let layout = Layout::parse("f64[5@a]", rank.mesh())?;
+            let x = Tensor::from_global(rank, &layout, &[1.0, 2.0, 3.0, 4.0, 5.0])?;
+            let y = summed(&x, &[layout]);
+            assert_eq!(y.layout().to_string(), "f64[] +a");
+            assert_eq!(y.item()?, 15.0);
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn mismatched_layouts_are_refused() {
+        let refused = |x: &'static str, cotangent: &'static str| {
+            World::run(Mesh::parse("a=2").unwrap(), |rank| {
+                let x = Tensor::zeros(rank, &Layout::parse(x, rank.mesh())?)?;
+                let _ = summed(&x, &[Layout::parse(cotangent, rank.mesh())?]);
+                Ok(())
+            })
+            .unwrap_err()
+            .to_string()
+        };
+        let error = refused("f64[5@a]", "f64[5] +a");
+        assert!(
+            error.contains("argument 0 is f64[5@a], whose cotangent must be f64[5@a], not f64[5] +a"),
+            "{error}"
+        );
+        assert!(refused("f64[5] ~a", "f64[5]").contains("whose cotangent must be f64[5] +a"), "{error}");
+    }
+
+    type Make = fn(&Rank, &[LocalTensor]) -> Result<LocalTensors>;
+
+    const WRONG: [(Make, &str); 4] = [
+        (|_, _| Ok(LocalTensors::new()), "0 local tensors for 1"),
+        (|_, x| Ok([x[0].clone(), x[0].clone()].into_iter().collect()), "2 local tensors for 1"),
+        (
+            |rank, _| Ok([LocalTensor::full(rank, DType::F64, &[1], 0.0)?].into_iter().collect()),
+            "f64[1] as local tensor 0; of f64[4@a] this rank holds f64[2]",
+        ),
+        (|rank, x| Ok([x[0].to_dtype(rank, DType::F32)?].into_iter().collect()), "f32[2] as local tensor 0;"),
+    ];
+
+    #[test]
+    fn mismatched_local_results_are_refused() {
+        for (make, what) in WRONG {
+            let error = World::run(Mesh::parse("a=2").unwrap(), |rank| {
+                let layout = [Layout::parse("f64[4@a]", rank.mesh())?];
+                let x = Tensor::zeros(rank, &layout[0])?;
+                let layouts = LocalMapLayouts { inputs: &layout, outputs: &layout, cotangents: &layout };
+                let _ = local_map("mine", &[&x], layouts, make, |_, x, _| Ok(x.iter().cloned().collect()));
+                Ok(())
+            })
+            .unwrap_err();
+            assert_eq!(error.kind(), Kind::Shape, "{error}");
+            assert!(error.message().starts_with("local_map mine: the forward function returned"), "{error}");
+            assert!(error.message().contains(what), "{error}");
+            assert!(error.site().is_some_and(|s| s.file().ends_with("local_map.rs")), "{error}");
+            assert!(error.details().iter().any(|d| d.0 == "help"), "{error}");
+        }
+    }
+
+    #[test]
+    fn mismatched_local_cotangents_are_refused() {
+        for (make, what) in WRONG {
+            let error = World::run(Mesh::parse("a=2").unwrap(), |rank| {
+                let layout = [Layout::parse("f64[4@a]", rank.mesh())?];
+                let x = Tensor::zeros(rank, &layout[0])?;
+                let layouts = LocalMapLayouts { inputs: &layout, outputs: &layout, cotangents: &layout };
+                let same = |_: &Rank, x: &[LocalTensor]| Ok(x.iter().cloned().collect());
+                let _ = LocalMap::new("mine", layouts, same, move |rank, x, _| make(rank, x)).vjp(&Vjp {
+                    rank,
+                    inputs: &[Some(x.clone())],
+                    outputs: &[None],
+                    input_layouts: &layout,
+                    output_layouts: &layout,
+                    grads: &[Some(x)],
+                    needs_input_grad: &[true],
+                    donated: RefCell::default(),
+                    accumulators: &[],
+                });
+                Ok(())
+            })
+            .unwrap_err();
+            assert_eq!(error.kind(), Kind::Shape, "{error}");
+            assert!(error.message().starts_with("local_map mine: the backward function returned"), "{error}");
+            assert!(error.message().contains(what), "{error}");
+        }
+    }
+
+    /// The functions read values, which a dry run does not have.
+    #[test]
+    fn dry_run_does_not_call_the_functions() {
+        let read = |rank: &Rank, x: &[LocalTensor]| {
+            let first = x[0].to_f64(rank)?[0];
+            Ok([LocalTensor::upload(rank, &x[0].view.shape, &vec![first; x[0].numel()])?]
+                .into_iter()
+                .collect())
+        };
+        let on = |rank: &Rank| {
+            let layout = [Layout::parse("f64[4@a]", rank.mesh())?];
+            let x = Tensor::full(rank, &layout[0], 1.0)?;
+            let layouts = LocalMapLayouts { inputs: &layout, outputs: &layout, cotangents: &layout };
+            let y =
+                local_map("mine", &[&x], layouts, read, |_, x, _| Ok(x.iter().cloned().collect())).remove(0);
+            let dx = LocalMap::new("mine", layouts, read, move |rank, x, _| read(rank, x)).vjp(&Vjp {
+                rank,
+                inputs: &[Some(x.clone())],
+                outputs: &[None],
+                input_layouts: &layout,
+                output_layouts: &layout,
+                grads: &[Some(x)],
+                needs_input_grad: &[true],
+                donated: RefCell::default(),
+                accumulators: &[],
+            });
+            Ok([y.layout().to_string(), dx[0].as_ref().expect("it was wanted").layout().to_string()])
+        };
+        assert_eq!(World::new(Mesh::parse("a=2").unwrap()).dry_run(1, on).unwrap(), ["f64[4@a]"; 2]);
+        assert_eq!(World::run(Mesh::parse("a=2").unwrap(), on).unwrap()[0], ["f64[4@a]"; 2]);
+    }
+
+    #[test]
+    fn upload_needs_as_many_elements_as_the_shape() {
+        World::run(Mesh::single(), |rank| {
+            for (shape, held) in [(&[2, 3][..], 5), (&[2, 3], 7), (&[], 0), (&[usize::MAX, 2], 1)] {
+                let error = LocalTensor::upload(rank, shape, &vec![0.0f64; held]).unwrap_err();
+                assert_eq!(error.kind(), Kind::Shape, "{error}");
+                assert_eq!(error.message(), format!("{held} elements for a local tensor of shape {shape:?}"));
+            }
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn local_map_without_arguments_is_refused() {
+        let error = World::run(Mesh::single(), |rank| {
+            let outputs = [Layout::parse("f64[4]", rank.mesh())?];
+            let layouts = LocalMapLayouts { inputs: &[], outputs: &outputs, cotangents: &[] };
+            let made: SmallVec<[Tensor; 2]> = local_map(
+                "mine",
+                &[],
+                layouts,
+                |_, _| Ok(LocalTensors::new()),
+                |_, _, _| Ok(LocalTensors::new()),
+            );
+            Ok(made.len())
+        })
+        .unwrap_err();
+        assert_eq!(error.kind(), Kind::Shape, "{error}");
+        assert_eq!(error.message(), "local_map mine: needs at least one argument");
+        assert!(error.site().is_some(), "{error}");
+    }
+}

@@ -1,0 +1,264 @@
+//! Redistribution: runs the collectives that bring a tensor from one layout to another (`DTensor.redistribute`,
+//! `jax.device_put`).
+
+use crate::execution::context::Context;
+use crate::execution::local_tensor::LocalTensor;
+use crate::layout::Layout;
+use crate::layout::lineage::Lineage;
+use crate::layout::placement::Placement;
+use crate::layout::step::Step;
+use crate::tensor::Tensor;
+use shardgrad_dist::{Axis, AxisSet, Call, Origin, Rank, ReduceOp, Result};
+use shardgrad_kernels::{Buffer, DType, Strides};
+use std::ops::Range;
+use std::panic::Location;
+
+/// Redistributes a plain tensor, and caches the result with the value for the next op that needs the same layout.
+///
+/// # Errors
+/// Errors of the collectives.
+pub fn redistribute_cached(x: &Tensor, to: &Layout, site: &'static Location<'static>) -> Result<Tensor> {
+    if let Some(other) = x.cached_layout(to) {
+        return Ok(other);
+    }
+    let route = Context::of(x.rank()).routes.route(x.layout(), to, x.dtype().is_float())?;
+    let other = run(x, &route.steps, to, site)?;
+    x.cache_layout(other.clone());
+    Ok(other)
+}
+
+/// Runs redistribution steps; the layout after the last step is equivalent to `goal`. A collective call: every rank of
+/// the groups concerned calls it together.
+///
+/// # Errors
+/// Errors of the collectives.
+#[doc(alias = "redistribute")]
+#[doc(alias = "reshard")]
+#[doc(alias = "with_sharding_constraint")]
+pub fn run(x: &Tensor, steps: &[Step], goal: &Layout, site: &'static Location<'static>) -> Result<Tensor> {
+    let rank = x.rank();
+    let (mut layout, mut local) = (x.layout().clone(), x.local().clone());
+    for step in steps {
+        let to = layout.after(step);
+        let lineage = local.lineage;
+        local = StepRunner { rank, from: &layout, to: &to, axes: step.axes, site }.run(local, step.to)?;
+        local.lineage = lineage;
+        layout = to;
+    }
+    debug_assert!(
+        layout.is_equivalent_to(goal),
+        "the steps lead from {} to {goal}, not to {layout}",
+        x.layout()
+    );
+    Ok(Tensor::assemble(rank, goal.clone(), local))
+}
+
+/// All-reduces the elements over the ranks of some axes with a reduction, for ops that combine shards by a rule of their
+/// own. Without axes nothing is done.
+///
+/// # Errors
+/// Errors of the collective.
+pub fn all_reduce(
+    rank: &Rank,
+    x: LocalTensor,
+    axes: AxisSet,
+    reduce: ReduceOp,
+    site: &'static Location<'static>,
+) -> Result<LocalTensor> {
+    if axes.is_empty() {
+        return Ok(x);
+    }
+    let flat = x.flat(rank)?;
+    let call_context = CollectiveContext { axes, dtype: x.dtype, lineage: x.lineage, site };
+    let buffer = call_context.of(rank, |call| rank.all_reduce(call, &flat.buffer, flat.numel(), reduce))?;
+    Ok(LocalTensor::from_buffer(buffer, x.dtype, &x.view.shape))
+}
+
+/// What a collective call reports besides the state of the context.
+struct CollectiveContext {
+    axes: AxisSet,
+    dtype: DType,
+    lineage: Lineage,
+    site: &'static Location<'static>,
+}
+
+impl CollectiveContext {
+    /// Makes the call.
+    fn of(&self, rank: &Rank, call: impl FnOnce(&Call<'_>) -> Result<Buffer>) -> Result<Buffer> {
+        let context = Context::of(rank);
+        let (path, recent) = (context.path(), context.recent_tensors());
+        let origin = Origin { hash: self.lineage.fingerprint(), recent_inputs: &recent };
+        let CollectiveContext { axes, dtype, site, .. } = *self;
+        call(&Call { axes, dtype, phase: context.phase(), path: &path, origin, site })
+    }
+}
+
+/// Runs one step on one rank.
+struct StepRunner<'a> {
+    rank: &'a Rank,
+    from: &'a Layout,
+    to: &'a Layout,
+    axes: AxisSet,
+    site: &'static Location<'static>,
+}
+
+impl StepRunner<'_> {
+    fn run(&self, x: LocalTensor, to: Placement) -> Result<LocalTensor> {
+        let axis = self.axes.iter().next().expect("a step has at least one axis");
+        match (self.from.placement(axis), to) {
+            (Placement::Invariant | Placement::Replicate, Placement::Invariant | Placement::Replicate) => {
+                Ok(x)
+            }
+            (Placement::Invariant | Placement::Replicate, Placement::Shard(d)) => {
+                Ok(x.with_view(self.slice(&x, d, self.rank.coordinates())))
+            }
+            (Placement::Invariant | Placement::Replicate, Placement::Partial) => {
+                self.zero_except_first(x, axis)
+            }
+            (Placement::Shard(d), Placement::Partial) => self.pad_with_zeros(&x, d),
+            (Placement::Shard(d), Placement::Invariant | Placement::Replicate) => {
+                self.all_gather(&x, d, axis)
+            }
+            (Placement::Shard(d), Placement::Shard(e)) => self.all_to_all(&x, d, e, axis),
+            (Placement::Partial, Placement::Invariant | Placement::Replicate) => self.all_reduce(&x),
+            (Placement::Partial, Placement::Shard(d)) => self.reduce_scatter(&x, d, axis),
+            (Placement::Partial, Placement::Partial) => Ok(x),
+        }
+    }
+
+    /// Makes a collective call for elements of some lineage.
+    fn call(&self, lineage: Lineage, call: impl FnOnce(&Call<'_>) -> Result<Buffer>) -> Result<Buffer> {
+        CollectiveContext { axes: self.axes, dtype: self.from.dtype(), lineage, site: self.site }
+            .of(self.rank, call)
+    }
+
+    /// Returns the coordinates of the member at position `i` of this rank's group along an axis.
+    fn group_member(&self, axis: Axis, i: usize) -> Vec<usize> {
+        let mut at = self.rank.coordinates().to_vec();
+        at[axis.0 as usize] = i;
+        at
+    }
+
+    /// The view of the part that a member keeps along dim `d`, in a local tensor that holds this rank's range under
+    /// `from`.
+    fn slice(&self, x: &LocalTensor, d: usize, member: &[usize]) -> Strides {
+        let base = self.from.range(d, self.rank.coordinates()).start;
+        let Range { start, end } = self.to.range(d, member);
+        x.view.narrow(d, start - base, end - base)
+    }
+
+    fn zero_except_first(&self, x: LocalTensor, axis: Axis) -> Result<LocalTensor> {
+        if self.rank.coordinate(axis) == 0 {
+            Ok(x)
+        } else {
+            LocalTensor::full(self.rank, x.dtype, &x.view.shape, 0.0)
+        }
+    }
+
+    fn pad_with_zeros(&self, x: &LocalTensor, d: usize) -> Result<LocalTensor> {
+        let here = self.rank.coordinates();
+        let mut full = LocalTensor::full(self.rank, x.dtype, &self.to.local_shape(here), 0.0)?;
+        let (own, base) = (self.from.range(d, here), self.to.range(d, here).start);
+        let at = full.view.narrow(d, own.start - base, own.end - base);
+        full.write(self.rank, at, x)?;
+        Ok(full)
+    }
+
+    fn all_reduce(&self, x: &LocalTensor) -> Result<LocalTensor> {
+        let flat = x.flat(self.rank)?;
+        let buffer = self
+            .call(x.lineage, |call| self.rank.all_reduce(call, &flat.buffer, flat.numel(), ReduceOp::Sum))?;
+        Ok(LocalTensor::from_buffer(buffer, x.dtype, &x.view.shape))
+    }
+
+    /// The local shapes of the members under the layout in which `axis` shards dim `d`.
+    fn part_shapes(&self, split: &Layout, axis: Axis) -> Vec<Vec<usize>> {
+        let size = split.mesh().size(axis);
+        (0..size).map(|i| split.local_shape(&self.group_member(axis, i)).to_vec()).collect()
+    }
+
+    fn all_gather(&self, x: &LocalTensor, d: usize, axis: Axis) -> Result<LocalTensor> {
+        let flat = x.flat(self.rank)?;
+        let parts = self.part_shapes(self.from, axis);
+        let counts: Vec<usize> = parts.iter().map(|s| s.iter().product()).collect();
+        let buffer = self.call(x.lineage, |call| self.rank.all_gather(call, &flat.buffer, &counts))?;
+        let gathered = LocalTensor::from_buffer(buffer, x.dtype, &[counts.iter().sum()]);
+        self.concat_parts(&gathered, &parts, d, &self.to.local_shape(self.rank.coordinates()))
+    }
+
+    fn reduce_scatter(&self, x: &LocalTensor, d: usize, axis: Axis) -> Result<LocalTensor> {
+        let parts = self.part_shapes(self.to, axis);
+        let counts: Vec<usize> = parts.iter().map(|s| s.iter().product()).collect();
+        let packed = self.pack(x, d, axis, &counts)?;
+        let buffer = self.call(x.lineage, |call| self.rank.reduce_scatter(call, &packed.buffer, &counts))?;
+        Ok(LocalTensor::from_buffer(buffer, x.dtype, &self.to.local_shape(self.rank.coordinates())))
+    }
+
+    fn all_to_all(&self, x: &LocalTensor, d: usize, e: usize, axis: Axis) -> Result<LocalTensor> {
+        let here = self.rank.coordinates();
+        let (mine_d, mine_e) = (self.from.local_shape(here), self.to.local_shape(here));
+        let size = self.from.mesh().size(axis);
+        // This rank sends its part of dim `d`, cut along `e` by what each member keeps, and receives the
+        // opposite.
+        let send: Vec<usize> = (0..size)
+            .map(|j| {
+                with_extent(&mine_d, e, self.to.range(e, &self.group_member(axis, j)).len()).iter().product()
+            })
+            .collect();
+        let parts: Vec<Vec<usize>> = (0..size)
+            .map(|j| with_extent(&mine_e, d, self.from.range(d, &self.group_member(axis, j)).len()))
+            .collect();
+        let recv: Vec<usize> = parts.iter().map(|s| s.iter().product()).collect();
+        let packed = self.pack(x, e, axis, &send)?;
+        let buffer = self.call(x.lineage, |call| self.rank.all_to_all(call, &packed.buffer, &send, &recv))?;
+        let received = LocalTensor::from_buffer(buffer, x.dtype, &[recv.iter().sum()]);
+        self.concat_parts(&received, &parts, d, &mine_e)
+    }
+
+    /// Packs what each member gets of dim `d` under `to` into one flat buffer, member after member.
+    fn pack(&self, x: &LocalTensor, d: usize, axis: Axis, counts: &[usize]) -> Result<LocalTensor> {
+        if x.view.shape[..d].iter().all(|&n| n == 1) {
+            return x.flat(self.rank);
+        }
+        let total = counts.iter().sum();
+        let mut packed = LocalTensor::alloc(self.rank, x.dtype, &[total])?;
+        let mut offset = 0;
+        for (i, count) in counts.iter().enumerate() {
+            let part = x.with_view(self.slice(x, d, &self.group_member(axis, i)));
+            let at = Strides::contiguous(&part.view.shape).at(offset);
+            packed.write(self.rank, at, &part)?;
+            offset += count;
+        }
+        Ok(packed)
+    }
+
+    /// Concatenates the parts of a flat buffer along dim `d`.
+    fn concat_parts(
+        &self,
+        flat: &LocalTensor,
+        parts: &[Vec<usize>],
+        d: usize,
+        shape: &[usize],
+    ) -> Result<LocalTensor> {
+        if shape[..d].iter().all(|&n| n == 1) {
+            return Ok(flat.with_view(Strides::contiguous(shape)));
+        }
+        let mut whole = LocalTensor::alloc(self.rank, flat.dtype, shape)?;
+        let (mut offset, mut start) = (0, 0);
+        for part in parts {
+            let from = flat.with_view(Strides::contiguous(part).at(offset));
+            let at = whole.view.narrow(d, start, start + part[d]);
+            whole.write(self.rank, at, &from)?;
+            offset += from.numel();
+            start += part[d];
+        }
+        Ok(whole)
+    }
+}
+
+/// Returns a shape with another extent in one dim.
+fn with_extent(shape: &[usize], dim: usize, extent: usize) -> Vec<usize> {
+    let mut shape = shape.to_vec();
+    shape[dim] = extent;
+    shape
+}
