@@ -20,7 +20,7 @@ fn rust_version_is_consistent() {
     let rustc = std::env::var("RUSTC").unwrap_or_else(|_| "rustc".into());
     let used = String::from_utf8(Command::new(rustc).arg("--version").output().unwrap().stdout).unwrap();
     assert!(minor(&used).unwrap() >= stated, "{used} is older than 1.{stated}");
-    for folder in ["kernels", "dist", "tensor", "autograd", "nn", "."] {
+    for folder in ["kernels", "dist", "tensor", "autograd", "nn", "testing", "."] {
         let manifest = fs::read_to_string(Path::new(ROOT).join(folder).join("Cargo.toml")).unwrap();
         assert!(manifest.contains("rust-version.workspace = true"), "{folder} states no rust-version");
     }
@@ -61,6 +61,7 @@ fn each_crate_resolves_the_features_of_the_workspace() {
         "shardgrad-tensor",
         "shardgrad-autograd",
         "shardgrad-nn",
+        "shardgrad-testing",
     ] {
         let packages = resolved_features(TESTED, &["-p", krate]);
         assert!(packages.len() > 2, "cargo lists the dependencies of {krate}");
@@ -86,6 +87,15 @@ fn libraries_need_few_packages() {
     let libraries = resolved_features("normal", &["-p", "shardgrad", "--no-default-features"]);
     assert!(libraries.len() <= 25, "{:#?}", libraries.keys());
     assert!(!libraries.keys().any(|package| package.starts_with("clap ")), "{:#?}", libraries.keys());
+}
+
+#[test]
+fn test_oracles_are_compiled_for_tests_only() {
+    let is_oracle = |package: &String| package.starts_with("shardgrad-testing ");
+    assert!(resolved_features("normal,build,dev", &["-p", "shardgrad"]).keys().any(is_oracle));
+    assert!(!resolved_features("normal,build", &["-p", "shardgrad"]).keys().any(is_oracle));
+    // `cargo build` compiles the default members.
+    assert!(!resolved_features("normal,build", &[]).keys().any(is_oracle));
 }
 
 /// Optional features of a build.
