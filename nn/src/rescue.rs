@@ -110,8 +110,8 @@ mod tests {
             self.0.num_steps()
         }
 
-        fn rates(&mut self, params: &[&Param], lr: f64) -> Result<Vec<f64>> {
-            self.0.rates(params, lr)
+        fn hyperparameters(&mut self, params: &[&Param], lr: f64) -> Result<Vec<Vec<f64>>> {
+            self.0.hyperparameters(params, lr)
         }
 
         fn apply_update(&mut self, params: &[(&Param, Tensor)], step: &OverflowCheck) -> Result<()> {
@@ -144,8 +144,8 @@ mod tests {
             let optim = FailsInSecondUpdate(Sgd::new(0.1), fails && in_update);
             let mut trainer =
                 Trainer::new(rank, Linear::new(3, 4), &plan, optim, TrainerConfig::new(4), read, loss)?;
-            trainer.step(&[])?;
-            let failed = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| trainer.step(&[])));
+            trainer.step()?;
+            let failed = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| trainer.step()));
             left.lock().unwrap()[rank.index()] = Some(trainer.rescue());
             failed.unwrap_or_else(|payload| std::panic::resume_unwind(payload)).map(drop)
         });

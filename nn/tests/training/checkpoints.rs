@@ -71,7 +71,7 @@ fn rank_end<O: Optimizer + Clone>(
         }
         None => {}
     }
-    let losses = (0..steps).map(|_| Ok(trainer.step(&[])?.loss)).collect::<Result<_>>()?;
+    let losses = (0..steps).map(|_| Ok(trainer.step()?.loss)).collect::<Result<_>>()?;
     if let Some(dir) = to {
         checkpoint::save(dir, trainer.model(), trainer.optim(), &trainer.state(), &[])?;
     }
@@ -424,8 +424,8 @@ impl Optimizer for Stateless {
         self.0.num_steps()
     }
 
-    fn rates(&mut self, params: &[&Param], lr: f64) -> Result<Vec<f64>> {
-        self.0.rates(params, lr)
+    fn hyperparameters(&mut self, params: &[&Param], lr: f64) -> Result<Vec<Vec<f64>>> {
+        self.0.hyperparameters(params, lr)
     }
 
     fn apply_update(&mut self, params: &[(&Param, Tensor)], step: &OverflowCheck) -> Result<()> {

@@ -231,7 +231,7 @@ mod tests {
     fn weights_of_different_steps_are_not_mixed() {
         let dir = Scratch::new();
         let (failed, saved) = run(&dir, "dp=2", &|trainer, _, is_rank_zero, _| {
-            trainer.step(&[])?;
+            trainer.step()?;
             if !is_rank_zero {
                 trainer.set_state(&RunState { step: 2, ..trainer.state() });
             }

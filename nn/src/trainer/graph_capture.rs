@@ -3,34 +3,17 @@
 //! parameters. Each is captured again when anything but numbers changes. The host launches both graphs and waits
 //! once.
 
+use super::Trainer;
+use super::forward_backward::PassOutputs;
+use crate::module::Module;
 use crate::module::param::Param;
-use crate::optim::{Optimizer, OptimizerStep, PartialLoss, StepArgs, UpdateReport};
-use shardgrad_autograd::Gradients;
-use shardgrad_tensor::{CapturedGraph, Error, Kind, Rank, Result, Tensor, capture};
+use crate::optim::{Optimizer, OptimizerStep};
+use shardgrad_tensor::{CapturedGraph, Error, Kind, Rank, Result, StepArgs, Tensor, capture};
 use std::cell::RefCell;
-use std::panic::Location;
 
 /// Captures in a row, each replayed in one step only, after which capture is disabled: capturing costs more than the
 /// work itself. A loss scale that is too large at the start falls less often than that.
 const RECAPTURES_MAX: usize = 32;
-
-/// Results of forward and backward of all microbatches.
-#[derive(Clone)]
-pub(crate) struct PassOutputs {
-    /// Terms of this rank's partial loss, one for each microbatch.
-    pub(crate) losses: Vec<Tensor>,
-    /// Gradients of the step times the loss scale.
-    pub(crate) gradients: Gradients,
-    /// Whether the results depend on the step other than by arguments and parameters: random numbers were drawn.
-    pub(crate) depends_on_step: bool,
-}
-
-impl PassOutputs {
-    /// Returns this rank's partial loss, and the gradients.
-    pub(crate) fn into_loss_and_gradients(self) -> (PartialLoss, Gradients) {
-        (PartialLoss { tensors: self.losses, count: 1 }, self.gradients)
-    }
-}
 
 /// Captured graph of a pass, and the values that the graph is valid for.
 struct CapturedPass {
@@ -40,12 +23,6 @@ struct CapturedPass {
     outputs: PassOutputs,
     factor: f64,
     frozen: Vec<bool>,
-}
-
-/// Captured graph of an update.
-struct CapturedUpdate {
-    graph: CapturedGraph,
-    update: OptimizerStep,
 }
 
 /// Whether the pass or the update is captured, and why not.
@@ -83,9 +60,9 @@ impl CaptureStatus {
 #[doc(alias = "make_graphed_callables")]
 #[doc(alias = "CUDA graph")]
 #[derive(Default)]
-pub(crate) struct StepCapture {
+pub(super) struct StepCapture {
     /// Captured update; reads the gradients of `pass`.
-    update: RefCell<Option<CapturedUpdate>>,
+    update: RefCell<Option<OptimizerStep>>,
     pass: RefCell<Option<CapturedPass>>,
     pass_status: CaptureStatus,
     update_status: CaptureStatus,
@@ -93,31 +70,31 @@ pub(crate) struct StepCapture {
 
 impl StepCapture {
     /// Returns a capture that is disabled for a reason.
-    pub(crate) fn disabled(reason: Error) -> StepCapture {
+    pub(super) fn disabled(reason: Error) -> StepCapture {
         let pass_status = CaptureStatus { refusal: Some(reason), ..CaptureStatus::default() };
         StepCapture { pass_status, ..StepCapture::default() }
     }
 
     /// Returns why the pass, or the update, is not captured.
-    pub(crate) fn refusal(&self) -> Option<&Error> {
+    pub(super) fn refusal(&self) -> Option<&Error> {
         self.pass_status.refusal.as_ref().or(self.update_status.refusal.as_ref())
     }
 
     /// Whether passes are captured.
-    pub(crate) fn is_enabled(&self) -> bool {
+    pub(super) fn is_enabled(&self) -> bool {
         self.pass_status.refusal.is_none()
     }
 
     /// Drops the captured graphs and their memory.
-    pub(crate) fn clear(&self) {
+    pub(super) fn clear(&self) {
         *self.update.borrow_mut() = None;
         *self.pass.borrow_mut() = None;
     }
 
     /// Captures `pass` on the arguments of a step and a loss factor, or reuses the captured graph with new arguments.
-    /// Returns the results that [`StepCapture::replay`] will compute; `None` if the pass cannot be captured, in which
+    /// Returns the results that [`StepCapture::replay_pass`] will compute; `None` if the pass cannot be captured, in which
     /// case nothing ran. Afterwards no other tensor shares the memory of the trained parameters.
-    pub(crate) fn prepare(
+    fn prepare_pass(
         &mut self,
         (rank, params): (&Rank, &[Param]),
         arguments: &[Vec<Tensor>],
@@ -152,45 +129,21 @@ impl StepCapture {
             self.pass_status.disable("the loss draws random numbers of the step (dropout)");
         }
         *self.pass.get_mut() = Some(captured);
-        Ok(Some(outputs))
+        Ok(Some(PassOutputs { is_captured: true, ..outputs }))
     }
 
-    /// Replays the prepared pass, and then the captured update by `optim` on its results. Returns `None` if the
-    /// update cannot be captured, in which case only the pass ran. `in_progress` is true while parameters may belong
-    /// to no step.
-    pub(crate) fn replay(
-        &mut self,
-        optim: &mut dyn Optimizer,
-        rank_and_params: (&Rank, &[Param]),
-        outputs: (&Gradients, &PartialLoss),
-        args: StepArgs<'_>,
-        in_progress: &mut bool,
-    ) -> Result<Option<UpdateReport>> {
-        // Upload before the pass, so that nothing comes between pass and update.
-        let update = match self.is_enabled() && self.update_status.refusal.is_none() {
-            true => self.prepare_update(optim, rank_and_params, outputs, args)?,
-            false => None,
-        };
-        let pass = self.pass.take().expect("a pass is ready");
-        pass.graph.replay()?;
-        *self.pass.get_mut() = Some(pass).filter(|_| self.is_enabled());
-        let Some(captured) = update else { return Ok(None) };
-        *in_progress = true;
-        captured.graph.replay().map_err(|error| captured.update.fail(in_progress, error))?;
-        let report = captured.update.finish(optim, in_progress)?;
-        *self.update.get_mut() = Some(captured).filter(|_| self.update_status.refusal.is_none());
-        Ok(Some(report))
-    }
-
-    /// Captures the update that reads the results of the pass, or reuses the captured graph with new hyperparameters.
-    /// `None` if the update cannot be captured.
+    /// Captures the update that reads the results of the pass, or reuses the captured graph with new inputs. `None` if the
+    /// update cannot be captured.
     fn prepare_update(
         &mut self,
         optim: &mut dyn Optimizer,
         (rank, params): (&Rank, &[Param]),
-        (gradients, loss): (&Gradients, &PartialLoss),
-        args: StepArgs<'_>,
-    ) -> Result<Option<CapturedUpdate>> {
+        pass: &PassOutputs,
+        args: &StepArgs,
+    ) -> Result<Option<OptimizerStep>> {
+        if !self.is_enabled() || self.update_status.refusal.is_some() {
+            return Ok(None);
+        }
         let captured = match self.update.take() {
             Some(captured) => captured.refill(optim, params, args)?,
             None => None,
@@ -199,9 +152,8 @@ impl StepCapture {
         if captured.is_some() {
             return Ok(captured);
         }
-        let update =
-            OptimizerStep::new(optim, (rank, params), (gradients.clone(), Some(loss.clone())), args)?;
-        Ok(match CapturedUpdate::new(optim, rank, update)? {
+        let update = OptimizerStep::new(optim, (rank, params), pass.gradients.clone(), args.clone())?;
+        Ok(match update.captured(optim, rank)? {
             Ok(captured) => Some(captured),
             Err(reason) => {
                 let text = format!("the optimizer cannot be captured: {}", reason.message());
@@ -210,35 +162,54 @@ impl StepCapture {
             }
         })
     }
-}
 
-impl CapturedUpdate {
-    /// Captures an update, or returns why it cannot be captured.
-    fn new(
-        optim: &mut dyn Optimizer,
-        rank: &Rank,
-        mut update: OptimizerStep,
-    ) -> Result<std::result::Result<CapturedUpdate, Error>> {
-        let site = Location::caller();
-        let written = update.written_tensors(optim);
-        let captured = capture(rank, written, || {
-            update.check_overflow(site)?;
-            update.apply(optim)
-        })?;
-        Ok(captured.map(|(graph, ())| CapturedUpdate { graph, update }))
+    /// Replays the prepared pass, if this step has one. Drops the graph if passes are no longer captured.
+    pub(super) fn replay_pass(&mut self) -> Result<()> {
+        let Some(pass) = self.pass.take() else { return Ok(()) };
+        pass.graph.replay()?;
+        *self.pass.get_mut() = Some(pass).filter(|_| self.is_enabled());
+        Ok(())
     }
 
-    /// Uploads the hyperparameters of another step. `None` if they do not fit, or if the tensors that the update
-    /// writes have moved.
-    fn refill(
-        mut self,
-        optim: &mut dyn Optimizer,
-        params: &[Param],
-        args: StepArgs<'_>,
-    ) -> Result<Option<CapturedUpdate>> {
-        let fits = self.update.upload_into(optim, params, args)?
-            && self.graph.matches_inputs(&self.update.written_tensors(optim));
-        Ok(fits.then_some(self))
+    /// Keeps a captured update for the next step.
+    pub(super) fn keep_update(&mut self, update: OptimizerStep) {
+        let is_kept = update.is_captured() && self.update_status.refusal.is_none();
+        *self.update.get_mut() = Some(update).filter(|_| is_kept);
+    }
+}
+
+impl<M: Module> Trainer<'_, M> {
+    /// Captures forward and backward of all microbatches, or prepares the captured graph for the arguments of this step;
+    /// runs them if they cannot be captured.
+    pub(super) fn captured_pass(&mut self) -> Result<PassOutputs> {
+        let arguments = (0..self.config.microbatches).map(|microbatch| self.load_microbatch(microbatch));
+        let arguments: Vec<Vec<Tensor>> = arguments.collect::<Result<_>>()?;
+        let mut capture = std::mem::take(&mut self.capture);
+        let pass =
+            |arguments: &[Vec<Tensor>]| self.plain_pass(|microbatch| Ok(arguments[microbatch].clone()));
+        let outputs =
+            capture.prepare_pass((self.rank(), self.model.params()), &arguments, self.loss_factor(), pass);
+        self.passes.borrow_mut().clear();
+        self.capture = capture;
+        match outputs? {
+            Some(outputs) => Ok(outputs),
+            None => self.plain_pass(|microbatch| Ok(arguments[microbatch].clone())),
+        }
+    }
+
+    /// Prepares the update by the results of a pass: captured if the pass is, and if the update can be captured.
+    pub(super) fn prepare_update(&mut self, pass: PassOutputs, args: StepArgs) -> Result<OptimizerStep> {
+        let Trainer { model, optim, capture, .. } = self;
+        let rank_and_params = (model.rank(), model.params());
+        let args = StepArgs { losses: pass.losses.clone(), loss_divisor: pass.loss_divisor, ..args };
+        let captured = match pass.is_captured {
+            true => capture.prepare_update(&mut **optim, rank_and_params, &pass, &args)?,
+            false => None,
+        };
+        match captured {
+            Some(captured) => Ok(captured),
+            None => OptimizerStep::new(&mut **optim, rank_and_params, pass.gradients, args),
+        }
     }
 }
 
