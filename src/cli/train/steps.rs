@@ -5,11 +5,9 @@ use super::progress::{Progress, record_step};
 use super::{Job, save_final_state};
 use crate::interrupt::StopReason;
 use crate::metrics::StepMetrics;
-use crate::train::{ControlFlags, Evaluation, Prefetcher, mean_loss};
-use shardgrad::nn::{LanguageModel, StepReport};
+use crate::train::{Evaluation, Prefetcher, RunFlags, mean_loss};
+use shardgrad::nn::LanguageModel;
 use shardgrad::prelude::*;
-use shardgrad::tensor::training_step::control::world_sum;
-use std::panic::Location;
 use std::time::Instant;
 
 /// If steps take longer than this, ranks also agree on a stop after each step, not only in it: a launcher may kill 30 s after its signal, and
@@ -70,9 +68,8 @@ pub(super) fn run_steps(
         if step + 1 < train_config.steps && outcome.failed.is_none() {
             outcome.failed = prefetcher.read(trainer.rank(), step as u64 + 1).err();
         }
-        let own =
-            ControlFlags { stop: job.interrupt.reason(), failed: outcome.failed.is_some(), step_seconds };
-        let report = match trainer.step(&own.to_numbers()) {
+        let own = RunFlags { stop: job.interrupt.reason(), failed: outcome.failed.is_some(), step_seconds };
+        let report = match trainer.step_with(own.to_control()) {
             Err(e) if e.kind() == Kind::NotFinite && step > first => {
                 outcome.failed = Some(with_lr_help(e));
                 break;
@@ -80,17 +77,17 @@ pub(super) fn run_steps(
             report => report?,
         };
         step_seconds = started.elapsed().as_secs_f64();
-        let agreed = agreed_flags(trainer, job, &report)?;
+        let agreed = agreed_flags(trainer, job, &report, step == first)?;
         // A new run stopped in its first step does not replace an earlier model by that of one step.
         if step == first && job.from.is_none() && agreed.stop.is_some() {
             return Ok(StepsOutcome { stopped: agreed.stop, ..StepsOutcome::default() });
         }
         if let Some(trace) = &job.trace {
-            trace.add(trainer.rank().world().index(), report.step, &trainer.passes());
+            trace.add(trainer.rank().world().index(), step as u64, &trainer.passes());
         }
         (outcome.steps, outcome.stopped) = (step + 1, agreed.stop);
         let mut is_over = agreed.stop.is_some() || agreed.failed;
-        let mut entry = metrics_of_step(job, &report, step_seconds, start);
+        let mut entry = metrics_of_step(job, step as u64 + 1, &report, step_seconds, start);
         if !agreed.failed && is_evaluated(job, step + 1, is_over) {
             if is_rank_zero {
                 outcome.failed = outcome.failed.or(job.metrics().begin_step(&entry).err());
@@ -125,10 +122,11 @@ fn agreed_flags(
     trainer: &Trainer<'_, LanguageModel>,
     job: &Job,
     report: &StepReport,
-) -> Result<ControlFlags> {
+    is_first: bool,
+) -> Result<RunFlags> {
     let num_ranks = trainer.rank().world().mesh().num_ranks();
-    let mut agreed = ControlFlags::from_sums(&report.control, num_ranks);
-    if report.step == job.num_steps_before() as u64 || agreed.step_seconds > LONG_STEP_SECONDS {
+    let mut agreed = RunFlags::from_sums(&report.control, num_ranks);
+    if is_first || agreed.step_seconds > LONG_STEP_SECONDS {
         agreed.stop = agreed.stop.or(agreed_stop(trainer, job)?);
     }
     Ok(agreed)
@@ -149,15 +147,20 @@ fn is_checkpointed(job: &Job, steps: usize) -> bool {
 
 /// Returns why the run must stop, if any rank has a reason. Collective.
 fn agreed_stop(trainer: &Trainer<'_, LanguageModel>, job: &Job) -> Result<Option<StopReason>> {
-    let own = ControlFlags { stop: job.interrupt.reason(), ..ControlFlags::default() };
-    let sums = world_sum(trainer.rank(), &own.to_numbers(), Location::caller())?;
-    Ok(ControlFlags::from_sums(&sums, 1).stop)
+    let own = RunFlags { stop: job.interrupt.reason(), ..RunFlags::default() };
+    Ok(own.agreed(trainer.rank())?.stop)
 }
 
-/// Returns the metrics of a step.
-fn metrics_of_step(job: &Job, report: &StepReport, seconds: f64, start: Instant) -> StepMetrics {
+/// Returns the metrics of a step, counted from 1.
+fn metrics_of_step(
+    job: &Job,
+    step: u64,
+    report: &StepReport,
+    seconds: f64,
+    start: Instant,
+) -> StepMetrics {
     StepMetrics {
-        step: report.step + 1,
+        step,
         loss: report.loss,
         grad_norm: report.grad_norm,
         lr: report.lr,
