@@ -4,14 +4,13 @@
 mod not_finite;
 mod state;
 
+use crate::checkpoint::{WeightSnapshot, check_parameters};
 use crate::graph_capture::{PassOutputs, StepCapture};
-use crate::model_io::check_parameters;
 use crate::module::Module;
 use crate::module::precision::Precision;
 use crate::optim::{self, LossScale, LrScheduler, Optimizer, PartialLoss, StepArgs, UpdateReport};
 use crate::pipelined_model::{self, PipelinedModel};
 use crate::plan::Plan;
-use crate::rescue::WeightSnapshot;
 use crate::sharded_model::Model;
 use shardgrad_autograd::pipeline::{self, Action, TimedAction};
 use shardgrad_autograd::{Gradients, Noise, OpRecord, Program, Var};

@@ -1,7 +1,7 @@
 //! The run folder: locked while the run lasts, and followed if it is moved.
 
 use super::lock::{FolderLock, FolderState};
-use super::{FILES, HELP_OTHER_FOLDER, check_model, check_plain, check_writable, io_error};
+use super::{FILES, HELP_OTHER_FOLDER, check_plain, check_writable, io_error};
 use shardgrad::{Error, Kind, Result};
 use std::fs;
 use std::io::{self, ErrorKind};
@@ -28,8 +28,7 @@ impl OutFolder {
     /// Creates the folder if necessary and locks it. Its contents are unchanged.
     ///
     /// # Errors
-    /// `Kind::Io` with help: if the folder cannot be written, a file is in the place of a folder or the reverse, a save could not
-    /// replace the model, or another run writes there.
+    /// `Kind::Io` with help: if the folder cannot be written, a file is in the place of a folder or the reverse, or another run writes there.
     pub(crate) fn open(path: &Path) -> Result<OutFolder> {
         let refuse =
             |path: &Path, e: &io::Error| io_error("write", path, e).detail("help", HELP_OTHER_FOLDER);
@@ -49,7 +48,6 @@ impl OutFolder {
                 check_writable(&file).map_err(|e| refuse(&file, &e))?;
             }
         }
-        check_model(&path.join("model"))?;
         Ok(OutFolder::new(path, Some(lock)))
     }
 

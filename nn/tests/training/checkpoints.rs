@@ -4,8 +4,10 @@
 use crate::save_and_load::Folder;
 use crate::support::{ROWS, batch, config, run};
 use shardgrad_autograd::Var;
-use shardgrad_nn::checkpoint::{self, Checkpoints, OPTIMIZER_FILE, RunState, STATE_FILE};
-use shardgrad_nn::hf::{CONFIG_FILE, SidecarFile, TensorFile, WEIGHTS_FILE};
+use shardgrad_nn::checkpoint::{
+    self, CONFIG_FILE, Checkpoints, OPTIMIZER_FILE, RunState, STATE_FILE, SidecarFile, TensorFile,
+    WEIGHTS_FILE,
+};
 use shardgrad_nn::optim::{LossScale, OverflowCheck, ParamGroup};
 use shardgrad_nn::{
     AdamW, Gpt2Config, LanguageModel, Linear, Model, ModelConfig, Optimizer, Param, Plan, Sgd, StepArgs,

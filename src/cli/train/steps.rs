@@ -1,6 +1,6 @@
 //! The training loop of one rank.
 
-use super::checkpoints::save_periodic_checkpoint;
+use super::checkpoint::save::save_periodic_checkpoint;
 use super::progress::{Progress, record_step};
 use super::{Job, save_final_state};
 use crate::interrupt::StopReason;
