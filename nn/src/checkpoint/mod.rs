@@ -9,8 +9,51 @@
 //! - `trainer_state.json` has the [`RunState`], and the digests that the other files have in their headers, which
 //!   tell files of different saves apart.
 //!
-//! A save writes the folder under a temporary name and renames the folder when all files are on the disk, so that a
-//! folder with the name of a checkpoint is complete.
+//! # States of a save
+//!
+//! A save replaces the old files by new ones, which it writes under temporary names (`*.tmp-PID`). Wherever it is killed,
+//! a reader finds the old files, the new ones, or an error, and never a mixture:
+//!
+//! ```text
+//!  state                              a reader finds    after a kill in this state
+//!  ---------------------------------------------------------------------------------------------------
+//!  old                                old
+//!   |  write: files, then sync them
+//!   v
+//!  old, new under temporary names     old               the next run or save removes the new
+//!   |  unname: the old cannot be read
+//!   v
+//!  new under temporary names          an error          checkpoint: `Checkpoints::recover` names the new
+//!   |  name: rename, sync the folder                    model: the files are kept until the next save
+//!   v
+//!  new, rest of the old               new               the next run or save removes the rest
+//!   |  remove: the old
+//!   v
+//!  new                                new
+//! ```
+//!
+//! | step | checkpoint (`atomic/atomic_folder.rs`) | model folder (`atomic/commit.rs`) |
+//! |---|---|---|
+//! | write | in a folder `checkpoint-STEP.tmp-PID`; `trainer_state.json` last, which marks a complete folder | files `NAME.tmp-PID` in the model folder, which is locked |
+//! | unname | renames the old folder to `checkpoint-STEP.old.tmp-PID` | removes the index or the only file of weights; not needed if that file alone changes what is read |
+//! | name | renames the new folder | renames config, sidecar files and weights; the index or the only file last |
+//! | remove | removes the old folder | removes files of weights that earlier saves left |
+//!
+//! If files of different saves are copied into one folder, their digests differ from those in `trainer_state.json` or in
+//! the index, and loading refuses them.
+//!
+//! # Parts
+//!
+//! | module | contents |
+//! |---|---|
+//! | `file_names` | names of the files |
+//! | `atomic` | temporary names, lock, sync, rename, removal of what killed saves left |
+//! | `tensors` | safetensors files, checksums, partial reads, index and shards |
+//! | [`hf`] | model families in the Hugging Face layout: configs and names of tensors |
+//! | `run` | run state, the files of a checkpoint, the checkpoints of a run |
+//! | `sharded` | saving and loading models that are sharded over ranks |
+//!
+//! # Example
 //!
 //! ```no_run
 //! # use shardgrad_nn::{AdamW, Linear, Model, Optimizer, checkpoint, checkpoint::RunState};
@@ -42,8 +85,8 @@ pub use run::checkpoint_files::Checkpoint;
 pub use run::checkpoints::Checkpoints;
 pub use run::run_state::RunState;
 pub use sharded::cast_rule::{CastCounts, CastRule};
+pub(crate) use sharded::param_checks::check_parameters;
 pub use sharded::save::FILE_BYTES_MAX;
-pub(crate) use sharded::save::check_parameters;
 pub use sharded::weight_snapshot::WeightSnapshot;
 pub use tensors::digest::Digest;
 pub use tensors::safetensors_file::{TensorFile, TensorWriter};
@@ -51,25 +94,17 @@ pub use tensors::safetensors_header::{self, TensorInfo, TensorSpec};
 pub use tensors::weights::Weights;
 pub use tensors::weights_writer::WeightsWriter;
 
+use crate::module::Module;
+use crate::optim::Optimizer;
+use crate::sharded_model::Model;
 use atomic::atomic_folder::AtomicFolder;
 use atomic::disk::check_space;
 use hf::HfModel;
-use run::run_state::OptimizerRecord;
-use sharded::gather::{broadcast_result, gather_to_rank_zero};
-use sharded::save::WRITE_TIMEOUT;
-use tensors::safetensors_file::SaveId;
-
-use crate::module::Module;
-use crate::module::param::Param;
-use crate::optim::{Optimizer, OptimizerState};
-use crate::sharded_model::Model;
-use shardgrad_tensor::training_step::control::world_sum;
-use shardgrad_tensor::{DType, Error, Kind, Rank, Result, Tensor};
+use sharded::gather::{WRITE_TIMEOUT, on_rank_zero};
+use sharded::optimizer_state::{Names, StateSpecs, read_states, required_state_names};
+use shardgrad_tensor::Result;
 use std::panic::Location;
-use std::path::{Path, PathBuf};
-
-/// Prefix of the names of update counts.
-const STEPS: &str = "step";
+use std::path::Path;
 
 /// Saves a checkpoint of a language model, with sidecar files ([`Model::save_with_sidecars`]); replaces a checkpoint
 /// at `dir`. Tensors are gathered one by one, so every rank calls this together. Rank 0 writes, and all files are on
@@ -120,9 +155,9 @@ pub fn save_weights<M: Module>(
 #[doc(alias = "load_state_dict")]
 #[doc(alias = "load_checkpoint")]
 pub fn load<M: HfModel>(dir: &Path, model: &Model<M>, optim: &mut dyn Optimizer) -> Result<RunState> {
-    let (state, weights) = load_optimizer(dir, model, optim, &|name| model.hf_name(name))?;
-    model.load_opened(&weights, CastRule::Widen)?;
-    Ok(state)
+    let files = load_optimizer(dir, model, optim, &|name| model.hf_name(name))?;
+    model.load_opened(&files.weights, CastRule::Widen)?;
+    Ok(files.state)
 }
 
 /// [`load`] for a checkpoint that [`save_weights`] wrote.
@@ -130,13 +165,11 @@ pub fn load<M: HfModel>(dir: &Path, model: &Model<M>, optim: &mut dyn Optimizer)
 /// # Errors
 /// As [`load`].
 pub fn load_weights<M: Module>(dir: &Path, model: &Model<M>, optim: &mut dyn Optimizer) -> Result<RunState> {
-    let (state, weights) = load_optimizer(dir, model, optim, &str::to_string)?;
-    model.load_weights_as(&weights, CastRule::Widen, &str::to_string, &[])?;
-    Ok(state)
+    let files = load_optimizer(dir, model, optim, &str::to_string)?;
+    model.load_weights_as(&files.weights, CastRule::Widen, &str::to_string, &[])?;
+    Ok(files.state)
 }
 
-/// Maps parameter names to tensor names in files.
-type Names<'a> = &'a dyn Fn(&str) -> String;
 /// Writes the weights of a model into a folder; returns their digest on rank 0.
 type Write<'a> = &'a dyn Fn(&Path) -> Result<Option<String>>;
 
@@ -150,268 +183,39 @@ fn save_as<M: Module>(
     names: Names<'_>,
 ) -> Result<()> {
     let (site, rank) = (Location::caller(), model.rank());
-    let state_names = required_state_names(optim).map_err(|e| e.at(site))?;
-    let specs = collect_specs(model, optim, state_names, site)?;
-    let bytes = num_bytes(model, &specs);
+    let specs = StateSpecs::collect(model, optim, site)?;
+    let bytes = specs.num_checkpoint_bytes(model);
     rank.with_timeout(WRITE_TIMEOUT, || {
-        let is_rank_zero = rank.world().index() == 0;
-        let begin = || check_space(dir, bytes).and_then(|()| AtomicFolder::create(dir));
-        let created = is_rank_zero.then(begin).transpose();
-        let (folder, created) = created.map_or_else(|e| (None, Err(e)), |folder| (folder, Ok(())));
-        broadcast_result(rank, created, site)?;
+        let create = || check_space(dir, bytes).and_then(|()| AtomicFolder::create(dir));
+        let folder = on_rank_zero(rank, site, create)?;
         // Only rank 0 has a folder.
         let at = folder.as_ref().map_or(dir, AtomicFolder::temporary_path);
         let weights_digest = write(at)?;
-        let file = is_rank_zero.then(|| (at.join(OPTIMIZER_FILE), state.step));
-        let digest = write_optimizer(file, model, (optim, state_names), (&specs, names), site)?;
-        let record = || OptimizerRecord {
-            settings: optim.describe(),
-            state_names: state_names.iter().map(ToString::to_string).collect(),
-            num_steps: optim.num_steps(),
-            digest,
-        };
-        let done = folder.map_or(Ok(()), |folder| {
-            state.write(folder.temporary_path(), record(), weights_digest)?;
+        let digest = specs.write(&at.join(OPTIMIZER_FILE), state.step, (model, optim), names, site)?;
+        let commit = || {
+            let Some(folder) = folder else { return Ok(()) };
+            state.write(folder.temporary_path(), specs.record(optim, digest), weights_digest)?;
             folder.commit()
-        });
-        broadcast_result(rank, done, site)
+        };
+        on_rank_zero(rank, site, commit).map(drop)
     })
 }
 
-/// Number of bytes of all tensors of a checkpoint.
-fn num_bytes<M: Module>(model: &Model<M>, specs: &[Option<StateSpec>]) -> u64 {
-    let weights = model.precision().param_dtype.size();
-    let of_optimizer =
-        |spec: &Option<StateSpec>| spec.iter().flat_map(|spec| &spec.dtypes).map(|d| d.size()).sum::<usize>();
-    let bytes =
-        |(param, spec): (&Param, &Option<StateSpec>)| (param.numel() * (weights + of_optimizer(spec))) as u64;
-    model.params().iter().zip(specs).map(bytes).sum()
-}
-
-/// Returns the names of the optimizer's state tensors, or refuses an optimizer that cannot be saved.
-fn required_state_names(optim: &dyn Optimizer) -> Result<&'static [&'static str]> {
-    optim.state_names().ok_or_else(|| {
-        let text = format!("this optimizer does not implement `state_names`: {}", optim.describe());
-        Error::new(Kind::Unsupported, text).detail(
-            "help",
-            "implement `state_names`, `param_state` and `load_state`; an optimizer that forwards steps must forward these too",
-        )
-    })
-}
-
-/// Size of the optimizer state of a parameter, known on every rank, wherever the parameter is stored.
-struct StateSpec {
-    num_steps: u64,
-    dtypes: Vec<DType>,
-}
-
-/// Code of a parameter without optimizer state.
-const NO_STATE: f64 = 0.0;
-/// Code of a parameter with optimizer state.
-const HAS_STATE: f64 = 1.0;
-/// Code of a parameter whose optimizer state fits no file.
-const INVALID_STATE: f64 = 2.0;
-
-/// Collects the size of the optimizer state of each parameter that has any. Every rank calls this together.
-fn collect_specs<M: Module>(
-    model: &Model<M>,
-    optim: &dyn Optimizer,
-    state_names: &[&str],
-    site: &'static Location<'static>,
-) -> Result<Vec<Option<StateSpec>>> {
-    let (rank, width) = (model.rank(), 2 + state_names.len());
-    let has_param_layout = |p: &Param, t: &Tensor| *t.layout() == p.layout().with_dtype(t.dtype());
-    let dtype_code = |t: &Tensor| DType::ALL.iter().position(|d| *d == t.dtype()).unwrap_or(0) as f64;
-    // Numbers of one parameter: a code for its state, the number of updates, and codes of dtypes. One rank fills them in.
-    let encode = |p: &Param| -> Vec<f64> {
-        let own = (rank.index() == 0 && p.is_primary_owner()).then(|| optim.param_state(p)).flatten();
-        match own {
-            None => vec![NO_STATE; width],
-            Some(OptimizerState { num_steps, tensors })
-                if tensors.len() == state_names.len() && tensors.iter().all(|t| has_param_layout(p, t)) =>
-            {
-                [HAS_STATE, num_steps as f64].into_iter().chain(tensors.iter().map(dtype_code)).collect()
-            }
-            Some(_) => [INVALID_STATE].into_iter().chain(vec![0.0; width - 1]).collect(),
-        }
-    };
-    let codes: Vec<f64> = model.params().iter().flat_map(encode).collect();
-    let sums = world_sum(rank.world(), &codes, site)?;
-    let decode = |(param, codes): (&Param, &[f64])| match codes[0] {
-        NO_STATE => Ok(None),
-        HAS_STATE => {
-            let dtypes = codes[2..].iter().map(|code| DType::ALL[*code as usize]).collect();
-            Ok(Some(StateSpec { num_steps: codes[1] as u64, dtypes }))
-        }
-        _ => {
-            let text = format!(
-                "the optimizer state of `{}` does not match its state_names {state_names:?}, or has another layout than the parameter",
-                param.name()
-            );
-            Err(Error::new(Kind::Unsupported, text).at(site))
-        }
-    };
-    model.params().iter().zip(sums.chunks(width)).map(decode).collect()
-}
-
-/// Writes the optimizer state after a step into a file, on the rank that receives a path; returns the digest of the
-/// file there. Every rank calls this together.
-fn write_optimizer<M: Module>(
-    file: Option<(PathBuf, u64)>,
-    model: &Model<M>,
-    (optim, state_names): (&dyn Optimizer, &[&str]),
-    (specs, names): (&[Option<StateSpec>], Names<'_>),
-    site: &'static Location<'static>,
-) -> Result<Option<String>> {
-    let rank = model.rank();
-    let with_state: Vec<(&Param, String, &StateSpec)> = model
-        .params()
-        .iter()
-        .zip(specs)
-        .filter_map(|(param, spec)| Some((param, names(&param.name()), spec.as_ref()?)))
-        .collect();
-    let entries = with_state.iter().flat_map(|(param, name, spec)| {
-        let states = state_names.iter().zip(&spec.dtypes);
-        let states = states.map(|(kind, dtype)| (format!("{kind}.{name}"), *dtype, param.file_shape()));
-        std::iter::once((format!("{STEPS}.{name}"), DType::I64, Vec::new())).chain(states).collect::<Vec<_>>()
-    });
-    let entries: Vec<_> = entries.collect();
-    let created = file.map(|(path, step)| TensorWriter::with_step(&path, &entries, step)).transpose();
-    let (mut writer, created) = created.map_or_else(|e| (None, Err(e)), |writer| (writer, Ok(())));
-    broadcast_result(rank, created, site)?;
-    let mut written = Ok(());
-    // After a failed write the remaining tensors are gathered all the same, so that all ranks stay in step.
-    let mut append = |name: &str, bytes: Option<Vec<u8>>| {
-        if let (Some(writer), Some(bytes), true) = (&mut writer, bytes, written.is_ok()) {
-            written = writer.append(name, &bytes);
-        }
-    };
-    for (param, name, spec) in with_state {
-        append(&format!("{STEPS}.{name}"), Some(spec.num_steps.to_le_bytes().to_vec()));
-        let own = param.is_local().then(|| optim.param_state(param)).flatten();
-        for (i, (kind, dtype)) in state_names.iter().zip(&spec.dtypes).enumerate() {
-            let part = || {
-                let tensor = own.as_ref().map(|state| state.tensors[i].clone());
-                tensor.map(|tensor| param.permute_to_file_order(tensor)).ok_or_else(|| missing_state(param))
-            };
-            append(&format!("{kind}.{name}"), gather_to_rank_zero(rank, param, *dtype, part, site)?);
-        }
-    }
-    let written = written.and_then(|()| writer.map_or(Ok(None), TensorWriter::finish_with_digest));
-    let (digest, written) = written.map_or_else(|e| (None, Err(e)), |digest| (digest, Ok(())));
-    broadcast_result(rank, written, site)?;
-    Ok(digest)
-}
-
-/// Error for a rank without optimizer state of a parameter for which other ranks have state.
-fn missing_state(param: &Param) -> Error {
-    Error::new(
-        Kind::Diverged,
-        format!("this rank has no optimizer state of `{}`, other ranks have", param.name()),
-    )
-}
-
-/// Loads the optimizer state of a checkpoint. Returns the run state and the open weights.
+/// Loads the optimizer state of a checkpoint. Returns its files; the weights are still to be loaded.
 fn load_optimizer<M: Module>(
     dir: &Path,
     model: &Model<M>,
     optim: &mut dyn Optimizer,
     names: Names<'_>,
-) -> Result<(RunState, Weights)> {
+) -> Result<Checkpoint> {
     let state_names = required_state_names(optim)?;
     Checkpoints::recover(dir)?;
-    let (state, record, weights_digest) = RunState::read_all(dir)?;
-    if !record.state_names.iter().eq(state_names) {
-        let text = format!(
-            "{} has the optimizer state {:?}, the optimizer of this run needs {state_names:?}",
-            dir.display(),
-            record.state_names
-        );
-        let error = Error::new(Kind::Checkpoint, text).detail("checkpoint", record.settings);
-        return Err(error
-            .detail("run", optim.describe())
-            .detail("help", "resume with the optimizer of the checkpoint"));
-    }
-    let file = TensorFile::open_within(dir, OPTIMIZER_FILE)?;
-    let mut states = Vec::new();
-    let mut count = 0;
-    for param in model.params() {
-        let name = names(&param.name());
-        if file.get(&format!("{STEPS}.{name}")).is_none() {
-            continue;
-        }
-        let found: Vec<&TensorInfo> = state_names
-            .iter()
-            .map(|kind| find_matching(&file, &format!("{kind}.{name}"), param))
-            .collect::<Result<_>>()?;
-        count += 1 + found.len();
-        if param.is_local() {
-            states.push((param.clone(), read_param_state(&file, (param, &name), &found, model.rank())?));
-        }
-    }
-    if count != file.tensors().len() {
-        let (path, strange) = (file.path().display(), file.tensors().len().abs_diff(count));
-        let text = format!("{path}: {strange} tensor(s) belong to no parameter of the model");
-        return Err(Error::new(Kind::Checkpoint, text));
-    }
-    let world = model.rank().world();
-    file.verify_share(world.index(), world.mesh().num_ranks())?;
-    let weights = Weights::open(dir)?;
-    check_same_save((file.path(), &file.save_id()), state.step, record.digest)?;
-    check_same_save((weights.path(), &weights.save_id()), state.step, weights_digest)?;
+    let files = Checkpoint::open_files(dir)?;
+    files.check_optimizer(optim, state_names)?;
+    let states = read_states(&files.optimizer_file, model, state_names, names)?;
+    files.check_same_save()?;
     optim
-        .load_state(record.num_steps, states)
+        .load_state(files.num_steps, states)
         .map_err(|e| e.detail("checkpoint", dir.display().to_string()))?;
-    Ok((state, weights))
-}
-
-/// Refuses files of another save than `trainer_state.json`. A state without a digest was written by a release that
-/// had none, and passes.
-fn check_same_save((path, save): (&Path, &SaveId), step: u64, digest: Option<String>) -> Result<()> {
-    if digest.is_none() || save.digest == digest {
-        return Ok(());
-    }
-    let (path, own) = (path.display(), step.to_string());
-    let text = match &save.step {
-        Some(other) if *other != own => {
-            format!("{path} is of step {other}, but {STATE_FILE} beside it is of step {own}")
-        }
-        _ => format!("{path} is of another save than {STATE_FILE} beside it, which is of step {own}"),
-    };
-    let help = "the folder mixes files of several checkpoints: copy one checkpoint again completely, or resume from another";
-    Err(Error::new(Kind::Checkpoint, text).detail("help", help))
-}
-
-/// Returns a tensor of the file if its shape is that of the parameter.
-fn find_matching<'a>(file: &'a TensorFile, name: &str, param: &Param) -> Result<&'a TensorInfo> {
-    let why = match file.get(name) {
-        None => format!("there is no tensor `{name}`"),
-        Some(found) if found.shape != param.file_shape() => {
-            format!("`{name}` is {:?}, the model has {:?}", found.shape, param.file_shape())
-        }
-        Some(found) => return Ok(found),
-    };
-    Err(Error::new(Kind::Checkpoint, format!("{}: {why}", file.path().display())))
-}
-
-/// Reads this rank's part of the optimizer state of a parameter.
-fn read_param_state(
-    file: &TensorFile,
-    (param, name): (&Param, &str),
-    found: &[&TensorInfo],
-    rank: &Rank,
-) -> Result<OptimizerState> {
-    let step = format!("{STEPS}.{name}");
-    let is_count = file.get(&step).is_some_and(|info| info.dtype == DType::I64 && info.shape.is_empty());
-    let bytes = file.read(&step)?.try_into().ok().filter(|_| is_count);
-    let count = bytes.and_then(|bytes| u64::try_from(i64::from_le_bytes(bytes)).ok()).ok_or_else(|| {
-        Error::new(Kind::Checkpoint, format!("{}: `{step}` is no count, i64 []", file.path().display()))
-    })?;
-    let part = |info: &&TensorInfo| {
-        let layout = param.tensor_in_file_order().layout().with_dtype(info.dtype);
-        let ranges: Vec<_> = (0..layout.ndim()).map(|d| layout.range(d, rank.coordinates())).collect();
-        let bytes = file.read_part(&info.name, &layout.shape(), &ranges)?;
-        param.permute_from_file_order(Tensor::from_local_bytes(rank, &layout, info.dtype, &bytes)?)
-    };
-    Ok(OptimizerState { num_steps: count, tensors: found.iter().map(part).collect::<Result<_>>()? })
+    Ok(files)
 }

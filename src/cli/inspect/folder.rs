@@ -163,7 +163,7 @@ impl FolderReport {
             _ => None,
         };
         match opened {
-            Some(Checkpoint { state, optimizer, num_steps, weights, optimizer_file }) => {
+            Some(Checkpoint { state, optimizer, num_steps, weights, optimizer_file, .. }) => {
                 report.verify(weights.files());
                 report.verify([&optimizer_file]);
                 let options = state.notes;

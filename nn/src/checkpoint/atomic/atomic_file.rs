@@ -1,7 +1,7 @@
 //! Atomic files: written under a temporary name, synced, then renamed into place.
 
-use super::disk::{file_error, io_error, is_existing_file, sync_folder};
-use super::temporary_name::TEMPORARY_MARK;
+use super::disk::{file_error, io_error, is_existing_file, parent_folder, sync_folder};
+use super::temporary_name::temporary_path;
 use shardgrad_tensor::{Error, Kind, Result};
 use std::fs::{self, File, OpenOptions};
 use std::io::{BufWriter, ErrorKind, Write};
@@ -27,10 +27,8 @@ impl AtomicFile {
     /// As [`is_existing_file`]; `Kind::Io` if the system refuses.
     pub(crate) fn create(path: &Path) -> Result<AtomicFile> {
         is_existing_file(path)?;
-        let mut name =
-            path.file_name().ok_or_else(|| file_error(path, "is not the name of a file"))?.to_os_string();
-        name.push(format!("{TEMPORARY_MARK}{}", std::process::id()));
-        let temporary = path.with_file_name(name);
+        let temporary =
+            temporary_path(path, "").ok_or_else(|| file_error(path, "is not the name of a file"))?;
         // A dead process with the same id may have left one; never write through an existing path.
         if temporary.symlink_metadata().is_ok() {
             fs::remove_file(&temporary).map_err(|e| io_error(&temporary, "remove", &e))?;
@@ -85,7 +83,7 @@ impl AtomicFile {
     /// Syncs the file and renames it into place.
     pub(crate) fn commit(mut self) -> Result<()> {
         self.flush_and_sync()?;
-        let folder = self.path.parent().unwrap_or(Path::new("")).to_path_buf();
+        let folder = parent_folder(&self.path).to_path_buf();
         self.rename_into_place()?;
         sync_folder(&folder)
     }

@@ -1,19 +1,14 @@
 //! Atomic folders: written under a temporary name, and renamed into place when complete, as a checkpoint is.
 
-use super::disk::{io_error, sync_folder};
-use super::temporary_name::{
-    is_process_gone, last_component, parent_folder, parse_temporary_name, temporary_path,
-};
+use super::disk::{entries_of, file_error, io_error, last_component, parent_folder, sync_folder};
+use super::temporary_name::{OLD, is_process_gone, parse_temporary_name, temporary_path};
 use crate::checkpoint::file_names::{OPTIMIZER_FILE, STATE_FILE};
 use shardgrad_tensor::{Error, Kind, Result};
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-/// Suffix of the name of a checkpoint that is being removed.
-pub(crate) const OLD: &str = ".old";
-
-/// A folder that is written under a temporary name beside its final one (`*.tmp-` and the process id) and renamed
+/// A folder that is written under a temporary name in the same parent folder (`*.tmp-` and the process id) and renamed
 /// when all of its files are on the disk. Dropped before that, the folder is removed.
 #[derive(Debug)]
 pub(crate) struct AtomicFolder {
@@ -21,24 +16,21 @@ pub(crate) struct AtomicFolder {
     temporary: PathBuf,
 }
 
-/// Returns the temporary folders beside `path` that ended processes left: of saves, or, with the mark `.old`, of
-/// removals.
+/// [`temporary_path`] of a folder.
+///
+/// # Errors
+/// `Kind::Checkpoint` for a path that does not end with a name.
+pub(crate) fn temporary_folder(path: &Path, mark: &str) -> Result<PathBuf> {
+    temporary_path(path, mark).ok_or_else(|| file_error(path, "is not the name of a folder"))
+}
+
+/// Returns the temporary folders of `path` that ended processes left: of saves, or, with the mark [`OLD`], of removals.
 pub(crate) fn stale_siblings(path: &Path, mark: &str) -> Result<Vec<PathBuf>> {
-    let (dir, own) = (parent_folder(path), last_component(path) + mark);
-    let entries = match fs::read_dir(dir) {
-        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
-        entries => entries.map_err(|e| io_error(dir, "read", &e))?,
+    let own = last_component(path) + mark;
+    let is_stale = |path: &PathBuf| {
+        parse_temporary_name(&last_component(path)).is_some_and(|(of, id)| of == own && is_process_gone(id))
     };
-    let mut found = Vec::new();
-    for entry in entries {
-        let path = entry.map_err(|e| io_error(dir, "read", &e))?.path();
-        if parse_temporary_name(&last_component(&path))
-            .is_some_and(|(of, id)| of == own && is_process_gone(id))
-        {
-            found.push(path);
-        }
-    }
-    Ok(found)
+    Ok(entries_of(parent_folder(path))?.into_iter().filter(is_stale).collect())
 }
 
 /// Whether something exists at `path`; an error for anything that a checkpoint must not replace: all but an empty
@@ -70,7 +62,7 @@ impl AtomicFolder {
     /// `Kind::Io` if the system refuses, and if `path` is anything but a checkpoint or an empty folder.
     pub(crate) fn create(path: &Path) -> Result<AtomicFolder> {
         is_replaceable(path)?;
-        let temporary = temporary_path(path, "")?;
+        let temporary = temporary_folder(path, "")?;
         fs::create_dir_all(parent_folder(path)).map_err(|e| io_error(parent_folder(path), "make", &e))?;
         if temporary.symlink_metadata().is_ok() {
             fs::remove_dir_all(&temporary).map_err(|e| io_error(&temporary, "remove", &e))?;
@@ -90,7 +82,7 @@ impl AtomicFolder {
     /// `Kind::Io` if the system refuses, or as [`AtomicFolder::create`]; the old checkpoint is unchanged, or gone.
     pub(crate) fn commit(self) -> Result<()> {
         sync_folder(&self.temporary)?;
-        let old = is_replaceable(&self.path)?.then(|| temporary_path(&self.path, OLD)).transpose()?;
+        let old = is_replaceable(&self.path)?.then(|| temporary_folder(&self.path, OLD)).transpose()?;
         if let Some(old) = &old {
             fs::rename(&self.path, old).map_err(|e| io_error(&self.path, "write", &e))?;
         }

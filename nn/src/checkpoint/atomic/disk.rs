@@ -5,7 +5,7 @@ use std::fmt;
 use std::fs::{self, File};
 use std::io::ErrorKind;
 use std::os::unix::fs::{FileExt, MetadataExt};
-use std::path::{Component, Path};
+use std::path::{Component, Path, PathBuf};
 
 /// Error about the contents of a file: `path: why`.
 pub(crate) fn file_error(path: &Path, why: impl fmt::Display) -> Error {
@@ -47,9 +47,8 @@ pub(crate) fn check_space(path: &Path, needed: u64) -> Result<()> {
 /// Returns the free bytes, for this user, on the file system of an existing path.
 #[cfg(target_os = "linux")]
 fn free_bytes(path: &Path) -> Option<u64> {
-    let path = if path.as_os_str().is_empty() { Path::new(".") } else { path };
     // Some network file systems report no size.
-    let found = rustix::fs::statvfs(path).ok().filter(|found| found.f_blocks > 0)?;
+    let found = rustix::fs::statvfs(folder_path(path)).ok().filter(|found| found.f_blocks > 0)?;
     Some(found.f_bavail.saturating_mul(found.f_frsize))
 }
 
@@ -79,7 +78,7 @@ pub(crate) fn is_plain_name(name: &str) -> bool {
 }
 
 /// Opens a regular file of a folder and returns its length. Follows a symlink only within the folder, or to the
-/// `blobs` beside the `snapshots` that contain the folder, where the Hugging Face cache stores its files.
+/// `blobs` of the Hugging Face cache whose `snapshots` contain the folder.
 ///
 /// # Errors
 /// `Kind::Checkpoint` for a missing file, a symlink that leaves the folder, and anything but a regular file;
@@ -141,9 +140,36 @@ pub fn read_text(dir: &Path, name: &str, bytes_max: u64) -> Result<String> {
         .map_err(|e| file_error(path, format_args!("is not UTF-8 at byte {}", e.utf8_error().valid_up_to())))
 }
 
+/// Returns the path of a folder for the system, which refuses an empty path to the working folder.
+pub(crate) fn folder_path(dir: &Path) -> &Path {
+    if dir.as_os_str().is_empty() { Path::new(".") } else { dir }
+}
+
+/// Returns the parent folder of a path.
+pub(crate) fn parent_folder(path: &Path) -> &Path {
+    path.parent().map_or(Path::new("."), folder_path)
+}
+
+/// Returns the last component of a path.
+pub(crate) fn last_component(path: &Path) -> String {
+    path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+}
+
+/// Returns the paths of the entries of a folder; none for a folder that does not exist.
+pub(crate) fn entries_of(dir: &Path) -> Result<Vec<PathBuf>> {
+    let read_error = |e: std::io::Error| io_error(dir, "read", &e);
+    match fs::read_dir(dir) {
+        Err(e) if e.kind() == ErrorKind::NotFound => Ok(Vec::new()),
+        entries => entries
+            .map_err(read_error)?
+            .map(|entry| entry.map(|entry| entry.path()).map_err(read_error))
+            .collect(),
+    }
+}
+
 /// Syncs the entries of a folder to the disk.
 pub(crate) fn sync_folder(dir: &Path) -> Result<()> {
-    let dir = if dir.as_os_str().is_empty() { Path::new(".") } else { dir };
+    let dir = folder_path(dir);
     File::open(dir).and_then(|folder| folder.sync_all()).map_err(|e| io_error(dir, "write", &e))
 }
 

@@ -1,6 +1,7 @@
 //! Lock of a model folder: one save at a time, across processes. Two concurrent saves would take each other's
 //! temporary files for those of a dead process, and remove each other's weights as those of an earlier model.
 
+use super::disk::folder_path;
 use shardgrad_tensor::{Error, Kind, Result};
 use std::fs::{File, TryLockError};
 use std::path::Path;
@@ -27,8 +28,7 @@ impl FolderLock {
     /// # Errors
     /// `Kind::Io` if the other save takes longer than ten minutes.
     pub(crate) fn acquire(dir: &Path) -> Result<FolderLock> {
-        let place = if dir.as_os_str().is_empty() { Path::new(".") } else { dir };
-        let Ok(folder) = File::open(place) else { return Ok(FolderLock { _locked: None }) };
+        let Ok(folder) = File::open(folder_path(dir)) else { return Ok(FolderLock { _locked: None }) };
         let start = Instant::now();
         while let Err(TryLockError::WouldBlock) = folder.try_lock() {
             if start.elapsed() > LOCK_TIMEOUT {

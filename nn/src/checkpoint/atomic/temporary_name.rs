@@ -1,12 +1,10 @@
 //! Temporary names: `NAME.tmp-PID` while a process writes NAME, `NAME.old.tmp-PID` while the process removes the
 //! folder that had the name.
 
-use super::disk::file_error;
-use shardgrad_tensor::Result;
 use std::path::{Path, PathBuf};
 
-/// Separates the name of a file that is being written from the id of the process that writes it.
-pub(crate) const TEMPORARY_MARK: &str = ".tmp-";
+/// Separates the name of a file or folder from the id of the process that writes it.
+const TEMPORARY_MARK: &str = ".tmp-";
 
 /// Parses the temporary name of a file into its final name and the process id.
 pub(crate) fn parse_temporary_name(name: &str) -> Option<(&str, u32)> {
@@ -15,22 +13,15 @@ pub(crate) fn parse_temporary_name(name: &str) -> Option<(&str, u32)> {
     id.parse().ok().filter(|_| is_number).map(|id| (name, id))
 }
 
-/// Returns the path that a folder has while it is written or removed.
-pub(crate) fn temporary_path(path: &Path, mark: &str) -> Result<PathBuf> {
-    let name = path.file_name().ok_or_else(|| file_error(path, "is not the name of a folder"))?;
-    let mut name = name.to_os_string();
-    name.push(format!("{mark}.tmp-{}", std::process::id()));
-    Ok(path.with_file_name(name))
-}
+/// Mark in the temporary name of a folder that is being removed.
+pub(crate) const OLD: &str = ".old";
 
-/// Returns the last component of a path.
-pub(crate) fn last_component(path: &Path) -> String {
-    path.file_name().unwrap_or_default().to_string_lossy().into_owned()
-}
-
-/// Returns the parent folder of a path.
-pub(crate) fn parent_folder(path: &Path) -> &Path {
-    path.parent().filter(|above| !above.as_os_str().is_empty()).unwrap_or(Path::new("."))
+/// Returns the temporary path, in the same folder, of a file or folder that this process writes (no mark) or removes
+/// ([`OLD`]); `None` for a path that does not end with a name.
+pub(crate) fn temporary_path(path: &Path, mark: &str) -> Option<PathBuf> {
+    let mut name = path.file_name()?.to_os_string();
+    name.push(format!("{mark}{TEMPORARY_MARK}{}", std::process::id()));
+    Some(path.with_file_name(name))
 }
 
 /// Whether no process has this id, or this process has it. Without `/proc` every process counts as running.

@@ -1,14 +1,11 @@
 //! Folders of training checkpoints: found, recovered after a killed save, and pruned.
 
-use crate::checkpoint::atomic::atomic_folder::{OLD, is_replaceable, stale_siblings};
-use crate::checkpoint::atomic::disk::{io_error, sync_folder};
-use crate::checkpoint::atomic::temporary_name::{
-    is_process_gone, last_component, parent_folder, parse_temporary_name, temporary_path,
-};
+use crate::checkpoint::atomic::atomic_folder::{is_replaceable, stale_siblings, temporary_folder};
+use crate::checkpoint::atomic::disk::{entries_of, io_error, last_component, parent_folder, sync_folder};
+use crate::checkpoint::atomic::temporary_name::{OLD, is_process_gone, parse_temporary_name};
 use crate::checkpoint::file_names::STATE_FILE;
 use shardgrad_tensor::Result;
 use std::fs;
-use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 /// Prefix of the names of checkpoints; the number of the step follows.
@@ -64,12 +61,7 @@ impl Checkpoints {
     /// `Kind::Io` if the system refuses.
     pub fn find(dir: &Path) -> Result<Checkpoints> {
         let mut found = Checkpoints::default();
-        let entries = match fs::read_dir(dir) {
-            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(found),
-            entries => entries.map_err(|e| io_error(dir, "read", &e))?,
-        };
-        for entry in entries {
-            let path = entry.map_err(|e| io_error(dir, "read", &e))?.path();
+        for path in entries_of(dir)? {
             let name = last_component(&path);
             if !name.starts_with(PREFIX) || !path.is_dir() {
                 continue;
@@ -149,7 +141,7 @@ impl Checkpoints {
     pub fn keep_newest(dir: &Path, count: usize) -> Result<()> {
         let whole = Checkpoints::find(dir)?.complete;
         let removals = whole.iter().rev().skip(count).map(|(_, path)| {
-            let renamed = temporary_path(path, OLD)?;
+            let renamed = temporary_folder(path, OLD)?;
             fs::rename(path, &renamed).map_err(|e| io_error(path, "remove", &e))?;
             fs::remove_dir_all(&renamed).map_err(|e| io_error(&renamed, "remove", &e))
         });
@@ -238,7 +230,7 @@ mod tests {
         stop(dead);
         assert!(Checkpoints::recover(&place).unwrap() && !Checkpoints::recover(&place).unwrap());
         assert_eq!((read(&dir, 3).unwrap(), fs::read_dir(&dir).unwrap().count()), ("new".to_string(), 1));
-        // An existing checkpoint is not touched, whatever is beside it, and other folders stay.
+        // An existing checkpoint is not touched, whatever temporary folders there are, and other folders stay.
         fs::create_dir(dir.join(format!("checkpoint-3.tmp-{dead}"))).unwrap();
         fs::write(dir.join(format!("checkpoint-3.tmp-{dead}/{STATE_FILE}")), "later").unwrap();
         fs::create_dir(dir.join(format!("checkpoint-x.tmp-{dead}"))).unwrap();

@@ -30,7 +30,7 @@ pub struct RunState {
 /// The optimizer, as `trainer_state.json` records it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct OptimizerRecord {
-    /// Hyperparameters, for readers.
+    /// Hyperparameters, for readers: [`Optimizer::describe`](crate::Optimizer::describe). Not parsed.
     pub(crate) settings: String,
     /// Names of the state tensors of a parameter.
     #[serde(rename = "keeps")]

@@ -1,30 +1,23 @@
-//! Saving and loading the weights of models as Hugging Face folders: saved from any mesh, loaded on any other.
+//! Saving the weights of models as Hugging Face folders, from any mesh.
 
-use super::cast_rule::{CastCounts, CastRule, is_exact};
-use super::gather::{broadcast_result, gather_to_rank_zero};
+use super::cast_rule::is_exact;
+use super::gather::{GatheringWriter, WRITE_TIMEOUT};
+use super::param_checks::{check_parameters, params_where};
 use crate::checkpoint::atomic::sidecar::SidecarFile;
 use crate::checkpoint::hf::HfModel;
-use crate::checkpoint::tensors::weights::Weights;
 use crate::checkpoint::tensors::weights_writer::WeightsWriter;
 use crate::module::Module;
-use crate::module::name::matches;
-use crate::module::param::{Param, StageOwners};
+use crate::module::param::Param;
 use crate::module::precision::check_dtype;
 use crate::sharded_model::Model;
-use shardgrad_tensor::training_step::consistency::{SharedTensor, check_replicas, check_shared_replicas};
-use shardgrad_tensor::training_step::control::world_sum;
 use shardgrad_tensor::training_step::grad_norm::local_sum_squares;
-use shardgrad_tensor::{DType, Error, Kind, Result, Tensor, Value};
-use std::collections::HashSet;
+use shardgrad_tensor::{DType, Error, Kind, Result, Value};
 use std::fs;
 use std::panic::Location;
 use std::path::Path;
-use std::time::Duration;
 
 /// Default for the largest size of a file of weights, in bytes.
 pub const FILE_BYTES_MAX: u64 = 5_000_000_000;
-/// How long ranks wait while rank 0 writes: a disk may stall for long, and giving up would lose the trained weights.
-pub(crate) const WRITE_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
 
 impl<M: HfModel> Model<M> {
     /// [`Model::save_in_files`] with files of at most [`FILE_BYTES_MAX`] bytes.
@@ -99,38 +92,6 @@ impl<M: HfModel> Model<M> {
             FolderContents { config: Some(&config), companions, bytes_max: FILE_BYTES_MAX, step: Some(step) };
         write_folder(self, dir, &contents, dtype, &|name| self.hf_name(name))
     }
-
-    /// [`Model::load_as`] with exact casts only.
-    ///
-    /// # Errors
-    /// As [`Model::load_as`].
-    #[doc(alias = "from_pretrained")]
-    pub fn load(&self, dir: &Path) -> Result<CastCounts> {
-        self.load_as(dir, CastRule::Widen)
-    }
-
-    /// Loads the parameters from a model folder whose config fits this model. Tensors may have the names of Hugging
-    /// Face, the names of older files, or the parameter names of this model. Each rank reads for itself; nothing is
-    /// communicated. Returns the dtype conversions of the weights.
-    ///
-    /// # Errors
-    /// `Kind::Checkpoint` listing at most twenty each of the tensors that are missing, have another shape, have a
-    /// dtype that `cast` does not allow, or are unknown; no parameter has changed then. Some parameters have changed
-    /// if a tensor does not match its checksum or a file shrinks while it is read (`Kind::Checkpoint`), or if the
-    /// system refuses (`Kind::Io`). A tensor of which each rank reads only a part is verified by one rank, which
-    /// alone returns the error.
-    pub fn load_as(&self, dir: &Path, cast: CastRule) -> Result<CastCounts> {
-        self.load_opened(&Weights::open(dir)?, cast)
-    }
-
-    /// [`Model::load_as`] from open files.
-    pub(crate) fn load_opened(&self, weights: &Weights, cast: CastRule) -> Result<CastCounts> {
-        let names = |name: &str| {
-            let (usual, older) = (self.hf_name(name), self.legacy_hf_name(name));
-            [usual, name.to_string()].into_iter().chain(older).collect()
-        };
-        load_into(self, weights, cast, &names, self.ignored_on_load())
-    }
 }
 
 impl<M: Module> Model<M> {
@@ -177,69 +138,6 @@ impl<M: Module> Model<M> {
             FolderContents { config: None, companions: &[], bytes_max: FILE_BYTES_MAX, step: Some(step) };
         write_folder(self, dir, &contents, self.precision().param_dtype, &str::to_string)
     }
-
-    /// Loads the parameters from a folder of weights under the names of the parameters, saved on any mesh, with exact
-    /// casts only. Each rank reads for itself; nothing is communicated.
-    ///
-    /// # Errors
-    /// As [`Weights::open`] and [`Model::load_weights_as`].
-    pub fn load_weights(&self, dir: &Path) -> Result<CastCounts> {
-        self.load_weights_as(&Weights::open(dir)?, CastRule::Widen, &str::to_string, &[])
-    }
-
-    /// Loads the parameters from files. A parameter is the tensor with the name that `name_in_file` returns,
-    /// or with its own name. Ignores tensors that match a pattern of `ignored_on_load`. Returns the dtype conversions of
-    /// all weights, on all ranks and stages.
-    ///
-    /// # Errors
-    /// `Kind::Checkpoint` listing the mismatches, before any parameter has changed; errors of reading.
-    #[doc(alias = "load_state_dict")]
-    pub fn load_weights_as(
-        &self,
-        weights: &Weights,
-        cast: CastRule,
-        name_in_file: &dyn Fn(&str) -> String,
-        ignored_on_load: &[&str],
-    ) -> Result<CastCounts> {
-        load_into(self, weights, cast, &|name| vec![name_in_file(name), name.to_string()], ignored_on_load)
-    }
-
-    /// Returns the names of the parameters that contain NaN or infinity, equal on every rank. Costs one small
-    /// collective; every rank calls this together. Each rank sums the squares of its parameters, and inspects single
-    /// parameters only if the sum is not finite.
-    ///
-    /// # Errors
-    /// Errors of the kernels and the collective.
-    #[track_caller]
-    pub fn non_finite_params(&self) -> Result<Vec<String>> {
-        let here: Vec<Tensor> = self.params().iter().filter(|p| p.is_local()).map(Param::tensor).collect();
-        let has_non_finite = !local_sum_squares(self.rank(), &here)?.is_finite();
-        let is_not_finite = |x: &f64| !x.is_finite();
-        let found = |p: &Param| Ok(has_non_finite && p.tensor().to_local_f64()?.iter().any(is_not_finite));
-        params_where(self, found, Location::caller())
-    }
-
-    /// Returns the names of the parameters that contain NaN, equal on every rank. Every rank calls this together.
-    ///
-    /// # Errors
-    /// Errors of the device and the collective.
-    #[track_caller]
-    pub(crate) fn nan_params(&self) -> Result<Vec<String>> {
-        let found = |p: &Param| Ok(p.tensor().to_local_f64()?.iter().any(|x| x.is_nan()));
-        params_where(self, found, Location::caller())
-    }
-}
-
-/// Returns the names of the parameters for which `found` is true on any rank that stores them; equal on every rank.
-fn params_where<M: Module>(
-    model: &Model<M>,
-    found: impl Fn(&Param) -> Result<bool>,
-    site: &'static Location<'static>,
-) -> Result<Vec<String>> {
-    let flags = |p: &Param| Ok(f64::from(u8::from(p.is_local() && found(p)?)));
-    let flags: Vec<f64> = model.params().iter().map(flags).collect::<Result<_>>()?;
-    let sums = world_sum(model.rank(), &flags, site)?;
-    Ok(model.params().iter().zip(sums).filter(|(_, sum)| *sum > 0.0).map(|(p, _)| p.name()).collect())
 }
 
 /// Refuses a dtype in which a finite number of a parameter becomes infinite: the loss of that number would go
@@ -273,28 +171,6 @@ fn check_rounding<M: Module>(model: &Model<M>, dtype: DType, site: &'static Loca
     Err(Error::new(Kind::NotFinite, text).detail("help", help).at(site))
 }
 
-/// Compares the copies of all parameters of this rank's stage, bit for bit, and, between stages, those of parameters
-/// that several stages hold. Every rank calls this together.
-///
-/// # Errors
-/// `Kind::Diverged` on every rank, naming parameters and ranks; errors of the collective.
-pub(crate) fn check_parameters<M: Module>(model: &Model<M>, site: &'static Location<'static>) -> Result<()> {
-    let tensors: Vec<(String, Tensor)> =
-        model.params().iter().filter(|p| p.is_local()).map(|p| (p.name(), p.tensor())).collect();
-    let tensors: Vec<(&str, &Tensor)> = tensors.iter().map(|(name, tensor)| (&**name, tensor)).collect();
-    check_replicas(model.rank(), &tensors, site)?;
-    let tied = model.params().iter().filter_map(|p| Some((p, p.owners().filter(|h| h.ranks.len() > 1)?)));
-    let tied: Vec<(String, &Param, StageOwners)> = tied.map(|(p, owners)| (p.name(), p, owners)).collect();
-    let Some(axis) = tied.first().map(|(.., owners)| owners.axis) else { return Ok(()) };
-    let shared = tied.iter().map(|(name, param, owners)| SharedTensor {
-        name,
-        layout: param.layout(),
-        positions: owners.ranks.clone(),
-        replica: param.is_local().then(|| param.tensor()),
-    });
-    check_shared_replicas(model.rank(), axis, &shared.collect::<Vec<_>>(), site)
-}
-
 /// Contents of a model folder besides the weights, and the size of its files.
 struct FolderContents<'a> {
     /// Text of `config.json`, if there is one.
@@ -320,146 +196,18 @@ fn write_folder<M: Module>(
     check_rounding(model, dtype, site)?;
     let entry = |p: &Param| (name_in_file(&p.name()), dtype, p.file_shape());
     let entries: Vec<_> = model.params().iter().map(entry).collect();
-    let is_rank_zero = model.rank().world().index() == 0;
-    let begin = || {
+    let open = || {
         fs::create_dir_all(dir)
             .map_err(|e| Error::new(Kind::Io, format!("cannot make the folder {}: {e}", dir.display())))?;
-        let writer = match contents.step {
-            Some(step) => WeightsWriter::with_step(dir, contents.config, &entries, contents.bytes_max, step),
-            None => WeightsWriter::create(dir, contents.config, &entries, contents.bytes_max),
-        };
-        writer?.with_sidecars(contents.companions)
+        WeightsWriter::begin(dir, contents.config, &entries, contents.bytes_max, contents.step)?
+            .with_sidecars(contents.companions)
     };
     let rank = model.rank();
     rank.with_timeout(WRITE_TIMEOUT, || {
-        // Report early refusals before gathering anything.
-        let created = is_rank_zero.then(begin).transpose();
-        let (mut writer, created) = created.map_or_else(|e| (None, Err(e)), |writer| (writer, Ok(())));
-        broadcast_result(rank, created, site)?;
-        let mut written = Ok(());
+        let mut writer = GatheringWriter::create(rank, site, open)?;
         for (param, (name, ..)) in model.params().iter().zip(&entries) {
-            let bytes = gather_to_rank_zero(
-                rank,
-                param,
-                dtype,
-                || Ok(param.tensor_in_file_order().cast(dtype)),
-                site,
-            )?;
-            // After a failed write the remaining tensors are gathered all the same, so that all ranks stay in step.
-            if let (Some(writer), Some(bytes), true) = (&mut writer, bytes, written.is_ok()) {
-                written = writer.append(name, &bytes);
-            }
+            writer.gather(name, param, dtype, || Ok(param.tensor_in_file_order().cast(dtype)))?;
         }
-        let finished = written.and_then(|()| writer.map_or(Ok(None), WeightsWriter::finish_with_digest));
-        let (digest, finished) = finished.map_or_else(|e| (None, Err(e)), |digest| (digest, Ok(())));
-        // No rank returns, and reads, before the files are complete.
-        broadcast_result(rank, finished, site)?;
-        Ok(digest)
+        writer.finish()
     })
-}
-
-/// [`Model::load_weights_as`], where a parameter is the first of several names that the files contain.
-fn load_into<M: Module>(
-    model: &Model<M>,
-    weights: &Weights,
-    cast: CastRule,
-    names_in_file: &dyn Fn(&str) -> Vec<String>,
-    ignored_on_load: &[&str],
-) -> Result<CastCounts> {
-    let (mut mismatches, mut casts) = (Mismatches::default(), CastCounts::default());
-    let mut found = Vec::with_capacity(model.params().len());
-    let mut used = HashSet::new();
-    for param in model.params() {
-        let candidates = names_in_file(&param.name());
-        let Some(tensor) = candidates.iter().find_map(|n| weights.get(n)) else {
-            mismatches.missing.push(candidates[0].clone());
-            continue;
-        };
-        used.insert(tensor.name.as_str());
-        if tensor.shape != param.file_shape() || !tensor.dtype.is_float() {
-            let (name, wanted) = (&tensor.name, param.file_shape());
-            mismatches
-                .other
-                .push(format!("{name} is {}{:?}, the model has {wanted:?}", tensor.dtype, tensor.shape));
-        } else {
-            let dtype = param.layout().dtype();
-            if cast == CastRule::Widen && !is_exact(tensor.dtype, dtype) {
-                mismatches
-                    .narrower
-                    .push(format!("{} is {}, the parameter {dtype}", tensor.name, tensor.dtype));
-            }
-            casts.add(tensor.dtype, dtype);
-        }
-        found.push((param, tensor));
-    }
-    let is_part = |name: &str| weights.stack_containing(name).is_some_and(|stack| used.contains(stack));
-    let known =
-        |name: &str| used.contains(name) || is_part(name) || ignored_on_load.iter().any(|p| matches(p, name));
-    mismatches.unknown.extend(weights.tensors().map(|t| t.name.clone()).filter(|name| !known(name)));
-    mismatches.check(weights.path())?;
-    for (param, tensor) in found.into_iter().filter(|(param, _)| param.is_local()) {
-        // Read this rank's shard only.
-        let layout = param.tensor_in_file_order().layout().clone();
-        let ranges: Vec<_> =
-            (0..layout.ndim()).map(|d| layout.range(d, model.rank().coordinates())).collect();
-        let bytes = weights.read_part(&tensor.name, &layout.shape(), &ranges)?;
-        param.set_from_file_order(Tensor::from_local_bytes(model.rank(), &layout, tensor.dtype, &bytes)?)?;
-    }
-    // Tensors of which each rank reads only its shard are verified too, each by one rank.
-    let world = model.rank().world();
-    weights.verify_share(world.index(), world.mesh().num_ranks())?;
-    Ok(casts)
-}
-
-/// Mismatches between files and model.
-#[derive(Default)]
-struct Mismatches {
-    missing: Vec<String>,
-    other: Vec<String>,
-    /// Tensors whose cast would round.
-    narrower: Vec<String>,
-    unknown: Vec<String>,
-}
-
-/// Largest number of tensors that an error names of each kind.
-const NAMED_MAX: usize = 20;
-/// Largest number of tensors that an error names if the cast would round: usually it is all of them.
-const NARROWER_MAX: usize = 3;
-
-impl Mismatches {
-    fn check(mut self, path: &Path) -> Result<()> {
-        let narrower = self.narrower.len();
-        let count = self.missing.len() + self.other.len() + narrower + self.unknown.len();
-        if count == 0 {
-            return Ok(());
-        }
-        let text = format!("{}: {count} tensor(s) do not fit the model", path.display());
-        let mut error = Error::new(Kind::Checkpoint, text);
-        let lists = [&mut self.missing, &mut self.other, &mut self.unknown].map(|list| (list, NAMED_MAX));
-        for (list, most) in lists.into_iter().chain([(&mut self.narrower, NARROWER_MAX)]) {
-            let more = list.len().saturating_sub(most);
-            list.truncate(most);
-            list.extend((more > 0).then(|| format!("and {more} more")));
-        }
-        let kinds = [
-            ("missing", self.missing),
-            ("unlike", self.other),
-            ("narrower", self.narrower),
-            ("unknown", self.unknown),
-        ];
-        let add_detail = |e: Error, (label, names): (&'static str, Vec<String>)| match names.len() {
-            0 => e,
-            _ => e.detail(label, names.join(", ")),
-        };
-        error = kinds.into_iter().fold(error, add_detail);
-        if count > narrower {
-            error = error.detail("help", "check config.json: it must describe these weights");
-        }
-        if narrower > 0 {
-            let help =
-                "use the dtype of the file, or allow rounding (CastRule::Round; --cast on the command line)";
-            error = error.detail("help", help);
-        }
-        Err(error)
-    }
 }

@@ -3,7 +3,7 @@
 use super::checksum::{self, Checksum};
 use super::digest::Digest;
 use super::safetensors_header::{
-    DIGEST, HEADER_BYTES_MAX, Header, STEP, TensorInfo, TensorSpec, parse, render_with,
+    DIGEST, HEADER_BYTES_MAX, Header, STEP, TensorInfo, TensorSpec, parse, render,
 };
 use crate::checkpoint::atomic::atomic_file::AtomicFile;
 use crate::checkpoint::atomic::disk::{file_error, io_error, open_regular, open_within, zeroed};
@@ -238,27 +238,33 @@ impl TensorWriter {
     /// Begins a file of these tensors (name, dtype, global shape).
     ///
     /// # Errors
-    /// `Kind::Checkpoint` for names and shapes that no file can contain
-    /// ([`render`](super::safetensors_header::render)); `Kind::Io` if the system refuses, and if the path is not a
-    /// regular file (a symlink, a folder, a pipe, a device).
+    /// `Kind::Checkpoint` for names and shapes that no file can contain: what [`parse`] would refuse; `Kind::Io` if the
+    /// system refuses, and if the path is not a regular file (a symlink, a folder, a pipe, a device).
     pub fn create(path: &Path, tensors: &[TensorSpec]) -> Result<TensorWriter> {
-        TensorWriter::begin(path, tensors, &[])
+        TensorWriter::begin(path, tensors, [])
     }
 
-    /// [`TensorWriter::create`] of a file with a digest in its header.
-    pub(super) fn with_digest(path: &Path, tensors: &[TensorSpec]) -> Result<TensorWriter> {
-        TensorWriter::begin(path, tensors, &[(DIGEST, UNKNOWN)])
+    /// [`TensorWriter::create`] of a file with its digest in its header, and the step of the run if there is one.
+    pub(crate) fn with_digest(
+        path: &Path,
+        tensors: &[TensorSpec],
+        step: Option<u64>,
+    ) -> Result<TensorWriter> {
+        let step = step.map(|step| (STEP.to_string(), step.to_string()));
+        TensorWriter::begin(
+            path,
+            tensors,
+            [(DIGEST.to_string(), UNKNOWN.to_string())].into_iter().chain(step),
+        )
     }
 
-    /// [`TensorWriter::create`] of a file with a digest and the step of the run in its header.
-    pub(crate) fn with_step(path: &Path, tensors: &[TensorSpec], step: u64) -> Result<TensorWriter> {
-        TensorWriter::begin(path, tensors, &[(DIGEST, UNKNOWN), (STEP, &step.to_string())])
-    }
-
-    fn begin(path: &Path, tensors: &[TensorSpec], more: &[(&str, &str)]) -> Result<TensorWriter> {
-        let more = more.iter().map(|(name, text)| (name.to_string(), text.to_string()));
+    fn begin(
+        path: &Path,
+        tensors: &[TensorSpec],
+        more: impl IntoIterator<Item = (String, String)>,
+    ) -> Result<TensorWriter> {
         let checksums = tensors.iter().map(|(name, ..)| (checksum::key(name), UNKNOWN.to_string()));
-        let (text, header) = render_with(path, tensors, &more.chain(checksums).collect())?;
+        let (text, header) = render(path, tensors, &more.into_iter().chain(checksums).collect())?;
         let mut output = AtomicFile::create(path)?;
         output.write(&(text.len() as u64).to_le_bytes())?;
         output.write(text.as_bytes())?;
@@ -349,7 +355,7 @@ impl TensorWriter {
     fn write_header(&mut self) -> Result<Option<String>> {
         let Header { tensors, metadata } = &self.header;
         let entries: Vec<_> = tensors.iter().map(|t| (t.name.clone(), t.dtype, t.shape.clone())).collect();
-        let render = |metadata| render_with(&self.output.path, &entries, metadata).map(|(text, _)| text);
+        let render = |metadata| render(&self.output.path, &entries, metadata).map(|(text, _)| text);
         let mut text = render(metadata)?;
         let digest = metadata.contains_key(DIGEST).then(|| {
             let mut digest = Digest::default();

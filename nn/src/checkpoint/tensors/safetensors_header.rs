@@ -11,6 +11,7 @@ use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 use shardgrad_tensor::{DType, Result};
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
+use std::marker::PhantomData;
 use std::ops::Range;
 use std::path::Path;
 
@@ -23,6 +24,8 @@ pub const TENSORS_MAX: usize = 1 << 18;
 /// Longest tensor name, in bytes.
 pub const NAME_BYTES_MAX: usize = 1024;
 
+/// Key of the header for entries that are not tensors.
+const METADATA: &str = "__metadata__";
 /// Key of `__metadata__` for the digest of a file that belongs to a set of files.
 pub(crate) const DIGEST: &str = "shardgrad_digest";
 /// Key of `__metadata__` for the step of the run after which a file was saved.
@@ -93,7 +96,7 @@ pub fn parse(path: &Path, text: &[u8], payload_bytes: u64) -> Result<Header> {
         return Err(file_error(path, "the header does not start with `{`")
             .detail("help", "is this a safetensors file?"));
     }
-    let raw: RawHeader = serde_json::from_str(text)
+    let UniqueKeys::<RawHeader>(raw) = serde_json::from_str(text)
         .map_err(|e| file_error(path, format_args!("the header cannot be read: {e}")))?;
     let mut tensors =
         raw.tensors.into_iter().map(|(name, raw)| raw.check(path, name)).collect::<Result<Vec<_>>>()?;
@@ -122,16 +125,12 @@ pub fn parse(path: &Path, text: &[u8], payload_bytes: u64) -> Result<Header> {
 }
 
 /// Renders the header text of tensors whose bytes follow each other in this order, padded with spaces to a multiple
-/// of 8 bytes, with `{"format": "pt"}`, so that PyTorch programs open the file.
+/// of 8 bytes. The entries of `__metadata__` come first: `{"format": "pt"}`, so that PyTorch programs open the file,
+/// and `more`. Equal arguments give equal bytes.
 ///
 /// # Errors
 /// `Kind::Checkpoint` for what [`parse`] would refuse: a bad or repeated name, too many dims, too many bytes.
-pub fn render(path: &Path, tensors: &[TensorSpec]) -> Result<(String, Header)> {
-    render_with(path, tensors, &BTreeMap::new())
-}
-
-/// [`render`] with more metadata entries, which come before all tensors.
-pub(super) fn render_with(
+pub(super) fn render(
     path: &Path,
     tensors: &[TensorSpec],
     more: &BTreeMap<String, String>,
@@ -139,7 +138,7 @@ pub(super) fn render_with(
     let mut metadata = BTreeMap::from([("format".to_string(), "pt".to_string())]);
     metadata.extend(more.clone());
     let mut header = Header { tensors: Vec::with_capacity(tensors.len()), metadata };
-    let mut text = format!("{{\"__metadata__\":{}", serde_json::json!(header.metadata));
+    let mut text = format!("{{\"{METADATA}\":{}", serde_json::json!(header.metadata));
     let (mut names, mut end) = (HashSet::new(), 0u64);
     for (name, dtype, shape) in tensors {
         check_name(path, name)?;
@@ -177,7 +176,7 @@ fn check_name(path: &Path, name: &str) -> Result<()> {
     if name.is_empty()
         || name.len() > NAME_BYTES_MAX
         || name.chars().any(char::is_control)
-        || name == "__metadata__"
+        || name == METADATA
     {
         let shown: String = name.chars().take(40).collect();
         let why = format!("{shown:?} is not a valid tensor name");
@@ -227,78 +226,79 @@ impl RawTensor {
     }
 }
 
-/// A header before its checks. Refuses duplicate keys, which a map type would drop silently.
+/// A map that is read entry by entry.
+pub(super) trait Entries: Default {
+    /// Description for errors.
+    const EXPECTED: &'static str;
+
+    /// Reads the value of a key.
+    fn read<'de, A: MapAccess<'de>>(&mut self, key: String, map: &mut A) -> Result<(), A::Error>;
+}
+
+/// Deserializes a map; refuses a key that occurs twice, of which a map type would silently drop one.
+#[derive(Debug)]
+pub(super) struct UniqueKeys<T>(pub(super) T);
+
+impl<'de, T: Entries> Deserialize<'de> for UniqueKeys<T> {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<UniqueKeys<T>, D::Error> {
+        struct EntryVisitor<T>(PhantomData<T>);
+        impl<'de, T: Entries> Visitor<'de> for EntryVisitor<T> {
+            type Value = UniqueKeys<T>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(T::EXPECTED)
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<UniqueKeys<T>, A::Error> {
+                let (mut entries, mut keys) = (T::default(), HashSet::new());
+                while let Some(key) = map.next_key::<String>()? {
+                    if !keys.insert(key.clone()) {
+                        return Err(A::Error::custom(format_args!("key `{key}` occurs twice")));
+                    }
+                    entries.read(key, &mut map)?;
+                }
+                Ok(UniqueKeys(entries))
+            }
+        }
+        from.deserialize_map(EntryVisitor(PhantomData))
+    }
+}
+
+impl Entries for BTreeMap<String, String> {
+    const EXPECTED: &'static str = "a map of strings";
+
+    fn read<'de, A: MapAccess<'de>>(&mut self, key: String, map: &mut A) -> Result<(), A::Error> {
+        self.insert(key, map.next_value()?);
+        Ok(())
+    }
+}
+
+/// A header before its checks.
+#[derive(Default)]
 struct RawHeader {
     tensors: Vec<(String, RawTensor)>,
     metadata: BTreeMap<String, String>,
 }
 
-impl<'de> Deserialize<'de> for RawHeader {
-    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<RawHeader, D::Error> {
-        struct Entries;
-        impl<'de> Visitor<'de> for Entries {
-            type Value = RawHeader;
+impl Entries for RawHeader {
+    const EXPECTED: &'static str = "a map from tensor names to their dtype, shape and offsets";
 
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a map from tensor names to their dtype, shape and offsets")
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<RawHeader, A::Error> {
-                let mut raw = RawHeader { tensors: Vec::new(), metadata: BTreeMap::new() };
-                let mut names = HashSet::new();
-                while let Some(name) = map.next_key::<String>()? {
-                    if !names.insert(name.clone()) {
-                        return Err(A::Error::custom(format_args!("`{name}` occurs twice")));
-                    }
-                    if name == "__metadata__" {
-                        raw.metadata = map.next_value::<UniqueKeyMap>()?.0;
-                    } else {
-                        if raw.tensors.len() == TENSORS_MAX {
-                            let why = format_args!("there are more than {TENSORS_MAX} tensors");
-                            return Err(A::Error::custom(why));
-                        }
-                        raw.tensors.push((name, map.next_value()?));
-                    }
-                }
-                Ok(raw)
-            }
+    fn read<'de, A: MapAccess<'de>>(&mut self, key: String, map: &mut A) -> Result<(), A::Error> {
+        if key == METADATA {
+            self.metadata = map.next_value::<UniqueKeys<_>>()?.0;
+        } else if self.tensors.len() == TENSORS_MAX {
+            return Err(A::Error::custom(format_args!("there are more than {TENSORS_MAX} tensors")));
+        } else {
+            self.tensors.push((key, map.next_value()?));
         }
-        from.deserialize_map(Entries)
-    }
-}
-
-/// Map of strings, deserialized with an error for duplicate keys.
-#[derive(Debug, Default)]
-pub(super) struct UniqueKeyMap(pub(super) BTreeMap<String, String>);
-
-impl<'de> Deserialize<'de> for UniqueKeyMap {
-    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<UniqueKeyMap, D::Error> {
-        struct Strings;
-        impl<'de> Visitor<'de> for Strings {
-            type Value = UniqueKeyMap;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a map of strings")
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<UniqueKeyMap, A::Error> {
-                let mut found = BTreeMap::new();
-                while let Some((key, value)) = map.next_entry::<String, String>()? {
-                    if found.contains_key(&key) {
-                        return Err(A::Error::custom(format_args!("key `{key}` occurs twice")));
-                    }
-                    found.insert(key, value);
-                }
-                Ok(UniqueKeyMap(found))
-            }
-        }
-        from.deserialize_map(Strings)
+        Ok(())
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use safetensors::tensor::Metadata;
     use shardgrad_tensor::Kind;
 
     const GOOD: &str = r#"{"__metadata__":{"format":"pt"},"b":{"dtype":"BF16","shape":[3],"data_offsets":[24,30]},
@@ -369,6 +369,29 @@ mod tests {
         assert_eq!(error.kind(), Kind::Checkpoint);
     }
 
+    /// The reasons for an own parser (decision record 21): if one fails, the reference library has caught up.
+    #[test]
+    fn reference_library_accepts_headers_that_are_refused_here() {
+        for (from, to) in [
+            ("\"b\":", "\"a\":{\"dtype\":\"F32\",\"shape\":[2,3],\"data_offsets\":[0,24]},\"b\":"),
+            ("\"format\":\"pt\"", "\"x\":\"1\",\"x\":\"2\""),
+            ("\"dtype\":\"F32\"", "\"dtype\":\"F32\",\"more\":1"),
+            ("[0,5]", "[0,5,1,1,1,1,1,1,1]"),
+            ("[0,5]", "[0,4294967296,4294967296]"),
+            ("\"b\":", "\"b\\u0000\":"),
+            ("\"b\":", "\"\":"),
+            ("{\"format\":\"pt\"}", "null"),
+        ] {
+            let text = GOOD.replacen(from, to, 1);
+            assert!(text != GOOD && parse(Path::new("m"), text.as_bytes(), 30).is_err(), "{to}");
+            let reference: Metadata = serde_json::from_str(&text).unwrap_or_else(|e| panic!("{to}: {e}"));
+            assert_eq!(reference.data_len(), 30);
+        }
+        // Neither the tensor nor the bytes are named.
+        let error = serde_json::from_str::<Metadata>(&GOOD.replacen("[24,30]", "[24,31]", 1)).unwrap_err();
+        assert_eq!(error.to_string(), "invalid shape, data type, or offset for tensor");
+    }
+
     #[test]
     fn rendered_header_parses_back() {
         let tensors = vec![
@@ -376,12 +399,12 @@ mod tests {
             ("empty".to_string(), DType::U8, vec![0]),
             ("one".to_string(), DType::F64, vec![]),
         ];
-        let (text, header) = render(Path::new("m"), &tensors).unwrap();
+        let (text, header) = render(Path::new("m"), &tensors, &BTreeMap::new()).unwrap();
         assert_eq!(text.len() % 8, 0);
         assert_eq!(parse(Path::new("m"), text.as_bytes(), 32).unwrap(), header);
         let refused = |name: &str, shape: Vec<usize>| {
             let tensors = [tensors[0].clone(), (name.to_string(), DType::F32, shape)];
-            render(Path::new("m"), &tensors).unwrap_err().message().to_string()
+            render(Path::new("m"), &tensors, &BTreeMap::new()).unwrap_err().message().to_string()
         };
         assert_eq!(refused("w \"q\" é", vec![1]), "m: tensor `w \"q\" é` is given twice");
         assert_eq!(
@@ -398,7 +421,7 @@ mod tests {
     #[test]
     fn header_with_changed_byte_is_refused_or_covers_the_payload() {
         // Whatever byte changes, the parser neither panics nor accepts byte ranges that do not cover the payload
-        // exactly.
+        // exactly, and the reference library reads the same tensors.
         let mut accepted = 0;
         for at in 0..GOOD.len() {
             for byte in (0..=255u8).step_by(5).chain(*b"0123456789[]{},:\"") {
@@ -406,9 +429,12 @@ mod tests {
                 text[at] = byte;
                 if let Ok(header) = parse(Path::new("m"), &text, 30) {
                     accepted += 1;
+                    let reference: Metadata = serde_json::from_slice(&text).unwrap();
+                    assert_eq!((reference.data_len(), reference.tensors().len()), (30, header.tensors.len()));
                     let mut end = 0;
                     for t in &header.tensors {
                         assert_eq!(t.bytes.start, end);
+                        assert_eq!(reference.info(&t.name).unwrap().shape, t.shape);
                         assert_eq!(num_bytes(t.dtype, &t.shape), Some(t.bytes.end - t.bytes.start));
                         end = t.bytes.end;
                     }
@@ -423,7 +449,7 @@ mod tests {
     #[test]
     fn long_header_is_parsed_in_linear_time() {
         let tensors: Vec<_> = (0..100_000).map(|i| (format!("t{i}"), DType::U8, vec![1])).collect();
-        let (text, header) = render(Path::new("m"), &tensors).unwrap();
+        let (text, header) = render(Path::new("m"), &tensors, &BTreeMap::new()).unwrap();
         let begun = std::time::Instant::now();
         assert_eq!(parse(Path::new("m"), text.as_bytes(), 100_000).unwrap(), header);
         assert!(begun.elapsed().as_secs() < 5);

@@ -2,7 +2,7 @@
 
 use super::digest::Digest;
 use super::safetensors_file::{SaveId, TensorFile};
-use super::safetensors_header::{DIGEST, TensorInfo, UniqueKeyMap};
+use super::safetensors_header::{DIGEST, TensorInfo, UniqueKeys};
 use super::stacked_experts::StackedExperts;
 use crate::checkpoint::atomic::commit::temporary_files_in;
 use crate::checkpoint::atomic::disk::{file_error, is_plain_name, read_text};
@@ -10,7 +10,7 @@ use crate::checkpoint::file_names::{INDEX_FILE, WEIGHTS_FILE};
 use serde::Deserialize;
 use serde_json::Value;
 use shardgrad_tensor::{Error, Result};
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -23,7 +23,7 @@ const FAULTS_MAX: usize = 50;
 struct Index {
     #[serde(default)]
     metadata: Value,
-    weight_map: UniqueKeyMap,
+    weight_map: UniqueKeys<BTreeMap<String, String>>,
 }
 
 impl Index {

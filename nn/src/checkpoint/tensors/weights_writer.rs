@@ -82,18 +82,8 @@ impl WeightsWriter {
         WeightsWriter::begin(dir, config, entries, bytes_max, None)
     }
 
-    /// [`WeightsWriter::create`] of files with their digest and the step of the run.
-    pub(crate) fn with_step(
-        dir: &Path,
-        config: Option<&str>,
-        entries: &[TensorSpec],
-        bytes_max: u64,
-        step: u64,
-    ) -> Result<WeightsWriter> {
-        WeightsWriter::begin(dir, config, entries, bytes_max, Some(step))
-    }
-
-    fn begin(
+    /// [`WeightsWriter::create`]; with the step of a run, the files contain it and their digest.
+    pub(crate) fn begin(
         dir: &Path,
         config: Option<&str>,
         entries: &[TensorSpec],
@@ -173,10 +163,10 @@ impl WeightsWriter {
     fn next(&mut self) -> Result<()> {
         if let Some((name, entries)) = self.files.pop_front() {
             let path = self.dir.join(name);
-            self.open_file = Some(match (self.step, &self.index) {
-                (Some(step), _) => TensorWriter::with_step(&path, &entries, step)?,
-                (None, Some(_)) => TensorWriter::with_digest(&path, &entries)?,
-                (None, None) => TensorWriter::create(&path, &entries)?,
+            let has_digest = self.step.is_some() || self.index.is_some();
+            self.open_file = Some(match has_digest {
+                true => TensorWriter::with_digest(&path, &entries, self.step)?,
+                false => TensorWriter::create(&path, &entries)?,
             });
             self.tensors_left = entries.len();
         }

@@ -227,7 +227,7 @@ fn files_contain_step_and_digest() {
     let save = |bytes_max, byte| {
         let (scratch, entries) = (Scratch::new(), ["a", "b"].map(|n| (n.into(), DType::U8, vec![2])));
         let dir = &scratch.path("");
-        let mut writer = WeightsWriter::with_step(dir, None, &entries, bytes_max, 7).unwrap();
+        let mut writer = WeightsWriter::begin(dir, None, &entries, bytes_max, Some(7)).unwrap();
         entries.iter().for_each(|(name, ..)| writer.append(name, &[byte; 2]).unwrap());
         let (digest, save) = (writer.finish_with_digest().unwrap(), Weights::open(dir).unwrap().save_id());
         assert!(digest.is_some() && save.digest == digest && save.step.as_deref() == Some("7"), "{save:?}");
