@@ -19,19 +19,16 @@ pub mod sharded_model;
 pub mod loss;
 pub mod layer;
 pub mod optim;
-pub mod hf;
-pub mod model;
-pub mod cast_rule;
-pub mod model_io;
-pub mod checkpoint;
 mod pipelined_model;
+pub mod checkpoint;
+pub mod model;
 pub mod inference;
-pub mod rescue;
 pub mod trainer;
 
-pub use cast_rule::{CastCounts, CastRule};
-pub use checkpoint::RunState;
-pub use hf::{BertConfig, BertHead, Gpt2Config, LlamaConfig, LlamaKind, ModelConfig};
+pub use checkpoint::hf::{
+    BertConfig, BertHead, ExpertsConfig, Gpt2Config, LlamaConfig, LlamaKind, ModelConfig,
+};
+pub use checkpoint::{CastCounts, CastRule, RunState, WeightSnapshot};
 pub use inference::decoding::DecodingSession;
 pub use inference::inference_model::{InferenceModel, ResultRanks};
 pub use layer::kv_cache::{KvCache, LayerKvCache};
@@ -47,7 +44,6 @@ pub use module::precision::Precision;
 pub use module::{Module, ModuleLeaf};
 pub use optim::{AdamW, LossScale, LrScheduler, Optimizer, Sgd};
 pub use plan::Plan;
-pub use rescue::WeightSnapshot;
 pub use sharded_model::Model;
 pub use shardgrad_tensor::{ControlFlags, StepArgs, StepReport};
 pub use trainer::{Trainer, TrainerConfig};

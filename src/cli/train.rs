@@ -1,19 +1,17 @@
 //! `train`: trains a language model on text or token ids, on any mesh.
 
 mod progress;
-mod checkpoints;
-mod sound_checkpoint;
-mod resume;
+mod checkpoint;
 mod steps;
-mod rescue;
 mod outcome;
 #[cfg(test)]
 mod memory_estimate;
 
-use checkpoints::{CheckpointPolicy, save_checkpoint};
+use checkpoint::model_folder::{Sidecars, check_model_folder};
+use checkpoint::rescue::{RescuedWeights, rescue_on_failure, save_rescued};
+use checkpoint::resume::{self, StartPoint};
+use checkpoint::save::{CheckpointPolicy, save_checkpoint};
 use outcome::report_outcome;
-use rescue::{RescuedWeights, rescue_on_failure, save_rescued};
-use resume::StartPoint;
 use steps::{StepsOutcome, run_steps};
 
 use super::Failure;
@@ -25,7 +23,7 @@ use super::ranks::{Ranks, Startup, has_launcher, is_rank_zero, process};
 use crate::data::{Corpus, RowOrder, Sampler, Split, TokenFile, refuse_written};
 use crate::interrupt::{Interrupt, StopReason};
 use crate::metrics::{Metrics, PreviousMetrics};
-use crate::outputs::{OutFolder, Sidecars, StdoutWriter, check_target, output_paths, resolve_path};
+use crate::outputs::{OutFolder, StdoutWriter, check_target, output_paths, resolve_path};
 use crate::plot;
 use crate::trace::Trace;
 use crate::train::{Prefetcher, TrainConfig};
@@ -308,8 +306,11 @@ fn prepare(args: &TrainArgs) -> Result<Option<Job>> {
     }))
 }
 
-/// Opens the sidecar files of the source model; returns whether the model is trained in place.
+/// Checks the model folder, and opens the sidecar files of the source model; returns whether the model is trained in place.
 fn sidecars(args: &TrainArgs, out: &OutFolder) -> Result<(Sidecars, bool)> {
+    if is_rank_zero() {
+        check_model_folder(&out.join("model"))?;
+    }
     let in_place = args.model.dir().is_some_and(|dir| resolve_path(dir) == resolve_path(&out.join("model")));
     // In place, sidecar files are needed for checkpoints only.
     let sidecar_dir = args.model.dir().filter(|_| !in_place || args.checkpoints.save_every.is_some());

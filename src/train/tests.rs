@@ -4,7 +4,7 @@
 use super::*;
 use crate::data::scratch::Scratch;
 use crate::data::{Corpus, RowOrder, Split, TokenFile, Vocabulary};
-use shardgrad::nn::hf::TensorWriter;
+use shardgrad::nn::checkpoint::TensorWriter;
 use shardgrad::nn::{BertConfig, ModelConfig};
 use shardgrad::tensor::training_step::control::world_sum;
 use std::cell::Cell;

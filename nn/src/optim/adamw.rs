@@ -171,9 +171,9 @@ impl Optimizer for AdamW {
     }
 
     fn describe(&self) -> String {
-        let AdamW { lr, betas, eps, weight_decay, groups: ParamGroups(groups), num_steps, .. } = self;
+        let AdamW { lr, betas: [beta1, beta2], eps, weight_decay, groups, num_steps, .. } = self;
         format!(
-            "AdamW lr {lr}, betas {betas:?}, eps {eps}, weight decay {weight_decay}, groups {groups:?}, after {num_steps} steps"
+            "AdamW lr {lr}, betas [{beta1}, {beta2}], eps {eps}, weight decay {weight_decay}, groups {groups}, after {num_steps} steps"
         )
     }
 

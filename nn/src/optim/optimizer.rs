@@ -67,7 +67,9 @@ pub trait Optimizer: fmt::Debug {
     /// Returns the constant learning rate, for use without a schedule.
     fn lr(&self) -> f64;
 
-    /// Returns all hyperparameters that decide the steps, in one line; it must be equal on every rank.
+    /// Returns all hyperparameters that decide the steps, in one line; it must be equal on every rank. Checkpoints record
+    /// the line for readers. [`AdamW`](crate::AdamW) and [`Sgd`](crate::Sgd) write `NAME SETTING VALUE, ..., groups
+    /// [PATTERN: SETTING VALUE, ...; ...], after N steps`.
     fn describe(&self) -> String;
 
     /// Returns the number of applied steps.

@@ -132,10 +132,10 @@ impl Optimizer for Sgd {
     }
 
     fn describe(&self) -> String {
-        let Sgd { lr, momentum, nesterov, weight_decay, groups: ParamGroups(groups), num_steps, .. } = self;
+        let Sgd { lr, momentum, nesterov, weight_decay, groups, num_steps, .. } = self;
         let nesterov_note = if *nesterov { " after Nesterov" } else { "" };
         format!(
-            "SGD lr {lr}, momentum {momentum}{nesterov_note}, weight decay {weight_decay}, groups {groups:?}, after {num_steps} steps"
+            "SGD lr {lr}, momentum {momentum}{nesterov_note}, weight decay {weight_decay}, groups {groups}, after {num_steps} steps"
         )
     }
 

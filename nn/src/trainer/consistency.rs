@@ -1,7 +1,7 @@
 //! Consistency check of the trainers of all ranks.
 
 use super::Trainer;
-use crate::model_io::check_parameters;
+use crate::checkpoint::check_parameters;
 use crate::module::Module;
 use shardgrad_tensor::Result;
 use shardgrad_tensor::training_step::consistency::{check_consistent, check_replicas};

@@ -1,11 +1,11 @@
 //! State of a trainer for checkpoints: step and loss scale, model and optimizer; and its weights after a failure.
 
 use super::Trainer;
-use crate::checkpoint::{self, RunState};
+use crate::checkpoint::{self, RunState, WeightSnapshot};
 use crate::model::HfModel;
 use crate::module::Module;
 use crate::optim::Optimizer;
-use crate::rescue::WeightSnapshot;
+
 use crate::sharded_model::Model;
 use shardgrad_tensor::{Error, Kind, Result};
 use std::path::Path;

@@ -2,7 +2,7 @@
 
 use super::measurement::{Bench, Work, check};
 use shardgrad::kernels::BackendProvider;
-use shardgrad::nn::hf::Gpt2Config;
+use shardgrad::nn::Gpt2Config;
 use shardgrad::nn::{LanguageModel, ModelConfig};
 use shardgrad::prelude::*;
 use std::ops::Range;

@@ -1,6 +1,6 @@
 //! The training loop of one rank.
 
-use super::checkpoints::save_periodic_checkpoint;
+use super::checkpoint::save::save_periodic_checkpoint;
 use super::progress::{Progress, record_step};
 use super::{Job, save_final_state};
 use crate::interrupt::StopReason;
@@ -152,13 +152,7 @@ fn agreed_stop(trainer: &Trainer<'_, LanguageModel>, job: &Job) -> Result<Option
 }
 
 /// Returns the metrics of a step, counted from 1.
-fn metrics_of_step(
-    job: &Job,
-    step: u64,
-    report: &StepReport,
-    seconds: f64,
-    start: Instant,
-) -> StepMetrics {
+fn metrics_of_step(job: &Job, step: u64, report: &StepReport, seconds: f64, start: Instant) -> StepMetrics {
     StepMetrics {
         step,
         loss: report.loss,
