@@ -145,6 +145,28 @@ pub trait Optimizer: fmt::Debug {
     /// norm, the loss or a control number is not finite. Costs one all-reduce over the whole mesh; every rank calls this
     /// together. Parameters without a gradient stay as they are.
     ///
+    /// ```
+    /// use shardgrad_nn::{AdamW, Linear, Model, Optimizer, Plan, StepArgs};
+    /// use shardgrad_tensor::{Elementwise, Mesh, Reduction, Tensor, Value, World};
+    /// # fn main() -> shardgrad_tensor::Result<()> {
+    /// World::run(Mesh::single(), |rank| {
+    ///     let model = Model::new(rank, Linear::new(2, 1), &Plan::new(), 1)?;
+    ///     let mut optim = AdamW::new(0.1);
+    ///     let tape = model.tape();
+    ///     let x = tape.constant(Tensor::from_host(rank, &[1, 2], &[1.0f32, 2.0])?);
+    ///     let loss = model.forward(&x).square().mean();
+    ///     loss.backward()?;
+    ///     // The report has the loss over all ranks, summed together with the gradient norm.
+    ///     let losses = vec![loss.tensor().clone()];
+    ///     let args = StepArgs { clip: Some(1.0), losses, ..StepArgs::new(0.01) };
+    ///     let report = optim.step(&model, tape.gradients(), args)?;
+    ///     assert_eq!(report.loss, loss.item()?);
+    ///     Ok(())
+    /// })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
     /// # Errors
     /// `Kind::Config`, before any communication, for a learning rate below 0, for a clip or loss scale that is not
     /// above 0, for NaN in any of them, for a loss divisor of 0, for gradients of parameters of another model, and as

@@ -1,5 +1,5 @@
 //! The trainer. [`Trainer::step_with`] is a training step from top to bottom: learning rate, forward and backward of the
-//! microbatches, control reduction, overflow check and clipping, update, report; on a pipeline or not, captured or not.
+//! microbatches, all-reduce of the control word, overflow check and clipping, update, report; on a pipeline or not, captured or not.
 
 mod config;
 mod forward_backward;
@@ -201,6 +201,29 @@ impl<'t, M: Module> Trainer<'t, M> {
 
     /// Runs one training step: forward, backward, gradient norm, clipping and update. The numbers of `control` are
     /// summed over all ranks in the same all-reduce as the gradient norm; every rank passes the same names.
+    ///
+    /// ```
+    /// use shardgrad_nn::{AdamW, ControlFlags, Linear, Plan, Trainer, TrainerConfig};
+    /// use shardgrad_tensor::{Elementwise, Mesh, Reduction, Tensor, Value, World};
+    /// # fn main() -> shardgrad_tensor::Result<()> {
+    /// World::run(Mesh::single(), |rank| {
+    ///     let (plan, config) = (Plan::new(), TrainerConfig::new(4));
+    ///     let read = |rank: &_, _, _| Ok(vec![Tensor::from_host(rank, &[4, 1], &[1.0f32, 2.0, 3.0, 4.0])?]);
+    ///     let loss = |model: &Linear, x: &[_]| model.forward(&x[0]).square().mean();
+    ///     let mut trainer = Trainer::new(rank, Linear::new(1, 1), &plan, AdamW::new(0.1), config, read, loss)?;
+    ///     for step in 0..100 {
+    ///         // A request to stop on any rank stops all ranks after this step.
+    ///         let report = trainer.step_with(ControlFlags::new().flag("stop", step == 5))?;
+    ///         if report.control.is_set("stop") {
+    ///             break;
+    ///         }
+    ///     }
+    ///     assert_eq!(trainer.state().step, 6);
+    ///     Ok(())
+    /// })?;
+    /// # Ok(())
+    /// # }
+    /// ```
     ///
     /// # Errors
     /// `Kind::NotFinite` on every rank, before the update, if the loss, a gradient or a control number is not finite.

@@ -5,7 +5,6 @@ use crate::checkpoint::{self, RunState, WeightSnapshot};
 use crate::model::HfModel;
 use crate::module::Module;
 use crate::optim::Optimizer;
-
 use crate::sharded_model::Model;
 use shardgrad_tensor::{Error, Kind, Result};
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! One optimizer step: control reduction, overflow check, clipping and update, launched or captured.
+//! One optimizer step: all-reduce of the control word, overflow check, clipping and update, launched or captured.
 
 use super::super::grad_norm::counted_gradients;
 use super::super::hyperparameter::{NOT_NEGATIVE, POSITIVE, check_clip, check_range};
@@ -82,7 +82,7 @@ impl OptimizerStep {
         Ok(fits.then_some(self))
     }
 
-    /// Launches the control reduction (gradient norm, losses, control flags: one all-reduce over the whole mesh) and the
+    /// Launches the all-reduce of the control word (gradient norm, losses, control flags) over the whole mesh, and the
     /// overflow check, which also computes the clipping factor. Both are part of the graph of a captured step.
     ///
     /// # Errors

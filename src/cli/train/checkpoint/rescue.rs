@@ -25,7 +25,7 @@ pub(crate) fn rescue_on_failure<'t, T>(
     let done = catch_unwind(AssertUnwindSafe(|| part(trainer)));
     if !matches!(done, Ok(Ok(_))) {
         let (rank, snapshot) = (trainer.rank().world().index(), trainer.rescue());
-        job.rescued.0.lock().unwrap_or_else(PoisonError::into_inner).insert(rank, snapshot);
+        job.state.rescued.0.lock().unwrap_or_else(PoisonError::into_inner).insert(rank, snapshot);
     }
     done.unwrap_or_else(|payload| resume_unwind(payload))
 }
@@ -36,18 +36,18 @@ pub(crate) fn save_rescued(ranks: &Ranks, job: &Job, failed: Error) -> Error {
     if ranks.are_processes() && failed.cause_kind() != Kind::OutOfMemory {
         return failed;
     }
-    let here = ranks.local_ranks(job.num_ranks);
-    let mut rescued = job.rescued.0.lock().unwrap_or_else(PoisonError::into_inner);
+    let here = ranks.local_ranks(job.spec.num_ranks);
+    let mut rescued = job.state.rescued.0.lock().unwrap_or_else(PoisonError::into_inner);
     let snapshots: BTreeMap<_, _> =
         here.clone().filter_map(|rank| Some((rank, rescued.remove(&rank)?))).collect();
     drop(rescued);
     let steps = snapshots.values().flatten().map(WeightSnapshot::step).max().unwrap_or(0) as usize;
     // A save that failed by I/O or non-finite weights would fail again; a second world has more memory (no optimizer) and waits longer.
     let may_succeed = matches!(failed.kind(), Kind::OutOfMemory | Kind::Timeout | Kind::PeerLost);
-    if steps <= job.num_steps_before() || job.saving.load(Ordering::SeqCst) && !may_succeed {
+    if steps <= job.spec.num_steps_before() || job.state.saving.load(Ordering::SeqCst) && !may_succeed {
         return failed;
     }
-    let parts = job.out.verify().and_then(|_| complete_snapshots(snapshots, steps, here));
+    let parts = job.state.out.verify().and_then(|_| complete_snapshots(snapshots, steps, here));
     match parts.and_then(|parts| save_parts(ranks, job, steps, parts)) {
         Ok(None) => failed,
         Ok(Some(refused)) => failed.detail("saved in another dtype", refused.message()),
@@ -90,7 +90,7 @@ fn save_parts(ranks: &Ranks, job: &Job, steps: usize, parts: Snapshots) -> Resul
     let outcome = ranks.with(world).reconnected().launch(|rank| {
         let part = parts[&rank.index()].lock().unwrap_or_else(PoisonError::into_inner).take();
         let part = part.expect("each rank takes its own part, once");
-        let model = part.model(rank, LanguageModel::new(&job.config), &job.plan)?;
+        let model = part.model(rank, LanguageModel::new(&job.spec.config), &job.spec.plan)?;
         rank.with_timeout(DISK_TIMEOUT, || save(&model, steps, job))
     })?;
     Ok(outcome.into_iter().flatten().next())

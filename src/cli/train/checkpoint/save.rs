@@ -6,7 +6,7 @@ use shardgrad::nn::LanguageModel;
 use shardgrad::nn::checkpoint::{self, Checkpoints, RunState};
 use shardgrad::prelude::*;
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
 /// Key in the notes of a checkpoint: the number of checkpoints to keep.
 pub(crate) const KEEP: &str = "keep";
@@ -19,8 +19,6 @@ pub(crate) const MODEL_SAVED: &str = "model-saved";
 pub(crate) struct CheckpointPolicy {
     pub(crate) every: usize,
     pub(crate) keep: usize,
-    /// The step of the last saved checkpoint.
-    pub(crate) last: AtomicU64,
 }
 
 /// Saves a checkpoint of the last step, if checkpoints are enabled. Collective. I/O errors and non-finite weights are returned as `Some`, equal
@@ -29,18 +27,18 @@ pub(crate) struct CheckpointPolicy {
 /// # Errors
 /// What the collectives report.
 pub(crate) fn save_checkpoint(trainer: &Trainer<'_, LanguageModel>, job: &Job) -> Result<Option<Error>> {
-    let Some(policy) = &job.checkpoints else { return Ok(None) };
+    let Some(policy) = &job.spec.saves.checkpoints else { return Ok(None) };
     let step = trainer.state().step;
     // An existing checkpoint of this step is not overwritten. No rank completes a save before all have compared.
-    if policy.last.load(Ordering::SeqCst) == step {
+    if job.state.last_checkpoint.load(Ordering::SeqCst) == step {
         return Ok(None);
     }
     match save(trainer, job) {
         Ok(()) => {
-            policy.last.store(step, Ordering::SeqCst);
+            job.state.last_checkpoint.store(step, Ordering::SeqCst);
             if trainer.rank().world().index() == 0 {
-                let (out, keep) = (job.out.join(""), policy.keep);
-                job.metrics().enqueue(move || {
+                let (out, keep) = (job.state.out.join(""), policy.keep);
+                job.state.metrics().enqueue(move || {
                     // A folder that cannot be removed does not end the run.
                     Checkpoints::keep_newest(&out, keep).unwrap_or_else(|e| eprintln!("{}", e.message()));
                     Ok(())
@@ -64,10 +62,10 @@ pub(crate) fn save_periodic_checkpoint(
     trainer: &Trainer<'_, LanguageModel>,
     job: &Job,
 ) -> Result<Option<Error>> {
-    match (save_checkpoint(trainer, job)?, &job.checkpoints) {
+    match (save_checkpoint(trainer, job)?, &job.spec.saves.checkpoints) {
         (Some(refused), Some(policy)) if refused.kind() == Kind::Io => {
             let step = trainer.state().step;
-            let next = policy.every.min(job.train_config.steps - step as usize);
+            let next = policy.every.min(job.spec.train_config.steps - step as usize);
             if trainer.rank().world().index() == 0 {
                 let (why, steps) = (refused.message(), if next == 1 { "step" } else { "steps" });
                 eprintln!(
@@ -88,26 +86,27 @@ fn save(trainer: &Trainer<'_, LanguageModel>, job: &Job) -> Result<()> {
     let world = trainer.rank().world();
     collective_io(world, || {
         if world.index() == 0 {
-            job.metrics().sync();
+            job.state.metrics().sync();
         }
         Ok(())
     })?;
     state.notes = notes(job, &state);
-    let sidecars: Vec<_> = job.sidecars.all().collect();
-    let dir = Checkpoints::path_of(&job.out.join(""), state.step);
+    let sidecars: Vec<_> = job.spec.saves.sidecars.all().collect();
+    let dir = Checkpoints::path_of(&job.state.out.join(""), state.step);
     checkpoint::save(&dir, trainer.model(), trainer.optim(), &state, &sidecars)
 }
 
 /// Returns the notes of a checkpoint: the options of the run, and its progress.
 fn notes(job: &Job, state: &RunState) -> BTreeMap<String, String> {
-    let mut notes = job.notes.clone();
-    let rows = state.step * job.train_config.batch as u64;
-    let is_saved = job.saved.load(Ordering::SeqCst) as u64 == state.step;
+    let mut notes = job.spec.saves.notes.clone();
+    let rows = state.step * job.spec.train_config.batch as u64;
+    let is_saved = job.state.saved.load(Ordering::SeqCst) as u64 == state.step;
     notes.insert(MODEL_SAVED.to_string(), is_saved.to_string());
-    notes.insert("tokens".to_string(), (rows * job.train_config.seq as u64).to_string());
-    notes.insert("epoch".to_string(), format!("{:.4}", rows as f64 / job.rows.num_windows() as f64));
-    notes.extend(job.checkpoints.iter().map(|policy| (KEEP.to_string(), policy.keep.to_string())));
-    let held_out = job.metrics().steps().iter().rev().find_map(|entry| entry.val_loss);
+    notes.insert("tokens".to_string(), (rows * job.spec.train_config.seq as u64).to_string());
+    notes
+        .insert("epoch".to_string(), format!("{:.4}", rows as f64 / job.spec.data.rows.num_windows() as f64));
+    notes.extend(job.spec.saves.checkpoints.iter().map(|policy| (KEEP.to_string(), policy.keep.to_string())));
+    let held_out = job.state.metrics().steps().iter().rev().find_map(|entry| entry.val_loss);
     notes.extend(held_out.map(|loss| ("val-loss".to_string(), loss.to_string())));
     notes
 }
@@ -148,8 +147,8 @@ mod tests {
             let (dir, early) = (Scratch::new(), Arc::new(AtomicBool::new(false)));
             let noted = Arc::clone(&early);
             let failed = run(&dir, mesh, move |job| {
-                let (out, early) = (job.out.join(""), Arc::clone(&noted));
-                job.metrics().enqueue(move || {
+                let (out, early) = (job.state.out.join(""), Arc::clone(&noted));
+                job.state.metrics().enqueue(move || {
                     std::thread::sleep(Duration::from_millis(400));
                     let found = Checkpoints::find(&out)?;
                     early.store(!found.complete.is_empty(), Ordering::SeqCst);
@@ -170,8 +169,8 @@ mod tests {
         // The temporary name under which the first checkpoint is deleted is taken.
         let taken = format!("checkpoint-1.old.tmp-{}", std::process::id());
         let failed = run(&dir, "dp=1", move |job| {
-            fs::create_dir(job.out.join(&taken)).unwrap();
-            fs::write(job.out.join(&taken).join("x"), "").unwrap();
+            fs::create_dir(job.state.out.join(&taken)).unwrap();
+            fs::write(job.state.out.join(&taken).join("x"), "").unwrap();
         });
         assert!(failed.is_none(), "{failed:?}");
         let found = Checkpoints::find(&dir.path("out")).unwrap();
