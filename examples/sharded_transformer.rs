@@ -97,7 +97,7 @@ fn main() -> Result<()> {
         let settings = TrainerConfig { seed: 1, microbatches: 4, ..TrainerConfig::new(ROWS) };
         let mut trainer = Trainer::new(rank, model, &plan, AdamW::new(1e-3), settings, read, loss)?;
         for step in 0..=300 {
-            let report = trainer.step(&[])?;
+            let report = trainer.step()?;
             if step % 50 == 0 && rank.index() == 0 {
                 println!("step {step:3}  loss {:.4}", report.loss);
             }

@@ -68,6 +68,18 @@ impl StopReason {
         }
     }
 
+    /// The name in messages and in control flags.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            StopReason::Interrupt => "SIGINT",
+            StopReason::Terminate => "SIGTERM",
+            StopReason::HangUp => "SIGHUP",
+            StopReason::User => "SIGUSR1",
+            StopReason::CpuLimit => "SIGXCPU",
+            StopReason::LauncherEnded => "the end of its launcher",
+        }
+    }
+
     /// The exit code of a run whose state was saved, and of a command that has nothing to save: 128 and the number of the signal.
     pub(crate) fn exit_code(self) -> u8 {
         128 + self.signal() as u8
@@ -76,14 +88,7 @@ impl StopReason {
 
 impl fmt::Display for StopReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            StopReason::Interrupt => "SIGINT",
-            StopReason::Terminate => "SIGTERM",
-            StopReason::HangUp => "SIGHUP",
-            StopReason::User => "SIGUSR1",
-            StopReason::CpuLimit => "SIGXCPU",
-            StopReason::LauncherEnded => "the end of its launcher",
-        })
+        f.write_str(self.name())
     }
 }
 

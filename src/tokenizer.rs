@@ -59,7 +59,7 @@ impl Tokenizer {
     fn read(dir: &Path) -> Result<Tokenizer> {
         let path = dir.join(TOKENIZER_FILE);
         let failed = |e| Error::new(Kind::Data, format!("{}: invalid tokenizer: {e}", path.display()));
-        let text = shardgrad::nn::hf::read_text(dir, TOKENIZER_FILE, FILE_BYTES_MAX)?;
+        let text = shardgrad::nn::checkpoint::read_text(dir, TOKENIZER_FILE, FILE_BYTES_MAX)?;
         let mut file = tokenizers::Tokenizer::from_bytes(text).map_err(failed)?;
         // Many files enable truncation and padding, for models that read one sequence at a time.
         file.with_padding(None).with_truncation(None).map_err(failed)?;

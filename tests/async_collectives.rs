@@ -215,7 +215,7 @@ fn steps(world: World) -> Vec<[f64; 2]> {
                 TrainerConfig { microbatches: 2, seed: 3, clip: Some(0.5), ..TrainerConfig::new(ROWS) };
             let loss = |model: &LanguageModel, x: &[Var]| model.loss_from_batch(x);
             let mut trainer = Trainer::new(rank, model, &plan, AdamW::new(3e-3), settings, read, loss)?;
-            (0..3).map(|_| trainer.step(&[]).map(|s| [s.loss, s.grad_norm])).collect::<Result<Vec<_>>>()
+            (0..3).map(|_| trainer.step().map(|s| [s.loss, s.grad_norm])).collect::<Result<Vec<_>>>()
         })
         .unwrap();
     ranks.swap_remove(0)

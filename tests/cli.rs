@@ -1,7 +1,7 @@
 //! End-to-end tests of the command line: error messages, exit codes and outputs.
 
 use shardgrad::kernels::DType;
-use shardgrad::nn::hf::TensorWriter;
+use shardgrad::nn::checkpoint::TensorWriter;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};

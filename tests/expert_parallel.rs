@@ -4,7 +4,7 @@
 use crate::cli::{Folder, exit_code_and_stderr, shardgrad};
 use crate::pipeline_parallel::{Run, same};
 use serde_json::Value as Json;
-use shardgrad::nn::hf::ExpertsConfig;
+use shardgrad::nn::ExpertsConfig;
 use shardgrad::nn::{LanguageModel, LlamaConfig, LlamaKind};
 use std::fs;
 use std::path::Path;

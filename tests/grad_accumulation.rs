@@ -91,7 +91,7 @@ fn steps(run: &Run, mesh: &str, detects_anomalies: bool) -> StepTrace {
         let mut trainer = run.trainer(rank)?;
         let here = trainer.rank().clone();
         for _ in 0..run.steps {
-            let mut step = || trainer.step(&[]).map(drop);
+            let mut step = || trainer.step().map(drop);
             if detects_anomalies { find_first_non_finite(&here, step).map(drop)? } else { step()? }
         }
         let bits = |param: &Param| Ok(param.tensor().to_local_f64()?.iter().map(|x| x.to_bits()).collect());

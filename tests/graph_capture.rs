@@ -7,7 +7,7 @@ mod updates;
 use device::CapturingDevice;
 use shardgrad::nn::checkpoint::RunState;
 use shardgrad::nn::optim::{LossScale, LrScheduler};
-use shardgrad::nn::{Gpt2, Gpt2Config, LanguageModel, ModelConfig, StepReport};
+use shardgrad::nn::{Gpt2, Gpt2Config, LanguageModel, ModelConfig};
 use shardgrad::prelude::*;
 use shardgrad::tensor::{LocalMapLayouts, LocalTensor, local_map};
 use std::cell::RefCell;
@@ -133,7 +133,7 @@ impl Case<'_> {
             let (mut steps, mut held) = (Vec::new(), Vec::new());
             for step in 0..self.steps {
                 (self.before)(&mut trainer, step, &mut held)?;
-                steps.push(trainer.step(&[])?);
+                steps.push(trainer.step()?);
             }
             let bits = |param: &Param| -> Result<Vec<u64>> {
                 Ok(param.tensor().to_f64()?.iter().map(|x| x.to_bits()).collect())
@@ -402,7 +402,7 @@ fn losses_kept_by_closure(turns: bool) -> Result<Vec<f64>> {
         let mut trainer = Trainer::new(rank, model, &plan, AdamW::new(1e-3), settings, read, loss)?;
         let mut doubled = Vec::new();
         for _ in 0..STEPS {
-            let loss = trainer.step(&[])?.loss;
+            let loss = trainer.step()?.loss;
             assert_eq!(kept.borrow().len(), 1);
             doubled.push(kept.borrow()[0].to_f64()?[0] / loss);
         }

@@ -1,7 +1,8 @@
 //! Comparison with Hugging Face `transformers`: recorded model folders and logits (`tests/hf/make_fixtures.py`).
 
 use crate::max_difference::max_abs_diff;
-use shardgrad::nn::hf::{CONFIG_FILE, ExpertsConfig, TensorFile, TensorWriter, WEIGHTS_FILE, Weights};
+use shardgrad::nn::ExpertsConfig;
+use shardgrad::nn::checkpoint::{CONFIG_FILE, TensorFile, TensorWriter, WEIGHTS_FILE, Weights};
 use shardgrad::nn::{Bert, HfModel, LanguageModel, LlamaConfig, ModelConfig};
 use shardgrad::prelude::*;
 use std::io::Write as _;

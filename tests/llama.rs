@@ -50,7 +50,7 @@ fn losses(mesh: &str, steps: usize, dropout: f64, microbatches: usize) -> Vec<f6
         let mut trainer = trainer(rank, &plan, dropout, microbatches)?;
         let mut out = Vec::new();
         for _ in 0..steps {
-            let report = trainer.step(&[])?;
+            let report = trainer.step()?;
             out.extend([report.loss, report.grad_norm]);
         }
         Ok(out)
@@ -104,7 +104,7 @@ fn model_saved_on_one_mesh_loads_on_another() {
     let plan = Plan::llama();
     World::run(Mesh::parse("pp=2,tp=3").unwrap(), |rank| {
         let mut trainer = trainer(rank, &plan, 0.0, 1)?;
-        trainer.step(&[])?;
+        trainer.step()?;
         trainer.model().save(&dir)
     })
     .unwrap();

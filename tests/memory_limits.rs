@@ -2,7 +2,7 @@
 
 use crate::cli::{Folder, exit_code_and_stderr, shardgrad};
 use crate::run_outcomes::is_ignored;
-use shardgrad::nn::hf::TensorWriter;
+use shardgrad::nn::checkpoint::TensorWriter;
 use shardgrad::nn::{Gpt2, Gpt2Config};
 use shardgrad::prelude::*;
 use std::fs;

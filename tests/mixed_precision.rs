@@ -2,7 +2,7 @@
 
 use crate::cli::{Folder, shardgrad};
 use serde_json::Value as Json;
-use shardgrad::nn::hf::TensorFile;
+use shardgrad::nn::checkpoint::TensorFile;
 use shardgrad::nn::{Gpt2, Gpt2Config};
 use shardgrad::prelude::*;
 use std::fs;

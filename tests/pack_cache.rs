@@ -147,7 +147,7 @@ impl Run {
         let mut trainer = Trainer::new(rank, model, &self.plan, AdamW::new(3e-3), settings, read, loss)?;
         let (mut losses, mut system_allocs) = (Vec::new(), Vec::new());
         for _ in 0..6 {
-            losses.push(trainer.step(&[])?.loss);
+            losses.push(trainer.step()?.loss);
             system_allocs.push(rank.backend().memory().num_system_allocs);
         }
         let here = trainer.model().params().iter().filter(|param| param.is_local());

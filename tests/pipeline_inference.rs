@@ -4,7 +4,7 @@
 use crate::cli::{Folder, exit_code_and_stderr, shardgrad};
 use crate::max_difference::max_abs_diff;
 use serde_json::Value as Json;
-use shardgrad::nn::hf::{TensorFile, TensorWriter};
+use shardgrad::nn::checkpoint::{TensorFile, TensorWriter};
 use shardgrad::nn::{BertConfig, LanguageModel, ModelConfig};
 use shardgrad::prelude::*;
 use std::path::Path;

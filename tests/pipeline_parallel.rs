@@ -68,7 +68,7 @@ impl Run {
             let mut trainer = self.trainer(rank)?;
             let mut out = Vec::new();
             for _ in 0..self.steps {
-                let report = trainer.step(&[])?;
+                let report = trainer.step()?;
                 out.extend([report.loss, report.grad_norm]);
             }
             let here = trainer.rank().clone();
@@ -165,7 +165,7 @@ fn records(run: &Run, mesh: &str, rank: usize) -> Vec<Record> {
         .dry_run(rank, |rank| {
             let mut trainer = run.trainer(rank)?;
             rank.trace().take();
-            trainer.step(&[])?;
+            trainer.step()?;
             Ok(rank.trace().take())
         })
         .unwrap()
@@ -216,9 +216,9 @@ fn pipelined_model_is_saved_and_loaded_on_another_mesh() {
     let run = Run { microbatches: 2, ..Run::new(2) };
     let saved = World::run(Mesh::parse("pp=2,tp=2").unwrap(), |rank| {
         let mut trainer = run.trainer(rank)?;
-        trainer.step(&[])?;
+        trainer.step()?;
         trainer.model().save(&dir)?;
-        Ok(trainer.step(&[])?.loss)
+        Ok(trainer.step()?.loss)
     });
     let saved = saved.unwrap();
     for mesh in ["", "pp=3,dp=2"] {
@@ -227,7 +227,7 @@ fn pipelined_model_is_saved_and_loaded_on_another_mesh() {
             trainer.model().load(&dir)?;
             // Data of the next step; its loss does not depend on the new optimizer.
             trainer.set_state(&RunState { step: 1, ..trainer.state() });
-            Ok(trainer.step(&[])?.loss)
+            Ok(trainer.step()?.loss)
         });
         same(&saved[..1], &loaded.unwrap()[..1], 1e-12, mesh);
     }
@@ -318,7 +318,7 @@ fn constant_loss_is_refused_as_on_one_rank() {
             for pattern in frozen {
                 trainer.model().freeze(pattern)?;
             }
-            Ok(trainer.step(&[])?.grad_norm)
+            Ok(trainer.step()?.grad_norm)
         });
         ranks.map_err(|e| (e.kind(), e.message().to_string()))
     };
@@ -346,7 +346,7 @@ fn frozen_first_stages_need_no_backward_transfers() {
             trainer.model().freeze(pattern)?;
         }
         rank.trace().take();
-        let report = trainer.step(&[])?;
+        let report = trainer.step()?;
         let peak = rank.backend().memory().peak_bytes;
         Ok((vec![report.loss, report.grad_norm], rank.trace().take(), peak))
     };

@@ -44,11 +44,7 @@ fn train(world: World, dtype: DType, steps: usize, rounds: usize, dropout: f64) 
                     loss_sum += loss.item()?;
                     loss.backward()?;
                 }
-                optim.step(
-                    &model,
-                    tape.gradients(),
-                    StepArgs { clip: Some(1.0), control: &[], ..StepArgs::new(3e-3) },
-                )?;
+                optim.step(&model, tape.gradients(), StepArgs { clip: Some(1.0), ..StepArgs::new(3e-3) })?;
                 losses.push(loss_sum);
                 allocs.push(rank.backend().memory().num_system_allocs);
             }

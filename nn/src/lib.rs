@@ -19,20 +19,16 @@ pub mod sharded_model;
 pub mod loss;
 pub mod layer;
 pub mod optim;
-pub mod hf;
-pub mod model;
-pub mod cast_rule;
-pub mod model_io;
-pub mod checkpoint;
 mod pipelined_model;
+pub mod checkpoint;
+pub mod model;
 pub mod inference;
-pub mod rescue;
-mod graph_capture;
 pub mod trainer;
 
-pub use cast_rule::{CastCounts, CastRule};
-pub use checkpoint::RunState;
-pub use hf::{BertConfig, BertHead, Gpt2Config, LlamaConfig, LlamaKind, ModelConfig};
+pub use checkpoint::hf::{
+    BertConfig, BertHead, ExpertsConfig, Gpt2Config, LlamaConfig, LlamaKind, ModelConfig,
+};
+pub use checkpoint::{CastCounts, CastRule, RunState, WeightSnapshot};
 pub use inference::decoding::DecodingSession;
 pub use inference::inference_model::{InferenceModel, ResultRanks};
 pub use layer::kv_cache::{KvCache, LayerKvCache};
@@ -46,8 +42,8 @@ pub use module::activation_point::ActivationPoint;
 pub use module::param::{Init, Param};
 pub use module::precision::Precision;
 pub use module::{Module, ModuleLeaf};
-pub use optim::{AdamW, LossScale, LrScheduler, Optimizer, Sgd, StepArgs, UpdateReport};
+pub use optim::{AdamW, LossScale, LrScheduler, Optimizer, Sgd};
 pub use plan::Plan;
-pub use rescue::WeightSnapshot;
 pub use sharded_model::Model;
-pub use trainer::{StepReport, Trainer, TrainerConfig};
+pub use shardgrad_tensor::{ControlFlags, StepArgs, StepReport};
+pub use trainer::{Trainer, TrainerConfig};

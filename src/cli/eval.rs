@@ -9,7 +9,7 @@ use crate::interrupt::end_at_signals;
 use crate::outputs::check_target;
 use crate::train::{Evaluation, batch, mean_loss_by_groups};
 use serde_json::json;
-use shardgrad::nn::hf::TensorWriter;
+use shardgrad::nn::checkpoint::TensorWriter;
 use shardgrad::nn::{InferenceModel, LanguageModel, ResultRanks};
 use shardgrad::prelude::*;
 use std::ops::Range;

@@ -2,7 +2,7 @@
 
 use super::args::{CHECK_EVERY, ExplainArgs, check_experts, check_tokens};
 use crate::data::Batch;
-use crate::train::{ControlFlags, batch};
+use crate::train::{RunFlags, batch};
 use serde_json::json;
 use shardgrad::dist::{Phase, Record};
 use shardgrad::kernels::Cost;
@@ -84,8 +84,8 @@ impl PeakMemory {
     /// Measures the peak of two steps and a save. The first step creates the optimizer state after activations are freed; from the second
     /// step on both exist at once. Then each parameter is gathered, as a save does.
     pub(super) fn measure(rank: &Rank, trainer: &mut Trainer<'_, LanguageModel>) -> Result<PeakMemory> {
-        trainer.step(&ControlFlags::default().to_numbers())?;
-        trainer.step(&ControlFlags::default().to_numbers())?;
+        trainer.step_with(RunFlags::default().to_control())?;
+        trainer.step_with(RunFlags::default().to_control())?;
         let mut host = 0;
         for param in trainer.model().params().iter().filter(|param| param.is_local()) {
             let part = param.tensor();
@@ -176,11 +176,11 @@ fn summarize(rank: &Rank, trainer: &mut Trainer<'_, LanguageModel>) -> Result<St
     trainer.check_consistent()?;
     let checks = rank.trace().take();
     let before = rank.backend().cost();
-    trainer.step(&ControlFlags::default().to_numbers())?;
+    trainer.step_with(RunFlags::default().to_control())?;
     let (records, after) = (rank.trace().take(), rank.backend().cost());
     let cost = Cost { flops: after.flops - before.flops, bytes: after.bytes - before.bytes };
     // The first step creates the optimizer state after activations are freed; from the second step on both exist at once.
-    trainer.step(&ControlFlags::default().to_numbers())?;
+    trainer.step_with(RunFlags::default().to_control())?;
     let peak_bytes = rank.backend().memory().peak_bytes as u64;
     Ok(StepSummary { rank: rank.index(), parameters, activations, records, checks, cost, peak_bytes })
 }

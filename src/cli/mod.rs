@@ -20,7 +20,7 @@ use ranks::Startup;
 use shardgrad::autograd::Var;
 use shardgrad::dist::{Rank, Rendezvous};
 use shardgrad::kernels::DType;
-use shardgrad::nn::hf::Weights;
+use shardgrad::nn::checkpoint::Weights;
 use shardgrad::nn::{CastRule, InferenceModel, LanguageModel, Model, ModelConfig};
 use shardgrad::tensor::training_step::control::world_sum;
 use shardgrad::{Error, Kind, Result};

@@ -6,7 +6,7 @@ use super::corpus::{Corpus, Split};
 use super::token_file::TokenFile;
 use shardgrad::Result;
 use shardgrad::kernels::op::random::philox;
-use shardgrad::nn::hf::Digest;
+use shardgrad::nn::checkpoint::Digest;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -200,7 +200,7 @@ mod tests {
     use super::*;
     use shardgrad::Kind;
     use shardgrad::kernels::DType;
-    use shardgrad::nn::hf::TensorWriter;
+    use shardgrad::nn::checkpoint::TensorWriter;
     use shardgrad::nn::{BertConfig, ModelConfig};
 
     fn corpus(n: usize) -> Arc<Corpus> {

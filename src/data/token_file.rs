@@ -3,7 +3,7 @@
 use super::batch::Batch;
 use super::content_hash::ContentHash;
 use shardgrad::kernels::DType;
-use shardgrad::nn::hf::TensorFile;
+use shardgrad::nn::checkpoint::TensorFile;
 use shardgrad::nn::{Bert, ModelConfig};
 use shardgrad::{Error, Kind, Result};
 use std::fmt;
@@ -332,7 +332,7 @@ fn as_data_error(error: Error) -> Error {
 mod tests {
     use super::super::scratch::Scratch;
     use super::*;
-    use shardgrad::nn::hf::TensorWriter;
+    use shardgrad::nn::checkpoint::TensorWriter;
     use std::path::PathBuf;
 
     fn write(dir: &Scratch, name: &str, dtype: DType, shape: &[usize], ids: &[i64]) -> PathBuf {

@@ -1,7 +1,7 @@
 //! The run folder: locked while the run lasts, and followed if it is moved.
 
-use super::lock::{FolderLock, FolderState};
-use super::{FILES, HELP_OTHER_FOLDER, check_model, check_plain, check_writable, io_error};
+use super::lock::{FolderState, LockFile};
+use super::{FILES, HELP_OTHER_FOLDER, check_plain, check_writable, io_error};
 use shardgrad::{Error, Kind, Result};
 use std::fs;
 use std::io::{self, ErrorKind};
@@ -17,19 +17,18 @@ struct OpenFolder {
     /// The current path of the folder.
     path: PathBuf,
     /// `None` if rank 0 is another process, which holds the lock.
-    lock: Option<FolderLock>,
+    lock: Option<LockFile>,
 }
 
 impl OutFolder {
-    fn new(path: &Path, lock: Option<FolderLock>) -> OutFolder {
+    fn new(path: &Path, lock: Option<LockFile>) -> OutFolder {
         OutFolder(Arc::new(Mutex::new(OpenFolder { path: path.to_path_buf(), lock })))
     }
 
     /// Creates the folder if necessary and locks it. Its contents are unchanged.
     ///
     /// # Errors
-    /// `Kind::Io` with help: if the folder cannot be written, a file is in the place of a folder or the reverse, a save could not
-    /// replace the model, or another run writes there.
+    /// `Kind::Io` with help: if the folder cannot be written, a file is in the place of a folder or the reverse, or another run writes there.
     pub(crate) fn open(path: &Path) -> Result<OutFolder> {
         let refuse =
             |path: &Path, e: &io::Error| io_error("write", path, e).detail("help", HELP_OTHER_FOLDER);
@@ -38,7 +37,7 @@ impl OutFolder {
             return Err(Error::new(Kind::Io, text).detail("help", "use a folder with --out DIR"));
         }
         fs::create_dir_all(path).map_err(|e| refuse(path, &e))?;
-        let Some(lock) = FolderLock::acquire(path).map_err(|e| refuse(&path.join(".lock"), &e))? else {
+        let Some(lock) = LockFile::acquire(path).map_err(|e| refuse(&path.join(".lock"), &e))? else {
             let help = format!("wait until it has ended, or {HELP_OTHER_FOLDER}");
             return Err(locked_by_other_run(path).detail("help", help));
         };
@@ -49,7 +48,6 @@ impl OutFolder {
                 check_writable(&file).map_err(|e| refuse(&file, &e))?;
             }
         }
-        check_model(&path.join("model"))?;
         Ok(OutFolder::new(path, Some(lock)))
     }
 
@@ -81,7 +79,7 @@ impl OutFolder {
         match lock.state(&path) {
             FolderState::Unchanged => Ok(None),
             // If the lock cannot be acquired for another reason, the next write reports it.
-            FolderState::LockRemoved => match FolderLock::acquire(&path) {
+            FolderState::LockRemoved => match LockFile::acquire(&path) {
                 Ok(None) => {
                     Err(locked_by_other_run(&path).detail("cause", format!("{shown}/.lock was removed")))
                 }
@@ -115,12 +113,12 @@ fn locked_by_other_run(path: &Path) -> Error {
 }
 
 /// Creates and locks a missing folder.
-fn create(path: &Path) -> io::Result<FolderLock> {
+fn create(path: &Path) -> io::Result<LockFile> {
     if let Some(above) = path.parent() {
         fs::create_dir_all(above)?;
     }
     fs::create_dir(path)?;
-    FolderLock::acquire(path)?.ok_or_else(|| ErrorKind::ResourceBusy.into())
+    LockFile::acquire(path)?.ok_or_else(|| ErrorKind::ResourceBusy.into())
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ const LOCK_FILE: &str = ".lock";
 
 /// A lock on a folder. It is held on an open file, so it follows the folder if that is moved.
 #[derive(Debug)]
-pub(super) struct FolderLock {
+pub(super) struct LockFile {
     /// The open folder, if it can be opened. While it is open, its inode is not reused.
     folder: Option<File>,
     lock: File,
@@ -32,16 +32,16 @@ pub(super) enum FolderState {
     Replaced,
 }
 
-impl FolderLock {
+impl LockFile {
     /// Locks a folder; `None` if another process has locked it. A file system without locks is accepted.
     ///
     /// # Errors
     /// I/O errors of the lock file.
-    pub(super) fn acquire(folder: &Path) -> io::Result<Option<FolderLock>> {
+    pub(super) fn acquire(folder: &Path) -> io::Result<Option<LockFile>> {
         let path = folder.join(LOCK_FILE);
         let lock = File::options().write(true).create(true).truncate(false).open(path)?;
         let is_taken = matches!(lock.try_lock(), Err(TryLockError::WouldBlock));
-        Ok((!is_taken).then(|| FolderLock { folder: File::open(folder).ok(), lock }))
+        Ok((!is_taken).then(|| LockFile { folder: File::open(folder).ok(), lock }))
     }
 
     /// Compares the locked folder with the current target of a path.

@@ -6,7 +6,7 @@ mod validate;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use control::ControlFlags;
+pub(crate) use control::RunFlags;
 pub(crate) use prefetch::Prefetcher;
 pub(crate) use validate::{Evaluation, mean_loss, mean_loss_by_groups};
 

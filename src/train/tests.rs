@@ -4,7 +4,7 @@
 use super::*;
 use crate::data::scratch::Scratch;
 use crate::data::{Corpus, RowOrder, Split, TokenFile, Vocabulary};
-use shardgrad::nn::hf::TensorWriter;
+use shardgrad::nn::checkpoint::TensorWriter;
 use shardgrad::nn::{BertConfig, ModelConfig};
 use shardgrad::tensor::training_step::control::world_sum;
 use std::cell::Cell;
@@ -85,7 +85,7 @@ fn every_target_weighs_the_same_in_every_microbatch() {
             let mut found = Vec::new();
             for step in 0..train_config.steps {
                 let mean = mean_of_all(&trainer, &plan, &rows, step as u64)?;
-                let report = trainer.step(&[])?;
+                let report = trainer.step()?;
                 let far = mean.map_or(0.0, |mean| (report.loss - mean).abs());
                 assert!(far < 1e-12, "{mesh}, step {step}: {report:?}, not {mean:?}");
                 found.extend([report.loss, report.grad_norm]);
@@ -154,7 +154,7 @@ fn prefetched_rows_do_not_change_with_the_file() {
                 }
                 world_sum(rank, &[0.0], Location::caller())?;
                 trainer.check_consistent()?;
-                let losses = [trainer.step(&[])?.loss, trainer.step(&[])?.loss];
+                let losses = [trainer.step()?.loss, trainer.step()?.loss];
                 assert_eq!(prefetcher.read(trainer.rank(), 2).is_err(), cuts, "{mesh}");
                 Ok(losses)
             });

@@ -48,4 +48,5 @@ pub use tensor::Tensor;
 pub use tensor::bytes::DetachedBytes;
 pub use tensor::growable::GrowableTensor;
 pub use training_step::graph_capture::{CapturedGraph, capture};
-pub use training_step::overflow_check::{HostStep, OverflowCheck, StepInputs, StepOutcome};
+pub use training_step::overflow_check::OverflowCheck;
+pub use training_step::{ControlFlags, StepArgs, StepReport};

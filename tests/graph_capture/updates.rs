@@ -3,7 +3,7 @@
 use super::device::{CapturingDevice, DeviceCall};
 use super::{Captured, Case, Lm, STEPS, config, read, settings};
 use shardgrad::nn::optim::{LossScale, OptimizerState, OverflowCheck, ParamGroup};
-use shardgrad::nn::{LanguageModel, ModelConfig, StepReport};
+use shardgrad::nn::{LanguageModel, ModelConfig};
 use shardgrad::prelude::*;
 use std::ops::Range;
 use std::sync::Arc;
@@ -35,12 +35,12 @@ impl Optimizer for SynchronizingAdamW {
         self.0.num_steps()
     }
 
-    fn rates(&mut self, params: &[&Param], lr: f64) -> Result<Vec<f64>> {
-        self.0.rates(params, lr)
+    fn hyperparameters(&mut self, params: &[&Param], lr: f64) -> Result<Vec<Vec<f64>>> {
+        self.0.hyperparameters(params, lr)
     }
 
     fn apply_update(&mut self, params: &[(&Param, Tensor)], step: &OverflowCheck) -> Result<()> {
-        if step.host_step()?.is_some() { self.0.apply_update(params, step) } else { Ok(()) }
+        if step.host_update()?.is_some() { self.0.apply_update(params, step) } else { Ok(()) }
     }
 
     fn count_step(&mut self, params: &[&Param]) {
@@ -68,16 +68,16 @@ fn failed_replay_leaves_parameters_unchanged_or_marks_them_lost() {
             let weights = |trainer: &Lm<'_>| {
                 trainer.model().params().iter().map(|p| p.tensor().to_f64()).collect::<Result<Vec<_>>>()
             };
-            trainer.step(&[])?;
-            trainer.step(&[])?;
+            trainer.step()?;
+            trainer.step()?;
             let before = weights(&trainer)?;
-            let error = trainer.step(&[]).unwrap_err();
+            let error = trainer.step().unwrap_err();
             assert!(error.message().contains("replay: not now"), "{error}");
             let expected =
                 error.details().iter().find(|(label, _)| *label == "lost").map(|(_, text)| text.to_string());
             if !is_update {
                 assert_eq!((expected, weights(&trainer)?), (None, before));
-                trainer.step(&[])?;
+                trainer.step()?;
                 return weights(&trainer).map(drop);
             }
             let (count, first) = (before.len(), trainer.model().params()[0].name());
@@ -149,12 +149,12 @@ fn update_that_synchronizes_runs_eagerly_after_a_captured_pass() {
 /// The report of each step, and the bits of weights and optimizer state after it.
 type Steps = Vec<(String, Vec<Vec<u64>>)>;
 
-/// Runs steps on one rank with control numbers; a failed step is reported by its error.
+/// Runs steps on one rank with control flags; a failed step is reported by its error.
 fn step_outcomes<O: Optimizer>(
     world: World,
     capture: bool,
     optim: impl Fn() -> O + Sync,
-    before: impl Fn(&mut Lm<'_>, usize) -> Result<Vec<f64>> + Sync,
+    before: impl Fn(&mut Lm<'_>, usize) -> Result<ControlFlags> + Sync,
     read: impl Fn(&Rank, u64, Range<usize>) -> Result<Vec<Tensor>> + Sync,
 ) -> Steps {
     let mut ranks = world.launch(|rank| {
@@ -166,9 +166,9 @@ fn step_outcomes<O: Optimizer>(
         let mut expected = Vec::new();
         for step in 0..STEPS {
             let control = before(&mut trainer, step)?;
-            let report = match trainer.step(&control) {
-                Ok(StepReport { step, loss, grad_norm, control, .. }) => {
-                    format!("{step} {loss:e} {grad_norm:e} {control:?}")
+            let report = match trainer.step_with(control) {
+                Ok(StepReport { loss, grad_norm, control, .. }) => {
+                    format!("{loss:e} {grad_norm:e} {control:?}")
                 }
                 Err(error) => {
                     assert!(trainer.rescue().is_ok(), "weights are those of the step before");
@@ -194,7 +194,10 @@ fn step_outcomes<O: Optimizer>(
 
 #[test]
 fn skipped_step_leaves_everything_unchanged() {
-    let odd = |_: &mut Lm<'_>, step: usize| Ok(vec![1.0, if step == 3 { f64::NAN } else { step as f64 }]);
+    let odd = |_: &mut Lm<'_>, step: usize| {
+        let number = if step == 3 { f64::NAN } else { step as f64 };
+        Ok(ControlFlags::new().flag("set", true).number("odd", number))
+    };
     let check = |expected: &dyn Fn(World, bool) -> Steps| {
         let device = CapturingDevice::default();
         let on = |capture| {
@@ -204,7 +207,7 @@ fn skipped_step_leaves_everything_unchanged() {
         assert_eq!(captured, run);
         assert_eq!(
             run[3].0,
-            "step 4: control number 1 sums to NaN over all ranks; the update was not applied"
+            "step 4: control number `odd` sums to NaN over all ranks; the update was not applied"
         );
         assert_eq!(run[3].1, run[2].1);
         assert_ne!(run[4].1, run[3].1);
@@ -232,7 +235,7 @@ fn host_synchronizes_once_per_step() {
                     super::set_step(&mut trainer, step as u64, Some(LossScale::new([4.0, 8.0][step], 0)));
                 }
                 device.take_calls();
-                trainer.step(&[step as f64])?;
+                trainer.step_with(ControlFlags::new().number("step", step as f64))?;
                 let calls = device.take_calls();
                 let downloads = calls.iter().filter(|call| **call == DeviceCall::Download).count();
                 assert_eq!((downloads, calls.last()), (1, Some(&DeviceCall::Download)), "step {step}");
@@ -276,7 +279,7 @@ pub(super) fn on_gpu(gpu: &Arc<dyn shardgrad::kernels::BackendProvider>) {
         if step == 4 {
             super::set_step(trainer, 4, None);
         }
-        Ok(vec![step as f64])
+        Ok(ControlFlags::new().number("step", step as f64))
     };
     let expected = |capture| step_outcomes(world(), capture, grouped, before, outside);
     let (captured, run) = (expected(true), expected(false));

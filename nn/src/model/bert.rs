@@ -1,7 +1,7 @@
 //! BERT: a post-norm encoder with learned position embeddings. Devlin et al., arXiv 1810.04805.
 
-use super::hf_model::{HfModel, check_ids, run_blocks};
-use crate::hf::{BertConfig, BertHead, ModelConfig};
+use super::blocks::{check_ids, run_blocks};
+use crate::checkpoint::hf::{BertConfig, BertHead, HfModel, ModelConfig};
 use crate::layer::{Dropout, Embedding, EncoderAttention, LayerNorm, Linear};
 use crate::loss::CrossEntropy;
 use crate::module;

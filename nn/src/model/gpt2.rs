@@ -1,7 +1,7 @@
 //! GPT-2: a decoder with learned position embeddings. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
 
-use super::hf_model::{HfModel, check_ids, run_blocks};
-use crate::hf::{Gpt2Config, ModelConfig};
+use super::blocks::{check_ids, run_blocks};
+use crate::checkpoint::hf::{Gpt2Config, HfModel, ModelConfig};
 use crate::layer::kv_cache::KvCache;
 use crate::layer::{Attention, Block, Dropout, Embedding, LayerNorm, Mlp};
 use crate::loss::cross_entropy;

@@ -2,9 +2,8 @@
 
 use super::bert::Bert;
 use super::gpt2::Gpt2;
-use super::hf_model::HfModel;
 use super::llama::Llama;
-use crate::hf::ModelConfig;
+use crate::checkpoint::hf::{HfModel, ModelConfig};
 use crate::layer::kv_cache::KvCache;
 use crate::module::Module;
 use crate::plan::Plan;

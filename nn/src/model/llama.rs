@@ -1,8 +1,8 @@
 //! The Llama family: decoders with rotary position embeddings, grouped-query attention, gated MLPs or mixtures of experts, and RMS
 //! norms. Touvron et al., arXiv 2302.13971. Its members (Mistral, Qwen, Mixtral) differ in biases and norms.
 
-use super::hf_model::{HfModel, check_ids};
-use crate::hf::{LlamaConfig, LlamaKind, ModelConfig};
+use super::blocks::check_ids;
+use crate::checkpoint::hf::{HfModel, LlamaConfig, LlamaKind, ModelConfig};
 use crate::layer::kv_cache::{KvCache, LayerKvCache};
 use crate::layer::{
     Embedding, FeedForward, GatedMlp, GroupedQueryAttention, MixtureOfExperts, RmsNorm, Routing,

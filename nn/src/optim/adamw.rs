@@ -1,7 +1,7 @@
 //! AdamW: Adam with decoupled weight decay. Loshchilov and Hutter, arXiv 1711.05101.
 
 use super::hyperparameter::{BELOW_ONE, NOT_NEGATIVE, POSITIVE, check_setting};
-use super::optimizer::{Optimizer, OptimizerState, check_rates_requested, wrong_num_tensors};
+use super::optimizer::{Optimizer, OptimizerState, check_hyperparameters_requested, wrong_num_tensors};
 use super::param_group::{ParamGroup, ParamGroups};
 use crate::module::param::Param;
 use shardgrad_autograd::Key;
@@ -171,9 +171,9 @@ impl Optimizer for AdamW {
     }
 
     fn describe(&self) -> String {
-        let AdamW { lr, betas, eps, weight_decay, groups: ParamGroups(groups), num_steps, .. } = self;
+        let AdamW { lr, betas: [beta1, beta2], eps, weight_decay, groups, num_steps, .. } = self;
         format!(
-            "AdamW lr {lr}, betas {betas:?}, eps {eps}, weight decay {weight_decay}, groups {groups:?}, after {num_steps} steps"
+            "AdamW lr {lr}, betas [{beta1}, {beta2}], eps {eps}, weight decay {weight_decay}, groups {groups}, after {num_steps} steps"
         )
     }
 
@@ -213,8 +213,8 @@ impl Optimizer for AdamW {
         self.restore(num_steps, states.iter().map(|(param, state)| (param, state.clone())))
     }
 
-    fn rates(&mut self, params: &[&Param], lr: f64) -> Result<Vec<f64>> {
-        let mut rates = Vec::new();
+    fn hyperparameters(&mut self, params: &[&Param], lr: f64) -> Result<Vec<Vec<f64>>> {
+        let mut rows = Vec::with_capacity(params.len());
         for param in params {
             let rank = param.tensor().rank().clone();
             let state = match self.states.entry(param.key()) {
@@ -225,13 +225,13 @@ impl Optimizer for AdamW {
             };
             state.moments.make_unique(&rank)?;
             let t = state.num_steps + 1;
-            rates.extend(self.rates_at(param, t, lr).row());
+            rows.push(self.rates_at(param, t, lr).row().to_vec());
         }
-        Ok(rates)
+        Ok(rows)
     }
 
     fn apply_update(&mut self, params: &[(&Param, Tensor)], step: &OverflowCheck) -> Result<()> {
-        check_rates_requested(params, |param| self.states.contains_key(&param.key()))?;
+        check_hyperparameters_requested(params, |param| self.states.contains_key(&param.key()))?;
         let mut moments: BTreeMap<Key, &mut Moments> =
             self.states.iter_mut().map(|(key, state)| (*key, &mut state.moments)).collect();
         Param::update_all(params.iter().map(|(param, _)| *param), |tensors| {

@@ -11,13 +11,12 @@ mod adamw;
 mod sgd;
 
 pub use adamw::AdamW;
-pub(crate) use grad_norm::PartialLoss;
-pub use grad_norm::{GradNorm, grad_norm};
+pub use grad_norm::grad_norm;
 pub(crate) use hyperparameter::check_clip;
 pub use loss_scale::LossScale;
 pub use lr_scheduler::LrScheduler;
-pub use optimizer::{Optimizer, OptimizerState, StepArgs, UpdateReport};
-pub(crate) use optimizer::{OptimizerStep, step};
+pub(crate) use optimizer::OptimizerStep;
+pub use optimizer::{Optimizer, OptimizerState};
 pub use param_group::ParamGroup;
 pub use sgd::Sgd;
-pub use shardgrad_tensor::{HostStep, OverflowCheck};
+pub use shardgrad_tensor::OverflowCheck;

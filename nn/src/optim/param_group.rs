@@ -4,6 +4,7 @@ use super::hyperparameter::{NOT_NEGATIVE, check_setting};
 use crate::module::name::{matches, nearest};
 use crate::module::param::Param;
 use shardgrad_tensor::{Error, Kind, Result};
+use std::fmt;
 
 /// Settings of a parameter group that override the settings of the optimizer.
 #[doc(alias = "add_param_group")]
@@ -19,6 +20,18 @@ pub struct ParamGroup {
 /// Parameter groups by a pattern on parameter names. Later groups take precedence, setting by setting.
 #[derive(Clone, Debug, Default)]
 pub(super) struct ParamGroups(pub(super) Vec<(String, ParamGroup)>);
+
+/// Writes `[PATTERN: SETTING VALUE, ...; ...]`.
+impl fmt::Display for ParamGroups {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let setting = |(name, value): (&str, Option<f64>)| value.map(|value| format!("{name} {value}"));
+        let group = |(pattern, group): &(String, ParamGroup)| {
+            let settings = [("lr_scale", group.lr_scale), ("weight_decay", group.weight_decay)];
+            format!("{pattern}: {}", settings.into_iter().filter_map(setting).collect::<Vec<_>>().join(", "))
+        };
+        write!(f, "[{}]", self.0.iter().map(group).collect::<Vec<_>>().join("; "))
+    }
+}
 
 impl ParamGroups {
     #[track_caller]
@@ -58,5 +71,23 @@ impl ParamGroups {
             weight_decay = group.weight_decay.unwrap_or(weight_decay);
         }
         [lr * lr_scale, weight_decay]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::ParamGroup;
+    use crate::optim::{AdamW, Optimizer, Sgd};
+
+    #[test]
+    fn description_lists_the_settings_of_groups() {
+        let frozen = ParamGroup { lr_scale: Some(0.0), weight_decay: None };
+        let both = ParamGroup { lr_scale: Some(0.5), weight_decay: Some(1e-3) };
+        assert_eq!(
+            AdamW::new(0.25).group("*.bias", frozen).group("wte.*", both).describe(),
+            "AdamW lr 0.25, betas [0.9, 0.999], eps 0.00000001, weight decay 0, \
+             groups [*.bias: lr_scale 0; wte.*: lr_scale 0.5, weight_decay 0.001], after 0 steps"
+        );
+        assert!(Sgd::new(0.5).describe().ends_with("weight decay 0, groups [], after 0 steps"));
     }
 }

@@ -1,7 +1,7 @@
 //! SGD: stochastic gradient descent with momentum, optionally Nesterov.
 
 use super::hyperparameter::{NOT_NEGATIVE, ValidRange, check_setting};
-use super::optimizer::{Optimizer, OptimizerState, check_rates_requested, wrong_num_tensors};
+use super::optimizer::{Optimizer, OptimizerState, check_hyperparameters_requested, wrong_num_tensors};
 use super::param_group::{ParamGroup, ParamGroups};
 use crate::module::param::Param;
 use shardgrad_autograd::Key;
@@ -132,10 +132,10 @@ impl Optimizer for Sgd {
     }
 
     fn describe(&self) -> String {
-        let Sgd { lr, momentum, nesterov, weight_decay, groups: ParamGroups(groups), num_steps, .. } = self;
+        let Sgd { lr, momentum, nesterov, weight_decay, groups, num_steps, .. } = self;
         let nesterov_note = if *nesterov { " after Nesterov" } else { "" };
         format!(
-            "SGD lr {lr}, momentum {momentum}{nesterov_note}, weight decay {weight_decay}, groups {groups:?}, after {num_steps} steps"
+            "SGD lr {lr}, momentum {momentum}{nesterov_note}, weight decay {weight_decay}, groups {groups}, after {num_steps} steps"
         )
     }
 
@@ -164,8 +164,8 @@ impl Optimizer for Sgd {
         self.restore(num_steps, velocities.iter().map(|(param, velocity)| (param, velocity.clone())))
     }
 
-    fn rates(&mut self, params: &[&Param], lr: f64) -> Result<Vec<f64>> {
-        let mut rates = Vec::new();
+    fn hyperparameters(&mut self, params: &[&Param], lr: f64) -> Result<Vec<Vec<f64>>> {
+        let mut rows = Vec::with_capacity(params.len());
         for param in params {
             let rank = param.tensor().rank().clone();
             let velocity = match self.velocities.entry(param.key()) {
@@ -174,13 +174,13 @@ impl Optimizer for Sgd {
             };
             velocity.make_unique(&rank)?;
             let [lr, weight_decay] = self.groups.of(param, lr, self.weight_decay);
-            rates.extend(SgdRates { lr, momentum: self.momentum, weight_decay }.row());
+            rows.push(SgdRates { lr, momentum: self.momentum, weight_decay }.row().to_vec());
         }
-        Ok(rates)
+        Ok(rows)
     }
 
     fn apply_update(&mut self, params: &[(&Param, Tensor)], step: &OverflowCheck) -> Result<()> {
-        check_rates_requested(params, |param| self.velocities.contains_key(&param.key()))?;
+        check_hyperparameters_requested(params, |param| self.velocities.contains_key(&param.key()))?;
         let mut velocities: BTreeMap<Key, &mut Velocity> =
             self.velocities.iter_mut().map(|(key, velocity)| (*key, velocity)).collect();
         Param::update_all(params.iter().map(|(param, _)| *param), |tensors| {

@@ -1,12 +1,12 @@
-//! State of a trainer for checkpoints: step and loss scale, model and optimizer.
+//! State of a trainer for checkpoints: step and loss scale, model and optimizer; and its weights after a failure.
 
 use super::Trainer;
-use crate::checkpoint::{self, RunState};
+use crate::checkpoint::{self, RunState, WeightSnapshot};
 use crate::model::HfModel;
 use crate::module::Module;
 use crate::optim::Optimizer;
 use crate::sharded_model::Model;
-use shardgrad_tensor::Result;
+use shardgrad_tensor::{Error, Kind, Result};
 use std::path::Path;
 
 impl<'t, M: Module> Trainer<'t, M> {
@@ -33,6 +33,24 @@ impl<'t, M: Module> Trainer<'t, M> {
         self.step = state.step;
         self.first_step = state.step;
         self.loss_scale = self.loss_scale.map(|own| state.loss_scale.unwrap_or(own));
+    }
+
+    /// Returns a snapshot of this rank's weights after the last complete step, for use after the world has failed.
+    /// Call it on each rank: if all snapshots are of one step, [`WeightSnapshot::model`] rebuilds the model in
+    /// another world. Nothing is communicated.
+    ///
+    /// # Errors
+    /// `Kind::Unsupported` if an update had begun and not finished: the weights then belong to no step. Errors of the
+    /// device.
+    pub fn rescue(&self) -> Result<WeightSnapshot> {
+        if self.update_in_progress {
+            let text = format!(
+                "the update of step {} had begun and did not finish: the weights belong to no step",
+                self.step + 1
+            );
+            return Err(Error::new(Kind::Unsupported, text).detail("rank", self.rank().describe()));
+        }
+        WeightSnapshot::from_model(&self.model, self.step)
     }
 }
 

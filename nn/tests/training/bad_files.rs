@@ -4,8 +4,8 @@
 use crate::save_and_load::Folder;
 use crate::support::Setup;
 use proptest::prelude::*;
-use shardgrad_nn::hf::safetensors_header::{DIMS_MAX, HEADER_BYTES_MAX, TENSORS_MAX, parse};
-use shardgrad_nn::hf::{TensorFile, WEIGHTS_FILE, Weights, weights::INDEX_FILE};
+use shardgrad_nn::checkpoint::safetensors_header::{DIMS_MAX, HEADER_BYTES_MAX, TENSORS_MAX, parse};
+use shardgrad_nn::checkpoint::{INDEX_FILE, TensorFile, WEIGHTS_FILE, Weights};
 use shardgrad_tensor::{Error, Kind, Mesh, World};
 use std::fs;
 use std::os::unix::fs::symlink;

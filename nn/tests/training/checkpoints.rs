@@ -4,8 +4,10 @@
 use crate::save_and_load::Folder;
 use crate::support::{ROWS, batch, config, run};
 use shardgrad_autograd::Var;
-use shardgrad_nn::checkpoint::{self, Checkpoints, OPTIMIZER_FILE, RunState, STATE_FILE};
-use shardgrad_nn::hf::{CONFIG_FILE, SidecarFile, TensorFile, WEIGHTS_FILE};
+use shardgrad_nn::checkpoint::{
+    self, CONFIG_FILE, Checkpoints, OPTIMIZER_FILE, RunState, STATE_FILE, SidecarFile, TensorFile,
+    WEIGHTS_FILE,
+};
 use shardgrad_nn::optim::{LossScale, OverflowCheck, ParamGroup};
 use shardgrad_nn::{
     AdamW, Gpt2Config, LanguageModel, Linear, Model, ModelConfig, Optimizer, Param, Plan, Sgd, StepArgs,
@@ -71,7 +73,7 @@ fn rank_end<O: Optimizer + Clone>(
         }
         None => {}
     }
-    let losses = (0..steps).map(|_| Ok(trainer.step(&[])?.loss)).collect::<Result<_>>()?;
+    let losses = (0..steps).map(|_| Ok(trainer.step()?.loss)).collect::<Result<_>>()?;
     if let Some(dir) = to {
         checkpoint::save(dir, trainer.model(), trainer.optim(), &trainer.state(), &[])?;
     }
@@ -234,7 +236,8 @@ fn optimizer_file_of_another_save_is_refused() {
     for mesh in ["", "dp=2"] {
         let error = refused(&place(2), mesh, adamw(), Case::new(mesh));
         assert_eq!(error.kind(), Kind::Checkpoint, "{error}");
-        let expected = "optimizer.safetensors is of step 1, but trainer_state.json beside it is of step 2";
+        let expected =
+            "optimizer.safetensors is of step 1, but trainer_state.json in the same folder is of step 2";
         assert!(error.message().ends_with(expected), "{error}");
     }
     // The same step of another run, and a file that another program wrote.
@@ -250,9 +253,9 @@ fn optimizer_file_of_another_save_is_refused() {
         fs::write(place(2).join(OPTIMIZER_FILE), bytes).unwrap();
         let error = refused(&place(2), "", adamw(), Case::new(""));
         assert!(
-            error
-                .message()
-                .contains("is of another save than trainer_state.json beside it, which is of step 2"),
+            error.message().contains(
+                "is of another save than trainer_state.json in the same folder, which is of step 2"
+            ),
             "{error}"
         );
     }
@@ -278,7 +281,8 @@ fn weights_of_another_save_are_refused() {
     for mesh in ["", "dp=2"] {
         let error = refused(&place(2), mesh, adamw(), Case::new(mesh));
         assert_eq!(error.kind(), Kind::Checkpoint, "{error}");
-        let expected = "model.safetensors is of step 1, but trainer_state.json beside it is of step 2";
+        let expected =
+            "model.safetensors is of step 1, but trainer_state.json in the same folder is of step 2";
         assert!(error.message().ends_with(expected), "{error}");
     }
     // The same step of another run, and a model saved without a checkpoint.
@@ -293,7 +297,7 @@ fn weights_of_another_save_are_refused() {
         let error = refused(&place(2), "", adamw(), Case::new(""));
         assert!(
             error.message().contains(
-                "model.safetensors is of another save than trainer_state.json beside it, which is of step 2"
+                "model.safetensors is of another save than trainer_state.json in the same folder, which is of step 2"
             ),
             "{error}"
         );
@@ -424,8 +428,8 @@ impl Optimizer for Stateless {
         self.0.num_steps()
     }
 
-    fn rates(&mut self, params: &[&Param], lr: f64) -> Result<Vec<f64>> {
-        self.0.rates(params, lr)
+    fn hyperparameters(&mut self, params: &[&Param], lr: f64) -> Result<Vec<Vec<f64>>> {
+        self.0.hyperparameters(params, lr)
     }
 
     fn apply_update(&mut self, params: &[(&Param, Tensor)], step: &OverflowCheck) -> Result<()> {

@@ -63,7 +63,7 @@ impl TrainingCase {
         let (saved_bytes, value) = (tape.saved_bytes(), loss.item()?);
         loss.backward()?;
         let gradients = tape.gradients();
-        let norm = grad_norm(rank, model.params(), &gradients, &[])?.grad_norm;
+        let norm = grad_norm(rank, model.params(), &gradients)?;
         Ok(Outcome { loss: value, norm, gradients: values(&model, &gradients)?, saved_bytes })
     }
 

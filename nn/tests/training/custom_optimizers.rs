@@ -4,9 +4,10 @@
 use crate::support::{ROWS, Setup, batch, run};
 use shardgrad_autograd::Var;
 use shardgrad_nn::checkpoint::RunState;
-use shardgrad_nn::optim::{HostStep, LossScale, OptimizerState, OverflowCheck, ParamGroup};
+use shardgrad_nn::optim::{LossScale, OptimizerState, OverflowCheck, ParamGroup};
 use shardgrad_nn::{
-    AdamW, Gpt2, Linear, LrScheduler, Model, Optimizer, Param, Plan, Sgd, StepArgs, Trainer, TrainerConfig,
+    AdamW, ControlFlags, Gpt2, Linear, LrScheduler, Model, Optimizer, Param, Plan, Sgd, StepArgs, Trainer,
+    TrainerConfig,
 };
 use shardgrad_tensor::{DType, Elementwise, Kind, Mesh, Rank, Result, Tensor, Value, World};
 use std::ops::Range;
@@ -31,9 +32,9 @@ impl Optimizer for SignSgd {
     }
 
     fn apply_update(&mut self, params: &[(&Param, Tensor)], step: &OverflowCheck) -> Result<()> {
-        let Some(HostStep { rates, .. }) = step.host_step()? else { return Ok(()) };
-        params.iter().zip(rates).try_for_each(|((param, gradient), lr)| {
-            param.set_tensor(param.tensor().sub(&gradient.sign().scale(lr)))
+        let Some((hyperparameters, _)) = step.host_update()? else { return Ok(()) };
+        params.iter().zip(hyperparameters).try_for_each(|((param, gradient), row)| {
+            param.set_tensor(param.tensor().sub(&gradient.sign().scale(row[0])))
         })
     }
 
@@ -61,15 +62,16 @@ fn run_with(rank: &Rank, optim: impl Optimizer) -> Result<Vec<[f64; 2]>> {
     let mut found = Vec::new();
     for step in 0..4 {
         trainer.check_consistent()?;
-        let report = trainer.step(&[])?;
+        let report = trainer.step()?;
         assert_eq!((report.lr, trainer.optim().num_steps()), (trainer.optim().lr(), step + 1));
         found.push([report.loss, report.grad_norm]);
     }
     // A control number that is not finite is named on every rank, if nothing else is wrong.
     let control = if rank.index() == 0 { f64::NAN } else { 1.0 };
-    let error = trainer.step(&[2.0, control]).unwrap_err();
+    let control = ControlFlags::new().number("fine", 2.0).number("odd", control);
+    let error = trainer.step_with(control).unwrap_err();
     assert_eq!(error.kind(), Kind::NotFinite);
-    let named = "step 5: control number 1 sums to NaN over all ranks; the update was not applied";
+    let named = "step 5: control number `odd` sums to NaN over all ranks; the update was not applied";
     assert_eq!(error.message(), named);
     Ok(found)
 }
@@ -99,12 +101,12 @@ fn custom_optimizer_matches_on_every_mesh() {
     }
 }
 
-/// Forwards the update of all but the first parameters to another optimizer, and its rates only if `forwards_rates`.
+/// Forwards the update of all but the first parameters to another optimizer, and its hyperparameters only if `forwards_hyperparameters`.
 #[derive(Debug)]
 struct Forwarding<O> {
     rule: O,
     left_out: usize,
-    forwards_rates: bool,
+    forwards_hyperparameters: bool,
 }
 
 impl<O: Optimizer> Optimizer for Forwarding<O> {
@@ -120,8 +122,11 @@ impl<O: Optimizer> Optimizer for Forwarding<O> {
         self.rule.num_steps()
     }
 
-    fn rates(&mut self, params: &[&Param], lr: f64) -> Result<Vec<f64>> {
-        if self.forwards_rates { self.rule.rates(params, lr) } else { Ok(vec![lr; params.len()]) }
+    fn hyperparameters(&mut self, params: &[&Param], lr: f64) -> Result<Vec<Vec<f64>>> {
+        match self.forwards_hyperparameters {
+            true => self.rule.hyperparameters(params, lr),
+            false => Ok(vec![vec![lr]; params.len()]),
+        }
     }
 
     fn apply_update(&mut self, params: &[(&Param, Tensor)], step: &OverflowCheck) -> Result<()> {
@@ -134,28 +139,30 @@ impl<O: Optimizer> Optimizer for Forwarding<O> {
 }
 
 #[test]
-fn update_with_rates_of_other_parameters_is_refused() {
-    fn step_with_rates_left_out<O: Optimizer>(
+fn update_with_hyperparameters_of_other_parameters_is_refused() {
+    fn step_with_one_left_out<O: Optimizer>(
         rule: fn() -> O,
         left_out: usize,
-        forwards_rates: bool,
+        forwards_hyperparameters: bool,
     ) -> Result<()> {
         let ran = World::run(Mesh::single(), |rank| {
             let model = Model::new(rank, Linear::new(3, 2), &Plan::new(), 1)?;
             let tape = model.tape();
             let x = tape.constant(Tensor::from_host(rank, &[1, 3], &[1.0f32, 2.0, 3.0])?);
             model.forward(&x).square().sum().backward()?;
-            Forwarding { rule: rule(), left_out, forwards_rates }.update(&model, tape.gradients()).map(drop)
+            Forwarding { rule: rule(), left_out, forwards_hyperparameters }
+                .update(&model, tape.gradients())
+                .map(drop)
         });
         ran.map(drop)
     }
     fn all<O: Optimizer>(rule: fn() -> O) {
-        step_with_rates_left_out(rule, 0, true).unwrap();
-        for (left_out, forwards_rates, text) in [
+        step_with_one_left_out(rule, 0, true).unwrap();
+        for (left_out, forwards_hyperparameters, text) in [
             (1, true, "a step of 1 parameters needs"),
-            (0, false, "Optimizer::rates was not called for parameter"),
+            (0, false, "Optimizer::hyperparameters was not called for parameter"),
         ] {
-            let error = step_with_rates_left_out(rule, left_out, forwards_rates).unwrap_err();
+            let error = step_with_one_left_out(rule, left_out, forwards_hyperparameters).unwrap_err();
             assert!(error.kind() == Kind::Config && error.message().starts_with(text), "{error}");
         }
     }
@@ -180,15 +187,15 @@ impl Optimizer for Split {
         self.0.num_steps()
     }
 
-    fn rates(&mut self, params: &[&Param], lr: f64) -> Result<Vec<f64>> {
+    fn hyperparameters(&mut self, params: &[&Param], lr: f64) -> Result<Vec<Vec<f64>>> {
         let (first, others) = params.split_at(1);
-        Ok([self.0.rates(first, lr)?, self.1.rates(others, lr)?].concat())
+        Ok([self.0.hyperparameters(first, lr)?, self.1.hyperparameters(others, lr)?].concat())
     }
 
     fn apply_update(&mut self, params: &[(&Param, Tensor)], step: &OverflowCheck) -> Result<()> {
         let (first, others) = params.split_at(1);
-        self.0.apply_update(first, &step.with_rates(0..7))?;
-        self.1.apply_update(others, &step.with_rates(7..10))
+        self.0.apply_update(first, &step.for_params(0..1))?;
+        self.1.apply_update(others, &step.for_params(1..params.len()))
     }
 
     fn count_step(&mut self, params: &[&Param]) {
@@ -246,10 +253,10 @@ fn optimizer_state_transfers_between_trainers() {
                 false => trainer(rank, &plan, Sgd::new(0.01).momentum(0.9)),
             };
             let (mut uninterrupted, mut second) = (new()?, new()?);
-            let reports: Vec<_> = (0..5).map(|_| uninterrupted.step(&[])).collect::<Result<_>>()?;
+            let reports: Vec<_> = (0..5).map(|_| uninterrupted.step()).collect::<Result<_>>()?;
             let mut first = new()?;
-            first.step(&[])?;
-            first.step(&[])?;
+            first.step()?;
+            first.step()?;
             let here = |t: &Trainer<'_, Gpt2>| -> Vec<Param> {
                 t.model().params().iter().filter(|p| p.is_local()).cloned().collect()
             };
@@ -262,7 +269,7 @@ fn optimizer_state_transfers_between_trainers() {
             second.model_and_optim_mut().1.load_state(first.optim().num_steps(), states)?;
             second.set_state(&first.state());
             for report in &reports[2..] {
-                assert_eq!(second.step(&[])?, *report, "{mesh}");
+                assert_eq!(second.step()?, *report, "{mesh}");
             }
             let none = vec![(here(&second)[0].clone(), OptimizerState { num_steps: 1, tensors: Vec::new() })];
             assert_eq!(second.model_and_optim_mut().1.load_state(1, none).unwrap_err().kind(), Kind::Config);
@@ -375,8 +382,8 @@ fn hyperparameters_that_produce_nan_are_refused() {
         let loss = |model: &Gpt2, x: &[Var]| model.loss(&x[0], &x[0]);
         let module = Gpt2::new(&Setup::new().config);
         let mut trainer = Trainer::new(rank, module, &plan, AdamW::new(0.1), settings, read, loss)?;
-        trainer.step(&[])?;
-        let error = trainer.step(&[]).unwrap_err();
+        trainer.step()?;
+        let error = trainer.step().unwrap_err();
         let expected = "the learning rate of step 2 is NaN, which is not a finite number of at least 0";
         assert_eq!((error.kind(), error.message()), (Kind::Config, expected));
         Ok(())
@@ -385,10 +392,10 @@ fn hyperparameters_that_produce_nan_are_refused() {
 
 #[test]
 fn invalid_step_arguments_are_refused_before_parameters_change() {
-    type Change = fn(&mut StepArgs<'static>);
+    type Change = fn(&mut StepArgs);
     let lr = "the learning rate of step 1 is";
     let clip = "the largest gradient norm (clip) is";
-    let changes: [(Change, &str); 11] = [
+    let changes: [(Change, &str); 12] = [
         (|args| args.lr = -0.1, lr),
         (|args| args.lr = f64::NAN, lr),
         (|args| args.lr = f64::INFINITY, lr),
@@ -396,17 +403,18 @@ fn invalid_step_arguments_are_refused_before_parameters_change() {
         (|args| args.clip = Some(0.0), clip),
         (|args| args.clip = Some(f64::NAN), clip),
         (|args| args.clip = Some(f64::NEG_INFINITY), clip),
-        (|args| args.loss_scale = 0.0, "the loss scale is 0"),
-        (|args| args.loss_scale = -1.0, "the loss scale is -1"),
-        (|args| args.loss_scale = f64::NAN, "the loss scale is NaN"),
-        (|args| args.loss_scale = f64::INFINITY, "the loss scale is inf"),
+        (|args| args.loss_scale = Some(0.0), "the loss scale is 0"),
+        (|args| args.loss_scale = Some(-1.0), "the loss scale is -1"),
+        (|args| args.loss_scale = Some(f64::NAN), "the loss scale is NaN"),
+        (|args| args.loss_scale = Some(f64::INFINITY), "the loss scale is inf"),
+        (|args| args.loss_divisor = 0, "the loss divisor is 0"),
     ];
     run("dp=2", |rank| {
         let (setup, mut optim) = (Setup::new(), Sgd::new(0.1));
         let model = setup.model(rank)?;
         let weights =
             || -> Result<Vec<Vec<u8>>> { model.params().iter().map(|p| p.tensor().to_bytes()).collect() };
-        let mut take = |args: StepArgs<'_>| {
+        let mut take = |args: StepArgs| {
             let tape = model.tape();
             setup.backward(&model, &tape)?;
             optim.step(&model, tape.gradients(), args)
@@ -422,9 +430,9 @@ fn invalid_step_arguments_are_refused_before_parameters_change() {
         }
         assert!(weights()? == before, "a step that was refused moved weights");
         // A zero learning rate, an infinite clip and a small loss scale are valid.
-        assert!(take(StepArgs::new(0.0))?.applied && weights()? == before);
-        let loose = StepArgs { clip: Some(f64::INFINITY), loss_scale: 0.5, ..StepArgs::new(0.0) };
-        assert!(take(loose)?.applied && weights()? == before);
+        assert!(!take(StepArgs::new(0.0))?.skipped && weights()? == before);
+        let loose = StepArgs { clip: Some(f64::INFINITY), loss_scale: Some(0.5), ..StepArgs::new(0.0) };
+        assert!(!take(loose)?.skipped && weights()? == before);
         Ok(())
     });
 }
@@ -466,7 +474,7 @@ fn trainer_refuses_invalid_clip_schedule_and_loss_scale() {
         }
         for schedule in [LrScheduler::constant(-0.1), LrScheduler::constant(0.1).cosine(0, -1.0)] {
             let error = made(TrainerConfig { lr_scheduler: Some(schedule), ..TrainerConfig::new(ROWS) })?
-                .step(&[])
+                .step()
                 .unwrap_err();
             assert!(error.message().starts_with("the learning rate of step 1 is -"), "{error}");
         }
@@ -474,12 +482,12 @@ fn trainer_refuses_invalid_clip_schedule_and_loss_scale() {
             let mut trainer = made(TrainerConfig { dtype: DType::F16, ..TrainerConfig::new(ROWS) })?;
             let before = trainer.state();
             trainer.set_state(&RunState { loss_scale: Some(LossScale::new(scale, 0)), ..trainer.state() });
-            let error = trainer.step(&[]).unwrap_err();
+            let error = trainer.step().unwrap_err();
             assert_eq!(error.kind(), Kind::Config, "{error}");
             assert!(error.message().starts_with("the loss scale is"), "{error}");
             assert_eq!(trainer.model().non_finite_params()?, Vec::<String>::new());
             trainer.set_state(&before);
-            trainer.step(&[])?;
+            trainer.step()?;
         }
         Ok(())
     });

@@ -37,7 +37,7 @@ fn losses(mesh: &str, forward: fn(&Noisy, &Var) -> Var) -> Vec<f64> {
         let mut trainer = Trainer::new(rank, Noisy::new(), &plan, AdamW::new(0.0), settings, read, loss)?;
         let mut found = Vec::new();
         for _ in 0..3 {
-            found.push(trainer.step(&[])?.loss);
+            found.push(trainer.step()?.loss);
         }
         let part = trainer.partial_loss(&read(trainer.rank(), 0, 0..ROWS / 2)?)?;
         found.extend(world_sum(trainer.rank(), &[part], Location::caller())?);

@@ -4,10 +4,9 @@
 use crate::save_and_load::Folder;
 use crate::support::{Setup, run};
 use shardgrad_autograd::Var;
-use shardgrad_nn::hf::{
-    CONFIG_FILE, SidecarFile, WEIGHTS_FILE, Weights, WeightsWriter, check_replaceable, weights::INDEX_FILE,
+use shardgrad_nn::checkpoint::{
+    CONFIG_FILE, INDEX_FILE, SidecarFile, WEIGHTS_FILE, Weights, WeightsWriter, check_replaceable,
 };
-use shardgrad_nn::model_io::save_weights;
 use shardgrad_nn::{
     Gpt2Config, Init, LanguageModel, Linear, Llama, LlamaConfig, LlamaKind, Model, ModelConfig, Param, Plan,
     RmsNorm, Sgd, Trainer, TrainerConfig, module,
@@ -136,7 +135,7 @@ fn ranks_wait_longer_for_the_disk_of_rank_zero() {
             }
             name.to_string()
         };
-        save_weights(&model, &folder.0, u64::MAX, DType::F32, &name)
+        model.save_weights_as(&folder.0, u64::MAX, DType::F32, &name)
     });
     assert!(saved.is_ok(), "{saved:?}");
     assert!(folder.0.join(WEIGHTS_FILE).is_file());
@@ -170,12 +169,12 @@ fn every_rank_gets_the_write_error_and_training_continues() {
                 let loss = |m: &Pair, x: &[Var]| m.down.forward(&m.up.forward(&x[0])).square().mean();
                 let settings = TrainerConfig::new(4);
                 let mut trainer = Trainer::new(rank, module, &plan, Sgd::new(0.1), settings, read, loss)?;
-                trainer.step(&[])?;
-                let save = |dir| save_weights(trainer.model(), dir, 1, DType::F32, &str::to_string);
+                trainer.step()?;
+                let save = |dir| trainer.model().save_weights_as(dir, 1, DType::F32, &str::to_string);
                 let refused = save(dir).unwrap_err();
                 // The world still works.
-                trainer.step(&[])?;
-                let save = |dir| save_weights(trainer.model(), dir, 1, DType::F32, &str::to_string);
+                trainer.step()?;
+                let save = |dir| trainer.model().save_weights_as(dir, 1, DType::F32, &str::to_string);
                 save(&good.0)?;
                 Ok(refused)
             });

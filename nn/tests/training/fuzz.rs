@@ -4,8 +4,8 @@
 use crate::bad_files::file;
 use crate::save_and_load::Folder;
 use shardgrad_nn::ModelConfig;
-use shardgrad_nn::hf::safetensors_header::parse;
-use shardgrad_nn::hf::{CONFIG_FILE, Weights, weights::INDEX_FILE};
+use shardgrad_nn::checkpoint::safetensors_header::parse;
+use shardgrad_nn::checkpoint::{CONFIG_FILE, INDEX_FILE, Weights};
 use shardgrad_tensor::{Kind, Result};
 use std::fs;
 use std::path::Path;

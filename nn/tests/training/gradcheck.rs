@@ -3,7 +3,7 @@
 
 use crate::support::run;
 use shardgrad_autograd::{Key, Noise, Tape, Var};
-use shardgrad_nn::hf::ExpertsConfig;
+use shardgrad_nn::ExpertsConfig;
 use shardgrad_nn::{
     Attention, Bert, BertConfig, Block, Dropout, Embedding, EncoderAttention, GatedMlp, Gpt2, Gpt2Config,
     GroupedQueryAttention, LanguageModel, LayerNorm, Linear, Llama, LlamaConfig, LlamaKind, MixtureOfExperts,

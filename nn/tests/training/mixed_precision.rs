@@ -101,7 +101,7 @@ fn pipeline_stages_accumulate_gradients_in_f32() {
                 let loss = |m: &Two, x: &[Var]| product(m, &x[0]).cast(DType::F32).sum().scale(mean);
                 let read = |rank: &Rank, _: u64, rows: Range<usize>| Ok(vec![summands(rank, rows)?]);
                 let mut trainer = Trainer::new(rank, module, &plan, AdamW::new(1e-3), settings, read, loss)?;
-                Ok(trainer.step(&[])?.grad_norm)
+                Ok(trainer.step()?.grad_norm)
             });
             assert!(
                 norms.iter().all(|n| (n - expected).abs() < 1e-9),
@@ -194,7 +194,7 @@ impl Training {
             let module = Gpt2::new(&Setup::new().config).recompute(self.recompute);
             let optim = AdamW::new(self.lr).weight_decay(0.1);
             let mut trainer = Trainer::new(rank, module, &self.plan, optim, settings, read, loss)?;
-            let losses = (0..self.steps).map(|_| trainer.step(&[]).map(|r| r.loss)).collect::<Result<_>>()?;
+            let losses = (0..self.steps).map(|_| trainer.step().map(|r| r.loss)).collect::<Result<_>>()?;
             trainer.check_consistent()?;
             let here = trainer.model().params().iter().filter(|p| p.is_local());
             let bytes = here.map(|p| Ok((p.name(), p.tensor().to_bytes()?))).collect::<Result<_>>()?;
@@ -305,7 +305,7 @@ fn tied_parameters_are_reduced_in_f32_and_activations_sent_in_bf16() {
         let loss = |model: &Gpt2, x: &[Var]| model.loss(&x[0], &x[1]);
         let module = Gpt2::new(&Setup::new().config);
         let mut trainer = Trainer::new(rank, module, &plan, AdamW::new(1e-3), settings, read, loss)?;
-        let mut records = traced(rank, || trainer.step(&[]).map(drop))?;
+        let mut records = traced(rank, || trainer.step().map(drop))?;
         records.retain(|r| r.op == "send" && r.phase != Phase::Control);
         Ok(records.into_iter().map(|r| (r.phase, r.dtype, r.numel())).collect::<Vec<_>>())
     });

@@ -5,7 +5,7 @@ use crate::context_parallel::{ROWS, TrainingCase, trace};
 use crate::llama;
 use crate::support::{max_difference, run};
 use crate::traces::counts;
-use shardgrad_nn::hf::ExpertsConfig;
+use shardgrad_nn::ExpertsConfig;
 use shardgrad_nn::{Init, LlamaConfig, LlamaKind, MixtureOfExperts, Model, Plan, load_balancing_loss};
 use shardgrad_tensor::{DType, Layout, Mesh, Phase, Tensor, Value};
 

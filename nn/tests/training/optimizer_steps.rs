@@ -3,7 +3,7 @@
 use crate::support::{MESHES, Setup, near, run};
 use crate::traces::{counts, traced};
 use shardgrad_nn::optim::ParamGroup;
-use shardgrad_nn::{AdamW, Gpt2, Init, Model, Optimizer, Param, Plan, Sgd, StepArgs, module};
+use shardgrad_nn::{AdamW, ControlFlags, Gpt2, Init, Model, Optimizer, Param, Plan, Sgd, StepArgs, module};
 use shardgrad_tensor::{DType, Error, Kind, Result, Value};
 
 module! {
@@ -66,14 +66,18 @@ fn adamw_matches_reference_loop() {
                 let loss = a.square().sum().add(&b.square().sum()).scale((1.0 + step as f64).sin());
                 loss.backward()?;
                 let clip = (step % 2 == 1).then_some(0.75);
-                let args =
-                    StepArgs { clip, control: &[1.0, step as f64], ..StepArgs::new(0.1 / (1 + step) as f64) };
+                let control = ControlFlags::new().flag("set", true).number("step", step as f64);
+                let lr = 0.1 / (1 + step) as f64;
+                let losses = vec![loss.tensor().clone()];
+                let args = StepArgs { clip, losses, control, ..StepArgs::new(lr) };
                 let report = optim.step(&model, tape.gradients(), args)?;
+                assert!(near(report.loss, loss.item()?), "{mesh}: {} and {}", report.loss, loss.item()?);
                 let mut grads = [slope(&plain[0].w, step), slope(&plain[1].w, step)];
                 let norm = grads.iter().flatten().map(|g| g * g).sum::<f64>().sqrt();
                 assert!(near(report.grad_norm, norm), "{mesh}: {} and {norm}", report.grad_norm);
                 let ranks = rank.mesh().num_ranks() as f64;
-                assert_eq!((report.control, report.applied), (vec![ranks, ranks * step as f64], true));
+                let sums = ["set", "step"].map(|name| report.control.get(name));
+                assert_eq!((sums, report.skipped), ([ranks, ranks * step as f64], false));
                 if let Some(most) = clip {
                     assert!(norm > most, "the clip is felt");
                     grads.iter_mut().flatten().for_each(|g| *g *= most / norm);
@@ -81,7 +85,7 @@ fn adamw_matches_reference_loop() {
                 for (plain, (grad, param)) in
                     plain.iter_mut().zip(grads.iter().zip([&model.matrix, &model.vector]))
                 {
-                    plain.step(grad, args.lr, step as i32 + 1);
+                    plain.step(grad, lr, step as i32 + 1);
                     let got = param.tensor().to_f64()?;
                     assert!(got.iter().zip(&plain.w).all(|(a, b)| (a - b).abs() < 1e-12), "{mesh}: {got:?}");
                 }
@@ -101,9 +105,9 @@ fn losses(mesh: &str, microbatches: usize) -> Vec<f64> {
             .map(|_| {
                 let tape = model.tape();
                 let (loss, _) = setup.backward(&model, &tape)?;
-                let args = StepArgs { clip: Some(1.0), control: &[], ..StepArgs::new(0.01) };
+                let args = StepArgs { clip: Some(1.0), ..StepArgs::new(0.01) };
                 let report = optim.step(&model, tape.gradients(), args)?;
-                assert!(report.applied);
+                assert!(!report.skipped);
                 Ok(loss)
             })
             .collect::<Result<Vec<f64>>>()
@@ -134,7 +138,7 @@ fn sgd_with_momentum_matches_on_every_mesh() {
                 .map(|_| {
                     let tape = model.tape();
                     let (loss, _) = setup.backward(&model, &tape)?;
-                    assert!(optim.update(&model, tape.gradients())?.applied);
+                    assert!(!optim.update(&model, tape.gradients())?.skipped);
                     Ok(loss)
                 })
                 .collect::<Result<Vec<f64>>>()
@@ -191,19 +195,20 @@ fn non_finite_gradient_changes_nothing() {
         let model = Model::new(rank, Two::new(), &Plan::new().store("matrix", "tp@0"), 1)?;
         let mut optim = AdamW::new(0.1);
         let before = model.matrix.tensor().to_f64()?;
-        let step = |optim: &mut AdamW, factor: f64, control: &[f64]| {
+        let step = |optim: &mut AdamW, factor: f64, number: f64| {
             let tape = model.tape();
             model.matrix.on_tape(&tape).scale(factor).sum().backward()?;
-            optim.step(&model, tape.gradients(), StepArgs { clip: None, control, ..StepArgs::new(0.1) })
+            let control = ControlFlags::new().number("number", number);
+            optim.step(&model, tape.gradients(), StepArgs { control, ..StepArgs::new(0.1) })
         };
         let here = if rank.index() == 1 { f64::NAN } else { 0.0 };
-        assert!(!step(&mut optim, f64::INFINITY, &[])?.applied);
-        assert!(!step(&mut optim, 1.0, &[here])?.applied, "the number of one rank stops all");
+        assert!(step(&mut optim, f64::INFINITY, 0.0)?.skipped);
+        assert!(step(&mut optim, 1.0, here)?.skipped, "the number of one rank stops all");
         assert_eq!((model.matrix.tensor().to_f64()?, optim.num_steps()), (before.clone(), 0));
         let tape = model.tape();
         model.matrix.on_tape(&tape).scale(f64::NAN).sum().backward()?;
         assert_eq!(optim.update(&model, tape.gradients()).unwrap_err().kind(), Kind::NotFinite);
-        assert!(step(&mut optim, 1.0, &[0.0])?.applied);
+        assert!(!step(&mut optim, 1.0, 0.0)?.skipped);
         assert_ne!(model.matrix.tensor().to_f64()?, before);
         Ok(())
     });

@@ -1,8 +1,8 @@
 //! Model folders: saved on one mesh, loaded on another.
 
 use crate::support::{Setup, run};
-use shardgrad_nn::hf::{Gpt2Config, TensorFile, TensorWriter, Weights};
-use shardgrad_nn::model_io::{load_weights, save_weights};
+use shardgrad_nn::Gpt2Config;
+use shardgrad_nn::checkpoint::{TensorFile, TensorWriter, Weights};
 use shardgrad_nn::{CastRule, Gpt2, Model, Plan};
 use shardgrad_tensor::{DType, Error, Kind, Mesh, Result, World};
 use std::path::{Path, PathBuf};
@@ -101,7 +101,7 @@ fn large_models_are_saved_as_sharded_files() {
 /// Copies the weights of a folder with a changed list of tensors.
 fn rewritten(from: &Path, to: &Path, change: impl Fn(&mut Vec<(String, DType, Vec<usize>, Vec<u8>)>)) {
     let file = TensorFile::open(&from.join("model.safetensors")).unwrap();
-    let entry = |t: &shardgrad_nn::hf::TensorInfo| {
+    let entry = |t: &shardgrad_nn::checkpoint::TensorInfo| {
         (t.name.clone(), t.dtype, t.shape.clone(), file.read(&t.name).unwrap())
     };
     let mut tensors: Vec<_> = file.tensors().iter().map(entry).collect();
@@ -151,7 +151,7 @@ fn load_error_lists_all_mismatches() {
         let model = Model::with_dtype(rank, Gpt2::new(&Setup::new().config), &Plan::new(), 5, DType::F64)?;
         let before = weights(&model)?;
         let (weights_there, name) = (Weights::open(&other.0)?, |n: &str| format!("transformer.{n}"));
-        assert!(load_weights(&model, &weights_there, CastRule::Round, &name, &[]).is_err());
+        assert!(model.load_weights_as(&weights_there, CastRule::Round, &name, &[]).is_err());
         assert!(weights(&model)? == before, "nothing was changed");
         Ok(())
     });
@@ -216,7 +216,7 @@ fn load_error_names_only_the_first_of_many_mismatches() {
     let folder = Folder::new("many");
     run("tp=2", |rank| {
         let model = Setup::new().model(rank)?;
-        save_weights(&model, &folder.0, u64::MAX, DType::F64, &|name| format!("other.{name}"))
+        model.save_weights_as(&folder.0, u64::MAX, DType::F64, &|name| format!("other.{name}"))
     });
     let error = World::run(Mesh::single(), |rank| Setup::new().model(rank)?.load_weights(&folder.0));
     let error = error.unwrap_err();

@@ -82,7 +82,7 @@ impl Setup {
             let tape = model.tape();
             let (loss, saved_bytes) = self.backward(&model, &tape)?;
             let gradients = tape.gradients();
-            let norm = grad_norm(rank, model.params(), &gradients, &[])?.grad_norm;
+            let norm = grad_norm(rank, model.params(), &gradients)?;
             Ok(Outcome { loss, norm, gradients: values(&model, &gradients)?, saved_bytes })
         });
         let first = outcomes.swap_remove(0);

@@ -147,11 +147,7 @@ fn step(rank: &Rank, setup: &Setup) -> Result<Vec<Record>> {
         }
         let gradients = tape.gradients();
         assert_eq!(gradients.len(), model.params().len());
-        AdamW::new(0.1).step(
-            &model,
-            gradients,
-            StepArgs { clip: Some(1.0), control: &[0.0], ..StepArgs::new(0.1) },
-        )?;
+        AdamW::new(0.1).step(&model, gradients, StepArgs { clip: Some(1.0), ..StepArgs::new(0.1) })?;
         Ok(())
     })
 }

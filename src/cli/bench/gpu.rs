@@ -7,7 +7,7 @@ use super::memory_bound::Sizes;
 use super::training::Training;
 use shardgrad::kernels::op::{attention, batched_matmul};
 use shardgrad::kernels::{BackendConfig, BackendProvider, CpuProvider, DType, Scalar, open};
-use shardgrad::nn::hf::{Gpt2Config, LlamaConfig};
+use shardgrad::nn::{Gpt2Config, LlamaConfig};
 use shardgrad::nn::{ModelConfig, Precision};
 use shardgrad::{Error, Kind, Result};
 use std::sync::Arc;

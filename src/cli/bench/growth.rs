@@ -4,7 +4,7 @@ use super::chart::{self, Panel};
 use super::collectives;
 use super::measurement::Bench;
 use super::training::Training;
-use shardgrad::nn::hf::Gpt2Config;
+use shardgrad::nn::Gpt2Config;
 use shardgrad::{Error, Kind, Result};
 use std::path::Path;
 

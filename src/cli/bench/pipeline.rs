@@ -131,7 +131,7 @@ fn measured(bench: &Bench, name: &str, num_ranks: usize) -> Result<(Schedule, Ve
         let mut seconds = Vec::new();
         for _ in 0..=num_steps {
             let started = std::time::Instant::now();
-            let report = trainer.step(&[])?;
+            let report = trainer.step()?;
             seconds.push(started.elapsed().as_secs_f64());
             if report.loss != 1.0 {
                 let text = format!("{name}: the loss is {}, expected 1; not timed", report.loss);

@@ -2,7 +2,7 @@
 
 use super::measurement::{Bench, Work, check};
 use shardgrad::kernels::BackendProvider;
-use shardgrad::nn::hf::Gpt2Config;
+use shardgrad::nn::Gpt2Config;
 use shardgrad::nn::{LanguageModel, ModelConfig};
 use shardgrad::prelude::*;
 use std::ops::Range;
@@ -110,7 +110,7 @@ impl Training {
         let mut trainer = Trainer::new(rank, model, &plan, optim, settings, read, loss)?;
         let mut losses = Vec::new();
         for _ in 0..STEPS_BEFORE {
-            losses.push(trainer.step(&[])?.loss);
+            losses.push(trainer.step()?.loss);
         }
         if let Some(why) = trainer.capture_refusal() {
             return Err(Error::new(
@@ -122,7 +122,7 @@ impl Training {
         let mut seconds = Vec::new();
         for _ in 0..STEPS {
             let started = Instant::now();
-            trainer.step(&[])?;
+            trainer.step()?;
             seconds.push(started.elapsed().as_secs_f64());
         }
         seconds.sort_by(f64::total_cmp);

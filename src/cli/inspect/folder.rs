@@ -2,9 +2,10 @@
 
 use serde_json::Value;
 use shardgrad::nn::ModelConfig;
-use shardgrad::nn::checkpoint::{Checkpoint, Checkpoints, OPTIMIZER_FILE, STATE_FILE};
-use shardgrad::nn::hf::weights::INDEX_FILE;
-use shardgrad::nn::hf::{CONFIG_FILE, TensorFile, WEIGHTS_FILE, Weights, read_text};
+use shardgrad::nn::checkpoint::{
+    CONFIG_FILE, Checkpoint, Checkpoints, INDEX_FILE, OPTIMIZER_FILE, STATE_FILE, TensorFile, WEIGHTS_FILE,
+    Weights, read_text,
+};
 use shardgrad::prelude::*;
 use std::collections::BTreeMap;
 use std::fs;
@@ -162,7 +163,7 @@ impl FolderReport {
             _ => None,
         };
         match opened {
-            Some(Checkpoint { state, optimizer, num_steps, weights, optimizer_file }) => {
+            Some(Checkpoint { state, optimizer, num_steps, weights, optimizer_file, .. }) => {
                 report.verify(weights.files());
                 report.verify([&optimizer_file]);
                 let options = state.notes;

@@ -48,10 +48,11 @@ fn job(dir: &Scratch, given: &str, limit: Option<u64>) -> (Mesh, crate::cli::ran
 
 /// Calls a function with the step specification of a job.
 fn with_spec<T>(job: &Job, f: impl FnOnce(&StepSpec<'_>) -> Result<T>) -> T {
-    let train_config = &job.train_config;
+    let train_config = &job.spec.train_config;
     let (batch, seq, microbatches) = (train_config.batch, train_config.seq, train_config.microbatches);
     let precision = train_config.precision;
-    f(&StepSpec { config: &job.config, plan: &job.plan, batch, seq, microbatches, precision }).unwrap()
+    f(&StepSpec { config: &job.spec.config, plan: &job.spec.plan, batch, seq, microbatches, precision })
+        .unwrap()
 }
 
 #[test]

@@ -14,11 +14,11 @@ pub(super) fn report_outcome(
     stopped: Option<StopReason>,
     failed: Option<Error>,
 ) -> Result<(), Failure> {
-    let (saved, taken) = (job.saved.load(Ordering::SeqCst), job.metrics().num_new_steps());
+    let (saved, taken) = (job.state.saved.load(Ordering::SeqCst), job.state.metrics().num_new_steps());
     if let Some(e) = failed {
-        let model = format!("the model after step {saved}, in {}", job.model().display());
+        let model = format!("the model after step {saved}, in {}", job.state.model().display());
         let e = if saved > 0 && is_rank_zero() { e.detail("saved", model) } else { e };
-        let e = match stopped.or(job.interrupt.reason()) {
+        let e = match stopped.or(job.state.interrupt.reason()) {
             Some(reason) => e.detail("stopped by", reason.to_string()),
             None => e,
         };
@@ -28,13 +28,13 @@ pub(super) fn report_outcome(
         // On other ranks a failed save of rank 0 may be the reason.
         let when = if is_rank_zero() { " before the first step" } else { "" };
         let error = Error::new(Kind::Interrupted, format!("stopped by {reason}{when}; nothing is saved"));
-        return Err(Failure::of_run(job.with_unchanged_model(error)));
+        return Err(Failure::of_run(job.state.with_unchanged_model(error)));
     }
-    if !job.json && is_rank_zero() {
-        print_summary(job, job.metrics().steps());
+    if !job.spec.json && is_rank_zero() {
+        print_summary(job, job.state.metrics().steps());
     }
     match stopped {
-        _ if saved >= job.train_config.steps => Ok(()),
+        _ if saved >= job.spec.train_config.steps => Ok(()),
         Some(reason) => Err(Failure::stopped(saved_after(job, reason, saved), reason)),
         None => {
             let error = Error::new(Kind::PeerLost, "another rank ended the run");
@@ -48,7 +48,7 @@ fn saved_after(job: &Job, reason: StopReason, step: usize) -> Error {
     let error = |saved: &str| {
         Error::new(Kind::Interrupted, format!("stopped by {reason} after step {step}; {saved} saved"))
     };
-    match job.checkpoints {
+    match job.spec.saves.checkpoints {
         Some(_) => error("the model and a checkpoint are")
             .detail("help", "resume with the same options and --resume"),
         None => error("the model is"),

@@ -24,14 +24,14 @@ pub(super) fn record_step(
     progress: &Progress<'_>,
     entry: &StepMetrics,
 ) -> Result<()> {
-    job.metrics().add(entry)?;
-    if entry.step == job.num_steps_before() as u64 + 1 {
-        match trainer.pipeline_schedule().filter(|_| job.uses_measured_times) {
+    job.state.metrics().add(entry)?;
+    if entry.step == job.spec.num_steps_before() as u64 + 1 {
+        match trainer.pipeline_schedule().filter(|_| job.spec.uses_measured_times) {
             Some(schedule) => report_measured_schedule(trainer, schedule, job),
-            None if job.schedule_from_file => {}
+            None if job.spec.schedule_from_file => {}
             None => {
-                let path = job.out.join(SCHEDULE);
-                job.metrics().enqueue(move || remove(&path));
+                let path = job.state.out.join(SCHEDULE);
+                job.state.metrics().enqueue(move || remove(&path));
             }
         }
     }
@@ -40,17 +40,17 @@ pub(super) fn record_step(
 
 /// Prints the stages and writes the schedule that were chosen by measured times, so that the run can be repeated.
 fn report_measured_schedule(trainer: &Trainer<'_, LanguageModel>, schedule: &Schedule, job: &Job) {
-    if job.from.is_some() {
+    if job.spec.start.from.is_some() {
         eprintln!("resuming with another pipeline schedule, chosen by newly measured times");
     }
-    let path = job.out.join(SCHEDULE);
+    let path = job.state.out.join(SCHEDULE);
     let (text, to) = (schedule.passes_only().to_text(), path.clone());
-    job.metrics().enqueue(move || std::fs::write(&to, text).map_err(|e| io_error("write", &to, &e)));
-    if !job.json {
+    job.state.metrics().enqueue(move || std::fs::write(&to, text).map_err(|e| io_error("write", &to, &e)));
+    if !job.spec.json {
         let starts = trainer.stage_starts();
         let starts: Vec<&str> = starts.iter().skip(1).map(|(_, path)| &**path).collect();
         let starts = starts.join(", ");
-        job.lines.print_line(format_args!(
+        job.state.lines.print_line(format_args!(
             "pipeline stages start at {starts}; the schedule is in {}",
             path.display()
         ));
@@ -69,7 +69,8 @@ pub(super) struct Progress<'a> {
 
 impl Progress<'_> {
     pub(super) fn new(job: &Job) -> Progress<'_> {
-        let (steps, json) = ([job.num_steps_before() as u64 + 1, job.train_config.steps as u64], job.json);
+        let (steps, json) =
+            ([job.spec.num_steps_before() as u64 + 1, job.spec.train_config.steps as u64], job.spec.json);
         let bar = (!json && std::io::stderr().is_terminal()).then(|| {
             let style = ProgressStyle::with_template("{bar:30} {pos}/{len}  {msg}  {eta} left");
             let bar =
@@ -79,7 +80,7 @@ impl Progress<'_> {
             bar.reset_eta();
             bar
         });
-        Progress { out: &job.lines, bar, json, shown: RefCell::new(Instant::now()), steps }
+        Progress { out: &job.state.lines, bar, json, shown: RefCell::new(Instant::now()), steps }
     }
 
     fn show(&self, entry: &StepMetrics) -> Result<()> {
@@ -127,13 +128,14 @@ impl Drop for Progress<'_> {
 
 /// Prints the final losses, the files of the run and a command to sample from the model.
 pub(super) fn print_summary(job: &Job, steps: &[StepMetrics]) {
-    let (out, print_line) = (&job.out, |line: String| job.lines.print_line(line));
+    let (out, print_line) = (&job.state.out, |line: String| job.state.lines.print_line(line));
     let (Some(first), Some(last)) = (steps.first(), steps.last()) else { return };
     print_line(format!("\nloss {:.3} -> {:.3} in {:.1} s", first.loss, last.loss, last.seconds));
     if let Some(held_out) = steps.iter().rev().find_map(|s| s.val_loss) {
-        print_line(format!("validation loss {held_out:.3} nats per {}", job.unit));
+        print_line(format!("validation loss {held_out:.3} nats per {}", job.spec.data.unit));
     }
-    let checkpoint = job.checkpoints.as_ref().map(|_| Checkpoints::path_of(&out.join(""), last.step));
+    let checkpoint =
+        job.spec.saves.checkpoints.as_ref().map(|_| Checkpoints::path_of(&out.join(""), last.step));
     let left = [
         (out.join("metrics.jsonl"), "metrics of every step"),
         (out.join("loss.svg"), "loss plot"),
@@ -152,9 +154,9 @@ pub(super) fn print_summary(job: &Job, steps: &[StepMetrics]) {
 
 /// Returns a command that generates text with the saved model, if it can.
 fn generate_command(job: &Job, model: &Path) -> Option<String> {
-    let reads = job.config.is_causal() && Tokenizer::for_model(Some(model), &job.config).is_ok();
+    let reads = job.spec.config.is_causal() && Tokenizer::for_model(Some(model), &job.spec.config).is_ok();
     // Narrower weights are widened on load; f64 weights would need --cast.
-    let dtype = if job.save_dtype == DType::F64 { " --dtype f64" } else { "" };
+    let dtype = if job.spec.saves.dtype == DType::F64 { " --dtype f64" } else { "" };
     reads.then(|| {
         format!("cargo run --release -- generate --model {} --prompt \"fn \"{dtype}", model.display())
     })

@@ -1,15 +1,13 @@
 //! The training loop of one rank.
 
-use super::checkpoints::save_periodic_checkpoint;
+use super::checkpoint::save::save_periodic_checkpoint;
 use super::progress::{Progress, record_step};
 use super::{Job, save_final_state};
 use crate::interrupt::StopReason;
 use crate::metrics::StepMetrics;
-use crate::train::{ControlFlags, Evaluation, Prefetcher, mean_loss};
-use shardgrad::nn::{LanguageModel, StepReport};
+use crate::train::{Evaluation, Prefetcher, RunFlags, mean_loss};
+use shardgrad::nn::LanguageModel;
 use shardgrad::prelude::*;
-use shardgrad::tensor::training_step::control::world_sum;
-use std::panic::Location;
 use std::time::Instant;
 
 /// If steps take longer than this, ranks also agree on a stop after each step, not only in it: a launcher may kill 30 s after its signal, and
@@ -34,7 +32,7 @@ pub(super) struct StepsOutcome {
 impl StepsOutcome {
     /// The outcome of a run whose steps are all done.
     pub(super) fn all_done(job: &Job) -> StepsOutcome {
-        StepsOutcome { steps: job.num_steps_before(), ..StepsOutcome::default() }
+        StepsOutcome { steps: job.spec.num_steps_before(), ..StepsOutcome::default() }
     }
 
     /// Records why a checkpoint was not saved, if so.
@@ -54,14 +52,14 @@ pub(super) fn run_steps(
     is_rank_zero: bool,
     job: &Job,
 ) -> Result<StepsOutcome> {
-    let train_config = &job.train_config;
+    let train_config = &job.spec.train_config;
     let progress = is_rank_zero.then(|| Progress::new(job));
     let start = Instant::now();
     let mut outcome = StepsOutcome::default();
-    let mut is_capture_failure_reported = job.json || !is_rank_zero;
-    let (first, mut step_seconds) = (job.num_steps_before(), 0.0);
+    let mut is_capture_failure_reported = job.spec.json || !is_rank_zero;
+    let (first, mut step_seconds) = (job.spec.num_steps_before(), 0.0);
     for step in first..train_config.steps {
-        if step == first || job.check_every > 0 && step % job.check_every == 0 {
+        if step == first || job.spec.check_every > 0 && step % job.spec.check_every == 0 {
             trainer.check_consistent()?;
         }
         let started = Instant::now();
@@ -71,8 +69,8 @@ pub(super) fn run_steps(
             outcome.failed = prefetcher.read(trainer.rank(), step as u64 + 1).err();
         }
         let own =
-            ControlFlags { stop: job.interrupt.reason(), failed: outcome.failed.is_some(), step_seconds };
-        let report = match trainer.step(&own.to_numbers()) {
+            RunFlags { stop: job.state.interrupt.reason(), failed: outcome.failed.is_some(), step_seconds };
+        let report = match trainer.step_with(own.to_control()) {
             Err(e) if e.kind() == Kind::NotFinite && step > first => {
                 outcome.failed = Some(with_lr_help(e));
                 break;
@@ -80,26 +78,26 @@ pub(super) fn run_steps(
             report => report?,
         };
         step_seconds = started.elapsed().as_secs_f64();
-        let agreed = agreed_flags(trainer, job, &report)?;
+        let agreed = agreed_flags(trainer, job, &report, step == first)?;
         // A new run stopped in its first step does not replace an earlier model by that of one step.
-        if step == first && job.from.is_none() && agreed.stop.is_some() {
+        if step == first && job.spec.start.from.is_none() && agreed.stop.is_some() {
             return Ok(StepsOutcome { stopped: agreed.stop, ..StepsOutcome::default() });
         }
-        if let Some(trace) = &job.trace {
-            trace.add(trainer.rank().world().index(), report.step, &trainer.passes());
+        if let Some(trace) = &job.state.trace {
+            trace.add(trainer.rank().world().index(), step as u64, &trainer.passes());
         }
         (outcome.steps, outcome.stopped) = (step + 1, agreed.stop);
         let mut is_over = agreed.stop.is_some() || agreed.failed;
-        let mut entry = metrics_of_step(job, &report, step_seconds, start);
-        if !agreed.failed && is_evaluated(job, step + 1, is_over) {
+        let mut entry = metrics_of_step(job, step as u64 + 1, &report, step_seconds, start);
+        if !agreed.failed && job.spec.is_evaluated(step + 1, is_over) {
             if is_rank_zero {
-                outcome.failed = outcome.failed.or(job.metrics().begin_step(&entry).err());
+                outcome.failed = outcome.failed.or(job.state.metrics().begin_step(&entry).err());
             }
             (entry.val_loss, is_over) = evaluate(trainer, is_rank_zero, job, &mut outcome)?;
         }
         if let Some(why) = trainer.capture_refusal().filter(|_| !is_capture_failure_reported) {
             is_capture_failure_reported = true;
-            job.lines.print_line(format_args!(
+            job.state.lines.print_line(format_args!(
                 "steps are not captured as a graph and run kernel by kernel: {}",
                 why.message()
             ));
@@ -108,8 +106,8 @@ pub(super) fn run_steps(
             let recorded = record_step(trainer, job, progress, &entry);
             outcome.failed = outcome.failed.or(recorded.err());
         }
-        if !is_over && is_checkpointed(job, step + 1) {
-            job.verify_folder(&mut outcome)?;
+        if !is_over && job.spec.is_checkpointed(step + 1) {
+            job.state.verify_folder(&mut outcome)?;
             outcome.record_failed_save(save_periodic_checkpoint(trainer, job)?);
             is_over = outcome.unsaved;
         }
@@ -125,44 +123,31 @@ fn agreed_flags(
     trainer: &Trainer<'_, LanguageModel>,
     job: &Job,
     report: &StepReport,
-) -> Result<ControlFlags> {
+    is_first: bool,
+) -> Result<RunFlags> {
     let num_ranks = trainer.rank().world().mesh().num_ranks();
-    let mut agreed = ControlFlags::from_sums(&report.control, num_ranks);
-    if report.step == job.num_steps_before() as u64 || agreed.step_seconds > LONG_STEP_SECONDS {
+    let mut agreed = RunFlags::from_sums(&report.control, num_ranks);
+    if is_first || agreed.step_seconds > LONG_STEP_SECONDS {
         agreed.stop = agreed.stop.or(agreed_stop(trainer, job)?);
     }
     Ok(agreed)
 }
 
-/// Returns whether validation is due after `steps` steps; a stop after the last step does not skip it.
-fn is_evaluated(job: &Job, steps: usize, is_stopped: bool) -> bool {
-    let is_last = steps == job.train_config.steps;
-    let is_due = job.eval_every.is_some_and(|n| steps.is_multiple_of(n) || is_last);
-    is_due && job.held_out.is_some() && (!is_stopped || is_last)
-}
-
-/// Returns whether a checkpoint is due after `steps` steps; the one after the last step is saved with the model.
-fn is_checkpointed(job: &Job, steps: usize) -> bool {
-    let is_due = job.checkpoints.as_ref().is_some_and(|c| steps.is_multiple_of(c.every));
-    is_due && steps < job.train_config.steps
-}
-
 /// Returns why the run must stop, if any rank has a reason. Collective.
 fn agreed_stop(trainer: &Trainer<'_, LanguageModel>, job: &Job) -> Result<Option<StopReason>> {
-    let own = ControlFlags { stop: job.interrupt.reason(), ..ControlFlags::default() };
-    let sums = world_sum(trainer.rank(), &own.to_numbers(), Location::caller())?;
-    Ok(ControlFlags::from_sums(&sums, 1).stop)
+    let own = RunFlags { stop: job.state.interrupt.reason(), ..RunFlags::default() };
+    Ok(own.agreed(trainer.rank())?.stop)
 }
 
-/// Returns the metrics of a step.
-fn metrics_of_step(job: &Job, report: &StepReport, seconds: f64, start: Instant) -> StepMetrics {
+/// Returns the metrics of a step, counted from 1.
+fn metrics_of_step(job: &Job, step: u64, report: &StepReport, seconds: f64, start: Instant) -> StepMetrics {
     StepMetrics {
-        step: report.step + 1,
+        step,
         loss: report.loss,
         grad_norm: report.grad_norm,
         lr: report.lr,
-        tokens_per_s: (job.train_config.batch * job.train_config.seq) as f64 / seconds,
-        seconds: job.seconds + start.elapsed().as_secs_f64(),
+        tokens_per_s: (job.spec.train_config.batch * job.spec.train_config.seq) as f64 / seconds,
+        seconds: job.spec.start.seconds + start.elapsed().as_secs_f64(),
         loss_scale: report.loss_scale,
         skipped: report.loss_scale.map(|_| report.skipped),
         val_loss: None,
@@ -177,9 +162,9 @@ fn evaluate(
     job: &Job,
     outcome: &mut StepsOutcome,
 ) -> Result<(Option<f64>, bool)> {
-    let is_complete = outcome.steps == job.train_config.steps;
+    let is_complete = outcome.steps == job.spec.train_config.steps;
     if outcome.stopped.is_none() {
-        match held_out_loss(trainer, job, || job.interrupt.reason().is_some())? {
+        match held_out_loss(trainer, job, || job.state.interrupt.reason().is_some())? {
             Some(Evaluation::Loss(loss)) => return Ok((Some(loss), false)),
             None => return Ok((None, false)),
             Some(Evaluation::Abandoned(why)) => {
@@ -208,10 +193,10 @@ fn held_out_loss(
     job: &Job,
     stop: impl Fn() -> bool,
 ) -> Result<Option<Evaluation>> {
-    let Some(windows) = &job.held_out else { return Ok(None) };
+    let Some(windows) = &job.spec.data.held_out else { return Ok(None) };
     let part = |x: &[Tensor]| trainer.partial_loss(x);
-    let rows_max = job.train_config.batch / job.train_config.microbatches;
-    mean_loss(trainer.rank(), &job.plan, windows, rows_max, stop, part).map(Some)
+    let rows_max = job.spec.train_config.batch / job.spec.train_config.microbatches;
+    mean_loss(trainer.rank(), &job.spec.plan, windows, rows_max, stop, part).map(Some)
 }
 
 /// Adds help on the learning rate to the error of a step, unless it has help.

@@ -30,7 +30,7 @@ pub struct AdamWRates {
 }
 
 impl AdamWRates {
-    /// Returns the rates in the order of a step's inputs ([`StepInputs::rates`](crate::StepInputs)).
+    /// Returns the rates in the order of the step's inputs ([`OverflowCheck::new`]).
     #[must_use]
     pub fn row(&self) -> [f64; adamw::NUM_RATES] {
         let AdamWRates { lr, beta1, beta2, eps, weight_decay, correction1, correction2 } = *self;
@@ -119,13 +119,13 @@ pub struct AdamWStep<'a> {
     pub moments: &'a mut Moments,
 }
 
-/// Updates parameters with AdamW, unless the overflow check skips the step. Parameter i uses row i of the step's rates,
+/// Updates parameters with AdamW, unless the overflow check skips the step. Parameter i uses row i of the step's hyperparameters,
 /// [`adamw::NUM_RATES`] values ([`AdamWRates::row`]). All parameters of one dtype take one launch. Parameters and
 /// moments are changed in place where their memory is not shared. The parameters are returned in their order; after an
 /// error, parameters and moments may be partly updated, unless the launches were captured and not run.
 ///
 /// # Errors
-/// `Kind::Config` if the step has another number of rates; `Kind::Layout` if the layouts of parameter, gradient and
+/// `Kind::Config` if the step has another number of hyperparameters; `Kind::Layout` if the layouts of parameter, gradient and
 /// moments do not match; `Kind::OutOfMemory`.
 #[doc(alias = "AdamW")]
 #[doc(alias = "fused")]
@@ -138,10 +138,10 @@ pub fn adamw(steps: Vec<AdamWStep<'_>>, check: &OverflowCheck) -> (Vec<Tensor>, 
         moments.make_unique(param.rank())
     };
     update_in_place(steps.collect(), own, |rank, params, others| {
-        check.check_rates(params.len(), adamw::NUM_RATES)?;
+        check.check_hyperparameters(params.len(), adamw::NUM_RATES)?;
         let contiguous = others.iter().map(|(grad, _)| grad.local().contiguous(rank));
         let contiguous = contiguous.collect::<Result<Vec<LocalTensor>>>()?;
-        let (rates, gate) = (check.rates(adamw::NUM_RATES), check.scale_and_gate());
+        let (rates, gate) = (check.hyperparameters(adamw::NUM_RATES), check.scale_and_gate());
         let mut dtypes: Vec<DType> = params.iter().map(|param| param.dtype).collect();
         dtypes.sort_unstable();
         dtypes.dedup();
@@ -173,7 +173,7 @@ pub struct SgdRates {
 }
 
 impl SgdRates {
-    /// Returns the rates in the order of a step's inputs ([`StepInputs::rates`](crate::StepInputs)).
+    /// Returns the rates in the order of the step's inputs ([`OverflowCheck::new`]).
     #[must_use]
     pub fn row(&self) -> [f64; sgd::NUM_RATES] {
         [self.lr, self.momentum, self.weight_decay]
@@ -257,7 +257,7 @@ pub struct SgdStep<'a> {
 /// row i of the step's rates, [`sgd::NUM_RATES`] values ([`SgdRates::row`]).
 ///
 /// # Errors
-/// `Kind::Config` if the step has another number of rates; `Kind::Layout` if the layouts of parameter, gradient and
+/// `Kind::Config` if the step has another number of hyperparameters; `Kind::Layout` if the layouts of parameter, gradient and
 /// velocity do not match; `Kind::OutOfMemory`.
 #[doc(alias = "SGD")]
 pub fn sgd(steps: Vec<SgdStep<'_>>, nesterov: bool, check: &OverflowCheck) -> (Vec<Tensor>, Result<()>) {
@@ -267,7 +267,7 @@ pub fn sgd(steps: Vec<SgdStep<'_>>, nesterov: bool, check: &OverflowCheck) -> (V
         velocity.make_unique(param.rank())
     };
     update_in_place(steps.collect(), own, |rank, params, others| {
-        check.check_rates(params.len(), sgd::NUM_RATES)?;
+        check.check_hyperparameters(params.len(), sgd::NUM_RATES)?;
         let (gate, scalars) = (check.scale_and_gate(), [Scalar::Int(i64::from(nesterov))]);
         for (i, (param, (grad, velocity))) in params.iter_mut().zip(others).enumerate() {
             let (grad, rates) = (grad.local().contiguous(rank)?, check.row(i, sgd::NUM_RATES));
@@ -309,7 +309,7 @@ fn make_local_unique(rank: &Rank, local: &mut LocalTensor) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::training_step::overflow_check::StepInputs;
+    use crate::training_step::StepArgs;
     use shardgrad_dist::{Mesh, World};
     use shardgrad_kernels::DType;
     use std::panic::Location;
@@ -324,17 +324,17 @@ mod tests {
         correction2: 0.25,
     };
 
-    /// A step that halves gradients, with some rates.
-    fn halving(rank: &Rank, rates: Vec<f64>) -> Result<OverflowCheck> {
-        let inputs = StepInputs { clip: None, loss_scale: 2.0, control: Vec::new(), rates };
-        let mut step = OverflowCheck::new(rank, inputs, false)?;
-        step.check([], (&[], 1), Location::caller())?;
+    /// A step that halves gradients, with the hyperparameters of each parameter.
+    fn halving(rank: &Rank, hyperparameters: Vec<Vec<f64>>) -> Result<OverflowCheck> {
+        let args = StepArgs { loss_scale: Some(2.0), ..StepArgs::new(0.1) };
+        let mut step = OverflowCheck::new(rank, args, hyperparameters)?;
+        step.check([], Location::caller())?;
         Ok(step)
     }
 
     /// One parameter after an AdamW step.
     fn one(param: Tensor, grad: &Tensor, moments: &mut Moments, rates: AdamWRates) -> Result<Tensor> {
-        let of = halving(param.rank(), rates.row().to_vec())?;
+        let of = halving(param.rank(), vec![rates.row().to_vec()])?;
         let (mut params, done) = adamw(vec![AdamWStep { param, grad, moments }], &of);
         done.map(|()| params.remove(0))
     }
@@ -346,7 +346,7 @@ mod tests {
         velocity: &mut Velocity,
         (rates, nesterov): (SgdRates, bool),
     ) -> Result<Tensor> {
-        let of = halving(param.rank(), rates.row().to_vec())?;
+        let of = halving(param.rank(), vec![rates.row().to_vec()])?;
         let (mut params, done) = sgd(vec![SgdStep { param, grad, velocity }], nesterov, &of);
         done.map(|()| params.remove(0))
     }
@@ -411,7 +411,7 @@ mod tests {
             let mut moments = zeros.collect::<Result<Vec<Moments>>>()?;
             // Shared moments stay as they are.
             let mut other = moments.clone();
-            let of = halving(rank, (0..texts.len()).flat_map(|i| rates(i).row()).collect())?;
+            let of = halving(rank, (0..texts.len()).map(|i| rates(i).row().to_vec()).collect())?;
             for round in 0..3 {
                 let grads = (0..texts.len()).map(|i| tensor(i, round)).collect::<Result<Vec<Tensor>>>()?;
                 let shared = tensor(2, 9)?;
