@@ -72,24 +72,20 @@ impl<M: HfModel> Model<M> {
         companions: &[SidecarFile<'_>],
     ) -> Result<()> {
         check_dtype(dtype)?;
-        let config = self.model_config().with_dtype(dtype).lossless_json()?;
-        let contents = FolderContents { config: Some(&config), companions, bytes_max, step: None };
-        write_folder(self, dir, &contents, dtype, &|name| self.hf_name(name)).map(drop)
+        self.save_folder(dir, bytes_max, dtype, (companions, None)).map(drop)
     }
 
-    /// [`Model::save_with_sidecars`] in the stored dtype; the files contain their digest and the step of the run.
-    /// Returns the digest on rank 0.
+    /// [`Model::save_with_sidecars`]; with the step of a run, the files contain it and their digest, which rank 0 returns.
     #[track_caller]
-    pub(crate) fn save_of_step(
+    pub(crate) fn save_folder(
         &self,
         dir: &Path,
-        step: u64,
-        companions: &[SidecarFile<'_>],
+        bytes_max: u64,
+        dtype: DType,
+        (companions, step): (&[SidecarFile<'_>], Option<u64>),
     ) -> Result<Option<String>> {
-        let dtype = self.precision().param_dtype;
         let config = self.model_config().with_dtype(dtype).lossless_json()?;
-        let contents =
-            FolderContents { config: Some(&config), companions, bytes_max: FILE_BYTES_MAX, step: Some(step) };
+        let contents = FolderContents { config: Some(&config), companions, bytes_max, step };
         write_folder(self, dir, &contents, dtype, &|name| self.hf_name(name))
     }
 }
@@ -112,7 +108,7 @@ impl<M: Module> Model<M> {
     /// rank 0 writes. Nothing is written if copies of a parameter differ.
     ///
     /// # Errors
-    /// `Kind::Diverged` as [`check_parameters`]. Before anything is written: `Kind::NotFinite` naming a tensor of which a
+    /// `Kind::Diverged` naming parameters and ranks if copies differ. Before anything is written: `Kind::NotFinite` naming a tensor of which a
     /// finite number becomes infinite in `dtype`. `Kind::Io` if the system refuses rank 0, or as
     /// [`WeightsWriter::create`], and `Kind::Checkpoint` for names that no file can contain: every rank returns these
     /// two, and may continue and save elsewhere. Errors of the collectives.
@@ -204,7 +200,12 @@ fn write_folder<M: Module>(
     };
     let rank = model.rank();
     rank.with_timeout(WRITE_TIMEOUT, || {
-        let mut writer = GatheringWriter::create(rank, site, open)?;
+        let mut writer = GatheringWriter::create(
+            rank,
+            site,
+            open,
+            (WeightsWriter::append, WeightsWriter::finish_with_digest),
+        )?;
         for (param, (name, ..)) in model.params().iter().zip(&entries) {
             writer.gather(name, param, dtype, || Ok(param.tensor_in_file_order().cast(dtype)))?;
         }
