@@ -123,9 +123,11 @@ pub fn save<M: HfModel>(
     model: &Model<M>,
     optim: &dyn Optimizer,
     state: &RunState,
-    companions: &[SidecarFile<'_>],
+    sidecars: &[SidecarFile<'_>],
 ) -> Result<()> {
-    let write = |dir: &Path| model.save_of_step(dir, state.step, companions);
+    let write = |dir: &Path| {
+        model.save_folder(dir, FILE_BYTES_MAX, model.precision().param_dtype, (sidecars, Some(state.step)))
+    };
     save_as(dir, (model, &write), optim, state, &|name| model.hf_name(name))
 }
 
@@ -215,7 +217,7 @@ fn load_optimizer<M: Module>(
     let states = read_states(&files.optimizer_file, model, state_names, names)?;
     files.check_same_save()?;
     optim
-        .load_state(files.num_steps, states)
+        .load_state(files.num_steps(), states)
         .map_err(|e| e.detail("checkpoint", dir.display().to_string()))?;
     Ok(files)
 }

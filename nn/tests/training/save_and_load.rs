@@ -1,9 +1,8 @@
 //! Model folders: saved on one mesh, loaded on another.
 
 use crate::support::{Setup, run};
-use shardgrad_nn::Gpt2Config;
 use shardgrad_nn::checkpoint::{TensorFile, TensorWriter, Weights};
-use shardgrad_nn::{CastRule, Gpt2, Model, Plan};
+use shardgrad_nn::{CastRule, Gpt2, Gpt2Config, Model, ModelConfig, Plan};
 use shardgrad_tensor::{DType, Error, Kind, Mesh, Result, World};
 use std::path::{Path, PathBuf};
 
@@ -46,7 +45,7 @@ fn load(mesh: &str, dir: &Path, dtype: DType) -> Result<Vec<Vec<f64>>> {
 
 fn load_as(mesh: &str, dir: &Path, dtype: DType, cast: CastRule) -> Result<Vec<Vec<f64>>> {
     let loaded = World::run(Mesh::parse(mesh).unwrap(), |rank| {
-        let config = Gpt2Config::read(dir)?;
+        let ModelConfig::Gpt2(config) = ModelConfig::read(dir)? else { panic!("a GPT-2") };
         let model = Model::with_dtype(rank, Gpt2::new(&config), &Gpt2::plan(&config), 99, dtype)?;
         model.load_as(dir, cast)?;
         weights(&model)
@@ -72,8 +71,8 @@ fn model_saved_on_one_mesh_loads_on_another() {
         let info = file.find("transformer.h.0.attn.c_attn.weight").unwrap();
         assert_eq!((info.dtype, info.shape.as_slice()), (DType::F64, &[15, 45][..]));
         assert_eq!(file.get("lm_head.weight").is_some(), name == "untied");
-        let config = Gpt2Config::read(&folder.0).unwrap();
-        assert_eq!(config, Gpt2Config { dtype: DType::F64, ..setup.config });
+        let config = Gpt2Config { dtype: DType::F64, ..setup.config };
+        assert_eq!(ModelConfig::read(&folder.0).unwrap(), ModelConfig::Gpt2(config));
     }
 }
 
@@ -169,7 +168,7 @@ fn load_rounds_weights_only_with_cast_rule_round() {
         for dtype in FLOATS {
             let wider = file == dtype || dtype == DType::F64 || dtype == DType::F32 && file != DType::F64;
             World::run(Mesh::parse("tp=2").unwrap(), |rank| {
-                let config = Gpt2Config::read(&folder.0)?;
+                let ModelConfig::Gpt2(config) = ModelConfig::read(&folder.0)? else { panic!("a GPT-2") };
                 let model = Model::with_dtype(rank, Gpt2::new(&config), &Gpt2::plan(&config), 99, dtype)?;
                 let (before, count) = (weights(&model)?, model.params().len());
                 let casts = |how: &str| match file == dtype {

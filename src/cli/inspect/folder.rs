@@ -3,8 +3,8 @@
 use serde_json::Value;
 use shardgrad::nn::ModelConfig;
 use shardgrad::nn::checkpoint::{
-    CONFIG_FILE, Checkpoint, Checkpoints, INDEX_FILE, OPTIMIZER_FILE, STATE_FILE, TensorFile, WEIGHTS_FILE,
-    Weights, read_text,
+    CONFIG_FILE, Checkpoint, Checkpoints, INDEX_FILE, OPTIMIZER_FILE, RunState, STATE_FILE, TensorFile,
+    WEIGHTS_FILE, Weights, read_text,
 };
 use shardgrad::prelude::*;
 use std::collections::BTreeMap;
@@ -163,11 +163,12 @@ impl FolderReport {
             _ => None,
         };
         match opened {
-            Some(Checkpoint { state, optimizer, num_steps, weights, optimizer_file, .. }) => {
-                report.verify(weights.files());
-                report.verify([&optimizer_file]);
-                let options = state.notes;
-                report.run = Some(RunEntry { step: state.step, optimizer, num_steps, options });
+            Some(found) => {
+                report.verify(found.weights.files());
+                report.verify([&found.optimizer_file]);
+                let (optimizer, num_steps) = (found.optimizer().to_string(), found.num_steps());
+                let RunState { step, notes: options, .. } = found.state;
+                report.run = Some(RunEntry { step, optimizer, num_steps, options });
             }
             None => {
                 if let Some(weights) = report.collect_damage(Weights::open(dir)) {

@@ -7,24 +7,18 @@
 //! leaves a folder that is refused, and never a mix of two models.
 
 use super::atomic_file::AtomicFile;
-use super::disk::{io_error, is_existing_file, sync_folder};
+use super::disk::{entries_of, io_error, is_existing_file, sync_folder};
 use super::sidecar::SidecarChanges;
 use super::temporary_name::{is_process_gone, parse_temporary_name};
 use crate::checkpoint::file_names::{INDEX_FILE, WEIGHTS_FILE, is_managed_name, is_shard};
 use shardgrad_tensor::Result;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Returns the names in a folder that are valid UTF-8, sorted; all names that saves use are.
 fn file_names(dir: &Path) -> Result<Vec<String>> {
-    let entries = fs::read_dir(dir).map_err(|e| io_error(dir, "read", &e))?;
-    let name = |entry: std::io::Result<fs::DirEntry>| {
-        entry
-            .map(|entry| entry.file_name().into_string().ok())
-            .map_err(|e| io_error(dir, "read", &e))
-            .transpose()
-    };
-    let mut names = entries.filter_map(name).collect::<Result<Vec<_>>>()?;
+    let name = |path: PathBuf| path.file_name()?.to_str().map(str::to_string);
+    let mut names: Vec<String> = entries_of(dir)?.into_iter().filter_map(name).collect();
     names.sort();
     Ok(names)
 }
@@ -33,7 +27,7 @@ fn file_names(dir: &Path) -> Result<Vec<String>> {
 ///
 /// # Errors
 /// `Kind::Io` if something that is not a regular file (a symlink, a folder, a pipe, a device) has a name that saves
-/// use, or if the folder cannot be read: what [`WeightsWriter`](super::WeightsWriter) would refuse.
+/// use, or if the folder cannot be read: what [`WeightsWriter`](crate::checkpoint::WeightsWriter) would refuse.
 pub fn check_replaceable(dir: &Path) -> Result<()> {
     let names = file_names(dir)?;
     names

@@ -1,8 +1,7 @@
 //! `config.json` of BERT, as `transformers` reads and writes it.
 
 use super::config_check::{BlockCount, ExpectedShapes};
-use super::config_fields::{ConfigErrors, dtype_name, merge_fields, parse_fields};
-use crate::checkpoint::atomic::disk::file_error;
+use super::config_fields::{ConfigErrors, dtype_name, merge_fields, parse_config};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use shardgrad_tensor::{DType, Result};
@@ -113,14 +112,9 @@ impl BertConfig {
     /// Parses the text of the config file at `path` (named in errors).
     ///
     /// # Errors
-    /// `Kind::Checkpoint` if the text is not JSON or describes an unsupported model; all missing and unsupported fields are listed at
-    /// once.
+    /// As [`parse_config`].
     pub(super) fn parse(path: &Path, text: &str) -> Result<BertConfig> {
-        let raw: Raw = parse_fields(path, text)?;
-        raw.check().map_err(|errors| {
-            let error = file_error(path, "describes a model that this version does not support");
-            errors.into_iter().fold(error, |error, error_text| error.detail("field", error_text))
-        })
+        parse_config(path, text, Raw::check)
     }
 
     /// The tensor shapes that the config implies.

@@ -25,6 +25,22 @@ pub(super) fn parse_fields<T: DeserializeOwned>(path: &Path, text: &str) -> Resu
     })
 }
 
+/// Parses the fields of a config file, and checks them with `check`, which returns the errors of all fields.
+///
+/// # Errors
+/// `Kind::Checkpoint` if the text is not JSON or describes an unsupported model; all missing and unsupported fields are
+/// listed at once.
+pub(super) fn parse_config<R: DeserializeOwned, C>(
+    path: &Path,
+    text: &str,
+    check: impl FnOnce(R) -> Result<C, Vec<String>>,
+) -> Result<C> {
+    check(parse_fields(path, text)?).map_err(|errors| {
+        let error = file_error(path, "describes a model that this version does not support");
+        errors.into_iter().fold(error, |error, error_text| error.detail("field", error_text))
+    })
+}
+
 /// Returns the first field that cannot be parsed, and why.
 fn bad_field<T: DeserializeOwned>(text: &str) -> Option<String> {
     let all: Map<String, Value> = serde_json::from_str(text).ok()?;

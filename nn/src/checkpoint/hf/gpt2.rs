@@ -1,10 +1,7 @@
 //! GPT-2's `config.json`, as `transformers` reads and writes it.
 
-use super::config_check::{BlockCount, ExpectedShapes, config_text};
-use super::config_fields::{ConfigErrors, TokenIds, dtype_name, merge_fields, parse_fields};
-use crate::checkpoint::atomic::atomic_file::write_text;
-use crate::checkpoint::atomic::disk::file_error;
-use crate::checkpoint::file_names::CONFIG_FILE;
+use super::config_check::{BlockCount, ExpectedShapes};
+use super::config_fields::{ConfigErrors, TokenIds, dtype_name, merge_fields, parse_config};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use shardgrad_tensor::{DType, Result};
@@ -129,19 +126,6 @@ impl Gpt2Config {
         self
     }
 
-    /// Reads `config.json` of a model folder.
-    ///
-    /// # Errors
-    /// `Kind::Checkpoint` if the file is missing, is not JSON, describes another kind of model, or contradicts the weights in the
-    /// folder; all missing and unsupported fields are listed at once. `Kind::Io` if the operating system reports an error. As
-    /// [`Weights::open`](super::Weights::open) if there are weights.
-    pub fn read(dir: &Path) -> Result<Gpt2Config> {
-        let (path, text) = config_text(dir)?;
-        let config = Gpt2Config::parse(&path, &text)?;
-        config.expected_shapes().check(dir)?;
-        Ok(config)
-    }
-
     /// The tensor shapes that the config implies.
     pub(super) fn expected_shapes(&self) -> ExpectedShapes {
         let (vocab, width) = (("vocab_size", self.vocab_size), ("n_embd", self.n_embd));
@@ -160,18 +144,9 @@ impl Gpt2Config {
     /// Parses the text of the config file at `path` (named in errors).
     ///
     /// # Errors
-    /// As [`Gpt2Config::read`].
-    pub fn parse(path: &Path, text: &str) -> Result<Gpt2Config> {
-        let raw: Raw = parse_fields(path, text)?;
-        if raw.model_type.as_deref() != Some("gpt2") {
-            let found = raw.model_type.map_or("is missing".to_string(), |m| format!("is {m:?}"));
-            let error = file_error(path, format_args!("`model_type` {found}; supported: \"gpt2\""));
-            return Err(error.detail("help", "give the folder of a GPT-2 model"));
-        }
-        raw.check().map_err(|errors| {
-            let error = file_error(path, "describes a model that this version does not support");
-            errors.into_iter().fold(error, |error, error_text| error.detail("field", error_text))
-        })
+    /// As [`parse_config`].
+    pub(super) fn parse(path: &Path, text: &str) -> Result<Gpt2Config> {
+        parse_config(path, text, Raw::check)
     }
 
     /// Returns the text of the config file.
@@ -207,20 +182,11 @@ impl Gpt2Config {
             (end, others) => end.iter().chain(others).copied().collect(),
         }
     }
-
-    /// Writes `config.json` into a model folder atomically.
-    ///
-    /// # Errors
-    /// `Kind::Io` if the operating system reports an error.
-    pub fn write(&self, dir: &Path) -> Result<()> {
-        write_text(&dir.join(CONFIG_FILE), &self.to_json())
-    }
 }
 
 /// The raw fields of the file. Fields that affect computation are named; all others are kept as extra fields.
 #[derive(Deserialize)]
 struct Raw {
-    model_type: Option<String>,
     vocab_size: Option<u64>,
     n_positions: Option<u64>,
     n_embd: Option<u64>,
@@ -277,6 +243,7 @@ impl Raw {
         (config.eos_token_id, config.extra_eos_token_ids) = (ends.next(), ends.collect());
         config.dtype = errors.dtype(self.torch_dtype.as_deref(), self.dtype.as_deref());
         self.extra_fields.remove("architectures");
+        self.extra_fields.remove("model_type");
         config.extra_fields = self.extra_fields;
         errors.into_result(config)
     }
@@ -312,7 +279,8 @@ impl Raw {
 mod tests {
     use super::*;
     use crate::checkpoint::atomic::disk::scratch::Scratch;
-    use crate::checkpoint::file_names::CONFIG_BYTES_MAX;
+    use crate::checkpoint::file_names::{CONFIG_BYTES_MAX, CONFIG_FILE};
+    use crate::checkpoint::hf::ModelConfig;
     use shardgrad_tensor::{Error, Kind};
 
     /// The fields of the published 124M model that matter, and some that do not.
@@ -361,8 +329,8 @@ mod tests {
         config.tie_word_embeddings = false;
         config.eos_token_id = Some(3);
         config.dtype = DType::BF16;
-        config.write(&dir.path("")).unwrap();
-        assert_eq!(Gpt2Config::read(&dir.path("")).unwrap(), config);
+        ModelConfig::from(config.clone()).write(&dir.path("")).unwrap();
+        assert_eq!(ModelConfig::read(&dir.path("")).unwrap(), ModelConfig::from(config.clone()));
         assert_eq!(config.mlp_hidden_size(), 96);
         let value: Value = serde_json::from_str(&config.to_json()).unwrap();
         assert_eq!(value["architectures"][0], "GPT2LMHeadModel");
@@ -417,16 +385,8 @@ mod tests {
     }
 
     #[test]
-    fn other_model_types_are_rejected() {
+    fn fields_of_a_wrong_type_are_rejected() {
         let message = |from: &str, to: &str| changed(from, to).message().to_string();
-        assert_eq!(
-            message("\"gpt2\"", "\"llama\""),
-            "config.json: `model_type` is \"llama\"; supported: \"gpt2\""
-        );
-        assert_eq!(
-            message("\"model_type\": \"gpt2\",", ""),
-            "config.json: `model_type` is missing; supported: \"gpt2\""
-        );
         assert!(message("768", "-768").contains("expected u64"));
         assert!(message("768", "768.5").contains("expected u64"));
         assert_eq!(
@@ -499,10 +459,10 @@ mod tests {
     #[test]
     fn a_missing_config_file_is_named() {
         let dir = Scratch::new();
-        let error = Gpt2Config::read(&dir.path("")).unwrap_err();
+        let error = ModelConfig::read(&dir.path("")).unwrap_err();
         assert!(error.message().ends_with("config.json: no such file"), "{error}");
         assert_eq!(error.details()[0].1, "a model folder holds config.json and model.safetensors");
         dir.file(CONFIG_FILE, &vec![b' '; CONFIG_BYTES_MAX as usize + 1]);
-        assert!(Gpt2Config::read(&dir.path("")).unwrap_err().message().contains("at most 1048576 are read"));
+        assert!(ModelConfig::read(&dir.path("")).unwrap_err().message().contains("at most 1048576 are read"));
     }
 }

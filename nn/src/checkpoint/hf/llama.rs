@@ -5,9 +5,8 @@ mod experts;
 mod sliding_window;
 
 use super::config_check::{BlockCount, ExpectedShapes};
-use super::config_fields::{ConfigErrors, deserialize_present, dtype_name, merge_fields, parse_fields};
+use super::config_fields::{ConfigErrors, deserialize_present, dtype_name, merge_fields, parse_config};
 use super::rope::{Raw as RawRope, RopeConfig, RopeScaling};
-use crate::checkpoint::atomic::disk::file_error;
 pub use experts::ExpertsConfig;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
@@ -246,14 +245,9 @@ impl LlamaConfig {
     /// Parses the text of the config file at `path` (named in errors).
     ///
     /// # Errors
-    /// `Kind::Checkpoint` if the text is not JSON or describes an unsupported model; all missing and unsupported fields are listed at
-    /// once.
+    /// As [`parse_config`].
     pub(super) fn parse(kind: LlamaKind, path: &Path, text: &str) -> Result<LlamaConfig> {
-        let raw: Raw = parse_fields(path, text)?;
-        raw.check(kind).map_err(|errors| {
-            let error = file_error(path, "describes a model that this version does not support");
-            errors.into_iter().fold(error, |error, error_text| error.detail("field", error_text))
-        })
+        parse_config(path, text, |raw: Raw| raw.check(kind))
     }
 
     /// The tensor shapes that the config implies.

@@ -25,6 +25,17 @@ pub enum ModelConfig {
     Bert(BertConfig),
 }
 
+/// An expression for the config of any family, of which all have the same fields and methods.
+macro_rules! of_any_family {
+    ($model:expr, $config:ident => $value:expr) => {
+        match $model {
+            ModelConfig::Gpt2($config) => $value,
+            ModelConfig::Llama($config) => $value,
+            ModelConfig::Bert($config) => $value,
+        }
+    };
+}
+
 /// The field that names the family.
 #[derive(Deserialize)]
 struct Head {
@@ -60,11 +71,7 @@ impl ModelConfig {
     pub fn read(dir: &Path) -> Result<ModelConfig> {
         let (path, text) = config_text(dir)?;
         let config = ModelConfig::parse(&path, &text)?;
-        let expected_shapes = match &config {
-            ModelConfig::Gpt2(config) => config.expected_shapes(),
-            ModelConfig::Llama(config) => config.expected_shapes(),
-            ModelConfig::Bert(config) => config.expected_shapes(),
-        };
+        let expected_shapes = of_any_family!(&config, config => config.expected_shapes());
         expected_shapes.check(dir)?;
         Ok(config)
     }
@@ -93,11 +100,7 @@ impl ModelConfig {
     /// Returns the text of the config file.
     #[must_use]
     pub fn to_json(&self) -> String {
-        match self {
-            ModelConfig::Gpt2(config) => config.to_json(),
-            ModelConfig::Llama(config) => config.to_json(),
-            ModelConfig::Bert(config) => config.to_json(),
-        }
+        of_any_family!(self, config => config.to_json())
     }
 
     /// [`ModelConfig::to_json`], checked to give this config again when read.
@@ -133,11 +136,7 @@ impl ModelConfig {
     /// The number of tokens in the vocabulary.
     #[must_use]
     pub fn vocab_size(&self) -> usize {
-        match self {
-            ModelConfig::Gpt2(config) => config.vocab_size,
-            ModelConfig::Llama(config) => config.vocab_size,
-            ModelConfig::Bert(config) => config.vocab_size,
-        }
+        of_any_family!(self, config => config.vocab_size)
     }
 
     /// The largest number of tokens of a sequence.
@@ -218,21 +217,13 @@ impl ModelConfig {
     /// The dtype of the weights in files.
     #[must_use]
     pub fn dtype(&self) -> DType {
-        match self {
-            ModelConfig::Gpt2(config) => config.dtype,
-            ModelConfig::Llama(config) => config.dtype,
-            ModelConfig::Bert(config) => config.dtype,
-        }
+        of_any_family!(self, config => config.dtype)
     }
 
     /// Returns the same config with another dtype of the weights.
     #[must_use]
     pub fn with_dtype(mut self, dtype: DType) -> ModelConfig {
-        match &mut self {
-            ModelConfig::Gpt2(config) => config.dtype = dtype,
-            ModelConfig::Llama(config) => config.dtype = dtype,
-            ModelConfig::Bert(config) => config.dtype = dtype,
-        }
+        of_any_family!(&mut self, config => config.dtype = dtype);
         self
     }
 

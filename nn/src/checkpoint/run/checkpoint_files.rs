@@ -1,32 +1,25 @@
 //! The files of a checkpoint: opened, checked to be of one save, and verified without a model.
 
-use super::run_state::RunState;
+use super::run_state::{OptimizerRecord, RunState};
 use crate::checkpoint::file_names::{OPTIMIZER_FILE, STATE_FILE};
 use crate::checkpoint::tensors::safetensors_file::{SaveId, TensorFile};
 use crate::checkpoint::tensors::weights::Weights;
 use crate::optim::Optimizer;
 use shardgrad_tensor::{Error, Kind, Result};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// The files of a checkpoint, open for reading.
 #[derive(Debug)]
 pub struct Checkpoint {
     /// Step, loss scale and notes of the run.
     pub state: RunState,
-    /// Hyperparameters of the optimizer, as [`Optimizer::describe`] returns them.
-    pub optimizer: String,
-    /// Number of applied optimizer steps.
-    pub num_steps: u64,
     /// The weights.
     pub weights: Weights,
     /// File of the optimizer state.
     pub optimizer_file: TensorFile,
-    dir: PathBuf,
-    /// Names of the state tensors of a parameter.
-    state_names: Vec<String>,
-    /// Digests that the state file has of the files of weights and of the optimizer file.
+    optimizer: OptimizerRecord,
+    /// Digest that the state file has of the files of weights.
     weights_digest: Option<String>,
-    optimizer_digest: Option<String>,
 }
 
 impl Checkpoint {
@@ -43,26 +36,28 @@ impl Checkpoint {
 
     /// [`Checkpoint::open`] without the check that the files are of one save.
     pub(crate) fn open_files(dir: &Path) -> Result<Checkpoint> {
-        let (state, record, weights_digest) = RunState::read_all(dir)?;
+        let (state, optimizer, weights_digest) = RunState::read_all(dir)?;
         let optimizer_file = TensorFile::open_within(dir, OPTIMIZER_FILE)?;
-        Ok(Checkpoint {
-            state,
-            optimizer: record.settings,
-            num_steps: record.num_steps,
-            weights: Weights::open(dir)?,
-            optimizer_file,
-            dir: dir.to_path_buf(),
-            state_names: record.state_names,
-            weights_digest,
-            optimizer_digest: record.digest,
-        })
+        Ok(Checkpoint { state, weights: Weights::open(dir)?, optimizer_file, optimizer, weights_digest })
+    }
+
+    /// Hyperparameters of the optimizer, as [`Optimizer::describe`] returns them.
+    #[must_use]
+    pub fn optimizer(&self) -> &str {
+        &self.optimizer.settings
+    }
+
+    /// Number of applied optimizer steps.
+    #[must_use]
+    pub fn num_steps(&self) -> u64 {
+        self.optimizer.num_steps
     }
 
     /// Refuses files of another save than the state file. A state file without digests, of a release that had none,
     /// passes.
     pub(crate) fn check_same_save(&self) -> Result<()> {
         let Checkpoint { optimizer_file: file, weights, .. } = self;
-        self.check_save_id(file.path(), &file.save_id(), self.optimizer_digest.as_ref())?;
+        self.check_save_id(file.path(), &file.save_id(), self.optimizer.digest.as_ref())?;
         self.check_save_id(weights.path(), &weights.save_id(), self.weights_digest.as_ref())
     }
 
@@ -85,16 +80,16 @@ impl Checkpoint {
 
     /// Refuses an optimizer whose state tensors have other names than those of the checkpoint.
     pub(crate) fn check_optimizer(&self, optim: &dyn Optimizer, state_names: &[&str]) -> Result<()> {
-        if self.state_names.iter().eq(state_names) {
+        let (found, dir) = (&self.optimizer.state_names, self.optimizer_file.path().parent());
+        if found.iter().eq(state_names) {
             return Ok(());
         }
+        let dir = dir.unwrap_or(Path::new("")).display();
         let text = format!(
-            "{} has the optimizer state {:?}, the optimizer of this run needs {state_names:?}",
-            self.dir.display(),
-            self.state_names
+            "{dir} has the optimizer state {found:?}, the optimizer of this run needs {state_names:?}"
         );
         Err(Error::new(Kind::Checkpoint, text)
-            .detail("checkpoint", &self.optimizer)
+            .detail("checkpoint", self.optimizer())
             .detail("run", optim.describe())
             .detail("help", "resume with the optimizer of the checkpoint"))
     }
@@ -106,11 +101,5 @@ impl Checkpoint {
     pub fn verify(&self) -> Result<()> {
         self.optimizer_file.verify_share(0, 1)?;
         self.weights.verify_share(0, 1)
-    }
-
-    /// Number of tensors without a checksum.
-    #[must_use]
-    pub fn num_without_checksum(&self) -> usize {
-        self.optimizer_file.num_without_checksum() + self.weights.num_without_checksum()
     }
 }

@@ -1,8 +1,6 @@
 //! Work of rank 0, which writes all files: its result is every rank's result, and it receives tensors that all ranks
 //! gather.
 
-use crate::checkpoint::tensors::safetensors_file::TensorWriter;
-use crate::checkpoint::tensors::weights_writer::WeightsWriter;
 use crate::module::param::Param;
 use shardgrad_tensor::training_step::control::{send_bytes, world_sum};
 use shardgrad_tensor::{DType, Error, Kind, Layout, Rank, Result, Tensor};
@@ -28,33 +26,9 @@ pub(crate) fn on_rank_zero<T>(
     Ok(value)
 }
 
-/// Files of tensors that are written one by one.
-pub(crate) trait TensorSink {
-    /// Writes the next tensor.
-    fn append(&mut self, name: &str, bytes: &[u8]) -> Result<()>;
-    /// Completes the files. Returns their digest, if they have one.
-    fn finish(self) -> Result<Option<String>>;
-}
-
-impl TensorSink for TensorWriter {
-    fn append(&mut self, name: &str, bytes: &[u8]) -> Result<()> {
-        TensorWriter::append(self, name, bytes)
-    }
-
-    fn finish(self) -> Result<Option<String>> {
-        self.finish_with_digest()
-    }
-}
-
-impl TensorSink for WeightsWriter {
-    fn append(&mut self, name: &str, bytes: &[u8]) -> Result<()> {
-        WeightsWriter::append(self, name, bytes)
-    }
-
-    fn finish(self) -> Result<Option<String>> {
-        self.finish_with_digest()
-    }
-}
+/// Functions of the files that rank 0 writes: the first appends a tensor, the second completes the files and returns their
+/// digest, if they have one.
+pub(crate) type WriterFunctions<W> = (fn(&mut W, &str, &[u8]) -> Result<()>, fn(W) -> Result<Option<String>>);
 
 /// Writer of files on rank 0, of tensors that all ranks gather one by one. Every rank has one and calls its functions
 /// together with the others.
@@ -62,25 +36,27 @@ pub(crate) struct GatheringWriter<'r, W> {
     rank: &'r Rank,
     site: &'static Location<'static>,
     /// The files, on rank 0.
-    sink: Option<W>,
+    files: Option<W>,
+    functions: WriterFunctions<W>,
     written: Result<()>,
 }
 
-impl<'r, W: TensorSink> GatheringWriter<'r, W> {
+impl<'r, W> GatheringWriter<'r, W> {
     /// Opens the files on rank 0, and reports a refusal on every rank before anything is gathered.
     pub(crate) fn create(
         rank: &'r Rank,
         site: &'static Location<'static>,
         open: impl FnOnce() -> Result<W>,
+        functions: WriterFunctions<W>,
     ) -> Result<GatheringWriter<'r, W>> {
-        Ok(GatheringWriter { rank, site, sink: on_rank_zero(rank, site, open)?, written: Ok(()) })
+        Ok(GatheringWriter { rank, site, files: on_rank_zero(rank, site, open)?, functions, written: Ok(()) })
     }
 
     /// Writes the next tensor from its bytes, which rank 0 has.
     pub(crate) fn append(&mut self, name: &str, bytes: &[u8]) {
         // After a failed write the remaining tensors are gathered all the same, so that all ranks stay in step.
-        if let (Some(sink), true) = (&mut self.sink, self.written.is_ok()) {
-            self.written = sink.append(name, bytes);
+        if let (Some(files), true) = (&mut self.files, self.written.is_ok()) {
+            self.written = self.functions.0(files, name, bytes);
         }
     }
 
@@ -99,8 +75,8 @@ impl<'r, W: TensorSink> GatheringWriter<'r, W> {
 
     /// Completes the files. No rank returns before they are complete. Returns their digest on rank 0, if they have one.
     pub(crate) fn finish(self) -> Result<Option<String>> {
-        let GatheringWriter { rank, site, sink, written } = self;
-        let finish = || written.and_then(|()| sink.map_or(Ok(None), W::finish));
+        let GatheringWriter { rank, site, files, functions: (_, finish), written } = self;
+        let finish = || written.and_then(|()| files.map_or(Ok(None), finish));
         on_rank_zero(rank, site, finish).map(Option::flatten)
     }
 }

@@ -1,6 +1,6 @@
 //! Optimizer state in files: global tensors, named after the weights.
 
-use super::gather::GatheringWriter;
+use super::gather::{GatheringWriter, WriterFunctions};
 use super::load::read_shard;
 use crate::checkpoint::run::run_state::OptimizerRecord;
 use crate::checkpoint::tensors::safetensors_file::{TensorFile, TensorWriter};
@@ -141,9 +141,10 @@ impl StateSpecs {
             std::iter::once(count).chain(states).collect::<Vec<_>>()
         });
         let entries: Vec<TensorSpec> = entries.collect();
-        let mut writer = GatheringWriter::create(model.rank(), site, || {
-            TensorWriter::with_digest(path, &entries, Some(step))
-        })?;
+        let open = || TensorWriter::with_digest(path, &entries, Some(step));
+        let functions: WriterFunctions<TensorWriter> =
+            (TensorWriter::append, TensorWriter::finish_with_digest);
+        let mut writer = GatheringWriter::create(model.rank(), site, open, functions)?;
         for (param, name, spec) in with_state {
             writer.append(&format!("{STEPS}.{name}"), &spec.num_steps.to_le_bytes());
             let own = param.is_local().then(|| optim.param_state(param)).flatten();

@@ -130,17 +130,14 @@ impl WeightsWriter {
             .filter(is_new)
             .map(|text| write_temporary_text(&dir.join(CONFIG_FILE), text))
             .transpose()?;
-        let dir = dir.to_path_buf();
-        let (finished, sidecars) = (Vec::new(), SidecarChanges::default());
-        let (open_file, tensors_left) = (None, 0);
         let mut writer = WeightsWriter {
-            dir,
+            dir: dir.to_path_buf(),
             files,
-            open_file,
-            tensors_left,
+            open_file: None,
+            tensors_left: 0,
             config,
-            sidecars,
-            finished,
+            sidecars: SidecarChanges::default(),
+            finished: Vec::new(),
             index,
             step,
             _lock: lock,
@@ -173,7 +170,7 @@ impl WeightsWriter {
         Ok(())
     }
 
-    /// Writes the next tensor of the list, whole; for a stacked tensor ([`Weights::get`](super::Weights::get)) all of
+    /// Writes the next tensor of the list, whole; for a stacked tensor ([`Weights::get`](crate::checkpoint::Weights::get)) all of
     /// its parts.
     ///
     /// # Errors
@@ -222,7 +219,7 @@ impl WeightsWriter {
     /// names that saves use, and temporary files.
     ///
     /// The old model is unchanged until the first file is renamed. The replacement is atomic if config and file names
-    /// allow; otherwise the folder has no model for a moment, in which [`Weights::open`](super::Weights::open)
+    /// allow; otherwise the folder has no model for a moment, in which [`Weights::open`](crate::checkpoint::Weights::open)
     /// refuses it.
     ///
     /// # Errors
