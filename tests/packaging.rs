@@ -28,7 +28,10 @@ fn rust_version_is_consistent() {
     assert!(contributing.contains(&format!("Rust 1.{stated} or newer")), "CONTRIBUTING.md says otherwise");
 }
 
-/// Returns the packages that cargo compiles for some crates along kinds of dependencies, each with its sets of features.
+/// The kinds of dependencies that cargo compiles to test a crate.
+const TESTED: &str = "normal,build,dev";
+
+/// Returns the packages along some kinds of dependencies of a selection of crates, each with its sets of features.
 fn resolved_features(edges: &str, selection: &[&str]) -> BTreeMap<String, BTreeSet<String>> {
     let cargo = std::env::var("CARGO").unwrap_or_else(|_| "cargo".into());
     let mut command = Command::new(cargo);
@@ -49,7 +52,7 @@ fn resolved_features(edges: &str, selection: &[&str]) -> BTreeMap<String, BTreeS
 /// `cargo test -p CRATE` compiles a dependency a second time if it resolves other features than a build of the workspace.
 #[test]
 fn each_crate_resolves_the_features_of_the_workspace() {
-    let workspace = resolved_features("normal,build,dev", &["--workspace"]);
+    let workspace = resolved_features(TESTED, &["--workspace"]);
     let mut different = String::new();
     for krate in [
         "shardgrad",
@@ -60,7 +63,7 @@ fn each_crate_resolves_the_features_of_the_workspace() {
         "shardgrad-nn",
         "shardgrad-testing",
     ] {
-        let packages = resolved_features("normal,build,dev", &["-p", krate]);
+        let packages = resolved_features(TESTED, &["-p", krate]);
         assert!(packages.len() > 2, "cargo lists the dependencies of {krate}");
         for (package, sets) in packages {
             for features in sets.difference(&workspace[&package]) {
@@ -76,6 +79,14 @@ fn each_crate_resolves_the_features_of_the_workspace() {
         different.is_empty(),
         "cargo compiles these packages twice; ask for the same features (see the end of [workspace.dependencies]):\n{different}"
     );
+}
+
+/// The libraries alone need few packages: what only the command line needs is behind the feature `cli`.
+#[test]
+fn libraries_need_few_packages() {
+    let libraries = resolved_features("normal", &["-p", "shardgrad", "--no-default-features"]);
+    assert!(libraries.len() <= 25, "{:#?}", libraries.keys());
+    assert!(!libraries.keys().any(|package| package.starts_with("clap ")), "{:#?}", libraries.keys());
 }
 
 #[test]
