@@ -1,5 +1,6 @@
 //! End-to-end tests of the command line: error messages, exit codes and outputs.
 
+use approx::relative_eq;
 use shardgrad::kernels::DType;
 use shardgrad::nn::checkpoint::TensorWriter;
 use std::fs;
@@ -188,7 +189,7 @@ fn run_leaves_metrics_plot_and_model_readable_on_another_mesh() {
         let line: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
         line["loss"].as_f64().unwrap()
     });
-    assert!(losses.iter().all(|l| (l - losses[0]).abs() < 1e-5 * losses[0]), "{losses:?}");
+    assert!(losses.iter().all(|l| relative_eq!(*l, losses[0], max_relative = 1e-5)), "{losses:?}");
     // Ranks of an axis that a command does not shard over would all do the same work.
     let generate = ["generate", "--model", &model, "--prompt", "The ", "--mesh", "cp=2"];
     let (code, message) = exit_code_and_stderr(&generate);

@@ -1,18 +1,13 @@
-//! Context parallelism (tokens of a row sharded over ranks), alone and with every other axis: losses match one rank, checkpoints load on any mesh,
-//! and memory per rank shrinks.
+//! Context parallelism (tokens of a row sharded over ranks), alone and with every other axis: losses match one rank, logits are
+//! gathered, and memory per rank shrinks.
 
-use crate::cli::{Folder, exit_code_and_stderr, shardgrad};
-use crate::pipeline_parallel::{Run, same};
-use serde_json::Value as Json;
-use shardgrad::nn::{Gpt2Config, LlamaConfig, LlamaKind};
+use crate::cli::{Folder, exit_code_and_stderr};
+use crate::explain::peak_bytes;
+use crate::resume::text;
+use crate::training_run::{Run, gpt2, same};
+use shardgrad::nn::{LlamaConfig, LlamaKind};
 use shardgrad::prelude::*;
 use std::fs;
-use std::path::Path;
-
-/// A decoder of 8 positions with dropout everywhere.
-fn gpt2(dropout: f64) -> Gpt2Config {
-    Gpt2Config::new(19, 8, 12, 4, 3).with_dropout(dropout)
-}
 
 #[test]
 fn losses_match_one_rank_on_every_combination_of_axes() {
@@ -64,56 +59,9 @@ fn low_precision_differs_by_rounding_only() {
     }
 }
 
-const SMALL: [&str; 10] =
-    ["--batch", "4", "--seq", "16", "--lr-schedule", "constant", "--eval-every", "2", "--dtype", "f64"];
-
-fn text(folder: &Folder) -> String {
-    folder.file("text", "The quick brown fox jumps over the lazy dog. ".repeat(60))
-}
-
-/// Returns training and validation losses of a run.
-fn losses(out: &str) -> Vec<f64> {
-    let lines = fs::read_to_string(Path::new(out).join("metrics.jsonl")).unwrap();
-    let lines: Vec<Json> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-    lines.iter().flat_map(|l| [l["loss"].as_f64(), l["val_loss"].as_f64()]).flatten().collect()
-}
-
-#[test]
-fn run_resumes_from_a_checkpoint_of_another_mesh() {
-    let folder = Folder::new("context-resumed");
-    let data = text(&folder);
-    for preset in ["tiny", "llama-tiny"] {
-        let train = |out: &str, more: &[&str]| {
-            let args = ["train", "--data", &data, "--out", out, "--preset", preset, "--save-every", "3"];
-            let (code, message) = exit_code_and_stderr(&[&args[..], &SMALL, more].concat());
-            assert_eq!(code, 0, "{more:?}: {message}");
-            losses(out)
-        };
-        let one = train(&folder.path(&format!("{preset}-one")), &["--steps", "6", "--mesh", "dp=1"]);
-        assert_eq!(one.len(), 9);
-        for (first, then) in [("cp=2", "dp=2"), ("tp=2", "dp=2,cp=3"), ("pp=2,cp=2", "cp=5")] {
-            let out = folder.path(&format!("{preset}-{first}"));
-            train(&out, &["--steps", "3", "--mesh", first]);
-            let many = train(&out, &["--steps", "6", "--mesh", then, "--resume"]);
-            // The validation loss is evaluated after the last step too.
-            let many = [&many[..4], &many[many.len() - 5..]].concat();
-            same(&one, &many, 1e-9, &format!("{preset} on {first}, then on {then}"));
-        }
-    }
-}
-
-/// Returns the peak bytes of a rank in a step.
-fn peak(mesh: &str) -> u64 {
-    let given = ["explain", "--preset", "tiny", "--seq", "64", "--batch", "32", "--json", "--mesh", mesh];
-    let output = shardgrad(&given);
-    assert!(output.status.success(), "{output:?}");
-    let text = String::from_utf8(output.stdout).unwrap();
-    let lines = text.lines().map(|line| serde_json::from_str::<Json>(line).unwrap());
-    lines.filter(|l| l["kind"] == "total").map(|l| l["peak_bytes"].as_u64().unwrap()).max().unwrap()
-}
-
 #[test]
 fn rank_holds_only_activations_of_its_tokens() {
+    let peak = |mesh| peak_bytes(&["--preset", "tiny", "--seq", "64", "--batch", "32", "--mesh", mesh]);
     let [one, two, four] = ["dp=1", "cp=2", "cp=4"].map(peak);
     assert!(two < one * 7 / 10 && four < two * 7 / 10, "{one}, {two}, {four} bytes");
     let folder = Folder::new("context-memory");

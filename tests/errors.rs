@@ -2,6 +2,7 @@
 //! that a layout error suggests.
 
 use crate::cli::{Folder, exit_code_and_stderr};
+use approx::abs_diff_eq;
 use shardgrad::nn::{Gpt2, Gpt2Config};
 use shardgrad::prelude::*;
 use shardgrad::tensor::training_step::control::world_sum;
@@ -326,8 +327,7 @@ fn every_suggested_redistribution_works() {
                 y.to_f64()
             });
             let got = got.unwrap_or_else(|e| panic!("`{help}` does not help: {e}"));
-            let near = got[0].iter().zip(&expected[0]).all(|(a, b)| (a - b).abs() < 1e-12);
-            assert!(near && got[0].len() == expected[0].len(), "`{help}` changes the value");
+            assert!(abs_diff_eq!(got[0][..], expected[0][..], epsilon = 1e-12), "`{help}` changes the value");
             tried += 1;
         }
         assert!(tried > before, "no redistribution is suggested: {error}");

@@ -1,6 +1,7 @@
 //! Evaluation with uneven batches: the loss is the mean over all tokens, for any batch size and mesh.
 
 use crate::cli::{Folder, exit_code_and_stderr, shardgrad};
+use approx::relative_eq;
 use serde_json::Value as Json;
 
 /// Returns the loss and number of tokens reported by `eval`.
@@ -32,7 +33,8 @@ fn eval_loss_is_independent_of_batch_size_and_mesh() {
         for mesh in ["dp=1", "dp=2", "dp=3", "dp=2,tp=2", "cp=2", "pp=2"] {
             let (other, count) = of(batch, mesh);
             assert_eq!(count, tokens);
-            assert!((other - loss).abs() < 1e-9 * loss, "{mesh}, batch {batch}: {other} instead of {loss}");
+            let same = relative_eq!(other, loss, max_relative = 1e-9);
+            assert!(same, "{mesh}, batch {batch}: {other} instead of {loss}");
         }
     }
 }

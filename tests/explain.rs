@@ -4,6 +4,15 @@
 use crate::cli::{Folder, shardgrad};
 use shardgrad::nn::{Gpt2Config, LlamaConfig, LlamaKind, ModelConfig};
 
+/// Returns the peak bytes of a rank in a step.
+pub(crate) fn peak_bytes(args: &[&str]) -> u64 {
+    let output = shardgrad(&[&["explain", "--json"], args].concat());
+    assert!(output.status.success(), "{output:?}");
+    let text = String::from_utf8(output.stdout).unwrap();
+    let lines = text.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+    lines.filter(|l| l["kind"] == "total").map(|l| l["peak_bytes"].as_u64().unwrap()).max().unwrap()
+}
+
 /// Returns the output without line numbers and folders.
 fn explained(folder: &Folder, mesh: &str) -> String {
     let dir = folder.path("");

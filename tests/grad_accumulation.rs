@@ -1,6 +1,6 @@
 //! In-place gradient accumulation: matmuls that add to the gradient of earlier microbatches are launched and change no bits.
 
-use crate::pipeline_parallel::Run;
+use crate::training_run::Run;
 use shardgrad::kernels::{
     Backend, BackendConfig, BackendProvider, Buffer, Cost, CpuProvider, Device, Kernel, KernelError, Launch,
     MemoryStats,

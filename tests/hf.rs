@@ -1,6 +1,7 @@
 //! Comparison with Hugging Face `transformers`: recorded model folders and logits (`tests/hf/make_fixtures.py`).
 
 use crate::max_difference::max_abs_diff;
+use approx::abs_diff_eq;
 use shardgrad::nn::ExpertsConfig;
 use shardgrad::nn::checkpoint::{CONFIG_FILE, TensorFile, TensorWriter, WEIGHTS_FILE, Weights};
 use shardgrad::nn::{Bert, HfModel, LanguageModel, LlamaConfig, ModelConfig};
@@ -115,7 +116,10 @@ fn load_balancing_loss_matches_transformers_on_every_mesh() {
         for mesh in MESHES.into_iter().chain(EXPERT_MESHES) {
             let found = loss(mesh, true) - loss(mesh, false);
             let expected = expected(name, "balance")[0];
-            assert!((found - expected).abs() < 1e-5, "{name} on {mesh}: {found}, not {expected}");
+            assert!(
+                abs_diff_eq!(found, expected, epsilon = 1e-5),
+                "{name} on {mesh}: {found}, not {expected}"
+            );
         }
     }
 }

@@ -1,87 +1,46 @@
-//! Training a Llama model: losses match on any mesh, and saved models load on any mesh.
+//! Training a Llama model: losses match on any mesh and schedule, and saved models load on any mesh.
 
 use crate::max_difference::max_abs_diff;
-use shardgrad::nn::{
-    LanguageModel, Llama, LlamaConfig, LlamaKind, LrScheduler, ModelConfig, Trainer, TrainerConfig,
-};
+use crate::training_run::{ROWS, Run, SEQ, same, tokens};
+use approx::abs_diff_ne;
+use shardgrad::nn::{LanguageModel, LlamaConfig, LlamaKind, ModelConfig};
 use shardgrad::prelude::*;
-use std::ops::Range;
 
-const ROWS: usize = 6;
-const SEQ: usize = 8;
 const VOCAB: usize = 19;
 
-/// Three groups of two heads, two blocks.
-fn config(dropout: f64) -> LlamaConfig {
-    LlamaConfig {
+/// A run of a model with three groups of two heads and four blocks.
+fn run(steps: usize, dropout: f64) -> Run {
+    let config = LlamaConfig {
         head_dim: 4,
         attention_dropout: dropout,
-        ..LlamaConfig::new(LlamaKind::Llama, VOCAB, SEQ, [12, 17], 2, [6, 3])
-    }
-}
-
-fn tokens(rank: &Rank, plan: &Plan, step: u64, rows: Range<usize>, shift: usize) -> Result<Tensor> {
-    let layout = plan.batch_layout(rank.mesh(), DType::I64, &[rows.len(), SEQ])?;
-    let token = |r: usize, t: usize| ((r * 5 + (t + shift) * (t + shift) + step as usize * 3) % VOCAB) as i64;
-    let all: Vec<i64> = rows.flat_map(|r| (0..SEQ).map(move |t| token(r, t))).collect();
-    Tensor::from_global(rank, &layout, &all)
-}
-
-fn trainer<'t>(rank: &Rank, plan: &'t Plan, dropout: f64, microbatches: usize) -> Result<Trainer<'t, Llama>> {
-    let settings = TrainerConfig {
-        microbatches,
-        seed: 5,
-        dtype: DType::F64,
-        lr_scheduler: Some(LrScheduler::constant(3e-3)),
-        clip: Some(1.0),
-        ..TrainerConfig::new(ROWS)
+        ..LlamaConfig::new(LlamaKind::Llama, VOCAB, SEQ, [12, 17], 4, [6, 3])
     };
-    let read = |rank: &Rank, step, rows: Range<usize>| {
-        Ok(vec![tokens(rank, plan, step, rows.clone(), 0)?, tokens(rank, plan, step, rows, 1)?])
-    };
-    let loss = |model: &Llama, x: &[Var]| model.loss(&x[0], &x[1]);
-    Trainer::new(rank, Llama::new(&config(dropout)), plan, AdamW::new(0.0), settings, read, loss)
-}
-
-/// Returns losses and gradient norms of some steps.
-fn losses(mesh: &str, steps: usize, dropout: f64, microbatches: usize) -> Vec<f64> {
-    let plan = Plan::llama();
-    let ranks = World::new(Mesh::parse(mesh).unwrap()).threads(1).launch(|rank| {
-        let mut trainer = trainer(rank, &plan, dropout, microbatches)?;
-        let mut out = Vec::new();
-        for _ in 0..steps {
-            let report = trainer.step()?;
-            out.extend([report.loss, report.grad_norm]);
-        }
-        Ok(out)
-    });
-    let ranks = ranks.unwrap_or_else(|e| panic!("{mesh}: {e}"));
-    assert!(ranks.iter().all(|r| *r == ranks[0]), "{mesh}: ranks disagree");
-    ranks.into_iter().next().expect("a world has a rank")
-}
-
-fn same(one: &[f64], many: &[f64], bound: f64, what: &str) {
-    assert_eq!(one.len(), many.len());
-    for (i, (a, b)) in one.iter().zip(many).enumerate() {
-        assert!((a - b).abs() <= bound * a.abs(), "{what}, number {i}: {b}, on one rank {a}");
-    }
+    Run { config: config.into(), plan: Plan::llama(), ..Run::new(steps) }
 }
 
 #[test]
 fn losses_over_100_steps_match_one_rank() {
-    let one = losses("", 100, 0.0, 1);
+    let one = run(100, 0.0).losses("");
     assert!(one[198] < 0.6 * one[0], "it learns: {} to {}", one[0], one[198]);
-    for mesh in ["tp=2", "dp=2", "dp=2,tp=2", "tp=3", "pp=2", "pp=2,dp=2,tp=2"] {
-        same(&one, &losses(mesh, 100, 0.0, 1), 1e-9, mesh);
+    for mesh in ["tp=2", "dp=2", "dp=2,tp=2", "tp=3"] {
+        same(&one, &run(100, 0.0).losses(mesh), 1e-9, mesh);
+    }
+    for (mesh, schedule) in
+        [("pp=2", "1f1b"), ("pp=4", "gpipe"), ("pp=2,dp=2", "zb-h1"), ("pp=2,dp=2,tp=2", "zb-v")]
+    {
+        let plan = Plan::llama().pipeline_schedule(schedule);
+        let many = Run { plan, microbatches: 3, ..run(100, 0.0) };
+        same(&one, &many.losses(mesh), 1e-9, &format!("{mesh} {schedule}"));
     }
 }
 
 #[test]
 fn dropout_and_microbatches_do_not_depend_on_the_mesh() {
-    let one = losses("", 5, 0.3, 1);
-    assert!((one[8] - losses("", 5, 0.0, 1)[8]).abs() > 1e-6, "dropout has an effect");
+    let one = run(5, 0.3).losses("");
+    assert!(abs_diff_ne!(one[8], run(5, 0.0).losses("")[8], epsilon = 1e-6), "dropout has an effect");
     for (mesh, microbatches) in [("dp=2", 3), ("tp=2", 2), ("pp=2,tp=3", 3), ("dp=2,pp=2", 1)] {
-        same(&one, &losses(mesh, 5, 0.3, microbatches), 1e-10, &format!("{mesh} in {microbatches}"));
+        let many = Run { microbatches, ..run(5, 0.3) };
+        same(&one, &many.losses(mesh), 1e-10, &format!("{mesh} in {microbatches}"));
     }
 }
 
@@ -101,9 +60,9 @@ fn logits(mesh: &str, dir: &std::path::Path) -> Vec<f64> {
 fn model_saved_on_one_mesh_loads_on_another() {
     let dir = std::env::temp_dir().join(format!("shardgrad-llama-{}", std::process::id()));
     let _ = std::fs::remove_dir_all(&dir);
-    let plan = Plan::llama();
+    let run = run(1, 0.0);
     World::run(Mesh::parse("pp=2,tp=3").unwrap(), |rank| {
-        let mut trainer = trainer(rank, &plan, 0.0, 1)?;
+        let mut trainer = run.trainer(rank)?;
         trainer.step()?;
         trainer.model().save(&dir)
     })

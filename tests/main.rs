@@ -1,6 +1,7 @@
 //! The test binary of the root package, one module per subject. Unit tests of a crate are next to its code.
 
 mod max_difference;
+mod training_run;
 mod consistency;
 mod cli;
 #[cfg(feature = "cuda")]
@@ -10,6 +11,7 @@ mod ops_page;
 mod errors;
 mod run_outcomes;
 mod explain;
+mod resume;
 #[cfg(feature = "cuda")]
 mod async_collectives;
 mod hf;
@@ -31,7 +33,6 @@ mod packaging;
 mod option_limits;
 mod rendezvous;
 mod eval_batches;
-mod resume;
 mod damaged_checkpoints;
 mod inspect;
 mod pack_cache;

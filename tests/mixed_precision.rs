@@ -1,6 +1,7 @@
 //! Mixed precision on the command line: parameter and save dtypes, loss scaling, communicated bytes.
 
 use crate::cli::{Folder, shardgrad};
+use approx::abs_diff_eq;
 use serde_json::Value as Json;
 use shardgrad::nn::checkpoint::TensorFile;
 use shardgrad::nn::{Gpt2, Gpt2Config};
@@ -44,7 +45,7 @@ fn save_dtype_defaults_to_param_dtype() {
     assert_eq!(saved(&folder), (vec![DType::BF16], "bfloat16".to_string()));
     let wide = train(&folder, &["--steps", "3", "--mesh", "dp=2"]);
     let loss = |steps: &[Json]| steps[2]["loss"].as_f64().unwrap();
-    assert!((loss(&steps) - loss(&wide)).abs() < 0.02, "{steps:?} {wide:?}");
+    assert!(abs_diff_eq!(loss(&steps), loss(&wide), epsilon = 0.02), "{steps:?} {wide:?}");
     assert_ne!(loss(&steps), loss(&narrow));
     train(&folder, &[&bf16[..], &["--save-dtype", "f16"]].concat());
     assert_eq!(saved(&folder), (vec![DType::F16], "float16".to_string()));

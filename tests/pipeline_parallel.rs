@@ -1,95 +1,11 @@
 //! Pipeline parallelism: losses and parameters match one rank, transfers are counted, models are saved and loaded.
 
+use crate::training_run::{ROWS, Run, SEQ, gpt2, same};
+use approx::{abs_diff_ne, relative_eq};
 use shardgrad::autograd::pipeline::Cut;
 use shardgrad::dist::{Phase, Record};
 use shardgrad::nn::checkpoint::RunState;
-use shardgrad::nn::{Gpt2Config, LanguageModel, LlamaConfig, LlamaKind, LrScheduler, ModelConfig};
 use shardgrad::prelude::*;
-use shardgrad::tensor::training_step::control::world_sum;
-use std::ops::Range;
-use std::panic::Location;
-
-const ROWS: usize = 6;
-const SEQ: usize = 8;
-
-fn config(dropout: f64) -> Gpt2Config {
-    let mut config = Gpt2Config::new(19, SEQ, 12, 4, 3);
-    (config.embd_pdrop, config.attn_pdrop, config.resid_pdrop) = (dropout, dropout, dropout);
-    config
-}
-
-fn tokens(rank: &Rank, plan: &Plan, step: u64, rows: Range<usize>, shift: usize) -> Result<Tensor> {
-    let layout = plan.batch_layout(rank.mesh(), DType::I64, &[rows.len(), SEQ])?;
-    let token = |r: usize, t: usize| ((r * 5 + (t + shift) * (t + shift) + step as usize * 3) % 19) as i64;
-    let all: Vec<i64> = rows.flat_map(|r| (0..SEQ).map(move |t| token(r, t))).collect();
-    Tensor::from_global(rank, &layout, &all)
-}
-
-/// A training configuration.
-#[derive(Clone)]
-pub(crate) struct Run {
-    pub(crate) config: ModelConfig,
-    pub(crate) plan: Plan,
-    pub(crate) steps: usize,
-    pub(crate) microbatches: usize,
-    pub(crate) recompute: bool,
-    pub(crate) dtype: DType,
-}
-
-impl Run {
-    pub(crate) fn new(steps: usize) -> Run {
-        let (config, plan) = (config(0.0).into(), Plan::gpt2());
-        Run { config, plan, steps, microbatches: 1, recompute: false, dtype: DType::F64 }
-    }
-
-    pub(crate) fn trainer(&self, rank: &Rank) -> Result<Trainer<'_, LanguageModel>> {
-        let model = LanguageModel::new(&self.config).recompute(self.recompute);
-        let settings = TrainerConfig {
-            microbatches: self.microbatches,
-            seed: 5,
-            dtype: self.dtype,
-            lr_scheduler: Some(LrScheduler::constant(3e-3)),
-            clip: Some(1.0),
-            ..TrainerConfig::new(ROWS)
-        };
-        let read = |rank: &Rank, step, rows: Range<usize>| {
-            Ok(vec![
-                tokens(rank, &self.plan, step, rows.clone(), 0)?,
-                tokens(rank, &self.plan, step, rows, 1)?,
-            ])
-        };
-        let loss = |model: &LanguageModel, x: &[Var]| model.loss(&x[0], &x[1]);
-        Trainer::new(rank, model, &self.plan, AdamW::new(0.0).weight_decay(0.1), settings, read, loss)
-    }
-
-    /// Returns losses, gradient norms, and a loss without dropout after the last step; equal on all ranks.
-    pub(crate) fn losses(&self, mesh: &str) -> Vec<f64> {
-        let ranks = World::new(Mesh::parse(mesh).unwrap()).threads(1).launch(|rank| {
-            let mut trainer = self.trainer(rank)?;
-            let mut out = Vec::new();
-            for _ in 0..self.steps {
-                let report = trainer.step()?;
-                out.extend([report.loss, report.grad_norm]);
-            }
-            let here = trainer.rank().clone();
-            // Evaluated with another number of rows.
-            let arguments =
-                [tokens(&here, &self.plan, 99, 0..5, 0)?, tokens(&here, &self.plan, 99, 0..5, 1)?];
-            out.extend(world_sum(rank, &[trainer.partial_loss(&arguments)?], Location::caller())?);
-            Ok(out)
-        });
-        let ranks = ranks.unwrap_or_else(|e| panic!("{mesh}: {e}"));
-        assert!(ranks.iter().all(|r| *r == ranks[0]), "{mesh}: ranks disagree");
-        ranks.into_iter().next().expect("a world has a rank")
-    }
-}
-
-pub(crate) fn same(a: &[f64], b: &[f64], bound: f64, what: &str) {
-    assert_eq!(a.len(), b.len());
-    for (i, (a, b)) in a.iter().zip(b).enumerate() {
-        assert!((a - b).abs() <= bound * a.abs(), "{what}, number {i}: {b}, on one rank {a}");
-    }
-}
 
 #[test]
 fn losses_over_100_steps_match_one_rank() {
@@ -116,20 +32,6 @@ fn losses_over_100_steps_match_one_rank() {
 }
 
 #[test]
-fn llama_losses_over_100_steps_match_one_rank() {
-    let config = LlamaConfig::new(LlamaKind::Llama, 19, SEQ, [12, 20], 4, [3, 3]);
-    let run = Run { config: config.into(), plan: Plan::llama(), microbatches: 3, ..Run::new(100) };
-    let one = run.losses("");
-    assert!(one[198] < 0.8 * one[0], "it learns: {} to {}", one[0], one[198]);
-    for (mesh, schedule) in
-        [("pp=2", "1f1b"), ("pp=4", "gpipe"), ("pp=2,dp=2", "zb-h1"), ("pp=2,dp=2,tp=2", "zb-v")]
-    {
-        let many = Run { plan: Plan::llama().pipeline_schedule(schedule), ..run.clone() };
-        same(&one, &many.losses(mesh), 1e-9, &format!("llama on {mesh} {schedule}"));
-    }
-}
-
-#[test]
 fn schedules_with_one_summation_order_are_bitwise_equal() {
     let run = Run { microbatches: 3, ..Run::new(5) };
     for mesh in ["pp=2", "pp=4", "pp=2,dp=2,tp=2"] {
@@ -141,10 +43,10 @@ fn schedules_with_one_summation_order_are_bitwise_equal() {
 
 #[test]
 fn dropout_recomputation_stages_and_microbatches_do_not_change_losses() {
-    let run = Run { config: config(0.2).into(), ..Run::new(4) };
+    let run = Run { config: gpt2(0.2).into(), ..Run::new(4) };
     let one = run.losses("");
     let quiet = Run::new(4).losses("");
-    assert!((one[6] - quiet[6]).abs() > 1e-6, "dropout has an effect");
+    assert!(abs_diff_ne!(one[6], quiet[6], epsilon = 1e-6), "dropout has an effect");
     let cuts = ["balanced", "1,3", "0,4", "4,0", "h.1.mlp", "h.0.attn.c_proj", "ln_f"];
     for (i, cut) in cuts.into_iter().enumerate() {
         let plan = Plan::gpt2().pipeline_cut(cut.parse::<Cut>().unwrap());
@@ -329,7 +231,7 @@ fn constant_loss_is_refused_as_on_one_rank() {
         for frozen in [&["h.0.*", "w*"][..], &["h.2.*", "h.3.*", "ln_f.*"]] {
             let (one, many) = (step("", frozen).unwrap()[0], step(mesh, frozen).unwrap());
             assert!(
-                many.iter().all(|norm| *norm > 0.0 && (norm - one).abs() < 1e-9 * one),
+                many.iter().all(|norm| *norm > 0.0 && relative_eq!(*norm, one, max_relative = 1e-9)),
                 "{mesh}: {many:?}"
             );
         }

@@ -1,7 +1,7 @@
 //! Pipeline schedules in training: user-written schedules, searched schedules and measured stage cuts, and invariants of every schedule.
 
 use crate::cli::{Folder, exit_code_and_stderr, shardgrad};
-use crate::pipeline_parallel::{Run, same};
+use crate::training_run::{Run, same};
 use shardgrad::autograd::pipeline::{Cut, NAMES, Schedule};
 use shardgrad::dist::Phase;
 use shardgrad::nn::{Gpt2Config, LlamaConfig, LlamaKind};

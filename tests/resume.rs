@@ -2,6 +2,8 @@
 //! unfinished ones skipped.
 
 use crate::cli::{Folder, exit_code_and_stderr, shardgrad};
+use crate::training_run::same;
+use approx::relative_eq;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs;
@@ -136,9 +138,40 @@ fn resume_on_another_mesh_is_equal_to_rounding_and_reported() {
         assert_eq!(found.len(), 6);
         for (a, b) in expected.iter().zip(&found) {
             let [a, b] = [a, b].map(|entry| entry["loss"].as_f64().unwrap());
-            assert!(((a - b) / a).abs() < 1e-11, "{mesh}: {found:?}");
+            assert!(relative_eq!(a, b, max_relative = 1e-11), "{mesh}: {found:?}");
         }
         assert_eq!(checkpoints(Path::new(&to)), ["checkpoint-6"]);
+    }
+}
+
+/// Returns training and validation losses of a run.
+fn losses(out: &str) -> Vec<f64> {
+    let of = |entry: &Value| [entry["loss"].as_f64(), entry["val_loss"].as_f64()];
+    record(Path::new(out)).iter().flat_map(of).flatten().collect()
+}
+
+#[test]
+fn losses_after_a_resume_on_another_mesh_match_one_rank() {
+    let folder = Folder::new("resumed-any-mesh");
+    let data = text(&folder);
+    let context = [("cp=2", "dp=2"), ("tp=2", "dp=2,cp=3"), ("pp=2,cp=2", "cp=5")];
+    let experts = [("ep=2", "dp=2"), ("tp=2", "dp=2,ep=3"), ("pp=2,ep=2", "ep=5")];
+    for (preset, meshes) in [("tiny", context), ("llama-tiny", context), ("mixtral-tiny", experts)] {
+        let common = ["--data", &data, "--preset", preset, "--dtype", "f64", "--save-every", "3"];
+        let run = |out: &str, more: &[&str]| {
+            train(&[&common[..], &["--out", out], more].concat());
+            losses(out)
+        };
+        let one = run(&folder.path(&format!("{preset}-one")), &["--steps", "6", "--mesh", "dp=1"]);
+        assert_eq!(one.len(), 9);
+        for (first, then) in meshes {
+            let out = folder.path(&format!("{preset}-{first}"));
+            run(&out, &["--steps", "3", "--mesh", first]);
+            let many = run(&out, &["--steps", "6", "--mesh", then, "--resume"]);
+            // The validation loss is evaluated after the last step too.
+            let many = [&many[..4], &many[many.len() - 5..]].concat();
+            same(&one, &many, 1e-9, &format!("{preset} on {first}, then on {then}"));
+        }
     }
 }
 

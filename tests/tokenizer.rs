@@ -1,6 +1,7 @@
 //! Training, evaluation and generation with a `tokenizer.json`, on any mesh.
 
 use crate::cli::{Folder, shardgrad};
+use approx::assert_relative_eq;
 use shardgrad::dist::{Mesh, World};
 use std::fs;
 use std::path::Path;
@@ -59,7 +60,7 @@ fn train_eval_and_generate_use_the_model_tokenizer() {
     };
     let (before, after) = (loss(&start, "dp=1"), loss(&model, "dp=1"));
     assert!(after < 0.5 * before, "{before} -> {after}");
-    assert!((loss(&model, "tp=2") / after - 1.0).abs() < 1e-5);
+    assert_relative_eq!(loss(&model, "tp=2"), after, max_relative = 1e-5);
     let generated = |mesh: &str| {
         done(&[
             "generate", "--model", &model, "--prompt", "the cat", "--tokens", "8", "--greedy", "--mesh", mesh,

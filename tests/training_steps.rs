@@ -1,6 +1,8 @@
 //! Invariants of training steps: bounded stack, no new memory in steady state, results independent of timing, threads and mesh.
 
 use crate::max_difference::max_abs_diff;
+use crate::training_run::same;
+use approx::abs_diff_ne;
 use shardgrad::kernels::MatmulPrecision;
 use shardgrad::kernels::cpu::gemm::rounds_to_bf16;
 use shardgrad::nn::model::{Gpt2, Gpt2Config};
@@ -82,9 +84,7 @@ fn losses_do_not_depend_on_the_mesh_in_f64() {
     let one = train(mesh(""), DType::F64, 100, 1, 0.0);
     for text in MESHES {
         let many = train(mesh(text), DType::F64, 100, 1, 0.0);
-        for (step, (a, b)) in one.losses.iter().zip(&many.losses).enumerate() {
-            assert!((a - b).abs() <= 1e-9 * a.abs(), "step {step} on {text}: {b}, on one rank {a}");
-        }
+        same(&one.losses, &many.losses, 1e-9, text);
     }
 }
 
@@ -93,10 +93,8 @@ fn losses_do_not_depend_on_the_mesh_in_f32() {
     let one = train(mesh(""), DType::F32, 100, 1, 0.0);
     for text in MESHES {
         let many = train(mesh(text), DType::F32, 100, 1, 0.0);
-        for (step, (a, b)) in one.losses.iter().zip(&many.losses).enumerate() {
-            let bound = if step < 20 { 1e-5 } else { 1e-3 };
-            assert!((a - b).abs() <= bound * a.abs(), "step {step} on {text}: {b}, on one rank {a}");
-        }
+        same(&one.losses[..20], &many.losses[..20], 1e-5, text);
+        same(&one.losses[20..], &many.losses[20..], 1e-3, text);
     }
 }
 
@@ -104,12 +102,10 @@ fn losses_do_not_depend_on_the_mesh_in_f32() {
 fn dropout_and_microbatches_do_not_depend_on_the_mesh() {
     let one = train(mesh(""), DType::F64, 10, 1, 0.2);
     let without = train(mesh(""), DType::F64, 10, 1, 0.0);
-    assert!((one.losses[9] - without.losses[9]).abs() > 1e-6, "dropout has an effect");
+    assert!(abs_diff_ne!(one.losses[9], without.losses[9], epsilon = 1e-6), "dropout has an effect");
     for (text, rounds) in [("", 2), ("", 3), ("dp=2", 1), ("dp=2", 3), ("tp=2", 2), ("dp=3,tp=2", 2)] {
         let many = train(mesh(text), DType::F64, 10, rounds, 0.2);
-        for (a, b) in one.losses.iter().zip(&many.losses) {
-            assert!((a - b).abs() <= 1e-10 * a.abs(), "{text} in {rounds} rounds: {b}, on one rank {a}");
-        }
+        same(&one.losses, &many.losses, 1e-10, &format!("{text} in {rounds} rounds"));
     }
 }
 

@@ -1,6 +1,6 @@
 //! Direct dependencies are few, used, and explained in an ADR.
 
-use super::source::{Finding, nothing_in, sources, texts};
+use super::source::{Finding, Source, nothing_in, texts};
 use super::tokens::{each_level, word};
 use proc_macro2::TokenStream;
 use std::collections::{BTreeMap, BTreeSet};
@@ -116,10 +116,10 @@ fn dependencies_are_few_and_explained() {
     nothing_in(too_many(&dependencies).into_iter().chain(unexplained(&dependencies, &reasons)).collect());
 }
 
-#[test]
-fn dependencies_are_used() {
+/// Direct dependencies are used.
+pub(super) fn unused_dependencies(tree: &[Source]) -> Vec<Finding> {
     let mut words: BTreeSet<(String, String, bool)> = BTreeSet::new();
-    for source in sources() {
+    for source in tree {
         let first = source.path.split('/').next().unwrap_or_default();
         let package = if ["src", "tests", "benches", "examples"].contains(&first) { "" } else { first };
         let mut note = |tokens: &TokenStream, in_tests: bool| {
@@ -135,7 +135,7 @@ fn dependencies_are_used() {
     }
     let named =
         |package: &str, name: &str, in_tests| words.contains(&(package.into(), name.into(), in_tests));
-    nothing_in(unused(&wishes_of_the_tree(), &named));
+    unused(&wishes_of_the_tree(), &named)
 }
 
 const PLANTED: &str = "[package]\nname = \"x\"\n[workspace.dependencies]\nhalf = \"2\"\nidle = \"1\"\n[dependencies]\n\

@@ -1,7 +1,7 @@
 //! Lists long files and functions as advice; never fails. A file holds one subject, however long.
 //! `cargo test --test main tidy::size -- --nocapture` prints the list.
 
-use super::source::{Finding, Source, lines_found, sources};
+use super::source::{Finding, Source, lines_found};
 use super::tokens::{each_level, group, is_mark, is_word, line, word};
 use proc_macro2::Delimiter;
 
@@ -11,7 +11,7 @@ const FILE_LINES_ADVISED: usize = 500;
 const FUNCTION_LINES_ADVISED: usize = 70;
 
 /// Lists a file with more than [`FILE_LINES_ADVISED`] lines.
-fn file_length(source: &Source) -> Vec<Finding> {
+pub(super) fn file_length(source: &Source) -> Vec<Finding> {
     let lines = source.text.lines().count();
     if lines <= FILE_LINES_ADVISED {
         return Vec::new();
@@ -21,7 +21,7 @@ fn file_length(source: &Source) -> Vec<Finding> {
 }
 
 /// Lists functions with more than [`FUNCTION_LINES_ADVISED`] lines, from `fn` to the closing brace; macro bodies count too.
-fn function_length(source: &Source) -> Vec<Finding> {
+pub(super) fn function_length(source: &Source) -> Vec<Finding> {
     let mut findings = Vec::new();
     each_level(&source.tokens, &mut |level| {
         for at in 0..level.len() {
@@ -39,17 +39,6 @@ fn function_length(source: &Source) -> Vec<Finding> {
         }
     });
     findings
-}
-
-#[test]
-#[expect(clippy::print_stdout, reason = "the list is the result")]
-fn long_files_and_functions_are_listed() {
-    for source in sources() {
-        [file_length(&source), function_length(&source)]
-            .concat()
-            .iter()
-            .for_each(|finding| println!("{finding}"));
-    }
 }
 
 #[test]

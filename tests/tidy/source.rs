@@ -89,11 +89,6 @@ pub(crate) fn sources() -> Vec<Source> {
     rust.map(|(path, text)| Source::new(path, text)).collect()
 }
 
-/// Runs a rule on every Rust file of the tree and fails with all findings.
-pub(crate) fn every_file_keeps(rule: fn(&Source) -> Vec<Finding>) {
-    nothing_in(sources().iter().flat_map(rule).collect());
-}
-
 /// Fails with the findings, one per line, if there are any.
 pub(crate) fn nothing_in(mut findings: Vec<Finding>) {
     findings.sort();
@@ -104,15 +99,6 @@ pub(crate) fn nothing_in(mut findings: Vec<Finding>) {
 /// Returns the lines that a rule finds in a given text.
 pub(crate) fn lines_found(rule: fn(&Source) -> Vec<Finding>, path: &str, text: &str) -> Vec<usize> {
     rule(&Source::new(path, text)).iter().map(|f| f.line).collect()
-}
-
-#[test]
-fn the_tree_is_read() {
-    let paths: Vec<String> = sources().into_iter().map(|s| s.path).collect();
-    for path in ["src/lib.rs", "kernels/src/buffer.rs", "tests/tidy/source.rs"] {
-        assert!(paths.iter().any(|p| p == path), "{path} is among the files read");
-    }
-    assert!(paths.iter().all(|p| !p.starts_with("target/")), "build outputs are left out");
 }
 
 #[test]

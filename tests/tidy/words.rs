@@ -1,6 +1,6 @@
 //! Words that mean unfinished work, hidden state or a room without a name.
 
-use super::source::{Finding, Source, every_file_keeps, lines_found};
+use super::source::{Finding, Source, lines_found};
 use super::tokens::{any_word, attribute, each_level, is_mark, is_word, line, word};
 use proc_macro2::{TokenStream, TokenTree};
 
@@ -25,7 +25,7 @@ fn without_literals(source: &Source) -> String {
 }
 
 /// No comment, doc or name speaks of unfinished work, and no doc example is left out.
-fn unfinished(source: &Source) -> Vec<Finding> {
+pub(super) fn unfinished(source: &Source) -> Vec<Finding> {
     let mut findings = Vec::new();
     for (at, text) in without_literals(source).lines().enumerate() {
         let words = text.split(|c: char| !c.is_alphanumeric() && c != '_');
@@ -47,7 +47,7 @@ fn unfinished(source: &Source) -> Vec<Finding> {
 }
 
 /// No test is switched off.
-fn ignored_tests(source: &Source) -> Vec<Finding> {
+pub(super) fn ignored_tests(source: &Source) -> Vec<Finding> {
     let mut findings = Vec::new();
     each_level(&source.tokens, &mut |level| {
         for at in 0..level.len() {
@@ -64,7 +64,7 @@ fn ignored_tests(source: &Source) -> Vec<Finding> {
 }
 
 /// No thread-local, no `static mut`, no static with a lock, a cell or an atomic in it.
-fn hidden_state(source: &Source) -> Vec<Finding> {
+pub(super) fn hidden_state(source: &Source) -> Vec<Finding> {
     let mut findings = Vec::new();
     let advice = "state that a result could depend on; keep it in a value that the caller holds (ADR 6)";
     each_level(&source.product, &mut |level| {
@@ -88,7 +88,7 @@ fn is_mutable_static(item: &[TokenTree]) -> bool {
 }
 
 /// A module is named after what is in it.
-fn room_names(source: &Source) -> Vec<Finding> {
+pub(super) fn room_names(source: &Source) -> Vec<Finding> {
     let mut findings = Vec::new();
     let advice = |name: &str| format!("a module named `{name}` says nothing; name it after what is in it");
     let parts = source.path.trim_end_matches(".rs").split('/').filter(|p| ROOMS.contains(p));
@@ -101,26 +101,6 @@ fn room_names(source: &Source) -> Vec<Finding> {
         }
     });
     findings
-}
-
-#[test]
-fn nothing_is_left_unfinished() {
-    every_file_keeps(unfinished);
-}
-
-#[test]
-fn no_test_is_switched_off() {
-    every_file_keeps(ignored_tests);
-}
-
-#[test]
-fn no_state_is_hidden() {
-    every_file_keeps(hidden_state);
-}
-
-#[test]
-fn modules_have_names_that_say_something() {
-    every_file_keeps(room_names);
 }
 
 #[test]

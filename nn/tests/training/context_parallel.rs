@@ -3,6 +3,7 @@
 use crate::llama;
 use crate::support::{Outcome, Setup, VOCAB, config, max_difference, run, values};
 use crate::traces::{counts, traced};
+use approx::{abs_diff_ne, relative_eq};
 use shardgrad_autograd::{Noise, Var};
 use shardgrad_nn::optim::grad_norm;
 use shardgrad_nn::{
@@ -85,7 +86,7 @@ impl TrainingCase {
         }
         for mesh in meshes {
             let many = self.outcome(mesh);
-            let near = |a: f64, b: f64| (a - b).abs() <= 1e-11 * a.abs().max(1.0);
+            let near = |a: f64, b: f64| relative_eq!(a, b, epsilon = 1e-11, max_relative = 1e-11);
             assert!(near(alone.loss, many.loss), "{mesh}: loss {}, alone {}", many.loss, alone.loss);
             assert!(near(alone.norm, many.norm), "{mesh}: norm {}, alone {}", many.norm, alone.norm);
             assert_eq!(alone.gradients.len(), many.gradients.len(), "{mesh}");
@@ -174,7 +175,10 @@ fn dropout_masks_match_one_rank() {
     for config in [ModelConfig::from(dropped(0.3)), llama.into(), bert.into()] {
         let text = |noise| TrainingCase { noise, ..TrainingCase::new(config.clone(), 7) };
         let noisy = text(true).assert_matches_one_rank_on(&["cp=2", "cp=9", "dp=2,cp=2", "cp=2,tp=2"]);
-        assert!((noisy.loss - text(false).outcome("").loss).abs() > 1e-3, "dropout has an effect");
+        assert!(
+            abs_diff_ne!(noisy.loss, text(false).outcome("").loss, epsilon = 1e-3),
+            "dropout has an effect"
+        );
     }
 }
 

@@ -1,6 +1,7 @@
 //! Dropout masks: the same in a plain loop, on every mesh, and in a replayed recording.
 
 use crate::support::run;
+use approx::{abs_diff_eq, abs_diff_ne};
 use shardgrad_autograd::{Noise, Var};
 use shardgrad_nn::{AdamW, Dropout, Linear, Model, Plan, Trainer, TrainerConfig, module};
 use shardgrad_tensor::training_step::control::world_sum;
@@ -51,7 +52,7 @@ fn same(forward: fn(&Noisy, &Var) -> Var) -> Vec<f64> {
     let alone = losses("", forward);
     for mesh in ["dp=2", "pp=2", "pp=2,dp=2"] {
         let here = losses(mesh, forward);
-        let near = here.iter().zip(&alone).all(|(a, b)| (a - b).abs() < 1e-9);
+        let near = abs_diff_eq!(here[..], alone[..], epsilon = 1e-9);
         assert!(near && here.len() == 4, "{mesh}: {here:?} {alone:?}");
     }
     alone
@@ -62,7 +63,7 @@ fn dropout_with_an_explicit_key_draws_the_same_mask_in_every_step() {
     let plain = same(|m, x| m.down.forward(&m.up.forward(x)).square().mean());
     let keyed = same(|m, x| m.down.forward(&m.up.forward(x).dropout(0.5, 42, 7, 0)).square().mean());
     assert!(keyed[0] == keyed[1] && keyed[1] == keyed[2], "{keyed:?}");
-    assert!((plain[3] - keyed[3]).abs() > 1e-3, "explicit dropout also drops in inference");
+    assert!(abs_diff_ne!(plain[3], keyed[3], epsilon = 1e-3), "explicit dropout also drops in inference");
 }
 
 #[test]

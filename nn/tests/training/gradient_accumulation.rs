@@ -2,6 +2,7 @@
 //! change.
 
 use crate::support::Setup;
+use approx::abs_diff_ne;
 use shardgrad_nn::Gpt2Config;
 
 #[test]
@@ -43,7 +44,7 @@ fn dropout_is_independent_of_mesh_and_microbatches() {
     }
     let without_noise = Setup { noise: false, ..noisy.clone() }.outcome("");
     without_noise.assert_near(&Setup::new().outcome(""), "a tape without noise");
-    assert!((without_noise.loss - alone.loss).abs() > 1e-3, "dropout does something");
+    assert!(abs_diff_ne!(without_noise.loss, alone.loss, epsilon = 1e-3), "dropout does something");
 }
 
 #[test]

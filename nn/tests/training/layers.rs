@@ -1,6 +1,7 @@
 //! Layers against hand-computed values, and errors of misuse.
 
 use crate::support::{max_difference, run};
+use approx::abs_diff_eq;
 use shardgrad_autograd::{Noise, Tape, Var};
 use shardgrad_nn::{
     AdamW, Attention, Dropout, Embedding, Gpt2Config, Init, LayerNorm, Linear, LrScheduler, Mlp, Model,
@@ -27,7 +28,7 @@ fn layer_norm_and_rms_norm_match_hand_computed_values() {
         assert_eq!(layer.forward(&x).tensor().to_f64()?, [-1.0, 11.0]);
         rms.weight.set_tensor(Tensor::from_host(rank, &[2], &[5.0, 1.0])?)?;
         let y = rms.forward(&x).tensor().to_f64()?;
-        assert!((y[0] - 1.0).abs() < 1e-15 && (y[1] - 1.4).abs() < 1e-15, "{y:?}");
+        assert!(abs_diff_eq!(y[..], [1.0, 1.4][..], epsilon = 1e-15), "{y:?}");
         Ok(())
     });
 }
@@ -111,14 +112,15 @@ fn cross_entropy_matches_hand_computed_values_with_and_without_vocab_parallelism
             let losses = cross_entropy(&logits, &targets);
             let found = losses.tensor().to_f64()?;
             assert!(
-                (found[0] - 4f64.ln()).abs() < 1e-15 && (found[1] - 2f64.ln()).abs() < 1e-12,
+                abs_diff_eq!(found[0], 4f64.ln(), epsilon = 1e-15)
+                    && abs_diff_eq!(found[1], 2f64.ln(), epsilon = 1e-12),
                 "{found:?}"
             );
             losses.sum().backward()?;
             let got = tape.gradients().remove(&0).unwrap().to_f64()?;
             let want = [0.125, -0.75, 0.625, -0.5, 0.5, 0.0];
             // exp(z - lse) is as accurate as lse is at 700.
-            assert!(got.iter().zip(want).all(|(a, b)| (a - b).abs() < 1e-13), "{got:?}");
+            assert!(abs_diff_eq!(got[..], want[..], epsilon = 1e-13), "{got:?}");
             Ok(())
         });
     }
@@ -136,8 +138,7 @@ fn attention_is_causal_or_bidirectional() {
             let y = model.forward(&input(&tape, &[1, 3, 8], &values)?).tensor().to_f64()?;
             // The first token as a sequence of its own.
             let alone = model.forward(&input(&tape, &[1, 1, 8], &values[..8])?).tensor().to_f64()?;
-            let same = y[..8].iter().zip(&alone).all(|(a, b)| (a - b).abs() < 1e-12);
-            assert_eq!(same, causal);
+            assert_eq!(abs_diff_eq!(y[..8], alone[..], epsilon = 1e-12), causal);
             first.push(y[..8].to_vec());
             last.push(y[16..].to_vec());
         }

@@ -3,6 +3,7 @@
 
 use crate::support::{ROWS, Setup, batch, max_difference, run, values};
 use crate::traces::traced;
+use approx::abs_diff_eq;
 use shardgrad_autograd::{Tape, Var};
 use shardgrad_nn::optim::LrScheduler;
 use shardgrad_nn::{
@@ -104,7 +105,7 @@ fn pipeline_stages_accumulate_gradients_in_f32() {
                 Ok(trainer.step()?.grad_norm)
             });
             assert!(
-                norms.iter().all(|n| (n - expected).abs() < 1e-9),
+                norms.iter().all(|n| abs_diff_eq!(*n, expected, epsilon = 1e-9)),
                 "{mesh}, tied {tied}: {norms:?}, not {expected}"
             );
         }
@@ -153,7 +154,7 @@ fn updates_below_bf16_spacing_are_not_lost() {
     };
     assert_eq!(ends(Precision::of(DType::BF16)), (1.0, 1.0));
     let (stored, computed) = ends(BF16);
-    assert!((stored - 0.994).abs() < 1e-6, "{stored}");
+    assert!(abs_diff_eq!(stored, 0.994, epsilon = 1e-6), "{stored}");
     assert_eq!(computed, 0.9921875, "60 steps are more than the spacing");
 }
 

@@ -5,6 +5,7 @@ use crate::context_parallel::{ROWS, TrainingCase, trace};
 use crate::llama;
 use crate::support::{max_difference, run};
 use crate::traces::counts;
+use approx::assert_abs_diff_eq;
 use shardgrad_nn::ExpertsConfig;
 use shardgrad_nn::{Init, LlamaConfig, LlamaKind, MixtureOfExperts, Model, Plan, load_balancing_loss};
 use shardgrad_tensor::{DType, Layout, Mesh, Phase, Tensor, Value};
@@ -127,7 +128,7 @@ fn load_balancing_loss_is_that_of_the_whole_batch() {
         let balance = (with_balance - without) / 0.7;
         assert!(balance > 1.5 && balance < 5.0, "{kind:?}: {balance}");
         let again = TrainingCase { recompute: true, ..TrainingCase::new(of(kind, balanced.clone()), 7) };
-        assert!((again.outcome("ep=2").loss - with_balance).abs() < 1e-12);
+        assert_abs_diff_eq!(again.outcome("ep=2").loss, with_balance, epsilon = 1e-12);
     }
 }
 

@@ -2,6 +2,7 @@
 
 use crate::support::{MESHES, Setup, near, run};
 use crate::traces::{counts, traced};
+use approx::abs_diff_eq;
 use shardgrad_nn::optim::ParamGroup;
 use shardgrad_nn::{AdamW, ControlFlags, Gpt2, Init, Model, Optimizer, Param, Plan, Sgd, StepArgs, module};
 use shardgrad_tensor::{DType, Error, Kind, Result, Value};
@@ -87,7 +88,7 @@ fn adamw_matches_reference_loop() {
                 {
                     plain.step(grad, lr, step as i32 + 1);
                     let got = param.tensor().to_f64()?;
-                    assert!(got.iter().zip(&plain.w).all(|(a, b)| (a - b).abs() < 1e-12), "{mesh}: {got:?}");
+                    assert!(abs_diff_eq!(got[..], plain.w[..], epsilon = 1e-12), "{mesh}: {got:?}");
                 }
             }
             Ok(())
@@ -123,7 +124,7 @@ fn adamw_training_matches_on_every_mesh() {
     assert!(alone[4] < alone[0] - 0.1, "{alone:?}");
     for (mesh, microbatches) in MESHES.map(|mesh| (mesh, 1)).into_iter().chain([("dp=2", 2)]) {
         let here = losses(mesh, microbatches);
-        assert!(here.iter().zip(&alone).all(|(a, b)| (a - b).abs() < 1e-8), "{mesh}: {here:?} {alone:?}");
+        assert!(abs_diff_eq!(here[..], alone[..], epsilon = 1e-8), "{mesh}: {here:?} {alone:?}");
     }
 }
 
@@ -149,7 +150,7 @@ fn sgd_with_momentum_matches_on_every_mesh() {
     assert!(alone[4] < alone[0] - 0.05, "{alone:?}");
     for mesh in MESHES {
         let here = losses(mesh);
-        assert!(here.iter().zip(&alone).all(|(a, b)| (a - b).abs() < 1e-8), "{mesh}: {here:?} {alone:?}");
+        assert!(abs_diff_eq!(here[..], alone[..], epsilon = 1e-8), "{mesh}: {here:?} {alone:?}");
     }
 }
 
@@ -175,7 +176,7 @@ fn sgd_matches_reference_loop_and_resumes() {
             }
             for (param, w) in params.iter().zip(&w) {
                 let got = param.tensor().to_f64()?;
-                assert!(got.iter().zip(w).all(|(a, b)| (a - b).abs() < 1e-12), "step {step}: {got:?}");
+                assert!(abs_diff_eq!(got[..], w[..], epsilon = 1e-12), "step {step}: {got:?}");
             }
             let velocities: Vec<_> =
                 params.iter().map(|p| optim.velocity(p).expect("it has stepped")).collect();

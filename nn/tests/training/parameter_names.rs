@@ -1,6 +1,7 @@
 //! Parameters of a model: names, weight tying, initial values; and errors of plans that do not fit the model.
 
 use crate::support::{MESHES, Setup, config, run};
+use approx::abs_diff_eq;
 use shardgrad_nn::{Attention, Embedding, Gpt2, Init, Linear, Model, Module, ModuleLeaf, Plan, module};
 use shardgrad_tensor::{DType, Error, Kind, Mesh, Value, World};
 use std::collections::HashSet;
@@ -63,7 +64,7 @@ fn a_tied_parameter_has_one_name_and_one_gradient() {
         let both = tape.gradients();
         let want: Vec<f64> =
             both[&1000].to_f64()?.iter().zip(both[&1001].to_f64()?).map(|(a, b)| a + b).collect();
-        assert!(got.iter().zip(&want).all(|(a, b)| (a - b).abs() < 1e-14), "{got:?} {want:?}");
+        assert!(abs_diff_eq!(got[..], want[..], epsilon = 1e-14), "{got:?} {want:?}");
         Ok(())
     });
 }
@@ -167,9 +168,9 @@ fn initial_values_depend_on_seed_and_name_only() {
     let of = |name: &str| &alone.iter().find(|(n, _)| n == name).unwrap().1;
     assert_ne!(of("h.0.mlp.c_fc.weight"), of("h.1.mlp.c_fc.weight"));
     let std = |name: &str| (of(name).iter().map(|x| x * x).sum::<f32>() / of(name).len() as f32).sqrt();
-    assert!((std("h.0.mlp.c_fc.weight") - 0.3).abs() < 0.03);
+    assert!(abs_diff_eq!(std("h.0.mlp.c_fc.weight"), 0.3, epsilon = 0.03));
     assert!(
-        (std("h.0.mlp.c_proj.weight") - 0.15).abs() < 0.015,
+        abs_diff_eq!(std("h.0.mlp.c_proj.weight"), 0.15, epsilon = 0.015),
         "residual projections are scaled by 1 / sqrt(2 n_layer)"
     );
 }

@@ -1,5 +1,6 @@
 //! A tiny GPT-2 whose sizes no axis divides, and the results of one step of it on a mesh.
 
+use approx::relative_eq;
 use shardgrad_autograd::{Gradients, Noise, Tape};
 use shardgrad_nn::optim::grad_norm;
 use shardgrad_nn::{Gpt2, Gpt2Config, Model, Module, Plan};
@@ -121,7 +122,7 @@ impl Outcome {
 }
 
 pub(crate) fn near(a: f64, b: f64) -> bool {
-    (a - b).abs() <= 1e-10 * a.abs().max(1.0)
+    relative_eq!(a, b, epsilon = 1e-10, max_relative = 1e-10)
 }
 
 /// Largest absolute difference between corresponding numbers; infinite if one is NaN.
