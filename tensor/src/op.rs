@@ -5,6 +5,7 @@ mod forward_context;
 mod error_text;
 mod validation;
 mod plan;
+mod decomposition;
 
 use crate::execution::anomaly::AnomalyDetector;
 use crate::execution::context::Context;
@@ -16,6 +17,7 @@ use crate::layout::infer::Inference;
 use crate::layout::refusal::Refusal;
 use crate::tensor::Tensor;
 use error_text::forward_error;
+pub use decomposition::{Decomposition, Operand, Point, select_form};
 pub use error_text::suggested_repairs;
 pub use forward_context::ForwardContext;
 pub use grad_accumulator::GradAccumulator;
@@ -103,6 +105,16 @@ pub trait Op: fmt::Debug + 'static {
         infer_by_signature(self, context, args, dtypes, want)
     }
 
+    /// The simpler ops that compute this op on arguments of some layouts; `None`, the default, if the kernel of the op does. `points`
+    /// states for each [`Point`] of the call whether values pass the point unchanged.
+    ///
+    /// A fused op is decomposed where a sum must be completed between its parts, where a point changes a value between its parts, or
+    /// where the fusion would change the layouts of gradients. It decides by layouts and points alone.
+    fn decompose(&self, args: &[&Layout], points: &[bool]) -> Option<Decomposition> {
+        let _ = (args, points);
+        None
+    }
+
     /// The same op with the random numbers of another training step, for a batch that begins at row `first_row` of the global batch;
     /// `None` for ops without random numbers or with constant ones. Replay of a recorded program calls it.
     fn reseed(&self, step: u64, first_row: u64) -> Option<Rc<dyn Op>> {
@@ -162,6 +174,15 @@ pub trait Op: fmt::Debug + 'static {
             )
             .raise()
     }
+}
+
+/// How an op computes on arguments of some layouts.
+#[derive(Debug)]
+pub enum Form {
+    /// By its own kernel.
+    Kernel(Rc<Inference>),
+    /// By simpler ops.
+    Decomposed(Decomposition),
 }
 
 /// Infers steps and output layouts from the signature of an op, as the default of [`Op::infer`]; results are cached.
@@ -471,7 +492,16 @@ impl Tensor {
     #[track_caller]
     #[must_use]
     pub fn results(op: Rc<dyn Op>, args: &[&Tensor]) -> SmallVec<[Tensor; 2]> {
-        let mut outputs = unwind(apply(&*op, args, &[], Location::caller()));
+        Tensor::results_at(&*op, args, Location::caller())
+    }
+
+    /// [`Tensor::results`] for the caller's line `site`.
+    pub(crate) fn results_at(
+        op: &dyn Op,
+        args: &[&Tensor],
+        site: &'static Location<'static>,
+    ) -> SmallVec<[Tensor; 2]> {
+        let mut outputs = apply(op, args, &[], site).unwrap_or_else(|e| e.at(site).raise());
         outputs.truncate(outputs.len() - op.num_saved());
         outputs
     }

@@ -246,7 +246,7 @@ impl BatchedMatrices {
         out: &mut LocalTensor,
     ) -> Result<bool> {
         let Some((view, transposed)) = &self.row_major_out else { return Ok(false) };
-        let Some(sum) = local.take_accumulator(0) else { return Ok(false) };
+        let Some(sum) = local.take_product_accumulator(0) else { return Ok(false) };
         let r = sum.with_view(Strides::contiguous(&view.shape).at(sum.view.offset));
         let views = [a, b].map(|x| if *transposed { x.view.permute(&TRANSPOSE) } else { x.view.clone() });
         let [a, b] = [(a, &views[0]), (b, &views[1])].map(|(x, view)| Arg { view, ..*x });

@@ -40,7 +40,7 @@ impl Unbind {
         Ok(Unbind::of(ndim, dim, count))
     }
 
-    fn of(ndim: usize, dim: usize, count: usize) -> Rc<dyn Op> {
+    pub(super) fn of(ndim: usize, dim: usize, count: usize) -> Rc<dyn Op> {
         let unsharded = format!("{}!", dim_label(dim));
         let parts = vec![dim_labels_with(ndim, dim, ""); count].join(", ");
         let signature = format!("{} -> {parts}", dim_labels_with(ndim, dim, &unsharded));
