@@ -5,8 +5,8 @@ use crate::program::{AccumulationDType, OpRecord, RecordingCache, Slot};
 use crate::tape::{Node, NodeKind, Tape};
 use shardgrad_dist::{Error, Kind, Result};
 use shardgrad_tensor::execution::local_tensor::with_mapped;
-use shardgrad_tensor::ops::redistribute::Redistribute;
 use shardgrad_tensor::op::Form;
+use shardgrad_tensor::ops::redistribute::Redistribute;
 use shardgrad_tensor::{Inference, Layout, Op, Point, Tensor, Value, op};
 use smallvec::SmallVec;
 use std::cell::RefCell;
@@ -413,7 +413,8 @@ impl Value for Var {
     ) -> SmallVec<[Var; 2]> {
         let tape = &args.first().expect("an op has at least one argument").0.tape;
         let context = (tape.rank(), tape.context());
-        let are_identities: SmallVec<[bool; 4]> = points.iter().map(|point| point.is_identity(args[0])).collect();
+        let are_identities: SmallVec<[bool; 4]> =
+            points.iter().map(|point| point.is_identity(args[0])).collect();
         let form = with_mapped(
             args,
             |v| v.layout(),

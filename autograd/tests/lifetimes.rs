@@ -454,9 +454,7 @@ fn only_tensors_that_a_wanted_cotangent_reads_are_saved() {
         }
         assert_eq!(saved_bytes([true, false, true], &|x, w, b| x.linear(w, Some(b), None))?, of_x + of_w);
         // No cotangent reads a residual.
-        let onto = |x: &Var, w: &Var, _: &Var| {
-            x.linear(w, None, Some(&x.slice(1, 0..2)))
-        };
+        let onto = |x: &Var, w: &Var, _: &Var| x.linear(w, None, Some(&x.slice(1, 0..2)));
         assert_eq!(saved_bytes([true, false, false], &onto)?, of_w);
         assert_eq!(saved_bytes([true, false, false], &|x, _, _| x.mul(&x.detach()))?, of_x);
         Ok(())

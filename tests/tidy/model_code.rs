@@ -44,8 +44,10 @@ fn reads_no_layout(source: &Source) -> Vec<Finding> {
             let is_method = is_mark(level, at - 1, '.') || at > 1 && is_path_mark(level, at - 2);
             let is_call = is_method && group(level, at + 1, Delimiter::Parenthesis).is_some();
             // Dropout is a point of fused ops itself.
-            let is_point = source.path == "nn/src/layer/dropout.rs" && word(level, at).is_some_and(|name| name == "is_identity");
-            let is_forbidden = |name: &String| is_call && !is_point && LAYOUT_METHODS.contains(&name.as_str());
+            let is_point = source.path == "nn/src/layer/dropout.rs"
+                && word(level, at).is_some_and(|name| name == "is_identity");
+            let is_forbidden =
+                |name: &String| is_call && !is_point && LAYOUT_METHODS.contains(&name.as_str());
             if let Some(name) = word(level, at).filter(is_forbidden) {
                 let advice =
                     format!("`{name}` in model code; apply a fused op, which decomposes itself by layout");

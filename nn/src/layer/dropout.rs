@@ -52,17 +52,11 @@ impl Dropout {
     #[track_caller]
     #[must_use]
     pub fn forward(&self, x: &Var) -> Var {
-        self.pass(x, Location::caller())
-    }
-}
-
-/// Dropout inside of a fused op, before the residual is added.
-impl Point<Var> for Dropout {
-    fn is_identity(&self, x: &Var) -> bool {
-        !self.is_active(x.tape()) && self.point.is_identity(x)
+        self.forward_at(x, Location::caller())
     }
 
-    fn pass(&self, x: &Var, site: &'static Location<'static>) -> Var {
+    /// [`Dropout::forward`] for the caller's line `site`.
+    fn forward_at(&self, x: &Var, site: &'static Location<'static>) -> Var {
         let x = self.point.constrain_at(x, site);
         // The noise is read only if p > 0: a program that reads the noise depends on the step.
         let Some(noise) = (self.p > 0.0).then(|| x.tape().noise()).flatten() else { return x };
@@ -78,6 +72,17 @@ impl Point<Var> for Dropout {
         };
         let op = ops::dropout::Dropout::for_step(self.p, mask_key, noise.step, noise.first_row);
         Var::apply_at(op.unwrap_or_else(|e| e.at(site).raise()), &[&x], &[], site).swap_remove(0)
+    }
+}
+
+/// Dropout inside of a fused op, before the residual is added.
+impl Point<Var> for Dropout {
+    fn is_identity(&self, x: &Var) -> bool {
+        !self.is_active(x.tape()) && self.point.is_identity(x)
+    }
+
+    fn pass(&self, x: &Var, site: &'static Location<'static>) -> Var {
+        if self.is_identity(x) { x.clone() } else { self.forward_at(x, site) }
     }
 
     fn enter(&self, x: &Var) {

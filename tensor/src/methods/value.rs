@@ -1,9 +1,8 @@
 //! The [`Value`] trait: the tensor methods of model code, written once for plain tensors and for recorded variables
 //! (`torch.Tensor` methods).
 
-use crate::execution::local_tensor::with_mapped;
 use crate::layout::Layout;
-use crate::op::{Op, Point, unwind};
+use crate::op::{Op, OpHandle, Point, unwind};
 use crate::ops::add::Add;
 use crate::ops::attention::{Attention, Mask, QkvPackedAttention};
 use crate::ops::cast::Cast;
@@ -78,20 +77,14 @@ pub trait Value: Clone {
 
     /// Applies an op and returns its visible outputs.
     #[track_caller]
-    fn apply(op: Rc<dyn Op>, args: &[&Self]) -> SmallVec<[Self; 2]> {
-        Self::apply_at(op, args, &[], Location::caller())
+    fn apply(op: impl OpHandle, args: &[&Self]) -> SmallVec<[Self; 2]> {
+        Self::apply_at(op.into_shared(), args, &[], Location::caller())
     }
 
     /// Applies an op with one visible output.
     #[track_caller]
-    fn apply_one(op: Rc<dyn Op>, args: &[&Self]) -> Self {
+    fn apply_one(op: impl OpHandle, args: &[&Self]) -> Self {
         Self::apply(op, args).swap_remove(0)
-    }
-
-    /// Applies an op with one visible output that was made for this call: plain tensors do not allocate it.
-    #[track_caller]
-    fn apply_new<O: Op + 'static>(op: O, args: &[&Self]) -> Self {
-        Self::apply_one(Rc::new(op), args)
     }
 
     /// Matrix product x w over the last dim of x and the last but one of w: `[.., m, k] x [.., k, n] -> [.., m, n]`.
@@ -182,35 +175,35 @@ pub trait Value: Clone {
     #[track_caller]
     #[must_use]
     fn einsum(&self, signature: &str, other: &Self) -> Self {
-        Self::apply_new(unwind(einsum::Einsum::new(signature)), &[self, other])
+        Self::apply_one(unwind(einsum::Einsum::new(signature)), &[self, other])
     }
 
     /// x + y elementwise, with broadcasting aligned at the last dim.
     #[track_caller]
     #[must_use]
     fn add(&self, other: &Self) -> Self {
-        Self::apply_new(Add::between(self.layout().extents(), other.layout().extents()), &[self, other])
+        Self::apply_one(Add::between(self.layout().extents(), other.layout().extents()), &[self, other])
     }
 
     /// x - y elementwise, with broadcasting aligned at the last dim.
     #[track_caller]
     #[must_use]
     fn sub(&self, other: &Self) -> Self {
-        Self::apply_new(Sub::between(self.layout().extents(), other.layout().extents()), &[self, other])
+        Self::apply_one(Sub::between(self.layout().extents(), other.layout().extents()), &[self, other])
     }
 
     /// x y elementwise, with broadcasting aligned at the last dim.
     #[track_caller]
     #[must_use]
     fn mul(&self, other: &Self) -> Self {
-        Self::apply_new(Mul::between(self.layout().extents(), other.layout().extents()), &[self, other])
+        Self::apply_one(Mul::between(self.layout().extents(), other.layout().extents()), &[self, other])
     }
 
     /// x / y elementwise, with broadcasting aligned at the last dim.
     #[track_caller]
     #[must_use]
     fn div(&self, other: &Self) -> Self {
-        Self::apply_new(Div::between(self.layout().extents(), other.layout().extents()), &[self, other])
+        Self::apply_one(Div::between(self.layout().extents(), other.layout().extents()), &[self, other])
     }
 
     /// c x for a scalar c.
@@ -218,7 +211,7 @@ pub trait Value: Clone {
     #[track_caller]
     #[must_use]
     fn scale(&self, factor: f64) -> Self {
-        Self::apply_new(Scale { factor }, &[self])
+        Self::apply_one(Scale { factor }, &[self])
     }
 
     ops_of_value!(unary_methods);
@@ -228,7 +221,7 @@ pub trait Value: Clone {
     #[track_caller]
     #[must_use]
     fn neg(&self) -> Self {
-        Self::apply_new(Neg, &[self])
+        Self::apply_one(Neg, &[self])
     }
 
     /// SwiGLU: silu(x) u elementwise, with silu(x) = x / (1 + exp(-x)).
@@ -236,7 +229,7 @@ pub trait Value: Clone {
     #[track_caller]
     #[must_use]
     fn swiglu(&self, u: &Self) -> Self {
-        Self::apply_new(SwiGlu, &[self, u])
+        Self::apply_one(SwiGlu, &[self, u])
     }
 
     /// Sum of all elements, a scalar.
@@ -274,14 +267,14 @@ pub trait Value: Clone {
     #[track_caller]
     #[must_use]
     fn sum_squares(&self) -> Self {
-        Self::apply_new(SumSquares, &[self])
+        Self::apply_one(SumSquares, &[self])
     }
 
     /// Maximum along the last dim, in the accumulator dtype, without gradient.
     #[track_caller]
     #[must_use]
     fn max_last(&self) -> Self {
-        Self::apply_new(MaxLast, &[self])
+        Self::apply_one(MaxLast, &[self])
     }
 
     /// Repeats x `extent` times along a new dim, at position `dim` of the result, without a copy.
@@ -402,7 +395,7 @@ pub trait Value: Clone {
     #[track_caller]
     #[must_use]
     fn softmax(&self) -> Self {
-        Self::apply_new(Softmax, &[self])
+        Self::apply_one(Softmax, &[self])
     }
 
     /// Layer norm (x - mean) / sqrt(var + eps) w + b over the last dim.
@@ -410,7 +403,7 @@ pub trait Value: Clone {
     #[track_caller]
     #[must_use]
     fn layer_norm(&self, w: &Self, b: &Self, eps: f64) -> Self {
-        Self::apply_new(LayerNorm { eps }, &[self, w, b])
+        Self::apply_one(LayerNorm { eps }, &[self, w, b])
     }
 
     /// RMS norm x / sqrt(mean(x^2) + eps) w over the last dim.
@@ -418,7 +411,7 @@ pub trait Value: Clone {
     #[track_caller]
     #[must_use]
     fn rms_norm(&self, w: &Self, eps: f64) -> Self {
-        Self::apply_new(RmsNorm { eps }, &[self, w])
+        Self::apply_one(RmsNorm { eps }, &[self, w])
     }
 
     /// Rotary position embedding on `[b, t, .., c]`: rotates channels i and i + c/2 by the angle (first + index
@@ -438,7 +431,7 @@ pub trait Value: Clone {
     #[track_caller]
     #[must_use]
     fn embedding(&self, index: &Self) -> Self {
-        Self::apply_new(Embedding, &[self, index])
+        Self::apply_one(Embedding, &[self, index])
     }
 
     /// Scaled dot-product attention of queries `[b, t, h, c]` on keys and values `[b, s, h, c]`, or of grouped
@@ -517,7 +510,6 @@ pub trait Value: Clone {
     }
 }
 
-// Plain tensors record nothing, so an op needs no handle.
 impl Value for Tensor {
     fn tensor(&self) -> &Tensor {
         self
@@ -529,28 +521,12 @@ impl Value for Tensor {
         points: &[&dyn Point<Tensor>],
         site: &'static Location<'static>,
     ) -> SmallVec<[Tensor; 2]> {
-        let are_identities: SmallVec<[bool; 4]> = points.iter().map(|point| point.is_identity(args[0])).collect();
-        match with_mapped(args, |t| t.layout(), |layouts| op.decompose(layouts, &are_identities)) {
-            Some(parts) => parts.run(args, points, site, |op, args, points| {
-                Tensor::apply_at(op.clone(), args, points, site)
-            }),
-            None => Tensor::results_at(&*op, args, site),
-        }
+        Tensor::apply_at(op, args, points, site)
     }
 
+    // Plain tensors record nothing, so an op needs no shared handle.
     #[track_caller]
-    fn apply_one(op: Rc<dyn Op>, args: &[&Tensor]) -> Tensor {
-        match with_mapped(args, |t| t.layout(), |layouts| op.decompose(layouts, &[])) {
-            Some(_) => Tensor::apply_at(op, args, &[], Location::caller()).swap_remove(0),
-            None => Tensor::result_of(&*op, args),
-        }
-    }
-
-    #[track_caller]
-    fn apply_new<O: Op + 'static>(op: O, args: &[&Tensor]) -> Tensor {
-        match with_mapped(args, |t| t.layout(), |layouts| op.decompose(layouts, &[])) {
-            Some(_) => Tensor::apply_at(Rc::new(op), args, &[], Location::caller()).swap_remove(0),
-            None => Tensor::result_of(&op, args),
-        }
+    fn apply_one(op: impl OpHandle, args: &[&Tensor]) -> Tensor {
+        Tensor::apply_one(op, args)
     }
 }

@@ -62,14 +62,14 @@ enum Step {
 #[derive(Debug)]
 pub struct Decomposition {
     num_points: usize,
-    steps: SmallVec<[Step; 6]>,
+    steps: Vec<Step>,
 }
 
 impl Decomposition {
     /// A decomposition without steps, for a call with `num_points` points.
     #[must_use]
     pub fn new(num_points: usize) -> Decomposition {
-        Decomposition { num_points, steps: SmallVec::new() }
+        Decomposition { num_points, steps: Vec::new() }
     }
 
     /// Adds an op and returns its first output.
@@ -78,12 +78,7 @@ impl Decomposition {
     }
 
     /// [`Decomposition::apply`] of an op that may itself be decomposed and takes some of the points of the call.
-    pub fn apply_with_points(
-        &mut self,
-        op: Rc<dyn Op>,
-        args: &[Operand],
-        points: Range<usize>,
-    ) -> Operand {
+    pub fn apply_with_points(&mut self, op: Rc<dyn Op>, args: &[Operand], points: Range<usize>) -> Operand {
         let points = points.start.min(self.num_points)..points.end.min(self.num_points);
         self.push(Step::Apply { op, args: SmallVec::from_slice(args), points })
     }

@@ -71,12 +71,18 @@ mod tests {
     use super::*;
     use crate::layout::Layout;
     use crate::methods::value::Value;
+    use crate::op::{Op, OutputOptions, apply_first};
     use crate::ops::einsum::Einsum;
     use shardgrad_dist::{Mesh, Rank, Result, World};
+    use std::panic::Location;
     use std::rc::Rc;
 
     fn normal(rank: &Rank, dtype: DType, shape: &[usize], stream: u64) -> Result<Tensor> {
         Tensor::normal(rank, &Layout::invariant(rank.mesh(), dtype, shape), 1, stream, 1.0)
+    }
+
+    fn onto<'a>(accumulators: &'a [Option<&'a GradAccumulator>]) -> OutputOptions<'a> {
+        OutputOptions { accumulators, ..OutputOptions::default() }
     }
 
     fn bits(x: &Tensor) -> Vec<u64> {
@@ -98,9 +104,8 @@ mod tests {
             let sum = normal(rank, dtype, &product.shape(), 2)?;
             let (before, expected) = (bits(&sum), bits(&sum.clone().accumulate(&product)?));
             let accumulator = GradAccumulator::new(Some(sum.clone()));
-            let op = Rc::new(Einsum::new(signature)?);
-            let both =
-                Tensor::apply_accumulating(op, &[&a, &b], product.layout().clone(), Some(&accumulator));
+            let op: Rc<dyn Op> = Rc::new(Einsum::new(signature)?);
+            let both = apply_first(&*op, &[&a, &b], onto(&[Some(&accumulator)]), Location::caller());
             let what = format!("{dtype} {signature} of {shapes:?}, transposed {transposed}");
             assert!(accumulator.take().is_none(), "{what}: the sum was not taken");
             assert!(bits(&both) == expected, "{what}: other bits than a separate addition");
@@ -142,8 +147,7 @@ mod tests {
             for sum in sums {
                 let accumulator = GradAccumulator::new(Some(sum.clone()));
                 let op = crate::ops::einsum::matmul();
-                let result =
-                    Tensor::apply_accumulating(op, &[&a, &b], product.layout().clone(), Some(&accumulator));
+                let result = apply_first(&*op, &[&a, &b], onto(&[Some(&accumulator)]), Location::caller());
                 assert_eq!(bits(&result), bits(&product));
                 assert!(accumulator.take().is_some_and(|left| left.ptr_eq(&sum)));
             }

@@ -10,8 +10,8 @@ use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::layout::Layout;
 use crate::layout::dim::Dim;
 use crate::op::{
-    Cotangents, DTypes, Decomposition, ForwardContext, LocalTensors, Op, Operand, PlanKey, SavedForBackward, Vjp,
-    common_float,
+    Cotangents, DTypes, Decomposition, ForwardContext, LocalTensors, Op, Operand, PlanKey, SavedForBackward,
+    Vjp, common_float,
 };
 use crate::ops::unbind::Unbind;
 use crate::tensor::Tensor;
@@ -215,7 +215,7 @@ impl Op for Attention {
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         let op = Rc::new(AttentionBackward { mask: self.mask, is_grouped: self.is_grouped });
         let args = [cx.input(0), cx.input(1), cx.input(2), cx.output(0), cx.output(1), &cx.grad(0)];
-        let grads = Tensor::results(op, &args);
+        let grads = Tensor::apply(op, &args);
         cx.cotangents(|i| grads[i].clone())
     }
 }
@@ -261,7 +261,8 @@ impl Op for QkvPackedAttention {
             return None;
         }
         let mut parts = Decomposition::new(points.len());
-        let Operand::Output(qkv, q) = parts.apply_with_points(Unbind::of(5, 2, 3), &[Operand::Arg(0)], 0..0) else {
+        let Operand::Output(qkv, q) = parts.apply_with_points(Unbind::of(5, 2, 3), &[Operand::Arg(0)], 0..0)
+        else {
             unreachable!("the output of a step")
         };
         let k = parts.pass(Operand::Output(qkv, 1), QkvPackedAttention::KEYS);
@@ -300,7 +301,7 @@ impl Op for QkvPackedAttention {
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         let op = Rc::new(QkvPackedAttentionBackward { mask: self.mask });
         let args = [cx.input(0), cx.output(0), cx.output(1), &cx.grad(0)];
-        cx.cotangents(|_| Tensor::results(op.clone(), &args).swap_remove(0))
+        cx.cotangents(|_| Tensor::apply(op.clone(), &args).swap_remove(0))
     }
 }
 
@@ -424,10 +425,10 @@ mod tests {
                 assert_eq!(x.window_attention(&x, &x, keys).to_host::<f64>()?, causal, "{keys}");
             }
             let grad = |mask| {
-                let saved = Tensor::results(Attention::of(4, mask), &[&x, &x, &x]).remove(0);
+                let saved = Tensor::apply(Attention::of(4, mask), &[&x, &x, &x]).remove(0);
                 let lse = Tensor::from_host(rank, &[1, 3, 1], &[1.0, 0.5, 2.0])?;
                 let op = Rc::new(AttentionBackward { mask, is_grouped: false });
-                let grads = Tensor::results(op, &[&x, &x, &x, &saved, &lse, &x]);
+                let grads = Tensor::apply(op, &[&x, &x, &x, &saved, &lse, &x]);
                 grads.iter().map(Tensor::to_host::<f64>).collect::<Result<Vec<_>>>()
             };
             assert_eq!(grad(Mask::Window(usize::MAX))?, grad(Mask::Causal)?);

@@ -9,7 +9,6 @@ use crate::execution::local_tensor::{LocalTensor, View, as_arg, as_arg_mut, laun
 use crate::layout::Layout;
 use crate::layout::signature::{Labels, Mark, Signature, Term};
 use crate::op::{Cotangents, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp};
-use crate::tensor::Tensor;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::op::batched_matmul::BATCHED_MATMUL;
 use shardgrad_kernels::op::linear::MATMUL_ADD;
@@ -317,7 +316,7 @@ impl Op for Einsum {
         cx.cotangents(|i| {
             let (op, grad) = (self.transpose(i), cx.grad(0));
             let args = if i == 0 { [&grad, cx.input(1)] } else { [cx.input(0), &grad] };
-            Tensor::apply_accumulating(op, &args, cx.cotangent_layout(i), cx.accumulator(i))
+            cx.cotangent(i, op, &args)
         })
     }
 }
@@ -351,6 +350,7 @@ pub(super) fn cases() -> Vec<Case> {
 mod tests {
     use super::*;
     use crate::methods::value::Value;
+    use crate::tensor::Tensor;
     use shardgrad_dist::{Mesh, World};
 
     #[test]

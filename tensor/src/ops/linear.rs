@@ -4,8 +4,8 @@ use super::{Case, Input};
 use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::layout::Layout;
 use crate::op::{
-    Cotangents, DTypes, Decomposition, ForwardContext, LocalTensors, Op, Operand, PlanKey, SavedForBackward, Vjp,
-    common_float,
+    Cotangents, DTypes, Decomposition, ForwardContext, LocalTensors, Op, Operand, PlanKey, SavedForBackward,
+    Vjp, common_float,
 };
 use crate::ops::add::Add;
 use crate::ops::einsum::{self, Einsum};
@@ -90,7 +90,8 @@ impl Linear {
 
     /// Whether the product has no partial sums.
     pub(super) fn has_complete_sums(&self, x: &Layout, w: &Layout) -> bool {
-        let summed = x.dims()[x.ndim().saturating_sub(self.num_in)..].iter().chain(w.dims().iter().take(self.num_in));
+        let summed =
+            x.dims()[x.ndim().saturating_sub(self.num_in)..].iter().chain(w.dims().iter().take(self.num_in));
         summed.into_iter().all(|dim| dim.is_unsharded()) && x.partial().is_empty() && w.partial().is_empty()
     }
 
@@ -242,7 +243,9 @@ impl Op for Linear {
         let is_complete = self.has_complete_sums(x_layout, w_layout);
         let residual = self.has_residual.then(|| args.len() - 1);
         let can_add = |r: usize| {
-            is_complete && points.iter().all(|is_identity| *is_identity) && self.can_add(args[r], x_layout, w_layout)
+            is_complete
+                && points.iter().all(|is_identity| *is_identity)
+                && self.can_add(args[r], x_layout, w_layout)
         };
         let fuses_residual = residual.is_some_and(can_add);
         let fuses_bias = self.has_bias && is_complete;
@@ -307,11 +310,10 @@ impl Op for Linear {
         let g = cx.grad(0);
         let parameters = (self.has_bias && (cx.needs_input_grad[1] || cx.needs_input_grad[2])).then(|| {
             let grads = self.parameter_grads(!cx.input_layouts[2].replicate().is_empty());
-            Tensor::results_accumulating(&grads, &[cx.input(0), &g], &[cx.accumulator(1)])
+            cx.apply(&grads, &[cx.input(0), &g], &[cx.accumulator(1)])
         });
-        let apply = |i: usize, signature: String, args: &[&Tensor]| {
-            Tensor::apply_accumulating(Einsum::of(signature), args, cx.cotangent_layout(i), cx.accumulator(i))
-        };
+        let apply =
+            |i: usize, signature: String, args: &[&Tensor]| cx.cotangent(i, Einsum::of(signature), args);
         cx.cotangents(|i| match (i, &parameters) {
             (0, _) => apply(0, self.input_grad_signature(), &[&g, cx.input(1)]),
             (1 | 2, Some(both)) => both[i - 1].clone(),

@@ -144,9 +144,11 @@ impl Op for Mlp {
         if points.is_empty() && kernel == *self {
             return None;
         }
-        let of_kernel = |present: bool, operand: &'_ [Operand]| if present { operand.to_vec() } else { Vec::new() };
+        let of_kernel =
+            |present: bool, operand: &'_ [Operand]| if present { operand.to_vec() } else { Vec::new() };
         let kernel_args =
-            [first_args, &[*w2], &of_kernel(kernel.has_last_bias, b2), &of_kernel(kernel.has_residual, r)].concat();
+            [first_args, &[*w2], &of_kernel(kernel.has_last_bias, b2), &of_kernel(kernel.has_residual, r)]
+                .concat();
         parts.enter(Mlp::HIDDEN);
         let y = parts.apply(kernel, &kernel_args);
         let mut y = parts.pass(y, Mlp::OUT);
@@ -223,7 +225,7 @@ impl Op for Mlp {
             (first..self.num_layer_args()).map(|i| cx.accumulator(i)).collect();
         let is_wide = !cx.input_layouts[2].replicate().is_empty();
         let backward = MlpBackward { has_last_bias: self.has_last_bias, part, is_wide };
-        let grads = Tensor::results_accumulating(&backward, &args, &sums);
+        let grads = cx.apply(&backward, &args, &sums);
         cx.cotangents(|i| match i < self.num_layer_args() {
             true => grads[i - first].clone(),
             false => g.clone(),
@@ -334,7 +336,13 @@ impl Op for MlpBackward {
             sum_rows(rank, &u, db1)?;
         }
         if let (Some(w1), [dx]) = (w1, dx) {
-            matmul_epilogue(rank, [&u, &transposed(w1)], [None, local.take_product_accumulator(0).as_ref()], dx, 1)?;
+            matmul_epilogue(
+                rank,
+                [&u, &transposed(w1)],
+                [None, local.take_product_accumulator(0).as_ref()],
+                dx,
+                1,
+            )?;
         }
         if let (Some(x), Some(hidden), [dw1, _, rest @ ..]) = (x, hidden, params) {
             let [sum1, sum2] = [0, 2].map(|i| local.take_product_accumulator(num_before + i));
@@ -417,14 +425,7 @@ mod tests {
                 48,
                 "only the selected rows of the table are read"
             );
-            assert_eq!(
-                volume(
-                    &LayerNorm { eps: 1.0 },
-                    &[&[6, 8], &[8], &[8]],
-                    &[&[6, 8], &[6], &[6]]
-                ),
-                48
-            );
+            assert_eq!(volume(&LayerNorm { eps: 1.0 }, &[&[6, 8], &[8], &[8]], &[&[6, 8], &[6], &[6]]), 48);
             Ok(())
         })
         .unwrap();
@@ -440,7 +441,7 @@ mod tests {
             let inputs =
                 [real(&[m, d], 0)?, real(&[d, h], 1)?, real(&[h], 2)?, real(&[h, d], 3)?, real(&[d], 4)?];
             let op = Mlp { has_first_bias: true, has_last_bias: true, has_residual: false };
-            let outputs = op::apply(&op, &inputs.each_ref(), &[], Location::caller())?;
+            let outputs = op::apply(&op, &inputs.each_ref(), Location::caller())?;
             let g = real(&[m, d], 5)?;
             let layouts = |tensors: &[Tensor]| tensors.iter().map(|t| t.layout().clone()).collect::<Vec<_>>();
             let backward = |requested: [bool; 5]| {

@@ -6,7 +6,6 @@ use crate::execution::local_tensor::LocalTensor;
 use crate::op::{
     Cotangents, DTypes, ForwardContext, LocalTensors, Op, PlanKey, SavedForBackward, Vjp, common_float,
 };
-use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::rms_norm::{BACKWARD, FORWARD};
 use shardgrad_kernels::{DType, Scalar};
@@ -77,7 +76,7 @@ impl Op for RmsNorm {
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         let op = RmsNormBackward { is_wide: !cx.input_layouts[1].replicate().is_empty() };
         let args = [cx.input(0), cx.input(1), cx.output(1), &cx.grad(0)];
-        let grads = Tensor::results_accumulating(&op, &args, &[cx.accumulator(0)]);
+        let grads = cx.apply(&op, &args, &[cx.accumulator(0)]);
         cx.cotangents(|i| grads[i].clone())
     }
 }
@@ -115,8 +114,8 @@ pub(super) fn cases() -> Vec<Case> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use crate::methods::value::Value;
+    use crate::tensor::Tensor;
     use shardgrad_dist::{Mesh, World};
 
     #[test]

@@ -164,8 +164,11 @@ fn norm_whose_weight_cotangent_is_not_partial() -> Vec<Case> {
         });
         cotangents
     };
-    Broken { tamper: Some(tamper), ..Broken::of(Rc::new(LayerNorm { eps: 1.0 })) }
-        .on(vec![Input::real(&[5, 4]), Input::real(&[4]), Input::real(&[4])])
+    Broken { tamper: Some(tamper), ..Broken::of(Rc::new(LayerNorm { eps: 1.0 })) }.on(vec![
+        Input::real(&[5, 4]),
+        Input::real(&[4]),
+        Input::real(&[4]),
+    ])
 }
 
 fn max_without_all_reduce() -> Vec<Case> {
