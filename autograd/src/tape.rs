@@ -420,14 +420,6 @@ impl Node {
         self.cotangents.clear();
     }
 
-    /// Whether the vjp of the node can add to gradient accumulators.
-    fn accumulates_in_place(&self) -> bool {
-        match &self.kind {
-            NodeKind::Op(op, _) => op.accumulates_in_place(),
-            NodeKind::Block(_) => true,
-        }
-    }
-
     /// The cotangents of the wanted inputs from those of the outputs. Where the node took an accumulator, the cotangent
     /// includes the sum accumulated so far.
     pub(crate) fn vjp(

@@ -145,6 +145,12 @@ pub trait Op: fmt::Debug + 'static {
         false
     }
 
+    /// Whether a cotangent and the accumulator that it is added to are rounded once, so that the bits of 16-bit floats depend on the
+    /// accumulator. The tape then gives accumulators under anomaly detection too, which otherwise inspects each cotangent by itself.
+    fn rounds_sums_once(&self) -> bool {
+        false
+    }
+
     /// Computes the local outputs of this rank from the local arguments.
     ///
     /// Only ops that override [`Op::infer`] may communicate with other ranks.

@@ -23,8 +23,14 @@ impl Tape {
     ) {
         let context = self.context();
         context.set_path(&node.path);
-        // Anomaly detection inspects each cotangent before it is added.
-        let accumulators = match node.accumulates_in_place() && !context.detects_anomalies() {
+        // Anomaly detection inspects each cotangent before it is added, where that does not change the bits.
+        let adds_in_place = match &node.kind {
+            NodeKind::Op(op, _) => {
+                op.accumulates_in_place() && (!context.detects_anomalies() || op.rounds_sums_once())
+            }
+            NodeKind::Block(_) => !context.detects_anomalies(),
+        };
+        let accumulators = match adds_in_place {
             true => take_accumulators((leaves, earlier), &node.inputs, wanted),
             false => Accumulators::new(),
         };

@@ -117,7 +117,7 @@ impl Broadcast {
     }
 
     /// The plan-cache key of an op with one of the constant signatures above.
-    pub(super) fn plan_key<O: Op + 'static>(&self) -> Option<PlanKey> {
+    pub(super) fn plan_key<O: 'static>(&self) -> Option<PlanKey> {
         match self {
             Broadcast::Same => Some(PlanKey::of::<O>(SAME)),
             Broadcast::Second(n) => Some(PlanKey::of::<O>(SECOND[(*n).min(5)])),

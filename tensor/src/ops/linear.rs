@@ -101,8 +101,7 @@ impl Linear {
         let rows = &x.dims()[..x.ndim().saturating_sub(self.num_in)];
         let columns = w.dims().get(self.num_in..).unwrap_or_default();
         let replicate = x.replicate().union(w.replicate());
-        residual.partial().is_empty()
-            && residual.dims().split_at_checked(rows.len()) == Some((rows, columns))
+        residual.dims().split_at_checked(rows.len()) == Some((rows, columns))
             && residual.replicate().iter().all(|axis| replicate.contains(axis))
     }
 
@@ -275,7 +274,7 @@ impl Op for Linear {
         };
         y = parts.pass(y, Linear::BRANCH);
         if let Some(r) = residual {
-            parts.apply(Add::between(args[r].extents(), &shape), &[Operand::Arg(r), y]);
+            parts.apply(Add::residual(args[r].extents(), &shape), &[Operand::Arg(r), y]);
         }
         Some(parts)
     }

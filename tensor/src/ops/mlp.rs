@@ -159,7 +159,7 @@ impl Op for Mlp {
         }
         if let ([r], false) = (r, kernel.has_residual) {
             y = parts.pass(y, Mlp::BRANCH);
-            parts.apply(Add::between(layout(*r).extents(), &shape), &[*r, y]);
+            parts.apply(Add::residual(layout(*r).extents(), &shape), &[*r, y]);
         }
         Some(parts)
     }

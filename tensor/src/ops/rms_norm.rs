@@ -62,6 +62,10 @@ impl Op for RmsNorm {
         true
     }
 
+    fn rounds_sums_once(&self) -> bool {
+        true
+    }
+
     fn dtypes(&self, inputs: &[DType], num_outputs: usize) -> Result<DTypes> {
         let dtype = common_float(inputs)?;
         let saved = |i: usize| i + self.num_saved() >= num_outputs;
