@@ -22,11 +22,12 @@ type FileRule = fn(&Source) -> Vec<Finding>;
 type TreeRule = fn(&[Source]) -> Vec<Finding>;
 
 /// The rules on a file.
-const FILE_RULES: [FileRule; 10] = [
+const FILE_RULES: [FileRule; 11] = [
     crates::crate_order,
     file_docs::file_heads,
     collective_calls::collective_calls,
     model_code::one_model_source,
+    model_code::reads_no_layout,
     unsafety::unsafe_place,
     unsafety::forbids_unsafe,
     words::unfinished,

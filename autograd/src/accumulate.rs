@@ -22,8 +22,7 @@ pub(crate) fn backward_node(
     backward_site: &BackwardSite,
 ) {
     context.set_path(node.path());
-    // Anomaly detection inspects each cotangent before it is added.
-    let accumulators = match node.accumulates_in_place() && !context.detects_anomalies() {
+    let accumulators = match node.accumulates_in_place(context.detects_anomalies()) {
         true => take_accumulators((leaves, earlier), node.inputs(), wanted),
         false => Accumulators::new(),
     };

@@ -103,11 +103,12 @@ impl Node {
         self.cotangents.clear();
     }
 
-    /// Whether the vjp of the node can add to gradient accumulators.
-    pub(crate) fn accumulates_in_place(&self) -> bool {
+    /// Whether the vjp of the node adds to gradient accumulators. Anomaly detection inspects each cotangent before it is added,
+    /// where that does not change the bits.
+    pub(crate) fn accumulates_in_place(&self, detects_anomalies: bool) -> bool {
         match &self.kind {
-            NodeKind::Op(op, _) => op.accumulates_in_place(),
-            NodeKind::Block(_) => true,
+            NodeKind::Op(op, _) => op.accumulates_in_place() && (!detects_anomalies || op.rounds_sums_once()),
+            NodeKind::Block(_) => !detects_anomalies,
         }
     }
 

@@ -4,7 +4,7 @@ use shardgrad_autograd::Var;
 use shardgrad_dist::{Error, Result};
 use shardgrad_tensor::op::{Cotangents, ForwardContext, LocalTensors, Op, Vjp};
 use shardgrad_tensor::ops::{Case, Input, OPS, OpModule};
-use shardgrad_tensor::{DType, LocalTensor, Tensor, Value, View};
+use shardgrad_tensor::{DType, LocalTensor, Value, View};
 use shardgrad_testing::fuzz::{LayoutPattern, Program, Report, Step, TestInput, ValueRef, Verdict, programs};
 use shardgrad_testing::fuzz_model;
 use std::io::Write as _;
@@ -143,7 +143,7 @@ impl Op for Planted {
                 let op = shardgrad_tensor::ops::sum::Expand::to(&shape, &[last]).expect("the last dim");
                 let is_mean = matches!(self, Planted::LocalMean);
                 let scale = if is_mean { 1.0 / shape[last].max(1) as f64 } else { 1.0 };
-                Tensor::apply_with(op, &[&cx.grad(0)], goal).scale(scale)
+                cx.cotangent(0, op, &[&cx.grad(0)]).scale(scale)
             }
         })
     }

@@ -155,7 +155,7 @@ const REPEATED: [Repeated; 10] = [
         name: "a bias",
         f: |x, y| {
             let w = x.constant(Tensor::from_host(x.rank(), &[1, 1], &[1.0]).unwrap()).cast(x.dtype());
-            x.reshape(&[12, 1]).linear(&w, y).reshape(&[12])
+            x.reshape(&[12, 1]).linear(&w, Some(y), None).reshape(&[12])
         },
         x: Some(1.0),
         y: 1.0,
@@ -235,7 +235,7 @@ const LAYERS: [Layer; 3] = [
         f: |x, p| {
             let one = [1.0, 0.0, 0.0, 1.0];
             let w = x.constant(Tensor::from_host(x.rank(), &[2, 2], &one).unwrap()).cast(x.dtype());
-            x.mlp(&w, &p[0], &w, Some(&p[1]))
+            x.mlp(&w, &p[0], &w, Some(&p[1]), None)
         },
         parameters: &[&[32.0, 32.0], &[0.0, 0.0]],
         gradients: &[&[-0.5, -0.5], &[-0.5, -0.5]],

@@ -2,8 +2,12 @@
 
 use shardgrad_autograd::{Program, ReplayNoise, Slot, Tape, Var};
 use shardgrad_dist::{Kind, Mesh, Rank, Result, World};
-use shardgrad_tensor::{Contraction, Indexing, Layout, Residual, Shaping, Tensor, Value};
+use shardgrad_tensor::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp};
+use shardgrad_tensor::ops::layer_norm::LayerNorm;
+use shardgrad_tensor::ops::rms_norm::RmsNorm;
+use shardgrad_tensor::{Contraction, DType, Indexing, Layout, LocalTensor, Shaping, Tensor, Value};
 use std::collections::HashMap;
+use std::rc::Rc;
 
 fn vector(rank: &Rank, values: &[f64]) -> Result<Tensor> {
     Tensor::from_host(rank, &[values.len()], values)
@@ -265,115 +269,94 @@ fn checkpoint_saves_memory_and_is_bitwise_neutral() {
     .unwrap();
 }
 
-/// x + gelu(norm(x)), where the norm also returns x as the residual, or not.
-fn two_norms(x: &Var, [w, b]: &[Var; 2], with_residual: bool) -> Var {
-    let (x, y) = match with_residual {
-        true => x.layer_norm_with_residual(w, b, 1e-3),
-        false => (x.clone(), x.layer_norm(w, b, 1e-3)),
+/// An op whose vjp takes no gradient accumulator.
+#[derive(Debug)]
+struct WithoutAccumulator(Rc<dyn Op>);
+
+impl Op for WithoutAccumulator {
+    fn name(&self) -> &'static str {
+        self.0.name()
+    }
+
+    fn signature(&self) -> &str {
+        self.0.signature()
+    }
+
+    fn num_saved(&self) -> usize {
+        self.0.num_saved()
+    }
+
+    fn saved_for_backward(&self) -> SavedForBackward {
+        self.0.saved_for_backward()
+    }
+
+    fn dtypes(&self, inputs: &[DType], num_outputs: usize) -> Result<DTypes> {
+        self.0.dtypes(inputs, num_outputs)
+    }
+
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
+        self.0.forward(local, x)
+    }
+
+    fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
+        self.0.vjp(cx)
+    }
+}
+
+/// x + gelu(norm(x)), twice, with the residual gradient added by the norm or separately.
+fn two_norms(x: &Var, [w, b]: &[Var; 2], is_fused: bool) -> Var {
+    let norm = |op: Rc<dyn Op>, args: &[&Var]| match is_fused {
+        true => Var::apply_one(op, args),
+        false => Var::apply_one(WithoutAccumulator(op), args),
     };
-    let x = x.add(&y.gelu());
-    let (x, y) = match with_residual {
-        true => x.rms_norm_with_residual(w, 1e-3),
-        false => (x.clone(), x.rms_norm(w, 1e-3)),
-    };
-    x.add(&y.gelu())
+    let x = x.add(&norm(Rc::new(LayerNorm { eps: 1e-3 }), &[x, w, b]).gelu());
+    x.add(&norm(Rc::new(RmsNorm { eps: 1e-3 }), &[&x, w]).gelu())
 }
 
 #[test]
-fn norm_with_residual_is_bitwise_equal_to_norm() {
+fn norms_add_the_gradient_of_a_residual_in_their_backward_kernels() {
     for (x, w) in [
         ("f64[5, 6]", "f64[6]"),
         ("f64[5@a, 6]", "f64[6]"),
         ("f32[1@a, 6]", "f32[6]"),
         ("f32[5, 6]", "f32[6] ~a"),
     ] {
-        let run = |rank: &Rank, with_residual: bool, checkpointed: bool| -> Result<_> {
+        // Values and gradients, and the bytes that kernels read and wrote.
+        let run = |rank: &Rank, is_fused: bool, checkpointed: bool| -> Result<_> {
             let normal =
                 |layout: &str, key| Tensor::normal(rank, &Layout::parse(layout, rank.mesh())?, key, 1, 1.0);
             let (x, wb, tape) = (normal(x, 1)?, [normal(w, 2)?, normal(w, 3)?], Tape::new(rank));
             let before = x.to_f64()?;
+            let bytes = rank.backend().cost().bytes;
             let mut y = tape.leaf(1, &x);
             for _ in 0..2 {
-                let block =
-                    |x: &Var| two_norms(x, &[tape.leaf(2, &wb[0]), tape.leaf(3, &wb[1])], with_residual);
+                let block = |x: &Var| two_norms(x, &[tape.leaf(2, &wb[0]), tape.leaf(3, &wb[1])], is_fused);
                 y = match checkpointed {
                     true => tape.checkpoint(&[y], |args| Ok(vec![block(&args[0])]))?.remove(0),
                     false => block(&y),
                 };
             }
-            let (value, saved) = (y.tensor().to_f64()?, tape.saved_bytes());
             y.square().sum().backward()?;
-            let gradients = tape.gradients();
-            let gradients = [1, 2, 3].map(|key| gradients[&key].to_f64());
+            let (gradients, bytes) = (tape.gradients(), rank.backend().cost().bytes - bytes);
+            let mut found = y.tensor().to_f64()?;
+            for key in [1, 2, 3] {
+                found.extend(gradients[&key].to_f64()?);
+            }
             assert_eq!(x.to_f64()?, before, "nothing writes over what went in");
-            Ok((value, gradients.into_iter().collect::<Result<Vec<_>>>()?, saved))
+            Ok((found, bytes))
         };
         World::run(Mesh::parse("a=2").unwrap(), |rank| {
             for checkpointed in [false, true] {
-                let (plain, with_residual) =
-                    (run(rank, false, checkpointed)?, run(rank, true, checkpointed)?);
-                assert_eq!(
-                    plain, with_residual,
-                    "values, gradients and saved bytes of {x}, {w}, {checkpointed}"
-                );
+                let (fused, bytes) = run(rank, true, checkpointed)?;
+                let (separate, separate_bytes) = run(rank, false, checkpointed)?;
+                let what = format!("{x}, {w}, checkpointed: {checkpointed}");
+                assert_eq!(fused, separate, "values and gradients of {what}");
+                assert!(bytes < separate_bytes, "{what}: {bytes} bytes fused, {separate_bytes} separately");
             }
             Ok(())
         })
         .unwrap();
     }
-}
-
-#[test]
-fn norm_with_residual_adds_no_stage_inputs() {
-    one_rank(|rank| {
-        let crossing = |with_residual: bool| -> Result<Vec<usize>> {
-            let layouts = ["f32[5, 6]", "f32[6]", "f32[6]"].map(|l| Layout::parse(l, rank.mesh()));
-            let layouts = layouts.into_iter().collect::<Result<Vec<_>>>()?;
-            let program = Program::record(rank, &layouts, None, |args| {
-                Ok(vec![two_norms(&args[0].square(), &[args[1].clone(), args[2].clone()], with_residual)])
-            })?;
-            let made = |slot: &Slot| matches!(slot, Slot::Output { .. });
-            let ends = program.records.len();
-            Ok((0..ends).map(|at| program.inputs_of(at..ends).into_iter().filter(made).count()).collect())
-        };
-        assert_eq!(crossing(true)?, crossing(false)?);
-        assert_eq!(crossing(true)?, [0, 1, 2, 2, 1, 2, 2]);
-        Ok(())
-    });
-}
-
-#[test]
-fn residual_of_a_norm_is_x() {
-    one_rank(|rank| {
-        let (x, w) = (Tensor::from_host(rank, &[1, 2], &[3.0f64, 1.0])?, vector(rank, &[1.0, 2.0])?);
-        let (tape, other) = (Tape::new(rank), vector(rank, &[5.0, 7.0])?.reshape(&[1, 2]));
-        let other = tape.constant(other);
-        let of_y = |with_residual: bool| {
-            let x = tape.leaf(1, &x);
-            let y = if with_residual {
-                x.rms_norm_with_residual(&tape.leaf(2, &w), 0.0).1
-            } else {
-                x.rms_norm(&tape.leaf(2, &w), 0.0)
-            };
-            y.mul(&other).sum().backward()?;
-            tape.gradients()[&1].to_f64()
-        };
-        assert_eq!(of_y(true)?, of_y(false)?);
-        let (same, _) = tape.leaf(1, &x).rms_norm_with_residual(&tape.leaf(2, &w), 0.0);
-        assert_eq!(same.tensor().local().buffer.address(), x.local().buffer.address(), "no copy");
-        same.mul(&other).sum().backward()?;
-        let gradients = tape.gradients();
-        assert_eq!(gradients[&1].to_f64()?, [5.0, 7.0]);
-        assert_eq!(gradients[&2].to_f64()?, [0.0, 0.0]);
-        // A residual of a constant has no gradient; the weight gets all of it.
-        let (_, y) = tape.constant(x.clone()).rms_norm_with_residual(&tape.leaf(2, &w), 0.0);
-        y.mul(&other).sum().backward()?;
-        let of_w = tape.gradients()[&2].to_f64()?;
-        let (back, y) = tape.constant(x.clone()).rms_norm_with_residual(&tape.leaf(2, &w), 0.0);
-        back.mul(&y).mul(&other).sum().backward()?;
-        assert_eq!(tape.gradients()[&2].to_f64()?, [3.0 * of_w[0], of_w[1]]);
-        Ok(())
-    });
 }
 
 #[test]

@@ -34,7 +34,7 @@ pub use inference::inference_model::{InferenceModel, ResultRanks};
 pub use layer::kv_cache::{KvCache, LayerKvCache};
 pub use layer::{
     Attention, Block, Dropout, Embedding, EncoderAttention, FeedForward, GatedMlp, GroupedQueryAttention,
-    LayerNorm, Linear, MixtureOfExperts, Mlp, RmsNorm,
+    LayerNorm, Linear, MixtureOfExperts, Mlp, Residual, RmsNorm,
 };
 pub use loss::{CrossEntropy, bce_with_logits, cross_entropy, load_balancing_loss, mse};
 pub use model::{Bert, Gpt2, HfModel, LanguageModel, Llama};

@@ -38,8 +38,11 @@ pub use methods::indexing::Indexing;
 pub use methods::local_map::{LocalMapLayouts, local_map};
 pub use methods::reduction::Reduction;
 pub use methods::shaping::Shaping;
-pub use methods::value::{Residual, Value};
-pub use op::{Cotangents, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, unwind};
+pub use methods::value::Value;
+pub use op::{
+    Cotangents, Decomposition, ForwardContext, LocalTensors, Op, Operand, Point, SavedForBackward, Vjp,
+    unwind,
+};
 pub use shardgrad_dist::{
     Axis, AxisSet, Call, Error, Kind, Mesh, Origin, Phase, Rank, Record, Result, World,
 };

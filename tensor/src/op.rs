@@ -5,30 +5,34 @@ mod forward_context;
 mod error_text;
 mod validation;
 mod plan;
+mod decomposition;
+mod apply;
 
-use crate::execution::anomaly::AnomalyDetector;
 use crate::execution::context::Context;
 use crate::execution::inference_cache::InferenceKey;
-use crate::execution::local_tensor::{LocalTensor, with_mapped};
+use crate::execution::local_tensor::LocalTensor;
 pub use crate::execution::plan_cache::PlanKey;
 use crate::layout::Layout;
 use crate::layout::infer::Inference;
 use crate::layout::refusal::Refusal;
 use crate::tensor::Tensor;
-use error_text::forward_error;
+use apply::apply_with_options;
+pub use apply::{OpHandle, apply, meta, run};
+pub(crate) use apply::{OutputOptions, apply_first};
+pub use decomposition::{Decomposition, Operand, Point, select_form};
 pub use error_text::suggested_repairs;
 pub use forward_context::ForwardContext;
 pub use grad_accumulator::GradAccumulator;
 pub use plan::plan;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::DType;
-use smallvec::{SmallVec, smallvec};
+use smallvec::SmallVec;
 use std::cell::RefCell;
 use std::fmt;
 use std::panic::Location;
 use std::rc::Rc;
-use validation::{catch_panics, check_outputs, get_or_raise, matches_inference, not_saved};
 pub use validation::{check_cotangent_layouts, check_cotangents_present};
+use validation::{get_or_raise, not_saved};
 
 /// Local outputs of a forward: the visible outputs, then the outputs saved for backward.
 pub type LocalTensors = SmallVec<[LocalTensor; 1]>;
@@ -103,6 +107,16 @@ pub trait Op: fmt::Debug + 'static {
         infer_by_signature(self, context, args, dtypes, want)
     }
 
+    /// The simpler ops that compute this op on arguments of some layouts; `None`, the default, if the kernel of the op does. `points`
+    /// states for each [`Point`] of the call whether values pass the point unchanged.
+    ///
+    /// A fused op is decomposed where a sum must be completed between its parts, where a point changes a value between its parts, or
+    /// where the fusion would change the layouts of gradients. It decides by layouts and points alone.
+    fn decompose(&self, args: &[&Layout], points: &[bool]) -> Option<Decomposition> {
+        let _ = (args, points);
+        None
+    }
+
     /// The same op with the random numbers of another training step, for a batch that begins at row `first_row` of the global batch;
     /// `None` for ops without random numbers or with constant ones. Replay of a recorded program calls it.
     fn reseed(&self, step: u64, first_row: u64) -> Option<Rc<dyn Op>> {
@@ -128,6 +142,12 @@ pub trait Op: fmt::Debug + 'static {
 
     /// Whether the vjp can add its cotangents to gradients that other uses of the arguments gave ([`Vjp::accumulator`]).
     fn accumulates_in_place(&self) -> bool {
+        false
+    }
+
+    /// Whether a cotangent and the accumulator that it is added to are rounded once, so that the bits of 16-bit floats depend on the
+    /// accumulator. The tape then gives accumulators under anomaly detection too, which otherwise inspects each cotangent by itself.
+    fn rounds_sums_once(&self) -> bool {
         false
     }
 
@@ -162,6 +182,15 @@ pub trait Op: fmt::Debug + 'static {
             )
             .raise()
     }
+}
+
+/// How an op computes on arguments of some layouts.
+#[derive(Debug)]
+pub enum Form {
+    /// By its own kernel.
+    Kernel(Rc<Inference>),
+    /// By simpler ops.
+    Decomposed(Decomposition),
 }
 
 /// Infers steps and output layouts from the signature of an op, as the default of [`Op::infer`]; results are cached.
@@ -285,8 +314,8 @@ impl Vjp<'_> {
         self.donated.take().unwrap_or_else(|| self.input(i).clone())
     }
 
-    /// The sum of the gradients that other uses of argument `i` gave, for [`Tensor::apply_accumulating`] and
-    /// [`Tensor::results_accumulating`]: if the op takes the sum, its result, the cotangent that the vjp returns, includes the sum.
+    /// The sum of the gradients that other uses of argument `i` gave, for [`Vjp::apply`]: if the op takes the sum, its result, the
+    /// cotangent that the vjp returns, includes the sum.
     #[must_use]
     pub fn accumulator(&self, i: usize) -> Option<&GradAccumulator> {
         self.accumulators.get(i)
@@ -311,6 +340,34 @@ impl Vjp<'_> {
         get_or_raise(self.input_layouts, i, "argument").dual()
     }
 
+    /// The cotangent of argument `i` as the first output of an op: in the layout that it must have, which determines extent and
+    /// sharding of labels that no argument of the op has, and added to the accumulator of the argument if the op takes the sum.
+    ///
+    /// # Panics
+    /// Unwinds with the error of the op; so does the method below.
+    #[track_caller]
+    #[must_use]
+    pub fn cotangent(&self, i: usize, op: impl OpHandle, args: &[&Tensor]) -> Tensor {
+        let options = OutputOptions {
+            layouts: &[Some(self.cotangent_layout(i))],
+            accumulators: &[self.accumulator(i)],
+        };
+        apply_first(op.as_op(), args, options, Location::caller())
+    }
+
+    /// All outputs of an op that may add each output to the accumulator given for the output.
+    #[track_caller]
+    #[must_use]
+    pub fn apply(
+        &self,
+        op: &dyn Op,
+        args: &[&Tensor],
+        accumulators: &[Option<&GradAccumulator>],
+    ) -> SmallVec<[Tensor; 2]> {
+        let options = OutputOptions { accumulators, ..OutputOptions::default() };
+        unwind(apply_with_options(op, args, options, Location::caller()))
+    }
+
     /// Calls `cotangent` for each argument whose cotangent is requested.
     ///
     /// The results get exactly the dual layout of the argument: a grain that differs but has the same shard boundaries is replaced
@@ -330,215 +387,6 @@ impl Vjp<'_> {
             .map(|(i, &w)| w.then(|| with_dual_layout(i, cotangent(i))))
             .collect()
     }
-}
-
-/// The inputs of a forward: local arguments, and for each output a sum that it may be added to (none beyond the end).
-#[derive(Clone, Copy)]
-struct ForwardInputs<'a> {
-    args: &'a [&'a LocalTensor],
-    accumulators: &'a [Option<&'a GradAccumulator>],
-}
-
-/// Runs an op on local arguments that have their target layouts already.
-///
-/// # Errors
-/// The errors of kernels and, for ops that communicate, of collectives.
-pub fn run(
-    op: &dyn Op,
-    x: &[&LocalTensor],
-    inference: &Rc<Inference>,
-    rank_context: (&Rank, &Context),
-    site: &'static Location<'static>,
-) -> Result<SmallVec<[Tensor; 2]>> {
-    run_accumulating(op, ForwardInputs { args: x, accumulators: &[] }, inference, rank_context, site)
-}
-
-/// [`run`] with sums that the outputs may be added to.
-fn run_accumulating(
-    op: &dyn Op,
-    x: ForwardInputs<'_>,
-    inference: &Rc<Inference>,
-    rank_context: (&Rank, &Context),
-    site: &'static Location<'static>,
-) -> Result<SmallVec<[Tensor; 2]>> {
-    with_outputs(op, x, inference, rank_context, site, |outputs| {
-        let tensor = |(i, output)| Tensor::output(rank_context.0, inference, i, output);
-        if outputs.len() == 1
-            && let Some(output) = outputs.pop()
-        {
-            return smallvec![tensor((0, output))];
-        }
-        outputs.drain(..).enumerate().map(tensor).collect()
-    })
-}
-
-/// [`run_accumulating`] for the first output alone.
-fn run_single(
-    op: &dyn Op,
-    x: ForwardInputs<'_>,
-    inference: &Rc<Inference>,
-    rank_context: (&Rank, &Context),
-    site: &'static Location<'static>,
-) -> Result<Tensor> {
-    with_outputs(op, x, inference, rank_context, site, |outputs| {
-        outputs.truncate(1);
-        Tensor::output(rank_context.0, inference, 0, outputs.pop().expect("an op has an output"))
-    })
-}
-
-/// Runs the forward of an op, checks its outputs and calls `take` with them.
-#[inline]
-fn with_outputs<R>(
-    op: &dyn Op,
-    ForwardInputs { args: x, accumulators }: ForwardInputs<'_>,
-    inference: &Inference,
-    (rank, context): (&Rank, &Context),
-    site: &'static Location<'static>,
-    take: impl FnOnce(&mut LocalTensors) -> R,
-) -> Result<R> {
-    let local = ForwardContext { rank, inputs: inference.inputs(), inference, site, accumulators };
-    // The outputs stay in place and are not moved: moving memory that was just written is slow.
-    let go = || op.forward(&local, x);
-    let mut result = if cfg!(debug_assertions) { catch_panics(op, &local, go) } else { go() };
-    let Ok(outputs) = &mut result else {
-        return Err(forward_error(result.expect_err("the forward failed"), op, &local));
-    };
-    if !matches_inference(outputs, &local) {
-        check_outputs(outputs, op, &local)?;
-    }
-    let lineage = local.lineage(x);
-    for (i, output) in outputs.iter_mut().enumerate() {
-        let accumulator = accumulators.get(i).copied().flatten();
-        output.lineage = accumulator.map_or(lineage, |accumulator| accumulator.lineage(lineage));
-    }
-    if context.detects_anomalies() {
-        AnomalyDetector::inspect(rank, op.name(), x, &outputs.iter().collect::<Vec<_>>(), site)?;
-    }
-    Ok(take(outputs))
-}
-
-/// Meta tensors for the outputs of an op: layouts without values. Nothing is computed or communicated.
-#[must_use]
-pub fn meta(inference: &Inference, rank: &Rank) -> SmallVec<[Tensor; 2]> {
-    inference.outputs.iter().map(|layout| Tensor::meta(rank, layout)).collect()
-}
-
-/// Applies an op to tensors without recording, with implicit redistribution of the arguments; a redistributed value is cached with its
-/// tensor.
-///
-/// Returns all outputs, including outputs saved for backward. `want` states the layouts of outputs with labels that no argument has.
-///
-/// # Errors
-/// The errors of [`plan`] and [`run`].
-pub fn apply(
-    op: &dyn Op,
-    args: &[&Tensor],
-    want: &[Option<Layout>],
-    site: &'static Location<'static>,
-) -> Result<SmallVec<[Tensor; 2]>> {
-    with_plan(op, args, want, site, |x, inference, rank_context| run(op, x, inference, rank_context, site))
-}
-
-/// Plans an op on tensors, redistributes its arguments, and calls `go` with the local arguments, the plan, the rank and its context.
-#[inline]
-fn with_plan<R>(
-    op: &dyn Op,
-    args: &[&Tensor],
-    want: &[Option<Layout>],
-    site: &'static Location<'static>,
-    go: impl Fn(&[&LocalTensor], &Rc<Inference>, (&Rank, &Context)) -> Result<R>,
-) -> Result<R> {
-    let rank = args.first().expect("an op has at least one argument").rank();
-    let rank_context = (rank, Context::of(rank));
-    let inference = with_mapped(args, |t| t.layout(), |layouts| plan(op, rank_context, layouts, want, site))?;
-    if inference.targets.iter().all(Option::is_none) {
-        return with_mapped(args, |t| t.local(), |x| go(x, &inference, rank_context));
-    }
-    let redistributed = |(t, target): (&&Tensor, &Option<Layout>)| match target {
-        None => Ok((*t).clone()),
-        Some(layout) => crate::tensor::redistribute::redistribute_cached(t, layout, site),
-    };
-    let args: SmallVec<[Tensor; 4]> =
-        args.iter().zip(&inference.targets).map(redistributed).collect::<Result<_>>()?;
-    with_mapped(&args, Tensor::local, |x| go(x, &inference, rank_context))
-}
-
-impl Tensor {
-    /// The visible outputs of an op on tensors, without recording.
-    ///
-    /// # Panics
-    /// Unwinds with the error of [`apply`]; so do the functions below.
-    #[track_caller]
-    #[must_use]
-    pub fn results(op: Rc<dyn Op>, args: &[&Tensor]) -> SmallVec<[Tensor; 2]> {
-        let mut outputs = unwind(apply(&*op, args, &[], Location::caller()));
-        outputs.truncate(outputs.len() - op.num_saved());
-        outputs
-    }
-
-    /// The one visible output of an op on tensors, without recording.
-    #[track_caller]
-    #[must_use]
-    pub fn result(op: Rc<dyn Op>, args: &[&Tensor]) -> Tensor {
-        Tensor::result_of(&*op, args)
-    }
-
-    /// [`Tensor::result`] of a borrowed op.
-    #[track_caller]
-    #[must_use]
-    pub fn result_of(op: &dyn Op, args: &[&Tensor]) -> Tensor {
-        apply_single(op, args, &[], &[], Location::caller())
-    }
-
-    /// The one visible output of an op in a given layout, which determines extent and sharding of labels that no argument has.
-    ///
-    /// Vjps call it with the layout of the cotangent, the dual of the layout of the argument.
-    #[track_caller]
-    #[must_use]
-    pub fn apply_with(op: Rc<dyn Op>, args: &[&Tensor], want: Layout) -> Tensor {
-        apply_single(&*op, args, &[], &[Some(want)], Location::caller())
-    }
-
-    /// [`Tensor::apply_with`] of an op that may add its output to `sum` (gradient accumulation): if the op takes the sum, the result
-    /// includes the sum.
-    #[track_caller]
-    #[must_use]
-    pub fn apply_accumulating(
-        op: Rc<dyn Op>,
-        args: &[&Tensor],
-        want: Layout,
-        sum: Option<&GradAccumulator>,
-    ) -> Tensor {
-        apply_single(&*op, args, &[sum], &[Some(want)], Location::caller())
-    }
-
-    /// All outputs of an op that may add each output to the sum given for the output (gradient accumulation).
-    #[track_caller]
-    #[must_use]
-    pub fn results_accumulating(
-        op: &dyn Op,
-        args: &[&Tensor],
-        sums: &[Option<&GradAccumulator>],
-    ) -> SmallVec<[Tensor; 2]> {
-        let site = Location::caller();
-        unwind(with_plan(op, args, &[], site, |x, inference, rank_context| {
-            run_accumulating(op, ForwardInputs { args: x, accumulators: sums }, inference, rank_context, site)
-        }))
-    }
-}
-
-/// The first output of an op on tensors. Unwinds with the error.
-fn apply_single(
-    op: &dyn Op,
-    args: &[&Tensor],
-    accumulators: &[Option<&GradAccumulator>],
-    want: &[Option<Layout>],
-    site: &'static Location<'static>,
-) -> Tensor {
-    let output = with_plan(op, args, want, site, |args, inference, rank_context| {
-        run_single(op, ForwardInputs { args, accumulators }, inference, rank_context, site)
-    });
-    output.unwrap_or_else(|e| e.at(site).raise())
 }
 
 /// The value, or an unwinding panic with the error, which the rank boundary catches and returns.

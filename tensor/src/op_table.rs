@@ -127,7 +127,7 @@ fn flops_per_index(rank: &Rank, case: &Case) -> Result<f64> {
     let layouts: Vec<Layout> = case.inputs.iter().map(whole).collect();
     let args: Vec<Tensor> = layouts.iter().map(|l| Tensor::zeros(rank, l)).collect::<Result<_>>()?;
     let before = rank.backend().cost().flops;
-    let outputs = op::apply(&*case.op, &args.iter().collect::<Vec<_>>(), &[], Location::caller())?;
+    let outputs = op::apply(&*case.op, &args.iter().collect::<Vec<_>>(), Location::caller())?;
     let flops = rank.backend().cost().flops - before;
     let made: Vec<Layout> = outputs.iter().map(|t| t.layout().clone()).collect();
     let tuples = op::iteration_space(&*case.op, rank, &layouts.iter().collect::<Vec<_>>(), &made);

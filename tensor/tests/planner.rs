@@ -126,7 +126,7 @@ const PAIRS: usize = 10_358;
 fn check_round_trip(rank: &Rank, x: &GlobalTensor, [from, to]: [&Layout; 2]) -> Result<Option<String>> {
     let site = Location::caller();
     let op = Redistribute::between(rank, from, to)?;
-    let moved = op::apply(&*op, &[&x.distribute_strided(rank, from)?], &[], site)?.remove(0);
+    let moved = op::apply(&*op, &[&x.distribute_strided(rank, from)?], site)?.remove(0);
     let there = x.find_mismatch(&moved, 0.0, site)?;
     let grads = [Some(x.distribute_strided(rank, &to.dual())?)];
     let back = op.vjp(&Vjp {

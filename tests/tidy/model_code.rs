@@ -1,8 +1,8 @@
-//! Model code is written once, for any mesh: layers and models name no mesh axis, rank or collective.
+//! Model code is written once, for any mesh: layers and models name no mesh axis, rank or collective, and read no layout.
 
 use super::source::{Finding, Source, lines_found};
-use super::tokens::{each_level, line, without_attributes};
-use proc_macro2::TokenTree;
+use super::tokens::{each_level, group, is_mark, is_path_mark, line, without_attributes, word};
+use proc_macro2::{Delimiter, TokenTree};
 
 /// Folders of layers and models.
 const MODEL_FOLDERS: [&str; 2] = ["nn/src/layer", "nn/src/model"];
@@ -12,13 +12,56 @@ const AXES: [&str; 5] = ["dp", "tp", "pp", "cp", "ep"];
 const PARALLEL_METHODS: [&str; 7] =
     ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "Rank", "Mesh"];
 
+/// Methods that read layouts, or whether a plan constrains a point.
+const LAYOUT_METHODS: [&str; 10] = [
+    "layout",
+    "compute_layout",
+    "dims",
+    "partial",
+    "replicate",
+    "placement",
+    "is_unsharded",
+    "is_unconstrained",
+    "is_identity",
+    "to_layout",
+];
+
+/// Whether a file belongs to layers or models.
+fn is_model_code(source: &Source) -> bool {
+    MODEL_FOLDERS
+        .iter()
+        .any(|folder| source.path.strip_prefix(folder).is_some_and(|rest| rest.starts_with(['/', '.'])))
+}
+
+/// Layers and models do not choose by layout among forms of an op: the op itself does (`Op::decompose`).
+pub(super) fn reads_no_layout(source: &Source) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    if !is_model_code(source) {
+        return findings;
+    }
+    each_level(&without_attributes(&source.product), &mut |level| {
+        for at in 1..level.len() {
+            let is_method = is_mark(level, at - 1, '.') || at > 1 && is_path_mark(level, at - 2);
+            let is_call = is_method && group(level, at + 1, Delimiter::Parenthesis).is_some();
+            // Dropout is a point of fused ops itself.
+            let is_point = source.path == "nn/src/layer/dropout.rs"
+                && word(level, at).is_some_and(|name| name == "is_identity");
+            let is_forbidden =
+                |name: &String| is_call && !is_point && LAYOUT_METHODS.contains(&name.as_str());
+            if let Some(name) = word(level, at).filter(is_forbidden) {
+                let advice =
+                    format!("`{name}` in model code; apply a fused op, which decomposes itself by layout");
+                findings.push(source.finding(line(&level[at]), advice));
+            }
+        }
+    });
+    findings
+}
+
 /// Layers and models are written as if for one device; parallelism is data in a plan.
 pub(super) fn one_model_source(source: &Source) -> Vec<Finding> {
     let mut findings = Vec::new();
-    if !MODEL_FOLDERS
-        .iter()
-        .any(|folder| source.path.strip_prefix(folder).is_some_and(|rest| rest.starts_with(['/', '.'])))
-    {
+    if !is_model_code(source) {
         return findings;
     }
     each_level(&without_attributes(&source.product), &mut |level| {
@@ -43,6 +86,20 @@ pub(super) fn one_model_source(source: &Source) -> Vec<Finding> {
 fn axis_in(literal: &str) -> Option<String> {
     let text = literal.find('"').map(|at| &literal[at..])?;
     text.split(|c: char| !c.is_alphanumeric() && c != '_').find(|w| AXES.contains(w)).map(str::to_string)
+}
+
+#[test]
+fn calls_that_read_layouts_in_model_code_are_found() {
+    for name in LAYOUT_METHODS {
+        let text = format!(
+            "//! x.{name}()\nfn f(x: &X) -> bool {{\n    g(x.{name}().ndim())\n}}\n/// x.{name}()\nfn g({name}: X) {{\n    h({name});\n    Value::{name}(x);\n}}"
+        );
+        assert_eq!(lines_found(reads_no_layout, "nn/src/layer/mlp.rs", &text), [3, 8], "{name}");
+        assert_eq!(lines_found(reads_no_layout, "nn/src/model/gpt/mod.rs", &text), [3, 8]);
+        assert!(lines_found(reads_no_layout, "nn/src/module/activation_point.rs", &text).is_empty());
+    }
+    let test = "#[cfg(test)] mod tests { fn f() { x.layout(); } }";
+    assert!(lines_found(reads_no_layout, "nn/src/layer/mlp.rs", test).is_empty());
 }
 
 #[test]

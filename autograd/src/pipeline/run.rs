@@ -319,7 +319,7 @@ impl Step<'_> {
             let stored = (inputs.parameter)(key);
             let leaf = if (inputs.is_trained)(key) { tape.leaf(key, &stored) } else { tape.constant(stored) };
             let program = stages.program();
-            let computed = leaf.in_layout(
+            let computed = leaf.to_layout_at(
                 &program.external_inputs[external as usize].layout,
                 stages.first_use(stage, external),
             );

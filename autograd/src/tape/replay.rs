@@ -152,7 +152,7 @@ impl Program {
             ReplayNoise::Off => None,
         };
         let op: Rc<dyn Op> = redrawn.unwrap_or_else(|| record.op.clone());
-        for (out, var) in Var::apply_at(op, &inputs, record.site).into_iter().enumerate() {
+        for (out, var) in Var::apply_at(op, &inputs, &[], record.site).into_iter().enumerate() {
             values.insert(Slot::Output { record: at as u32, out: out as u32 }, var);
         }
         Ok(())

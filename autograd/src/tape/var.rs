@@ -6,8 +6,9 @@ use crate::node::{Node, NodeKind, SavedTensors};
 use crate::program::{OpRecord, RecordingCache, Slot};
 use shardgrad_dist::{Error, Kind, Result};
 use shardgrad_tensor::execution::local_tensor::with_mapped;
+use shardgrad_tensor::op::Form;
 use shardgrad_tensor::ops::redistribute::Redistribute;
-use shardgrad_tensor::{Inference, Layout, Op, Tensor, Value, op};
+use shardgrad_tensor::{Inference, Layout, Op, Point, Tensor, Value, op};
 use smallvec::SmallVec;
 use std::cell::RefCell;
 use std::fmt;
@@ -105,11 +106,15 @@ impl Var {
     #[track_caller]
     #[must_use]
     pub fn to_layout(&self, to: &Layout) -> Var {
-        self.in_layout(to, Location::caller())
+        self.to_layout_at(to, Location::caller())
     }
 
-    /// The same value in another layout. `site` is the caller's line.
-    pub(crate) fn in_layout(&self, to: &Layout, site: &'static Location<'static>) -> Var {
+    /// [`Var::to_layout`] for the caller's line `site`.
+    ///
+    /// # Panics
+    /// As [`Var::to_layout`].
+    #[must_use]
+    pub fn to_layout_at(&self, to: &Layout, site: &'static Location<'static>) -> Var {
         if self.layout() == to { self.clone() } else { self.cached_layout(to, site) }
     }
 
@@ -214,7 +219,7 @@ impl Var {
             None => {
                 let op = Redistribute::between(self.rank(), self.layout(), to);
                 let op = op.unwrap_or_else(|e| e.at(site).raise());
-                Var::apply_at(op, &[self], site).into_iter().next().expect("redistribute has one output")
+                Var::apply_at(op, &[self], &[], site).into_iter().next().expect("redistribute has one output")
             }
         };
         // Reduced before the block, once for all blocks, and not again in the backward pass.
@@ -228,28 +233,6 @@ impl Var {
         }
         self.0.cached_layouts.borrow_mut().push(CachedLayout { var: var.clone(), recording, no_grad });
         var
-    }
-
-    pub(crate) fn apply_at(
-        op: Rc<dyn Op>,
-        args: &[&Var],
-        site: &'static Location<'static>,
-    ) -> SmallVec<[Var; 2]> {
-        let tape = &args.first().expect("an op has at least one argument").0.tape;
-        let context = (tape.rank(), tape.context());
-        let planned =
-            with_mapped(args, |v| v.layout(), |layouts| op::plan(&*op, context, layouts, &[], site));
-        let inference = planned.unwrap_or_else(|e| e.raise());
-        if inference.targets.iter().all(Option::is_none) {
-            return run(common_tape(args), (&op, &inference), args, site);
-        }
-        let in_target_layout =
-            |(v, target): (&&Var, &Option<Layout>)| target.as_ref().map(|to| v.cached_layout(to, site));
-        let cached_layouts: SmallVec<[Option<Var>; 4]> =
-            args.iter().zip(&inference.targets).map(in_target_layout).collect();
-        let args: SmallVec<[&Var; 4]> =
-            args.iter().zip(&cached_layouts).map(|(v, cached)| cached.as_ref().unwrap_or(v)).collect();
-        run(common_tape(&args), (&op, &inference), &args, site)
     }
 
     /// The slot of the variable in the program that a tape is recording. Unwinds for a variable of another tape and for a
@@ -383,9 +366,39 @@ impl Value for Var {
         &self.0.tensor
     }
 
-    #[track_caller]
-    fn apply(op: Rc<dyn Op>, args: &[&Self]) -> SmallVec<[Self; 2]> {
-        Var::apply_at(op, args, Location::caller())
+    fn apply_at(
+        op: Rc<dyn Op>,
+        args: &[&Var],
+        points: &[&dyn Point<Var>],
+        site: &'static Location<'static>,
+    ) -> SmallVec<[Var; 2]> {
+        let tape = &args.first().expect("an op has at least one argument").0.tape;
+        let context = (tape.rank(), tape.context());
+        let are_identities: SmallVec<[bool; 4]> =
+            points.iter().map(|point| point.is_identity(args[0])).collect();
+        let form = with_mapped(
+            args,
+            |v| v.layout(),
+            |layouts| op::select_form(&*op, context, layouts, &are_identities, site),
+        );
+        let inference = match form.unwrap_or_else(|e| e.raise()) {
+            Form::Kernel(inference) => inference,
+            Form::Decomposed(parts) => {
+                return parts.run(args, points, site, |op, args, points| {
+                    Var::apply_at(op.clone(), args, points, site)
+                });
+            }
+        };
+        if inference.targets.iter().all(Option::is_none) {
+            return run(common_tape(args), (&op, &inference), args, site);
+        }
+        let in_target_layout =
+            |(v, target): (&&Var, &Option<Layout>)| target.as_ref().map(|to| v.cached_layout(to, site));
+        let cached_layouts: SmallVec<[Option<Var>; 4]> =
+            args.iter().zip(&inference.targets).map(in_target_layout).collect();
+        let args: SmallVec<[&Var; 4]> =
+            args.iter().zip(&cached_layouts).map(|(v, cached)| cached.as_ref().unwrap_or(v)).collect();
+        run(common_tape(&args), (&op, &inference), &args, site)
     }
 }
 

@@ -1,13 +1,13 @@
 //! Multi-head attention with one projection for queries, keys and values, as in GPT-2.
 
-use super::dropout::Dropout;
+use super::dropout::{Dropout, Residual};
 use super::linear::Linear;
 use crate::layer::kv_cache::LayerKvCache;
 use crate::module;
 use crate::module::activation_point::ActivationPoint;
 use crate::module::param::Init;
 use shardgrad_autograd::Var;
-use shardgrad_tensor::{Error, Kind, Tensor, Value, ops, unwind};
+use shardgrad_tensor::{Error, Kind, Tensor, Value, unwind};
 
 module! {
     /// Multi-head attention: softmax(q k^T / sqrt(c)) v in every head, with one joint projection for q, k and v, and one for the
@@ -86,45 +86,32 @@ impl Attention {
     #[track_caller]
     #[must_use]
     pub fn forward(&self, x: &Var) -> Var {
-        self.forward_with_cache(x, None)
+        self.forward_with(x, None, None)
     }
 
-    /// [`Attention::forward`] of tokens that follow the cached ones. Appends the keys and values of x to `cache`.
+    /// [`Attention::forward`] of tokens that follow the cached ones, if there is a cache, to which the keys and values of x are
+    /// appended; plus the residual, if there is one.
     ///
     /// # Panics
-    /// As [`Attention::forward`], and if `cache` belongs to another layer.
+    /// As [`Attention::forward`], if `cache` belongs to another layer, and if the residual cannot be added to the output.
     #[track_caller]
     #[must_use]
-    pub fn forward_with_cache(&self, x: &Var, cache: Option<&mut LayerKvCache>) -> Var {
-        self.c_proj.forward(&self.attention_output(x, cache))
-    }
-
-    /// Returns residual + [`Attention::forward_with_cache`], with the addition fused into the epilogue of the output projection where
-    /// possible.
-    ///
-    /// # Panics
-    /// As [`Attention::forward_with_cache`], and if the residual cannot be added to the output.
-    #[track_caller]
-    #[must_use]
-    pub fn forward_with_cache_and_residual(
+    pub fn forward_with(
         &self,
         x: &Var,
         cache: Option<&mut LayerKvCache>,
-        residual: &Var,
+        residual: Option<Residual<'_>>,
     ) -> Var {
-        self.c_proj.forward_with_residual(&self.attention_output(x, cache), residual)
+        self.c_proj.forward_optional_residual(&self.heads(x, cache), residual)
     }
 
     /// The outputs of the heads, before the output projection.
     #[track_caller]
-    fn attention_output(&self, x: &Var, cache: Option<&mut LayerKvCache>) -> Var {
-        let (qkv, no_dropout) = (self.c_attn.forward(x), !self.drop.is_active(x.tape()));
-        let is_fusible = self.keys.is_unconstrained()
-            && self.values.is_unconstrained()
-            && qkv.layout().dims()[1].is_unsharded();
-        if no_dropout && cache.is_none() && is_fusible {
-            let op = unwind(ops::attention::QkvPackedAttention::of(&qkv.shape(), self.causal));
-            return Var::apply_one(op, &[&qkv]);
+    fn heads(&self, x: &Var, cache: Option<&mut LayerKvCache>) -> Var {
+        let qkv = self.c_attn.forward(x);
+        let has_dropout = self.drop.is_active(x.tape());
+        if cache.is_none() && !has_dropout {
+            return qkv.qkv_packed_attention(self.causal, &[&self.keys, &self.values]);
         }
         let qkv = qkv.unbind(2);
         let (q, k, v) = (&qkv[0], self.keys.constrain(&qkv[1]), self.values.constrain(&qkv[2]));
@@ -132,7 +119,7 @@ impl Attention {
             Some(cache) => cache.extend(&k, &v),
             None => (k, v),
         };
-        if no_dropout { q.attention(&k, &v, self.causal) } else { self.unfused_attention(q, &k, &v) }
+        if has_dropout { self.unfused_attention(q, &k, &v) } else { q.attention(&k, &v, self.causal) }
     }
 
     /// Attention op by op, with dropout on the weights.

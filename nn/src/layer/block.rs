@@ -7,7 +7,6 @@ use super::mlp::Mlp;
 use crate::layer::kv_cache::LayerKvCache;
 use crate::module;
 use shardgrad_autograd::Var;
-use shardgrad_tensor::Value;
 
 module! {
     /// Pre-norm transformer block: x + attn(ln_1(x)), then x + mlp(ln_2(x)), with dropout before each addition.
@@ -63,17 +62,7 @@ impl Block {
     #[track_caller]
     #[must_use]
     pub fn forward_with_cache(&self, x: &Var, cache: Option<&mut LayerKvCache>) -> Var {
-        let (x, y) = self.ln_1.forward_and_residual(x);
-        let x = if self.attn_drop.is_identity(x.tape()) {
-            self.attn.forward_with_cache_and_residual(&y, cache, &x)
-        } else {
-            x.add(&self.attn_drop.forward(&self.attn.forward_with_cache(&y, cache)))
-        };
-        let (x, y) = self.ln_2.forward_and_residual(&x);
-        if self.mlp_drop.is_identity(x.tape()) {
-            self.mlp.forward_with_residual(&y, &x)
-        } else {
-            x.add(&self.mlp_drop.forward(&self.mlp.forward(&y)))
-        }
+        let x = self.attn.forward_with(&self.ln_1.forward(x), cache, Some(self.attn_drop.then_add(x)));
+        self.mlp.forward_with_residual(&self.ln_2.forward(&x), self.mlp_drop.then_add(&x))
     }
 }

@@ -4,7 +4,8 @@ use crate::module::activation_point::ActivationPoint;
 use crate::module::name::random_key;
 use crate::module::{Module, ModuleLeaf};
 use shardgrad_autograd::{Tape, Var};
-use shardgrad_tensor::{Error, Kind, Value};
+use shardgrad_tensor::{Error, Kind, Point, Value, ops};
+use std::panic::Location;
 
 /// Dropout: y = x / (1 - p) where the random number of an element is at least p, else 0. On tapes without noise, the default,
 /// dropout is the identity; [`Tape::set_noise`] turns it on, as the trainer does.
@@ -39,9 +40,9 @@ impl Dropout {
         self.p > 0.0 && tape.noise().is_some()
     }
 
-    /// Whether the layer is the identity on this tape: no dropout, and no rule of the plan for its activation point.
-    pub(crate) fn is_identity(&self, tape: &Tape) -> bool {
-        !self.is_active(tape) && self.point.is_unconstrained()
+    /// The end of a residual block: the addition of dropout(y) to x.
+    pub fn then_add<'a>(&'a self, x: &'a Var) -> Residual<'a> {
+        Residual { x, dropout: Some(self) }
     }
 
     /// Applies dropout to x, of any shape whose first dim is the rows of the batch.
@@ -51,12 +52,17 @@ impl Dropout {
     #[track_caller]
     #[must_use]
     pub fn forward(&self, x: &Var) -> Var {
-        let x = self.point.constrain(x);
+        self.forward_at(x, Location::caller())
+    }
+
+    /// [`Dropout::forward`] for the caller's line `site`.
+    fn forward_at(&self, x: &Var, site: &'static Location<'static>) -> Var {
+        let x = self.point.constrain_at(x, site);
         // The noise is read only if p > 0: a program that reads the noise depends on the step.
         let Some(noise) = (self.p > 0.0).then(|| x.tape().noise()).flatten() else { return x };
         let name = self.point.name().unwrap_or_else(|| {
             let text = "a dropout layer is used before Model::new has named it; its mask depends on the name";
-            Error::new(Kind::Config, text).at(std::panic::Location::caller()).raise()
+            Error::new(Kind::Config, text).at(site).raise()
         });
         let first = random_key(noise.seed, &name);
         // A layer that is used several times draws another mask each time.
@@ -64,7 +70,53 @@ impl Dropout {
             0 => first,
             before => random_key(first, &before.to_string()),
         };
-        x.dropout_of_step(self.p, mask_key, noise.step, noise.first_row)
+        let op = ops::dropout::Dropout::for_step(self.p, mask_key, noise.step, noise.first_row);
+        Var::apply_at(op.unwrap_or_else(|e| e.at(site).raise()), &[&x], &[], site).swap_remove(0)
+    }
+}
+
+/// Dropout inside of a fused op, before the residual is added.
+impl Point<Var> for Dropout {
+    fn is_identity(&self, x: &Var) -> bool {
+        !self.is_active(x.tape()) && self.point.is_identity(x)
+    }
+
+    fn pass(&self, x: &Var, site: &'static Location<'static>) -> Var {
+        if self.is_identity(x) { x.clone() } else { self.forward_at(x, site) }
+    }
+
+    fn enter(&self, x: &Var) {
+        self.point.enter(x);
+    }
+}
+
+/// The end of a residual block: x + dropout(y), where y is the result of the layer that takes this argument, which adds x in the
+/// epilogue of its last product where it can. From a variable, without dropout.
+#[doc(alias = "residual_connection")]
+#[doc(alias = "skip connection")]
+#[doc(alias = "bias_dropout_add")]
+#[derive(Clone, Copy, Debug)]
+pub struct Residual<'a> {
+    /// The residual.
+    pub x: &'a Var,
+    /// Dropout of y.
+    pub dropout: Option<&'a Dropout>,
+}
+
+impl<'a> Residual<'a> {
+    /// The residual, and the point before its addition.
+    pub(super) fn parts(residual: Option<Residual<'a>>) -> (Option<&'a Var>, &'a dyn Point<Var>) {
+        match residual {
+            Some(Residual { x, dropout: Some(dropout) }) => (Some(x), dropout),
+            Some(Residual { x, dropout: None }) => (Some(x), &()),
+            None => (None, &()),
+        }
+    }
+}
+
+impl<'a> From<&'a Var> for Residual<'a> {
+    fn from(x: &'a Var) -> Residual<'a> {
+        Residual { x, dropout: None }
     }
 }
 

@@ -1,6 +1,6 @@
 //! Bidirectional self-attention with a padding mask, as in BERT.
 
-use super::dropout::Dropout;
+use super::dropout::{Dropout, Residual};
 use super::linear::Linear;
 use crate::module;
 use crate::module::activation_point::ActivationPoint;
@@ -92,23 +92,27 @@ impl EncoderAttention {
     #[track_caller]
     #[must_use]
     pub fn forward(&self, x: &Var, mask: Option<&Var>) -> Var {
-        self.dense.forward(&self.attention_output(x, mask))
+        self.dense.forward(&self.heads(x, mask))
     }
 
-    /// Returns residual + [`EncoderAttention::forward`], with the addition fused into the epilogue of the output projection where
-    /// possible.
+    /// Returns residual + [`EncoderAttention::forward`].
     ///
     /// # Panics
     /// As [`EncoderAttention::forward`], and if the residual cannot be added to the output.
     #[track_caller]
     #[must_use]
-    pub fn forward_with_residual(&self, x: &Var, mask: Option<&Var>, residual: &Var) -> Var {
-        self.dense.forward_with_residual(&self.attention_output(x, mask), residual)
+    pub fn forward_with_residual<'a>(
+        &self,
+        x: &Var,
+        mask: Option<&Var>,
+        residual: impl Into<Residual<'a>>,
+    ) -> Var {
+        self.dense.forward_with_residual(&self.heads(x, mask), residual)
     }
 
     /// The outputs of the heads, before the output projection.
     #[track_caller]
-    fn attention_output(&self, x: &Var, mask: Option<&Var>) -> Var {
+    fn heads(&self, x: &Var, mask: Option<&Var>) -> Var {
         let (q, k, v) = (self.query.forward(x), self.key.forward(x), self.value.forward(x));
         let (k, v) = (self.keys.constrain(&k), self.values.constrain(&v));
         if mask.is_none() && !self.drop.is_active(x.tape()) {

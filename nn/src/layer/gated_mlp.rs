@@ -1,5 +1,6 @@
 //! Gated MLP (SwiGLU), as in Llama.
 
+use super::dropout::Residual;
 use super::linear::Linear;
 use crate::module;
 use crate::module::param::Init;
@@ -47,17 +48,21 @@ impl GatedMlp {
     #[track_caller]
     #[must_use]
     pub fn forward(&self, x: &Var) -> Var {
-        self.down_proj.forward(&self.gate_proj.forward(x).swiglu(&self.up_proj.forward(x)))
+        self.down_proj.forward(&self.hidden(x))
     }
 
-    /// Returns residual + y, with the addition fused into the epilogue of the last product where possible: `[.., d]` to `[.., d]`.
+    /// Returns residual + y: `[.., d]` to `[.., d]`.
     ///
     /// # Panics
     /// As [`GatedMlp::forward`], and if the residual cannot be added to the output.
     #[track_caller]
     #[must_use]
-    pub fn forward_with_residual(&self, x: &Var, residual: &Var) -> Var {
-        self.down_proj
-            .forward_with_residual(&self.gate_proj.forward(x).swiglu(&self.up_proj.forward(x)), residual)
+    pub fn forward_with_residual<'a>(&self, x: &Var, residual: impl Into<Residual<'a>>) -> Var {
+        self.down_proj.forward_with_residual(&self.hidden(x), residual)
+    }
+
+    #[track_caller]
+    fn hidden(&self, x: &Var) -> Var {
+        self.gate_proj.forward(x).swiglu(&self.up_proj.forward(x))
     }
 }

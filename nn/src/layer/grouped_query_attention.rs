@@ -1,7 +1,7 @@
 //! Grouped-query attention (GQA) with rotary position embeddings, as in Llama.
 
 use super::attention::attention_mask;
-use super::dropout::Dropout;
+use super::dropout::{Dropout, Residual};
 use super::linear::Linear;
 use super::rms_norm::RmsNorm;
 use crate::layer::kv_cache::LayerKvCache;
@@ -135,39 +135,28 @@ impl GroupedQueryAttention {
     #[track_caller]
     #[must_use]
     pub fn forward(&self, x: &Var) -> Var {
-        self.forward_with_cache(x, None)
+        self.forward_with(x, None, None)
     }
 
-    /// [`GroupedQueryAttention::forward`] of tokens that follow the cached ones. Appends the keys and values of x to `cache`, and
-    /// evicts older positions that are outside the sliding window.
+    /// [`GroupedQueryAttention::forward`] of tokens that follow the cached ones, if there is a cache, to which the keys and values of
+    /// x are appended, and from which older positions outside the sliding window are evicted; plus the residual, if there is one.
     ///
     /// # Panics
-    /// As [`GroupedQueryAttention::forward`], and if `cache` belongs to another layer.
+    /// As [`GroupedQueryAttention::forward`], if `cache` belongs to another layer, and if the residual cannot be added to the output.
     #[track_caller]
     #[must_use]
-    pub fn forward_with_cache(&self, x: &Var, cache: Option<&mut LayerKvCache>) -> Var {
-        self.o_proj.forward(&self.attention_output(x, cache))
-    }
-
-    /// Returns residual + [`GroupedQueryAttention::forward_with_cache`], with the addition fused into the epilogue of the output
-    /// projection where possible.
-    ///
-    /// # Panics
-    /// As [`GroupedQueryAttention::forward_with_cache`], and if the residual cannot be added to the output.
-    #[track_caller]
-    #[must_use]
-    pub fn forward_with_cache_and_residual(
+    pub fn forward_with(
         &self,
         x: &Var,
         cache: Option<&mut LayerKvCache>,
-        residual: &Var,
+        residual: Option<Residual<'_>>,
     ) -> Var {
-        self.o_proj.forward_with_residual(&self.attention_output(x, cache), residual)
+        self.o_proj.forward_optional_residual(&self.heads(x, cache), residual)
     }
 
     /// The outputs of the heads, before the output projection.
     #[track_caller]
-    fn attention_output(&self, x: &Var, cache: Option<&mut LayerKvCache>) -> Var {
+    fn heads(&self, x: &Var, cache: Option<&mut LayerKvCache>) -> Var {
         let normed =
             |norm: &Option<RmsNorm>, x: Var| norm.as_ref().map_or(x.clone(), |norm| norm.forward(&x));
         let first = cache.as_ref().map_or(0, |cache| cache.len());

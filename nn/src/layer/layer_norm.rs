@@ -4,7 +4,7 @@ use crate::module;
 use crate::module::activation_point::ActivationPoint;
 use crate::module::param::{Init, Param};
 use shardgrad_autograd::Var;
-use shardgrad_tensor::{Residual, Value};
+use shardgrad_tensor::Value;
 
 module! {
     /// Layer normalization: y = (x - mean) / sqrt(var + eps) * weight + bias, with mean and variance over the last dim. Ba, Kiros and
@@ -41,7 +41,8 @@ impl LayerNorm {
         LayerNorm { eps, ..self }
     }
 
-    /// Normalizes x: `[.., d]` to `[.., d]`.
+    /// Normalizes x: `[.., d]` to `[.., d]`. The backward kernel adds to the gradient of x from its other uses, such as a residual
+    /// connection.
     ///
     /// # Panics
     /// Unwinds with an error if the last dim of x is not d, or is sharded.
@@ -49,17 +50,5 @@ impl LayerNorm {
     #[must_use]
     pub fn forward(&self, x: &Var) -> Var {
         self.out.constrain(&x.layer_norm(&self.weight.on(x), &self.bias.on(x), self.eps))
-    }
-
-    /// Returns x as the residual, and the normalized y: `[.., d]` both. The backward pass of the norm then also adds the gradient of
-    /// the residual, in the same kernel.
-    ///
-    /// # Panics
-    /// As [`LayerNorm::forward`].
-    #[track_caller]
-    #[must_use]
-    pub fn forward_and_residual(&self, x: &Var) -> (Var, Var) {
-        let (x, y) = x.layer_norm_with_residual(&self.weight.on(x), &self.bias.on(x), self.eps);
-        (x, self.out.constrain(&y))
     }
 }

@@ -84,7 +84,7 @@ impl MixtureOfExperts {
     pub fn forward(&self, x: &Var) -> (Var, Routing) {
         let logits = self.gate.forward(x);
         let scores = logits.cast(x.dtype().accumulator()).softmax();
-        let last = scores.layout().ndim() - 1;
+        let last = scores.shape().len() - 1;
         let (mut shares, index) = scores.top_k(last, self.top_k, true);
         if self.renormalize {
             shares = shares.div(&shares.sum_dims(&[last]).expand(last, self.top_k));
@@ -109,8 +109,9 @@ impl Routing {
     #[track_caller]
     #[must_use]
     pub fn expert_usage(&self) -> [Var; 2] {
-        let rows: Vec<usize> = (0..self.scores.layout().ndim() - 1).collect();
-        let count = self.scores.layout().extent(rows.len());
+        let shape = self.scores.shape();
+        let rows: Vec<usize> = (0..shape.len() - 1).collect();
+        let count = shape[rows.len()];
         let selected = self.index.one_hot(count, self.scores.dtype());
         [selected.sum_dims(&[&rows[..], &[rows.len()]].concat()), self.scores.sum_dims(&rows)]
     }

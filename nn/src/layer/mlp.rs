@@ -1,11 +1,11 @@
 //! MLP of a transformer block, with GELU.
 
+use super::dropout::Residual;
 use super::linear::Linear;
 use crate::module;
 use crate::module::param::Init;
 use shardgrad_autograd::Var;
-use shardgrad_tensor::{Value, ops};
-use std::rc::Rc;
+use shardgrad_tensor::{Point, Value};
 
 module! {
     /// MLP with GELU in its tanh form: y = gelu(x w1 + b1) w2 + b2.
@@ -44,55 +44,23 @@ impl Mlp {
         self.forward_optional_residual(x, None)
     }
 
-    /// Returns residual + y, with the addition fused into the epilogue of the last product where possible: `[.., d]` to `[.., d]`.
+    /// Returns residual + y: `[.., d]` to `[.., d]`.
     ///
     /// # Panics
     /// As [`Mlp::forward`], and if the residual cannot be added to the output.
     #[track_caller]
     #[must_use]
-    pub fn forward_with_residual(&self, x: &Var, residual: &Var) -> Var {
-        self.forward_optional_residual(x, Some(residual))
+    pub fn forward_with_residual<'a>(&self, x: &Var, residual: impl Into<Residual<'a>>) -> Var {
+        self.forward_optional_residual(x, Some(residual.into()))
     }
 
     #[track_caller]
-    fn forward_optional_residual(&self, x: &Var, residual: Option<&Var>) -> Var {
-        let (first, last) = (&self.c_fc, &self.c_proj);
-        match (&first.bias, &last.bias) {
-            // No rule of the plan applies between the two products, so one fused op can compute them.
-            (Some(b1), Some(b2)) if first.out.is_unconstrained() && last.input.is_unconstrained() => {
-                let b1 = b1.on(x);
-                let x = first.input.constrain(x);
-                let w1 = first.weight.on(&x);
-                if !first.has_complete_sums(&x, &w1) {
-                    return last.forward_optional_residual(
-                        &first.project(&x, &w1, Some(&b1), None).gelu(),
-                        residual,
-                    );
-                }
-                let (b2, w2) = (b2.on(&x), last.weight.on(&x));
-                if !w2.layout().dims()[1].is_unsharded() || !w2.layout().partial().is_empty() {
-                    return last.forward_optional_residual(
-                        &first.project(&x, &w1, Some(&b1), None).gelu(),
-                        residual,
-                    );
-                }
-                // The profiler attributes the op to the path between its products.
-                let x = first.out.constrain(&x);
-                let h = [&w1.layout().dims()[1], &w2.layout().dims()[0]];
-                let y = match (h.iter().all(|dim| dim.is_unsharded()), residual) {
-                    (true, Some(r)) if last.can_fuse_residual(r, &x, &w2) => {
-                        let op = Rc::new(ops::mlp::Mlp { has_last_bias: true, has_residual: true });
-                        return last.out.constrain(&Var::apply_one(op, &[&x, &w1, &b1, &w2, &b2, r]));
-                    }
-                    (true, _) => last.out.constrain(&x.mlp(&w1, &b1, &w2, Some(&b2))),
-                    (false, _) => last.out.constrain(&x.mlp(&w1, &b1, &w2, None)).add(&b2),
-                };
-                match residual {
-                    Some(residual) => residual.add(&y),
-                    None => y,
-                }
-            }
-            _ => last.forward_optional_residual(&first.forward(x).gelu(), residual),
-        }
+    fn forward_optional_residual(&self, x: &Var, residual: Option<Residual<'_>>) -> Var {
+        let Mlp { c_fc, c_proj } = self;
+        let (x, w1, b1) = c_fc.operands(x);
+        let (b2, w2) = (c_proj.bias_on(&x), c_proj.weight.on(&x));
+        let (residual, branch) = Residual::parts(residual);
+        let points: [&dyn Point<Var>; 4] = [&c_fc.out, &c_proj.input, &c_proj.out, branch];
+        x.mlp_general([&w1, &w2], [b1.as_ref(), b2.as_ref()], residual, &points)
     }
 }

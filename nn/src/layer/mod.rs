@@ -18,7 +18,7 @@ mod encoder_attention;
 
 pub use attention::Attention;
 pub use block::Block;
-pub use dropout::Dropout;
+pub use dropout::{Dropout, Residual};
 pub use embedding::Embedding;
 pub use encoder_attention::EncoderAttention;
 pub use feed_forward::FeedForward;

@@ -4,7 +4,7 @@ use crate::module;
 use crate::module::activation_point::ActivationPoint;
 use crate::module::param::{Init, Param};
 use shardgrad_autograd::Var;
-use shardgrad_tensor::{Residual, Value};
+use shardgrad_tensor::Value;
 
 module! {
     /// RMS normalization: y = x / sqrt(mean(x^2) + eps) * weight, with the mean over the last dim. Zhang and Sennrich, arXiv
@@ -34,7 +34,8 @@ impl RmsNorm {
         RmsNorm { eps, ..self }
     }
 
-    /// Normalizes x: `[.., d]` to `[.., d]`.
+    /// Normalizes x: `[.., d]` to `[.., d]`. The backward kernel adds to the gradient of x from its other uses, such as a residual
+    /// connection.
     ///
     /// # Panics
     /// Unwinds with an error if the last dim of x is not d, or is sharded.
@@ -42,17 +43,5 @@ impl RmsNorm {
     #[must_use]
     pub fn forward(&self, x: &Var) -> Var {
         self.out.constrain(&x.rms_norm(&self.weight.on(x), self.eps))
-    }
-
-    /// Returns x as the residual, and the normalized y: `[.., d]` both. The backward pass of the norm then also adds the gradient of
-    /// the residual, in the same kernel.
-    ///
-    /// # Panics
-    /// As [`RmsNorm::forward`].
-    #[track_caller]
-    #[must_use]
-    pub fn forward_and_residual(&self, x: &Var) -> (Var, Var) {
-        let (x, y) = x.rms_norm_with_residual(&self.weight.on(x), self.eps);
-        (x, self.out.constrain(&y))
     }
 }

@@ -116,18 +116,10 @@ impl BertBlock {
     #[track_caller]
     #[must_use]
     pub fn forward(&self, x: &Var, mask: Option<&Var>) -> Var {
-        let attended = if self.attention_drop.is_identity(x.tape()) {
-            self.attention.forward_with_residual(x, mask, x)
-        } else {
-            x.add(&self.attention_drop.forward(&self.attention.forward(x, mask)))
-        };
+        let attended = self.attention.forward_with_residual(x, mask, self.attention_drop.then_add(x));
         let x = self.attention_norm.forward(&attended);
         let hidden = self.intermediate.forward(&x).gelu_exact();
-        let fed = if self.output_drop.is_identity(x.tape()) {
-            self.output.forward_with_residual(&hidden, &x)
-        } else {
-            x.add(&self.output_drop.forward(&self.output.forward(&hidden)))
-        };
+        let fed = self.output.forward_with_residual(&hidden, self.output_drop.then_add(&x));
         self.norm.forward(&fed)
     }
 }

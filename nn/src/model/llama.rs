@@ -118,10 +118,8 @@ impl LlamaBlock {
         x: &Var,
         layer_cache: Option<&mut LayerKvCache>,
     ) -> (Var, Option<Routing>) {
-        let (x, y) = self.input_layernorm.forward_and_residual(x);
-        let x = self.self_attn.forward_with_cache_and_residual(&y, layer_cache, &x);
-        let (x, y) = self.post_attention_layernorm.forward_and_residual(&x);
-        self.mlp.forward_with_residual(&y, &x)
+        let x = self.self_attn.forward_with(&self.input_layernorm.forward(x), layer_cache, Some(x.into()));
+        self.mlp.forward_with_residual(&self.post_attention_layernorm.forward(&x), &x)
     }
 }
 
@@ -269,7 +267,7 @@ impl Llama {
         let loss = cross_entropy(&logits, targets).mean();
         match balanced {
             Some(experts) if !usage.is_empty() => {
-                let rows = ids.layout().numel() * usage.len();
+                let rows = ids.shape().iter().product::<usize>() * usage.len();
                 loss.add(&load_balancing_loss(&usage, rows).scale(experts.router_aux_loss_coef))
             }
             _ => loss,

@@ -1,8 +1,9 @@
 //! A named place in a model where a plan can constrain the layout of an activation.
 
 use shardgrad_autograd::Var;
-use shardgrad_tensor::{Axis, Context, Error, Kind, Layout, Placement, Result, Value};
+use shardgrad_tensor::{Axis, Context, Error, Kind, Layout, Placement, Point, Result, Value};
 use std::cell::RefCell;
+use std::panic::Location;
 use std::rc::Rc;
 
 /// A named place in a model through which an activation passes, and where a plan can constrain its layout
@@ -30,21 +31,20 @@ impl ActivationPoint {
     #[track_caller]
     #[must_use]
     pub fn constrain(&self, x: &Var) -> Var {
+        self.constrain_at(x, Location::caller())
+    }
+
+    /// [`ActivationPoint::constrain`] for the caller's line `site`.
+    pub(crate) fn constrain_at(&self, x: &Var, site: &'static Location<'static>) -> Var {
         let binding = self.binding.borrow();
         let Some(binding) = binding.as_ref() else { return x.clone() };
         Context::of(x.rank()).set_path(&binding.name);
         if binding.placements.is_empty() {
             return x.clone();
         }
-        let site = std::panic::Location::caller();
         let to = with_placements(x.layout(), &binding.placements)
             .unwrap_or_else(|e| e.detail("point", &*binding.name).at(site).raise());
-        x.to_layout(&to)
-    }
-
-    /// Whether no rule of the plan applies to this point.
-    pub(crate) fn is_unconstrained(&self) -> bool {
-        self.binding.borrow().as_ref().is_none_or(|binding| binding.placements.is_empty())
+        x.to_layout_at(&to, site)
     }
 
     /// The dotted name; `None` before [`Model::new`](crate::Model::new) has named the point.
@@ -55,6 +55,23 @@ impl ActivationPoint {
 
     pub(crate) fn bind(&self, name: &str, placements: Vec<(Axis, Placement)>) {
         *self.binding.borrow_mut() = Some(Binding { name: name.into(), placements });
+    }
+}
+
+/// An activation inside of a fused op passes the point unchanged without a rule of the plan.
+impl Point<Var> for ActivationPoint {
+    fn is_identity(&self, _: &Var) -> bool {
+        self.binding.borrow().as_ref().is_none_or(|binding| binding.placements.is_empty())
+    }
+
+    fn pass(&self, value: &Var, site: &'static Location<'static>) -> Var {
+        self.constrain_at(value, site)
+    }
+
+    fn enter(&self, x: &Var) {
+        if let Some(binding) = self.binding.borrow().as_ref() {
+            Context::of(x.rank()).set_path(&binding.name);
+        }
     }
 }
 

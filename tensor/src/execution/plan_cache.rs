@@ -12,11 +12,12 @@ use std::any::TypeId;
 use std::hash::{Hash, Hasher};
 use std::rc::Rc;
 
-/// The key of a cached plan: the type of an op and the address of its signature text, which is never freed.
+/// The key of a cached plan: the type of an op, and two numbers that determine all else that its plan depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlanKey {
-    /// Address and length of the text: equal texts at two addresses are planned twice, which is correct.
-    signature: (usize, usize),
+    /// Address and length of the signature text, which is never freed (equal texts at two addresses are planned twice, which is
+    /// correct), or numbers that the op chooses.
+    fields: (usize, usize),
     op: TypeId,
 }
 
@@ -24,13 +25,19 @@ impl PlanKey {
     /// The key of an op of type `O` with a static signature.
     #[must_use]
     pub fn of<O: 'static>(signature: &'static str) -> PlanKey {
-        PlanKey { signature: (signature.as_ptr().addr(), signature.len()), op: TypeId::of::<O>() }
+        PlanKey { fields: (signature.as_ptr().addr(), signature.len()), op: TypeId::of::<O>() }
+    }
+
+    /// The key of an op of type `O` whose signature and dtypes are determined by two numbers.
+    #[must_use]
+    pub fn of_fields<O: 'static>(first: usize, second: usize) -> PlanKey {
+        PlanKey { fields: (first, second), op: TypeId::of::<O>() }
     }
 
     /// The key of an op without fields, `None` for others. Such an op owns no text, so its signature is static.
     pub(crate) fn of_unit<O: ?Sized + 'static>(op: &O, signature: &str) -> Option<PlanKey> {
-        let signature = (signature.as_ptr().addr(), signature.len());
-        (size_of_val(op) == 0).then(|| PlanKey { signature, op: TypeId::of::<O>() })
+        let fields = (signature.as_ptr().addr(), signature.len());
+        (size_of_val(op) == 0).then(|| PlanKey { fields, op: TypeId::of::<O>() })
     }
 }
 
@@ -68,7 +75,8 @@ impl PlanCache {
 fn slot_hash(key: PlanKey, args: &[&Layout]) -> u64 {
     let mut hasher = FastHasher::default();
     key.op.hash(&mut hasher);
-    hasher.write_usize(args.iter().fold(key.signature.0, |joined, l| joined.rotate_left(9) ^ l.address()));
+    let first = key.fields.0.rotate_left(3) ^ key.fields.1;
+    hasher.write_usize(args.iter().fold(first, |joined, l| joined.rotate_left(9) ^ l.address()));
     hasher.finish()
 }
 
@@ -90,6 +98,9 @@ mod tests {
             (PlanKey::of::<First>(two), vec![&x, &x]),
             (PlanKey::of::<First>(one), vec![&x, &y]),
             (PlanKey::of::<First>(one), vec![&x]),
+            (PlanKey::of_fields::<First>(1, 2), vec![&x, &x]),
+            (PlanKey::of_fields::<First>(1, 3), vec![&x, &x]),
+            (PlanKey::of_fields::<First>(2, 2), vec![&x, &x]),
         ];
         for (i, (key, args)) in asked.iter().enumerate() {
             let layouts = args.iter().map(|l| (*l).clone()).collect();

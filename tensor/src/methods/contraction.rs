@@ -55,7 +55,7 @@ pub trait Contraction: Value {
     #[track_caller]
     #[must_use]
     fn experts(&self, index: &Self, p: &Self, gate: &Self, up: &Self, down: &Self) -> Self {
-        Self::apply_new(Experts, &[self, index, p, gate, up, down])
+        Self::apply_one(Experts, &[self, index, p, gate, up, down])
     }
 }
 

@@ -272,7 +272,7 @@ impl Op for LocalMap {
             outputs,
             backward: self.backward.clone(),
         };
-        let cotangents = Tensor::results(Rc::new(op), &args);
+        let cotangents = Tensor::apply(op, &args);
         cx.cotangents(|i| cotangents[i].clone())
     }
 }

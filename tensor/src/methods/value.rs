@@ -2,9 +2,9 @@
 //! (`torch.Tensor` methods).
 
 use crate::layout::Layout;
-use crate::op::{Op, unwind};
+use crate::op::{Op, OpHandle, Point, unwind};
 use crate::ops::add::Add;
-use crate::ops::attention::{Attention, Mask};
+use crate::ops::attention::{Attention, Mask, QkvPackedAttention};
 use crate::ops::cast::Cast;
 use crate::ops::concat::Concat;
 use crate::ops::cross_entropy_terms::CrossEntropyTerms;
@@ -36,6 +36,7 @@ use shardgrad_dist::{Error, Kind, Rank};
 use shardgrad_kernels::{DType, Dims};
 use smallvec::SmallVec;
 use std::ops::Range;
+use std::panic::Location;
 use std::rc::Rc;
 
 /// A tensor in model code: a plain [`Tensor`] or a recorded variable of a tape. A misuse unwinds with the [`Error`] that
@@ -46,9 +47,13 @@ pub trait Value: Clone {
     /// Returns the plain tensor of the value.
     fn tensor(&self) -> &Tensor;
 
-    /// Applies an op and returns its visible outputs.
-    #[track_caller]
-    fn apply(op: Rc<dyn Op>, args: &[&Self]) -> SmallVec<[Self; 2]>;
+    /// Applies an op with its points, if any, for the caller's line `site`, and returns its visible outputs.
+    fn apply_at(
+        op: Rc<dyn Op>,
+        args: &[&Self],
+        points: &[&dyn Point<Self>],
+        site: &'static Location<'static>,
+    ) -> SmallVec<[Self; 2]>;
 
     /// Returns the layout of the value.
     fn layout(&self) -> &Layout {
@@ -70,16 +75,16 @@ pub trait Value: Clone {
         self.tensor().dtype()
     }
 
-    /// Applies an op with one visible output.
+    /// Applies an op and returns its visible outputs.
     #[track_caller]
-    fn apply_one(op: Rc<dyn Op>, args: &[&Self]) -> Self {
-        Self::apply(op, args).swap_remove(0)
+    fn apply(op: impl OpHandle, args: &[&Self]) -> SmallVec<[Self; 2]> {
+        Self::apply_at(op.into_shared(), args, &[], Location::caller())
     }
 
-    /// Applies an op with one visible output that was made for this call: plain tensors do not allocate it.
+    /// Applies an op with one visible output.
     #[track_caller]
-    fn apply_new<O: Op + 'static>(op: O, args: &[&Self]) -> Self {
-        Self::apply_one(Rc::new(op), args)
+    fn apply_one(op: impl OpHandle, args: &[&Self]) -> Self {
+        Self::apply(op, args).swap_remove(0)
     }
 
     /// Matrix product x w over the last dim of x and the last but one of w: `[.., m, k] x [.., k, n] -> [.., m, n]`.
@@ -104,65 +109,101 @@ pub trait Value: Clone {
         Self::apply_one(einsum::matmul_nt(), &[self, w])
     }
 
-    /// Linear layer x w + b, fused: `[..m, k] x [k, n] + [n] -> [..m, n]`. k must be unsharded; otherwise use matmul
-    /// and add.
+    /// Linear layer (x w + b) + residual: `[..m, k] x [k, n] + [n] + [..m, n] -> [..m, n]`, where bias and residual are optional. One
+    /// kernel where the sums over k are complete; otherwise the product is completed before bias and residual are added.
     #[doc(alias = "addmm")]
     #[doc(alias = "functional.linear")]
     #[doc(alias = "epilogue")]
     #[track_caller]
     #[must_use]
-    fn linear(&self, w: &Self, b: &Self) -> Self {
-        Self::apply_new(Linear::new(1, 1), &[self, w, b])
+    fn linear(&self, w: &Self, bias: Option<&Self>, residual: Option<&Self>) -> Self {
+        self.linear_general(w, 1, bias, residual, &[])
     }
 
-    /// Fused feed-forward layer gelu(x w1 + b1) w2 (+ b2), GELU in its tanh form: `[..m, d]`, `[d, h]`, `[h]`,
-    /// `[h, e]` (and `[e]`) give `[..m, e]`. d and e must be unsharded, and with b2 so must h; without b2 the result is
-    /// a partial sum where h is sharded (tensor parallelism).
+    /// [`Value::linear`] from the last `num_in` dims of x, which w begins with, to all other dims of w, with the points
+    /// [`Linear::OUT`] and [`Linear::BRANCH`].
+    #[doc(alias = "DenseGeneral")]
+    #[doc(alias = "tensordot")]
+    #[track_caller]
+    #[must_use]
+    fn linear_general(
+        &self,
+        w: &Self,
+        num_in: usize,
+        bias: Option<&Self>,
+        residual: Option<&Self>,
+        points: &[&dyn Point<Self>],
+    ) -> Self {
+        let op = Linear::new(num_in, w.layout().ndim().saturating_sub(num_in));
+        let op = op.with_bias(bias.is_some()).with_residual(residual.is_some());
+        let args: SmallVec<[&Self; 4]> = [self, w].into_iter().chain(bias).chain(residual).collect();
+        Self::apply_at(Rc::new(op), &args, points, Location::caller()).swap_remove(0)
+    }
+
+    /// Feed-forward layer (gelu(x w1 + b1) w2 + b2) + residual, GELU in its tanh form: `[..m, d]`, `[d, h]`, `[h]`, `[h, e]` and,
+    /// optionally, `[e]` and `[..m, e]` give `[..m, e]`. One kernel where d and e are unsharded; without b2 and residual the result
+    /// is then a partial sum where h is sharded (tensor parallelism).
     #[doc(alias = "feed_forward")]
     #[doc(alias = "ffn")]
     #[track_caller]
     #[must_use]
-    fn mlp(&self, w1: &Self, b1: &Self, w2: &Self, b2: Option<&Self>) -> Self {
-        let op = Rc::new(Mlp { has_last_bias: b2.is_some(), has_residual: false });
-        match b2 {
-            None => Self::apply_one(op, &[self, w1, b1, w2]),
-            Some(b2) => Self::apply_one(op, &[self, w1, b1, w2, b2]),
-        }
+    fn mlp(&self, w1: &Self, b1: &Self, w2: &Self, b2: Option<&Self>, residual: Option<&Self>) -> Self {
+        self.mlp_general([w1, w2], [Some(b1), b2], residual, &[])
+    }
+
+    /// [`Value::mlp`] with or without each bias, with the points [`Mlp::HIDDEN`], [`Mlp::INPUT`], [`Mlp::OUT`] and [`Mlp::BRANCH`].
+    #[track_caller]
+    #[must_use]
+    fn mlp_general(
+        &self,
+        [w1, w2]: [&Self; 2],
+        [b1, b2]: [Option<&Self>; 2],
+        residual: Option<&Self>,
+        points: &[&dyn Point<Self>],
+    ) -> Self {
+        let op = Mlp {
+            has_first_bias: b1.is_some(),
+            has_last_bias: b2.is_some(),
+            has_residual: residual.is_some(),
+        };
+        let args: SmallVec<[&Self; 6]> =
+            [self, w1].into_iter().chain(b1).chain([w2]).chain(b2).chain(residual).collect();
+        Self::apply_at(Rc::new(op), &args, points, Location::caller()).swap_remove(0)
     }
 
     /// The product of two tensors by an einsum signature, such as `b t d, d h c -> b t h c`.
     #[track_caller]
     #[must_use]
     fn einsum(&self, signature: &str, other: &Self) -> Self {
-        Self::apply_new(unwind(einsum::Einsum::new(signature)), &[self, other])
+        Self::apply_one(unwind(einsum::Einsum::new(signature)), &[self, other])
     }
 
     /// x + y elementwise, with broadcasting aligned at the last dim.
     #[track_caller]
     #[must_use]
     fn add(&self, other: &Self) -> Self {
-        Self::apply_new(Add::between(self.layout().extents(), other.layout().extents()), &[self, other])
+        Self::apply_one(Add::between(self.layout().extents(), other.layout().extents()), &[self, other])
     }
 
     /// x - y elementwise, with broadcasting aligned at the last dim.
     #[track_caller]
     #[must_use]
     fn sub(&self, other: &Self) -> Self {
-        Self::apply_new(Sub::between(self.layout().extents(), other.layout().extents()), &[self, other])
+        Self::apply_one(Sub::between(self.layout().extents(), other.layout().extents()), &[self, other])
     }
 
     /// x y elementwise, with broadcasting aligned at the last dim.
     #[track_caller]
     #[must_use]
     fn mul(&self, other: &Self) -> Self {
-        Self::apply_new(Mul::between(self.layout().extents(), other.layout().extents()), &[self, other])
+        Self::apply_one(Mul::between(self.layout().extents(), other.layout().extents()), &[self, other])
     }
 
     /// x / y elementwise, with broadcasting aligned at the last dim.
     #[track_caller]
     #[must_use]
     fn div(&self, other: &Self) -> Self {
-        Self::apply_new(Div::between(self.layout().extents(), other.layout().extents()), &[self, other])
+        Self::apply_one(Div::between(self.layout().extents(), other.layout().extents()), &[self, other])
     }
 
     /// c x for a scalar c.
@@ -170,7 +211,7 @@ pub trait Value: Clone {
     #[track_caller]
     #[must_use]
     fn scale(&self, factor: f64) -> Self {
-        Self::apply_new(Scale { factor }, &[self])
+        Self::apply_one(Scale { factor }, &[self])
     }
 
     ops_of_value!(unary_methods);
@@ -180,7 +221,7 @@ pub trait Value: Clone {
     #[track_caller]
     #[must_use]
     fn neg(&self) -> Self {
-        Self::apply_new(Neg, &[self])
+        Self::apply_one(Neg, &[self])
     }
 
     /// SwiGLU: silu(x) u elementwise, with silu(x) = x / (1 + exp(-x)).
@@ -188,7 +229,7 @@ pub trait Value: Clone {
     #[track_caller]
     #[must_use]
     fn swiglu(&self, u: &Self) -> Self {
-        Self::apply_new(SwiGlu, &[self, u])
+        Self::apply_one(SwiGlu, &[self, u])
     }
 
     /// Sum of all elements, a scalar.
@@ -226,14 +267,14 @@ pub trait Value: Clone {
     #[track_caller]
     #[must_use]
     fn sum_squares(&self) -> Self {
-        Self::apply_new(SumSquares, &[self])
+        Self::apply_one(SumSquares, &[self])
     }
 
     /// Maximum along the last dim, in the accumulator dtype, without gradient.
     #[track_caller]
     #[must_use]
     fn max_last(&self) -> Self {
-        Self::apply_new(MaxLast, &[self])
+        Self::apply_one(MaxLast, &[self])
     }
 
     /// Repeats x `extent` times along a new dim, at position `dim` of the result, without a copy.
@@ -354,7 +395,7 @@ pub trait Value: Clone {
     #[track_caller]
     #[must_use]
     fn softmax(&self) -> Self {
-        Self::apply_new(Softmax, &[self])
+        Self::apply_one(Softmax, &[self])
     }
 
     /// Layer norm (x - mean) / sqrt(var + eps) w + b over the last dim.
@@ -362,7 +403,7 @@ pub trait Value: Clone {
     #[track_caller]
     #[must_use]
     fn layer_norm(&self, w: &Self, b: &Self, eps: f64) -> Self {
-        Self::apply_new(LayerNorm { eps, has_residual: false }, &[self, w, b])
+        Self::apply_one(LayerNorm { eps }, &[self, w, b])
     }
 
     /// RMS norm x / sqrt(mean(x^2) + eps) w over the last dim.
@@ -370,7 +411,7 @@ pub trait Value: Clone {
     #[track_caller]
     #[must_use]
     fn rms_norm(&self, w: &Self, eps: f64) -> Self {
-        Self::apply_new(RmsNorm { eps, has_residual: false }, &[self, w])
+        Self::apply_one(RmsNorm { eps }, &[self, w])
     }
 
     /// Rotary position embedding on `[b, t, .., c]`: rotates channels i and i + c/2 by the angle (first + index
@@ -390,7 +431,7 @@ pub trait Value: Clone {
     #[track_caller]
     #[must_use]
     fn embedding(&self, index: &Self) -> Self {
-        Self::apply_new(Embedding, &[self, index])
+        Self::apply_one(Embedding, &[self, index])
     }
 
     /// Scaled dot-product attention of queries `[b, t, h, c]` on keys and values `[b, s, h, c]`, or of grouped
@@ -404,6 +445,16 @@ pub trait Value: Clone {
     fn attention(&self, k: &Self, v: &Self, causal: bool) -> Self {
         let mask = if causal { Mask::Causal } else { Mask::None };
         Self::apply_one(Attention::of(self.layout().ndim(), mask), &[self, k, v])
+    }
+
+    /// [`Value::attention`] of q, k and v that are packed along dim 2 of this tensor, `[b, t, 3, h, c]`, with the points
+    /// [`QkvPackedAttention::KEYS`] and [`QkvPackedAttention::VALUES`]. One kernel where tokens are unsharded.
+    #[doc(alias = "flash_attn_qkvpacked_func")]
+    #[track_caller]
+    #[must_use]
+    fn qkv_packed_attention(&self, causal: bool, points: &[&dyn Point<Self>]) -> Self {
+        let op = unwind(QkvPackedAttention::of(&self.shape(), causal));
+        Self::apply_at(op, &[self], points, Location::caller()).swap_remove(0)
     }
 
     /// Causal sliding-window [`Value::attention`]: a query sees the last `keys` keys, its own included; all of them
@@ -459,50 +510,23 @@ pub trait Value: Clone {
     }
 }
 
-// Plain tensors record nothing, so an op needs no handle.
 impl Value for Tensor {
     fn tensor(&self) -> &Tensor {
         self
     }
 
-    #[track_caller]
-    fn apply(op: Rc<dyn Op>, args: &[&Self]) -> SmallVec<[Self; 2]> {
-        Tensor::results(op, args)
+    fn apply_at(
+        op: Rc<dyn Op>,
+        args: &[&Tensor],
+        points: &[&dyn Point<Tensor>],
+        site: &'static Location<'static>,
+    ) -> SmallVec<[Tensor; 2]> {
+        Tensor::apply_at(op, args, points, site)
     }
 
+    // Plain tensors record nothing, so an op needs no shared handle.
     #[track_caller]
-    fn apply_one(op: Rc<dyn Op>, args: &[&Self]) -> Self {
-        Tensor::result_of(&*op, args)
-    }
-
-    #[track_caller]
-    fn apply_new<O: Op + 'static>(op: O, args: &[&Self]) -> Self {
-        Tensor::result_of(&op, args)
-    }
-}
-
-/// Norms that return x as well, for residual blocks x + f(norm(x)). The residual sum then uses the returned x, and the
-/// backward of the norm adds the gradient of the sum to its own in one pass:
-/// `let (x, y) = x.rms_norm_with_residual(&w, eps)`, then `x.add(&f(&y))`.
-#[doc(alias = "residual_connection")]
-#[doc(alias = "pre_norm")]
-pub trait Residual: Value {
-    /// Returns x, sharing its memory, and [`Value::layer_norm`] of x: `[.., d]` both, `w` and `b` `[d]`, one float
-    /// dtype.
-    #[track_caller]
-    #[must_use]
-    fn layer_norm_with_residual(&self, w: &Self, b: &Self, eps: f64) -> (Self, Self) {
-        let mut made = Self::apply(Rc::new(LayerNorm { eps, has_residual: true }), &[self, w, b]);
-        (made.swap_remove(1), made.swap_remove(0))
-    }
-
-    /// Returns x, sharing its memory, and [`Value::rms_norm`] of x: `[.., d]` both, `w` `[d]`, one float dtype.
-    #[track_caller]
-    #[must_use]
-    fn rms_norm_with_residual(&self, w: &Self, eps: f64) -> (Self, Self) {
-        let mut made = Self::apply(Rc::new(RmsNorm { eps, has_residual: true }), &[self, w]);
-        (made.swap_remove(1), made.swap_remove(0))
+    fn apply_one(op: impl OpHandle, args: &[&Tensor]) -> Tensor {
+        Tensor::apply_one(op, args)
     }
 }
-
-impl<V: Value> Residual for V {}

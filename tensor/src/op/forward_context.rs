@@ -6,7 +6,7 @@ use crate::layout::Layout;
 use crate::layout::infer::Inference;
 use crate::layout::lineage::Lineage;
 use shardgrad_dist::{Rank, Result};
-use shardgrad_kernels::{Kernel, Scalar};
+use shardgrad_kernels::{Device, Kernel, Scalar};
 use smallvec::{SmallVec, smallvec};
 use std::ops::Range;
 use std::panic::Location;
@@ -45,15 +45,19 @@ impl ForwardContext<'_> {
 
     /// Takes the sum that output `i` is to be added to, contiguous and of the shape and dtype of the output.
     ///
-    /// The op must then return the sum plus the output, where the output is rounded before the addition. The caller adds a sum that
-    /// no op takes.
+    /// The op must then return the sum plus the output. The caller adds a sum that no op takes.
     pub(crate) fn take_accumulator(&self, i: usize) -> Option<LocalTensor> {
         let view = self.inference.view(i, self.rank.coordinates());
-        self.accumulators.get(i).copied().flatten()?.accumulate_for(
-            self.rank,
-            self.inference.outputs[i].dtype(),
-            view,
-        )
+        self.accumulators.get(i).copied().flatten()?.accumulate_for(self.inference.outputs[i].dtype(), view)
+    }
+
+    /// [`ForwardContext::take_accumulator`] for a matrix product, which must round its result before the addition. `None` on GPUs,
+    /// whose libraries round product and sum once.
+    pub(crate) fn take_product_accumulator(&self, i: usize) -> Option<LocalTensor> {
+        match self.rank.backend().device() {
+            Device::Cuda(_) => None,
+            _ => self.take_accumulator(i),
+        }
     }
 
     /// An intermediate local tensor with the lineage of these arguments, before a collective inside of the op.

@@ -3,14 +3,14 @@
 use crate::execution::local_tensor::{LocalTensor, View};
 use crate::layout::lineage::Lineage;
 use crate::tensor::Tensor;
-use shardgrad_dist::Rank;
-use shardgrad_kernels::{DType, Device};
+use shardgrad_kernels::DType;
 use std::cell::RefCell;
 
 /// A gradient sum that an op may add its result to, for example the cotangent of a value with several uses.
 ///
-/// A product kernel that adds its result to the sum while the result is in cache (beta = 1 of GEMM) saves a pass over memory. An op
-/// that takes the sum returns the sum plus its result, bit-identical to adding the rounded result afterwards. A sum that no op takes
+/// A kernel that adds its result to the sum while the result is in cache (beta = 1 of GEMM, the residual gradient of a norm) saves a
+/// pass over memory. An op that takes the sum returns the sum plus its result: a product rounds its result before the addition, so
+/// that the bits are those of a separate addition; a norm rounds once, which differs for 16-bit floats only. A sum that no op takes
 /// goes back to the owner.
 #[derive(Debug, Default)]
 pub struct GradAccumulator(RefCell<State>);
@@ -43,14 +43,13 @@ impl GradAccumulator {
         }
     }
 
-    /// Takes the sum for an output of this dtype and view. `None` for a sum of another shape or dtype or with gaps, and on GPUs, whose
-    /// libraries round product and sum once where the CPU rounds twice.
-    pub(super) fn accumulate_for(&self, rank: &Rank, dtype: DType, view: &View) -> Option<LocalTensor> {
+    /// Takes the sum for an output of this dtype and view. `None` for a sum of another shape or dtype or with gaps.
+    pub(super) fn accumulate_for(&self, dtype: DType, view: &View) -> Option<LocalTensor> {
         let mut state = self.0.borrow_mut();
         let State::Available(sum) = &*state else { return None };
         let local = sum.local();
         let fits = local.dtype == dtype && local.view.is_contiguous() && local.view.is_shaped_as(view);
-        if !fits || matches!(rank.backend().device(), Device::Cuda(_)) {
+        if !fits {
             return None;
         }
         let local = local.clone();
@@ -72,12 +71,18 @@ mod tests {
     use super::*;
     use crate::layout::Layout;
     use crate::methods::value::Value;
+    use crate::op::{Op, OutputOptions, apply_first};
     use crate::ops::einsum::Einsum;
-    use shardgrad_dist::{Mesh, Result, World};
+    use shardgrad_dist::{Mesh, Rank, Result, World};
+    use std::panic::Location;
     use std::rc::Rc;
 
     fn normal(rank: &Rank, dtype: DType, shape: &[usize], stream: u64) -> Result<Tensor> {
         Tensor::normal(rank, &Layout::invariant(rank.mesh(), dtype, shape), 1, stream, 1.0)
+    }
+
+    fn onto<'a>(accumulators: &'a [Option<&'a GradAccumulator>]) -> OutputOptions<'a> {
+        OutputOptions { accumulators, ..OutputOptions::default() }
     }
 
     fn bits(x: &Tensor) -> Vec<u64> {
@@ -99,9 +104,8 @@ mod tests {
             let sum = normal(rank, dtype, &product.shape(), 2)?;
             let (before, expected) = (bits(&sum), bits(&sum.clone().accumulate(&product)?));
             let accumulator = GradAccumulator::new(Some(sum.clone()));
-            let op = Rc::new(Einsum::new(signature)?);
-            let both =
-                Tensor::apply_accumulating(op, &[&a, &b], product.layout().clone(), Some(&accumulator));
+            let op: Rc<dyn Op> = Rc::new(Einsum::new(signature)?);
+            let both = apply_first(&*op, &[&a, &b], onto(&[Some(&accumulator)]), Location::caller());
             let what = format!("{dtype} {signature} of {shapes:?}, transposed {transposed}");
             assert!(accumulator.take().is_none(), "{what}: the sum was not taken");
             assert!(bits(&both) == expected, "{what}: other bits than a separate addition");
@@ -143,8 +147,7 @@ mod tests {
             for sum in sums {
                 let accumulator = GradAccumulator::new(Some(sum.clone()));
                 let op = crate::ops::einsum::matmul();
-                let result =
-                    Tensor::apply_accumulating(op, &[&a, &b], product.layout().clone(), Some(&accumulator));
+                let result = apply_first(&*op, &[&a, &b], onto(&[Some(&accumulator)]), Location::caller());
                 assert_eq!(bits(&result), bits(&product));
                 assert!(accumulator.take().is_some_and(|left| left.ptr_eq(&sum)));
             }

@@ -188,12 +188,10 @@ fn is_cotangent_layout(given: &Layout, argument: &Layout) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::methods::value::Value;
     use crate::op::DTypes;
     use shardgrad_dist::{Mesh, World};
     use shardgrad_kernels::op::unary::SCALE;
     use shardgrad_kernels::{DType, Scalar};
-    use std::rc::Rc;
 
     /// An op whose declarations a test chooses.
     #[derive(Clone, Debug)]
@@ -237,7 +235,7 @@ mod tests {
     fn error(op: TestOp, count: usize) -> Error {
         let ran = World::run(Mesh::parse("dp=2").unwrap(), |rank| {
             let x = Tensor::zeros(rank, &Layout::parse("f32[4@dp, 8]", rank.mesh())?)?;
-            let _ = Tensor::apply_one(Rc::new(op.clone()), &vec![&x; count]);
+            let _ = Tensor::apply_one(op.clone(), &vec![&x; count]);
             Ok(())
         });
         ran.expect_err("the op is wrong")
@@ -247,7 +245,7 @@ mod tests {
     fn errors_in_an_op_name_the_op_and_the_line() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[1], &[3.0f32])?;
-            assert_eq!(Tensor::apply_one(Rc::new(VALID), &[&x]).to_f64()?, [6.0]);
+            assert_eq!(Tensor::apply_one(VALID, &[&x]).to_f64()?, [6.0]);
             Ok(())
         })
         .unwrap();

@@ -18,19 +18,30 @@ use std::rc::Rc;
 #[derive(Debug)]
 pub struct Add {
     shape: Broadcast,
+    /// Whether partial sums of both arguments stay partial.
+    is_linear: bool,
 }
+
+/// The type in plan keys of an [`Add`] that is not linear.
+struct CompleteAdd;
 
 impl Add {
     /// The sum of two tensors of these shapes.
     #[must_use]
     pub fn between(first: &[usize], second: &[usize]) -> Add {
-        Add { shape: Broadcast::between(first, second) }
+        Add { shape: Broadcast::between(first, second), is_linear: true }
+    }
+
+    /// The sum of a residual and the result of a layer, of these shapes. Partial sums of both are completed: the norm before the
+    /// layer has completed the residual already, and the next one reads the sum.
+    pub(super) fn residual(first: &[usize], second: &[usize]) -> Add {
+        Add { is_linear: false, ..Add::between(first, second) }
     }
 
     /// The same from the numbers of dims: dims of extent 1 are not broadcast.
     #[must_use]
     pub fn of(first: usize, second: usize) -> Rc<dyn Op> {
-        Rc::new(Add { shape: Broadcast::of(first, second) })
+        Rc::new(Add { shape: Broadcast::of(first, second), is_linear: true })
     }
 }
 
@@ -44,11 +55,11 @@ impl Op for Add {
     }
 
     fn plan_key(&self) -> Option<PlanKey> {
-        self.shape.plan_key::<Add>()
+        if self.is_linear { self.shape.plan_key::<Add>() } else { self.shape.plan_key::<CompleteAdd>() }
     }
 
     fn linear_in(&self) -> &'static [&'static [usize]] {
-        &[&[0, 1]]
+        if self.is_linear { &[&[0, 1]] } else { &[] }
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {

@@ -206,7 +206,7 @@ impl Op for Amax {
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         cx.cotangents(|_| {
             let args = [cx.input(0), cx.output(0), cx.output(1), &cx.grad(0)];
-            Tensor::result(Rc::new(AmaxBackward { over: self.over.clone() }), &args)
+            Tensor::apply_one(AmaxBackward { over: self.over.clone() }, &args)
         })
     }
 }
@@ -290,10 +290,10 @@ mod tests {
             let layout = Layout::parse("f64[4@a]", rank.mesh())?;
             let x = Tensor::from_global(rank, &layout, &[7.0f64, 1.0, 7.0, 7.0])?;
             let over = ReducedDims::over("amax", 1, &[0], 2)?;
-            let y = Tensor::results(Rc::new(Amax { over: over.clone(), is_max: true }), &[&x]).remove(0);
+            let y = Tensor::apply(Amax { over: over.clone(), is_max: true }, &[&x]).remove(0);
             assert_eq!(y.layout().to_string(), "f64[]");
             let three = Tensor::full(rank, y.layout(), 3.0)?;
-            let dx = Tensor::result(Rc::new(AmaxBackward { over }), &[&x, &y, &three, &three]);
+            let dx = Tensor::apply_one(AmaxBackward { over }, &[&x, &y, &three, &three]);
             assert_eq!(dx.layout(), &layout);
             assert_eq!(dx.to_f64()?, [1.0, 0.0, 1.0, 1.0]);
             Ok(())

@@ -8,7 +8,12 @@
 use super::{Case, Input};
 use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::layout::Layout;
-use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, common_float};
+use crate::layout::dim::Dim;
+use crate::op::{
+    Cotangents, DTypes, Decomposition, ForwardContext, LocalTensors, Op, Operand, PlanKey, SavedForBackward,
+    Vjp, common_float,
+};
+use crate::ops::unbind::Unbind;
 use crate::tensor::Tensor;
 use shardgrad_dist::{Error, Kind, Result};
 use shardgrad_kernels::op::attention::{BACKWARD, BACKWARD_JOINED, FORWARD};
@@ -48,10 +53,16 @@ struct AttentionBackward {
     is_grouped: bool,
 }
 
+/// Signature of [`QkvPackedAttention`].
+const PACKED: &str = "b t! p! h c! -> b t! h c!, b t! h";
+
 /// [`Attention`] on one tensor that packs q, k and v along dim p = 3: `b t! p! h c! -> b t! h c!`.
 ///
 /// The cotangent is one packed tensor too, as the fused QKV projection needs; separate cotangents would have to be
-/// concatenated. Queries and keys must not be sharded.
+/// concatenated. The kernel does not take sharded queries and keys.
+///
+/// Decomposition: attention(q, keys(k), values(v)) of the unbound q, k and v, with the points `keys` and `values`. The kernel computes
+/// all of it where tokens are unsharded and no point changes a value.
 #[doc(alias = "flash_attn_qkvpacked_func")]
 #[doc(alias = "fused qkv")]
 #[derive(Debug)]
@@ -82,9 +93,22 @@ impl Attention {
     pub(crate) fn of(ndim: usize, mask: Mask) -> Rc<dyn Op> {
         Rc::new(Attention { mask, is_grouped: ndim == 5 })
     }
+
+    fn static_signature(&self) -> &'static str {
+        if self.is_grouped {
+            "b t g r c!, b s! g c!, b s! g c! -> b t g r c!, b t g r"
+        } else {
+            "b t h c!, b s! h c!, b s! h c! -> b t h c!, b t h"
+        }
+    }
 }
 
 impl QkvPackedAttention {
+    /// The point of the keys, before attention.
+    pub const KEYS: usize = 0;
+    /// The point of the values, before attention.
+    pub const VALUES: usize = 1;
+
     /// Attention of a tensor `[b, t, 3, h, c]`; if causal, a query sees its own key and the keys before it.
     ///
     /// # Errors
@@ -160,11 +184,11 @@ impl Op for Attention {
     }
 
     fn signature(&self) -> &str {
-        if self.is_grouped {
-            "b t g r c!, b s! g c!, b s! g c! -> b t g r c!, b t g r"
-        } else {
-            "b t h c!, b s! h c!, b s! h c! -> b t h c!, b t h"
-        }
+        self.static_signature()
+    }
+
+    fn plan_key(&self) -> Option<PlanKey> {
+        Some(PlanKey::of::<Attention>(self.static_signature()))
     }
 
     fn num_saved(&self) -> usize {
@@ -191,7 +215,7 @@ impl Op for Attention {
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         let op = Rc::new(AttentionBackward { mask: self.mask, is_grouped: self.is_grouped });
         let args = [cx.input(0), cx.input(1), cx.input(2), cx.output(0), cx.output(1), &cx.grad(0)];
-        let grads = Tensor::results(op, &args);
+        let grads = Tensor::apply(op, &args);
         cx.cotangents(|i| grads[i].clone())
     }
 }
@@ -227,8 +251,28 @@ impl Op for QkvPackedAttention {
         "qkv_packed_attention"
     }
 
+    fn plan_key(&self) -> Option<PlanKey> {
+        Some(PlanKey::of::<QkvPackedAttention>(PACKED))
+    }
+
+    fn decompose(&self, args: &[&Layout], points: &[bool]) -> Option<Decomposition> {
+        let are_tokens_whole = args[0].dims().get(1).is_none_or(Dim::is_unsharded);
+        if are_tokens_whole && points.iter().all(|is_identity| *is_identity) {
+            return None;
+        }
+        let mut parts = Decomposition::new(points.len());
+        let Operand::Output(qkv, q) = parts.apply_with_points(Unbind::of(5, 2, 3), &[Operand::Arg(0)], 0..0)
+        else {
+            unreachable!("the output of a step")
+        };
+        let k = parts.pass(Operand::Output(qkv, 1), QkvPackedAttention::KEYS);
+        let v = parts.pass(Operand::Output(qkv, 2), QkvPackedAttention::VALUES);
+        parts.apply_with_points(Attention::of(4, self.mask), &[Operand::Output(qkv, q), k, v], 0..0);
+        Some(parts)
+    }
+
     fn signature(&self) -> &str {
-        "b t! p! h c! -> b t! h c!, b t! h"
+        PACKED
     }
 
     fn estimate_work(&self, _: usize, args: &[&Layout], outputs: &[Layout]) -> usize {
@@ -257,7 +301,7 @@ impl Op for QkvPackedAttention {
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         let op = Rc::new(QkvPackedAttentionBackward { mask: self.mask });
         let args = [cx.input(0), cx.output(0), cx.output(1), &cx.grad(0)];
-        cx.cotangents(|_| Tensor::results(op.clone(), &args).swap_remove(0))
+        cx.cotangents(|_| Tensor::apply(op.clone(), &args).swap_remove(0))
     }
 }
 
@@ -381,10 +425,10 @@ mod tests {
                 assert_eq!(x.window_attention(&x, &x, keys).to_host::<f64>()?, causal, "{keys}");
             }
             let grad = |mask| {
-                let saved = Tensor::results(Attention::of(4, mask), &[&x, &x, &x]).remove(0);
+                let saved = Tensor::apply(Attention::of(4, mask), &[&x, &x, &x]).remove(0);
                 let lse = Tensor::from_host(rank, &[1, 3, 1], &[1.0, 0.5, 2.0])?;
                 let op = Rc::new(AttentionBackward { mask, is_grouped: false });
-                let grads = Tensor::results(op, &[&x, &x, &x, &saved, &lse, &x]);
+                let grads = Tensor::apply(op, &[&x, &x, &x, &saved, &lse, &x]);
                 grads.iter().map(Tensor::to_host::<f64>).collect::<Result<Vec<_>>>()
             };
             assert_eq!(grad(Mask::Window(usize::MAX))?, grad(Mask::Causal)?);

@@ -117,7 +117,7 @@ impl Broadcast {
     }
 
     /// The plan-cache key of an op with one of the constant signatures above.
-    pub(super) fn plan_key<O: Op + 'static>(&self) -> Option<PlanKey> {
+    pub(super) fn plan_key<O: 'static>(&self) -> Option<PlanKey> {
         match self {
             Broadcast::Same => Some(PlanKey::of::<O>(SAME)),
             Broadcast::Second(n) => Some(PlanKey::of::<O>(SECOND[(*n).min(5)])),
@@ -182,7 +182,7 @@ impl Broadcast {
         let sum = match self {
             _ if !self.is_broadcast(i) => return terms,
             Broadcast::Second(n) | Broadcast::First(n) if dtype == accumulator => {
-                return Tensor::result(Sum::leading(ndim, ndim - n), &[&terms]);
+                return Tensor::apply_one(Sum::leading(ndim, ndim - n), &[&terms]);
             }
             Broadcast::Second(n) | Broadcast::First(n) => sum_to(&terms, &terms.shape()[ndim - n..]),
             Broadcast::Any(any) => sum_to(&terms, &any.shapes[i]),
@@ -203,7 +203,7 @@ fn sum_to(terms: &Tensor, shape: &[usize]) -> Tensor {
     let [full, left] =
         [(0..terms_shape.len()).map(label).collect::<Vec<_>>(), left.collect()].map(|t| t.join(" "));
     let signature = format!("{full} -> {left}");
-    Tensor::result(Rc::new(SumTo { signature, dims }), &[terms])
+    Tensor::apply_one(SumTo { signature, dims }, &[terms])
 }
 
 /// Sum over some dims: `a b c -> 1 c`. Leading summed dims disappear, others keep extent 1. Any float dtype; the result is in the
@@ -251,7 +251,7 @@ impl BinaryBackward {
     /// The terms in the shape of g, to which x and y broadcast.
     pub(super) fn of(kernel: &'static Kernel, x: &Tensor, y: &Tensor, g: &Tensor) -> Tensor {
         let shape = Broadcast::among(&[&x.shape(), &y.shape(), &g.shape()]);
-        Tensor::result(Rc::new(BinaryBackward { kernel, shape }), &[x, y, g])
+        Tensor::apply_one(BinaryBackward { kernel, shape }, &[x, y, g])
     }
 }
 

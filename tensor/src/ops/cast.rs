@@ -74,7 +74,7 @@ impl Op for Cast {
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         cx.cotangents(|_| {
             let op: Rc<dyn Op> = Rc::new(Cast { from: self.to, to: self.from, is_linear: true });
-            Tensor::result(op, &[&cx.grad(0)])
+            Tensor::apply_one(op, &[&cx.grad(0)])
         })
     }
 }

@@ -226,7 +226,6 @@ mod tests {
     fn integers_are_compared_with_the_exact_number() {
         use super::{CompareScalar, Relation};
         use std::cmp::Ordering;
-        use std::rc::Rc;
         let (low, high) = (i64::MIN as f64, -(i64::MIN as f64));
         let numbers = [
             f64::NAN,
@@ -282,8 +281,8 @@ mod tests {
                     let right =
                         |x: &[i64]| x.iter().map(|x| u8::from(holds(relation, order(*x, number)))).collect();
                     for (x, values) in [(&x, &wide[..]), (&y, &bytes.map(i64::from)), (&z, &truth)] {
-                        let got = Tensor::result(Rc::new(CompareScalar { relation, number }), &[x])
-                            .to_host::<u8>()?;
+                        let got =
+                            Tensor::apply_one(CompareScalar { relation, number }, &[x]).to_host::<u8>()?;
                         let right: Vec<u8> = right(values);
                         assert_eq!(got, right, "{values:?} {relation:?} {number}");
                     }

@@ -9,7 +9,6 @@ use crate::layout::Layout;
 use crate::layout::infer::Inference;
 use crate::layout::refusal::Refusal;
 use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, Vjp, infer_by_signature, unwind};
-use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::DType;
 use std::rc::Rc;
@@ -96,7 +95,7 @@ impl Op for Concat {
         cx.cotangents(|i| {
             let start: usize = extents[..i].iter().sum();
             let op = unwind(Slice::along(ndim, extent, self.dim, start..start + extents[i]));
-            Tensor::apply_with(op, &[&cx.grad(0)], cx.cotangent_layout(i))
+            cx.cotangent(i, op, &[&cx.grad(0)])
         })
     }
 }
@@ -118,6 +117,7 @@ pub(super) fn cases() -> Vec<Case> {
 mod tests {
     use super::*;
     use crate::methods::value::Value;
+    use crate::tensor::Tensor;
     use shardgrad_dist::{Mesh, World};
 
     #[test]

@@ -140,7 +140,7 @@ impl Op for CrossEntropyTerms {
             let shown = if is_inspected { z.clone() } else { Tensor::meta(cx.rank, z.layout()) };
             let op = CrossEntropyBackward { z: Cell::new(Some(unwind(z.into_unique_local()))) };
             let args = [&shown, cx.input(1), cx.output(0), &cx.grad(0), &cx.grad(1)];
-            Tensor::results(Rc::new(op), &args).remove(0)
+            Tensor::apply(op, &args).remove(0)
         })
     }
 }

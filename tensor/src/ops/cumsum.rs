@@ -65,7 +65,9 @@ impl Op for Cumsum {
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.cotangents(|_| Tensor::result(Cumsum::of(self.ndim, self.dim, !self.is_reversed), &[&cx.grad(0)]))
+        cx.cotangents(|_| {
+            Tensor::apply_one(Cumsum::of(self.ndim, self.dim, !self.is_reversed), &[&cx.grad(0)])
+        })
     }
 }
 

@@ -8,7 +8,6 @@ use crate::layout::Layout;
 use crate::layout::infer::Inference;
 use crate::layout::refusal::Refusal;
 use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, Vjp, infer_by_signature};
-use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::{DType, Strides};
 use std::rc::Rc;
@@ -132,9 +131,7 @@ impl Op for Diagonal {
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.cotangents(|i| {
-            Tensor::apply_with(Rc::new(DiagEmbed(self.0)), &[&cx.grad(0)], cx.cotangent_layout(i))
-        })
+        cx.cotangents(|i| cx.cotangent(i, DiagEmbed(self.0), &[&cx.grad(0)]))
     }
 }
 
@@ -180,9 +177,7 @@ impl Op for DiagEmbed {
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.cotangents(|i| {
-            Tensor::apply_with(Rc::new(Diagonal(self.0)), &[&cx.grad(0)], cx.cotangent_layout(i))
-        })
+        cx.cotangents(|i| cx.cotangent(i, Diagonal(self.0), &[&cx.grad(0)]))
     }
 }
 
@@ -216,6 +211,7 @@ pub(super) fn cases() -> Vec<Case> {
 mod tests {
     use super::*;
     use crate::methods::shaping::Shaping;
+    use crate::tensor::Tensor;
     use shardgrad_dist::{Mesh, World};
 
     #[test]

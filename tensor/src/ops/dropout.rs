@@ -88,7 +88,7 @@ impl Op for Dropout {
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         let op: Rc<dyn Op> = Rc::new(self.clone());
-        cx.cotangents(|_| Tensor::results(op.clone(), &[&cx.grad(0)]).remove(0))
+        cx.cotangents(|_| Tensor::apply(op.clone(), &[&cx.grad(0)]).remove(0))
     }
 }
 

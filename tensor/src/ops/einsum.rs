@@ -9,7 +9,6 @@ use crate::execution::local_tensor::{LocalTensor, View, as_arg, as_arg_mut, laun
 use crate::layout::Layout;
 use crate::layout::signature::{Labels, Mark, Signature, Term};
 use crate::op::{Cotangents, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp};
-use crate::tensor::Tensor;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::op::batched_matmul::BATCHED_MATMUL;
 use shardgrad_kernels::op::linear::MATMUL_ADD;
@@ -246,7 +245,7 @@ impl BatchedMatrices {
         out: &mut LocalTensor,
     ) -> Result<bool> {
         let Some((view, transposed)) = &self.row_major_out else { return Ok(false) };
-        let Some(sum) = local.take_accumulator(0) else { return Ok(false) };
+        let Some(sum) = local.take_product_accumulator(0) else { return Ok(false) };
         let r = sum.with_view(Strides::contiguous(&view.shape).at(sum.view.offset));
         let views = [a, b].map(|x| if *transposed { x.view.permute(&TRANSPOSE) } else { x.view.clone() });
         let [a, b] = [(a, &views[0]), (b, &views[1])].map(|(x, view)| Arg { view, ..*x });
@@ -317,7 +316,7 @@ impl Op for Einsum {
         cx.cotangents(|i| {
             let (op, grad) = (self.transpose(i), cx.grad(0));
             let args = if i == 0 { [&grad, cx.input(1)] } else { [cx.input(0), &grad] };
-            Tensor::apply_accumulating(op, &args, cx.cotangent_layout(i), cx.accumulator(i))
+            cx.cotangent(i, op, &args)
         })
     }
 }
@@ -351,6 +350,7 @@ pub(super) fn cases() -> Vec<Case> {
 mod tests {
     use super::*;
     use crate::methods::value::Value;
+    use crate::tensor::Tensor;
     use shardgrad_dist::{Mesh, World};
 
     #[test]

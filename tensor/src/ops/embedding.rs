@@ -4,7 +4,6 @@ use super::{Case, Input};
 use crate::execution::local_tensor::LocalTensor;
 use crate::layout::Layout;
 use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, common_float};
-use crate::tensor::Tensor;
 use shardgrad_dist::{Error, Kind, Result};
 use shardgrad_kernels::op::embedding::{BACKWARD, FORWARD};
 use shardgrad_kernels::{DType, Scalar};
@@ -79,13 +78,7 @@ impl Op for Embedding {
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.cotangents(|i| {
-            Tensor::apply_with(
-                Rc::new(EmbeddingBackward),
-                &[cx.input(1), &cx.grad(0)],
-                cx.cotangent_layout(i),
-            )
-        })
+        cx.cotangents(|i| cx.cotangent(i, EmbeddingBackward, &[cx.input(1), &cx.grad(0)]))
     }
 }
 
@@ -127,8 +120,8 @@ pub(super) fn cases() -> Vec<Case> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use crate::methods::value::Value;
+    use crate::tensor::Tensor;
     use shardgrad_dist::{Mesh, World};
 
     #[test]

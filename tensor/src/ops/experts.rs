@@ -258,7 +258,7 @@ impl Op for Experts {
         };
         let (saved, g): (Vec<&Tensor>, _) = ((0..6).map(|i| cx.input(i)).collect(), cx.grad(0));
         let args: Vec<&Tensor> = saved.into_iter().chain([&g]).collect();
-        let grads = Tensor::results(Rc::new(ExpertsBackward(part)), &args);
+        let grads = Tensor::apply(ExpertsBackward(part), &args);
         // The cotangents of x and p come first, if they are computed.
         let first = if part == GradPart::Weights { 0 } else { 2 };
         cx.cotangents(|i| match i {
@@ -416,7 +416,7 @@ mod tests {
                 real(&[3, 5, 2], 4)?,
             ];
             let g = real(&[3, 2], 5)?;
-            let outputs = op::apply(&Experts, &inputs.each_ref(), &[], Location::caller())?;
+            let outputs = op::apply(&Experts, &inputs.each_ref(), Location::caller())?;
             let layouts = |tensors: &[Tensor]| tensors.iter().map(|t| t.layout().clone()).collect::<Vec<_>>();
             let backward = |requested: [bool; 6]| -> Vec<Option<Vec<f64>>> {
                 let cotangents = Experts.vjp(&Vjp {

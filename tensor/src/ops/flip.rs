@@ -69,7 +69,7 @@ impl Op for Flip {
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         let op = Flip::of(cx.output_layouts[0].ndim(), self.dim);
-        cx.cotangents(|_| Tensor::result(op.clone(), &[&cx.grad(0)]))
+        cx.cotangents(|_| Tensor::apply_one(op.clone(), &[&cx.grad(0)]))
     }
 }
 

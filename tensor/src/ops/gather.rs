@@ -183,7 +183,7 @@ impl Op for Gather {
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         let source = &cx.input_layouts[0];
         let op = ScatterAdd::of(source.ndim(), self.dim, source.dims()[self.dim], self.is_shared);
-        cx.cotangents(|i| Tensor::apply_with(op.clone(), &[&cx.grad(0), cx.input(1)], cx.cotangent_layout(i)))
+        cx.cotangents(|i| cx.cotangent(i, op.clone(), &[&cx.grad(0), cx.input(1)]))
     }
 }
 
@@ -239,7 +239,7 @@ impl Op for ScatterAdd {
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         let op = Gather::of(cx.output_layouts[0].ndim(), self.dim, self.is_shared);
-        cx.cotangents(|_| Tensor::result(op.clone(), &[&cx.grad(0), cx.input(1)]))
+        cx.cotangents(|_| Tensor::apply_one(op.clone(), &[&cx.grad(0), cx.input(1)]))
     }
 }
 
@@ -273,7 +273,6 @@ pub(super) fn cases() -> Vec<Case> {
 mod tests {
     use super::*;
     use crate::methods::indexing::Indexing;
-    use crate::methods::value::Value;
     use shardgrad_dist::{Mesh, World};
 
     #[test]

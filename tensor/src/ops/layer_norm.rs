@@ -1,68 +1,51 @@
 //! Layer normalization over the last dim: y = (x - mean) rstd w + b with rstd = 1 / sqrt(mean((x - mean)^2) + eps).
 
 use super::{Case, Input};
-use crate::execution::local_tensor::{LocalTensor, launch};
-use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, common_float};
-use crate::tensor::Tensor;
+use crate::execution::local_tensor::LocalTensor;
+use crate::op::{
+    Cotangents, DTypes, ForwardContext, LocalTensors, Op, PlanKey, SavedForBackward, Vjp, common_float,
+};
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::layer_norm::{BACKWARD, FORWARD};
 use shardgrad_kernels::{DType, Kernel, Scalar};
 use smallvec::SmallVec;
 use std::rc::Rc;
 
+const SIGNATURE: &str = "..m d!, d!, d! -> ..m d!, ..m, ..m";
+
 /// Layer normalization over the last dim: y = (x - mean) rstd w + b with rstd = 1 / sqrt(mean((x - mean)^2) + eps).
 ///
 /// `..m d!, d!, d! -> ..m d!` on x, w and b of one float dtype; mean and rstd (`..m`, in the accumulator dtype) are
-/// saved for backward. The last dim must not be sharded. With `has_residual` x itself, without a copy, is a second
-/// result.
+/// saved for backward. The last dim must not be sharded.
 ///
 /// Gradient, with h = (x - mean) rstd and u = g w: dx = rstd (u - mean(u) - h mean(u h)), dw = the sum of g h and db =
 /// the sum of g over the rows; dw and db are partial sums over the axes that shard the rows, and then in the
-/// accumulator dtype. One backward kernel computes all three and adds the cotangent of the residual to dx. For that a
-/// partial w or b is reduced first, although y is linear in both.
+/// accumulator dtype. One backward kernel computes all three and adds dx to the gradient of x from its other uses, such as a
+/// residual connection. For that a partial w or b is reduced first, although y is linear in both.
 ///
 /// Source: Ba et al., arXiv 1607.06450.
 #[derive(Debug)]
 pub struct LayerNorm {
     /// Epsilon, added to the variance.
     pub eps: f64,
-    /// Whether x is returned as a second result, for a residual connection: its gradient is then added inside the backward kernel.
-    pub has_residual: bool,
 }
 
-/// Backward of [`LayerNorm`]: dx, dw and db, jointly linear in g and the cotangent of the residual if there is one.
+/// Backward of [`LayerNorm`]: dx, dw and db, linear in g.
 #[derive(Debug)]
 struct LayerNormBackward {
-    has_residual: bool,
     /// Whether dw and db are in the accumulator dtype.
     is_wide: bool,
 }
 
-/// The index of the residual among the results of a norm with one: after y.
-const RESIDUAL: usize = 1;
-
-/// Runs the kernel of a norm and inserts x as residual if there is one.
-pub(super) fn run_norm(
+/// Runs the backward kernel of a norm, which adds dx to the sum that output 0 may be added to, and rounds once.
+pub(super) fn launch_adding_to_sum(
     local: &ForwardContext<'_>,
     kernel: &Kernel,
     x: &[&LocalTensor],
-    (eps, has_residual): (f64, bool),
 ) -> Result<LocalTensors> {
-    let inputs = local.contiguous(x)?;
-    let written = (0..local.inference.outputs.len()).filter(|i| !(has_residual && *i == RESIDUAL));
-    let mut outputs: LocalTensors = written.map(|i| local.output(i)).collect::<Result<_>>()?;
-    let inputs: SmallVec<[&LocalTensor; 3]> = inputs.iter().collect();
-    launch(
-        local.rank,
-        kernel,
-        &inputs,
-        &mut outputs.iter_mut().collect::<SmallVec<[_; 3]>>(),
-        &[Scalar::Real(eps)],
-    )?;
-    if has_residual {
-        outputs.insert(RESIDUAL, x[0].clone());
-    }
-    Ok(outputs)
+    let mut inputs = local.contiguous(x)?;
+    inputs.extend(local.take_accumulator(0));
+    local.launch(kernel, &inputs.iter().collect::<SmallVec<[_; 6]>>(), &[])
 }
 
 /// The dtypes of dx and of the parameter gradients.
@@ -71,21 +54,17 @@ pub(super) fn backward_dtypes(dtype: DType, num_outputs: usize, is_wide: bool) -
     (0..num_outputs).map(|i| if i == 0 { dtype } else { sums }).collect()
 }
 
-/// The cotangent of the residual, if it exists and the cotangent of x is requested.
-pub(super) fn residual_cotangent<'a>(cx: &'a Vjp<'_>) -> Option<&'a Tensor> {
-    cx.grads.get(RESIDUAL)?.as_ref().filter(|_| cx.needs_input_grad[0])
-}
-
 impl Op for LayerNorm {
     fn name(&self) -> &'static str {
         "layer_norm"
     }
 
     fn signature(&self) -> &str {
-        match self.has_residual {
-            false => "..m d!, d!, d! -> ..m d!, ..m, ..m",
-            true => "..m d!, d!, d! -> ..m d!, ..m d!, ..m, ..m",
-        }
+        SIGNATURE
+    }
+
+    fn plan_key(&self) -> Option<PlanKey> {
+        Some(PlanKey::of::<LayerNorm>(SIGNATURE))
     }
 
     fn num_saved(&self) -> usize {
@@ -93,7 +72,15 @@ impl Op for LayerNorm {
     }
 
     fn saved_for_backward(&self) -> SavedForBackward {
-        SavedForBackward { inputs: &[0, 1], outputs: if self.has_residual { &[2, 3] } else { &[1, 2] } }
+        SavedForBackward { inputs: &[0, 1], outputs: &[1, 2] }
+    }
+
+    fn accumulates_in_place(&self) -> bool {
+        true
+    }
+
+    fn rounds_sums_once(&self) -> bool {
+        true
     }
 
     fn dtypes(&self, inputs: &[DType], num_outputs: usize) -> Result<DTypes> {
@@ -103,17 +90,14 @@ impl Op for LayerNorm {
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
-        run_norm(local, &FORWARD, x, (self.eps, self.has_residual))
+        let x = local.contiguous(x)?;
+        local.launch(&FORWARD, &x.iter().collect::<SmallVec<[_; 3]>>(), &[Scalar::Real(self.eps)])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        let (g, residual) = (cx.grad(0), residual_cotangent(cx));
-        let [mean, rstd] = self.saved_for_backward().outputs else { unreachable!("mean and rstd are saved") };
-        let mut args = vec![cx.input(0), cx.input(1), cx.output(*mean), cx.output(*rstd), &g];
-        args.extend(residual);
-        let is_wide = !cx.input_layouts[1].replicate().is_empty();
-        let op = LayerNormBackward { has_residual: residual.is_some(), is_wide };
-        let grads = Tensor::results(Rc::new(op), &args);
+        let op = LayerNormBackward { is_wide: !cx.input_layouts[1].replicate().is_empty() };
+        let args = [cx.input(0), cx.input(1), cx.output(1), cx.output(2), &cx.grad(0)];
+        let grads = cx.apply(&op, &args, &[cx.accumulator(0)]);
         cx.cotangents(|i| grads[i].clone())
     }
 }
@@ -124,14 +108,11 @@ impl Op for LayerNormBackward {
     }
 
     fn signature(&self) -> &str {
-        match self.has_residual {
-            false => "..m d!, d!, ..m, ..m, ..m d! -> ..m d!, d!, d!",
-            true => "..m d!, d!, ..m, ..m, ..m d!, ..m d! -> ..m d!, d!, d!",
-        }
+        "..m d!, d!, ..m, ..m, ..m d! -> ..m d!, d!, d!"
     }
 
     fn linear_in(&self) -> &'static [&'static [usize]] {
-        if self.has_residual { &[&[4, 5]] } else { &[&[4]] }
+        &[&[4]]
     }
 
     fn dtypes(&self, inputs: &[DType], num_outputs: usize) -> Result<DTypes> {
@@ -139,27 +120,23 @@ impl Op for LayerNormBackward {
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
-        let x = local.contiguous(x)?;
-        local.launch(&BACKWARD, &x.iter().collect::<SmallVec<[_; 6]>>(), &[])
+        launch_adding_to_sum(local, &BACKWARD, x)
     }
 }
 
 pub(super) fn cases() -> Vec<Case> {
     let real = Input::real;
-    let op = |has_residual| Rc::new(LayerNorm { eps: 0.5, has_residual });
+    let op = || Rc::new(LayerNorm { eps: 0.5 });
     vec![
-        Case::new(op(false), vec![real(&[5, 8]), real(&[8]), real(&[8])]),
-        Case::new(op(false), vec![real(&[2, 3, 4]), real(&[4]), real(&[4])]),
-        Case::new(op(true), vec![real(&[5, 8]), real(&[8]), real(&[8])]),
-        Case::new(op(true), vec![real(&[2, 3, 4]), real(&[4]), real(&[4])]),
+        Case::new(op(), vec![real(&[5, 8]), real(&[8]), real(&[8])]),
+        Case::new(op(), vec![real(&[2, 3, 4]), real(&[4]), real(&[4])]),
     ]
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use crate::methods::value::Residual;
     use crate::methods::value::Value;
+    use crate::tensor::Tensor;
     use shardgrad_dist::{Mesh, World};
 
     #[test]
@@ -170,9 +147,6 @@ mod tests {
             let w = Tensor::from_host(rank, &[4], &[1.0f64, 2.0, 3.0, 4.0])?;
             let b = Tensor::from_host(rank, &[4], &[10.0f64, 20.0, 30.0, 40.0])?;
             assert_eq!(x.layer_norm(&w, &b, 0.5).to_host::<f64>()?, [9.0, 19.0, 30.0, 46.0]);
-            let (same, y) = x.layer_norm_with_residual(&w, &b, 0.5);
-            assert_eq!(same.local().buffer.address(), x.local().buffer.address(), "no copy");
-            assert_eq!(y.to_host::<f64>()?, [9.0, 19.0, 30.0, 46.0]);
             Ok(())
         })
         .unwrap();

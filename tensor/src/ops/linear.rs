@@ -1,25 +1,33 @@
-//! Linear layer in one kernel: y = x w + b, optionally with a residual: y = (x w + b) + r.
+//! Linear layer: y = x w + b, optionally with a residual: y = (x w + b) + r, in one kernel where the sums are complete.
 
 use super::{Case, Input};
 use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::layout::Layout;
-use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, common_float};
-use crate::ops::einsum::Einsum;
+use crate::op::{
+    Cotangents, DTypes, Decomposition, ForwardContext, LocalTensors, Op, Operand, PlanKey, SavedForBackward,
+    Vjp, common_float,
+};
+use crate::ops::add::Add;
+use crate::ops::einsum::{self, Einsum};
 use crate::tensor::Tensor;
 use shardgrad_dist::{Rank, Result};
 use shardgrad_kernels::op::batched_matmul::BATCHED_MATMUL;
 use shardgrad_kernels::op::linear::{LINEAR, LINEAR_ADD, MATMUL_ADD, MATMUL_BIAS_GRAD};
 use shardgrad_kernels::op::reduce::SUM;
-use shardgrad_kernels::{DType, Scalar, Strides};
+use shardgrad_kernels::{DType, Dims, Scalar, Strides};
 use smallvec::{SmallVec, smallvec};
+use std::cell::OnceCell;
 use std::rc::Rc;
 
-/// Linear layer with the bias in the epilogue of the product: y = x w + b, or with a residual y = (x w + b) + r.
+/// Linear layer with bias and residual in the epilogue of the product: y = (x w + b) + r.
 ///
-/// `..m k!, k! n, n -> ..m n` on x, w and b of one float dtype, where k and n may be several dims each. A residual r is
-/// a last argument `..m n`, added after the bias; with it the bias is optional. The summed dims k must not be sharded:
-/// a product over sharded k is a partial sum, to which bias and residual may be added only once, after the all-reduce
-/// (use matmul and add there).
+/// `..m k!, k! n, n, ..m n -> ..m n` on x, w, b and r of one float dtype, where k and n may be several dims each, and b and r are
+/// optional. The kernel does not take sharded k: a product over sharded k is a partial sum, to which bias and residual may be added
+/// only once, after the all-reduce.
+///
+/// Decomposition: r + branch(out(x w) + b), with the points `out`, after the product, and `branch`, before the residual. The kernel
+/// computes all of it where k is unsharded, no point changes a value, and r is sharded as the result is; x w + b where r is not. A
+/// replicated r next to invariant x and w is added separately: the fusion would make the gradients of x and w partial.
 ///
 /// Gradient: dx = g w^T, dw = x^T g, db = the sum of g over all rows, dr = g. dw and db come from one pass over g and
 /// are partial sums over the axes that shard the rows; a partial db of 16-bit floats is in the accumulator dtype.
@@ -27,12 +35,14 @@ use std::rc::Rc;
 #[doc(alias = "fused bias")]
 #[doc(alias = "epilogue")]
 #[doc(alias = "dense")]
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Linear {
-    signature: String,
     num_in: usize,
     num_out: usize,
     has_bias: bool,
+    has_residual: bool,
+    /// Written at its first use: a cached plan needs no text.
+    signature: OnceCell<String>,
 }
 
 /// Backward of [`Linear`] for its parameters: dw and db, linear in g.
@@ -46,21 +56,53 @@ struct LinearParameterGrads {
 }
 
 impl Linear {
+    /// The point after the product, before bias and residual.
+    pub const OUT: usize = 0;
+    /// The point after the bias, before the residual.
+    pub const BRANCH: usize = 1;
+
     /// A layer from `num_in` to `num_out` dims, on x, w and b.
     #[must_use]
     pub fn new(num_in: usize, num_out: usize) -> Linear {
-        let (k, n) = (labels("k", num_in, "!"), labels("n", num_out, ""));
-        let signature = format!("..m{k},{k}{n},{n} -> ..m{n}");
-        Linear { signature, num_in, num_out, has_bias: true }
+        Linear { num_in, num_out, has_bias: true, has_residual: false, signature: OnceCell::new() }
     }
 
-    /// The same layer with a residual, on x, w, b if `has_bias`, and the residual.
+    /// Returns the same layer with or without a bias.
     #[must_use]
-    pub fn with_residual(num_in: usize, num_out: usize, has_bias: bool) -> Linear {
-        let (k, n) = (labels("k", num_in, "!"), labels("n", num_out, ""));
-        let bias = if has_bias { format!("{n},") } else { String::new() };
-        let signature = format!("..m{k},{k}{n},{bias} ..m{n} -> ..m{n}");
-        Linear { signature, num_in, num_out, has_bias }
+    pub fn with_bias(self, has_bias: bool) -> Linear {
+        Linear { has_bias, signature: OnceCell::new(), ..self }
+    }
+
+    /// Returns the same layer with or without a residual, its last argument.
+    #[must_use]
+    pub fn with_residual(self, has_residual: bool) -> Linear {
+        Linear { has_residual, signature: OnceCell::new(), ..self }
+    }
+
+    /// The product alone.
+    fn product(&self) -> Rc<dyn Op> {
+        if (self.num_in, self.num_out) == (1, 1) {
+            return einsum::matmul();
+        }
+        let (i, o) = (labels("i", self.num_in, ""), labels("o", self.num_out, ""));
+        Einsum::of(format!("..m{i},{i}{o} -> ..m{o}"))
+    }
+
+    /// Whether the product has no partial sums.
+    pub(super) fn has_complete_sums(&self, x: &Layout, w: &Layout) -> bool {
+        let summed =
+            x.dims()[x.ndim().saturating_sub(self.num_in)..].iter().chain(w.dims().iter().take(self.num_in));
+        summed.into_iter().all(|dim| dim.is_unsharded()) && x.partial().is_empty() && w.partial().is_empty()
+    }
+
+    /// Whether a residual in the epilogue of a product without partial sums is sharded as the result is, and leaves the states of
+    /// the gradients of x and w unchanged.
+    pub(super) fn can_add(&self, residual: &Layout, x: &Layout, w: &Layout) -> bool {
+        let rows = &x.dims()[..x.ndim().saturating_sub(self.num_in)];
+        let columns = w.dims().get(self.num_in..).unwrap_or_default();
+        let replicate = x.replicate().union(w.replicate());
+        residual.dims().split_at_checked(rows.len()) == Some((rows, columns))
+            && residual.replicate().iter().all(|axis| replicate.contains(axis))
     }
 
     /// The signature of dx = g w^T.
@@ -182,7 +224,59 @@ impl Op for Linear {
     }
 
     fn signature(&self) -> &str {
-        &self.signature
+        self.signature.get_or_init(|| {
+            let (k, n) = (labels("k", self.num_in, "!"), labels("n", self.num_out, ""));
+            let bias = if self.has_bias { format!(",{n}") } else { String::new() };
+            let residual = if self.has_residual { format!(", ..m{n}") } else { String::new() };
+            format!("..m{k},{k}{n}{bias}{residual} -> ..m{n}")
+        })
+    }
+
+    fn plan_key(&self) -> Option<PlanKey> {
+        let flags = usize::from(self.has_bias) + 2 * usize::from(self.has_residual);
+        Some(PlanKey::of_fields::<Linear>(self.num_in * 4 + flags, self.num_out))
+    }
+
+    fn decompose(&self, args: &[&Layout], points: &[bool]) -> Option<Decomposition> {
+        let (x_layout, w_layout) = (args[0], args[1]);
+        let is_complete = self.has_complete_sums(x_layout, w_layout);
+        let residual = self.has_residual.then(|| args.len() - 1);
+        let can_add = |r: usize| {
+            is_complete
+                && points.iter().all(|is_identity| *is_identity)
+                && self.can_add(args[r], x_layout, w_layout)
+        };
+        let fuses_residual = residual.is_some_and(can_add);
+        let fuses_bias = self.has_bias && is_complete;
+        if points.is_empty() && if self.has_residual { fuses_residual } else { fuses_bias } {
+            return None;
+        }
+        let mut parts = Decomposition::new(points.len());
+        let [x, w, bias] = [0, 1, 2].map(Operand::Arg);
+        if fuses_residual {
+            parts.enter(Linear::OUT);
+            let all: SmallVec<[Operand; 4]> = (0..args.len()).map(Operand::Arg).collect();
+            parts.apply(self.clone(), &all);
+            return Some(parts);
+        }
+        let rows = &x_layout.extents()[..x_layout.ndim().saturating_sub(self.num_in)];
+        let shape: Dims = rows.iter().chain(w_layout.extents().iter().skip(self.num_in)).copied().collect();
+        let mut y = if fuses_bias {
+            let y = parts.apply(Linear::new(self.num_in, self.num_out), &[x, w, bias]);
+            parts.pass(y, Linear::OUT)
+        } else {
+            let y = parts.apply_with_points(self.product(), &[x, w], 0..0);
+            let y = parts.pass(y, Linear::OUT);
+            match self.has_bias {
+                true => parts.apply(Add::between(&shape, args[2].extents()), &[y, bias]),
+                false => y,
+            }
+        };
+        y = parts.pass(y, Linear::BRANCH);
+        if let Some(r) = residual {
+            parts.apply(Add::residual(args[r].extents(), &shape), &[Operand::Arg(r), y]);
+        }
+        Some(parts)
     }
 
     fn saved_for_backward(&self) -> SavedForBackward {
@@ -215,11 +309,10 @@ impl Op for Linear {
         let g = cx.grad(0);
         let parameters = (self.has_bias && (cx.needs_input_grad[1] || cx.needs_input_grad[2])).then(|| {
             let grads = self.parameter_grads(!cx.input_layouts[2].replicate().is_empty());
-            Tensor::results_accumulating(&grads, &[cx.input(0), &g], &[cx.accumulator(1)])
+            cx.apply(&grads, &[cx.input(0), &g], &[cx.accumulator(1)])
         });
-        let apply = |i: usize, signature: String, args: &[&Tensor]| {
-            Tensor::apply_accumulating(Einsum::of(signature), args, cx.cotangent_layout(i), cx.accumulator(i))
-        };
+        let apply =
+            |i: usize, signature: String, args: &[&Tensor]| cx.cotangent(i, Einsum::of(signature), args);
         cx.cotangents(|i| match (i, &parameters) {
             (0, _) => apply(0, self.input_grad_signature(), &[&g, cx.input(1)]),
             (1 | 2, Some(both)) => both[i - 1].clone(),
@@ -254,7 +347,7 @@ impl Op for LinearParameterGrads {
         weight_and_bias_grads(
             rank,
             [&a, &g],
-            local.take_accumulator(0).as_ref(),
+            local.take_product_accumulator(0).as_ref(),
             &mut dw,
             &mut db,
             self.num_out,
@@ -269,7 +362,7 @@ pub(super) fn cases() -> Vec<Case> {
         Case::new(Rc::new(Linear::new(num_in, num_out)), shapes.map(real).to_vec()).exact()
     };
     let residual = |num_in, num_out, shapes: &[&[usize]]| {
-        let op = Rc::new(Linear::with_residual(num_in, num_out, shapes.len() == 4));
+        let op = Rc::new(Linear::new(num_in, num_out).with_bias(shapes.len() == 4).with_residual(true));
         Case::new(op, shapes.iter().map(|shape| real(shape)).collect()).exact()
     };
     vec![
@@ -295,12 +388,12 @@ mod tests {
             let x = Tensor::from_host(rank, &[2, 2], &[1.0f64, 2.0, 3.0, 4.0])?;
             let w = Tensor::from_host(rank, &[2, 3], &[1.0f64, 0.0, -1.0, 2.0, 1.0, 0.0])?;
             let b = Tensor::from_host(rank, &[3], &[10.0f64, 20.0, 30.0])?;
-            assert_eq!(x.linear(&w, &b).to_host::<f64>()?, [15.0, 22.0, 29.0, 21.0, 24.0, 27.0]);
+            let y = |bias, residual| x.linear(&w, bias, residual).to_host::<f64>();
+            assert_eq!(y(Some(&b), None)?, [15.0, 22.0, 29.0, 21.0, 24.0, 27.0]);
             let r = Tensor::from_host(rank, &[2, 3], &[1.0f64, 2.0, 3.0, -1.0, -2.0, -3.0])?;
-            let both = Tensor::apply_one(Rc::new(Linear::with_residual(1, 1, true)), &[&x, &w, &b, &r]);
-            assert_eq!(both.to_host::<f64>()?, [16.0, 24.0, 32.0, 20.0, 22.0, 24.0]);
-            let one = Tensor::apply_one(Rc::new(Linear::with_residual(1, 1, false)), &[&x, &w, &r]);
-            assert_eq!(one.to_host::<f64>()?, [6.0, 4.0, 2.0, 10.0, 2.0, -6.0]);
+            assert_eq!(y(Some(&b), Some(&r))?, [16.0, 24.0, 32.0, 20.0, 22.0, 24.0]);
+            assert_eq!(y(None, Some(&r))?, [6.0, 4.0, 2.0, 10.0, 2.0, -6.0]);
+            assert_eq!(y(None, None)?, [5.0, 2.0, -1.0, 11.0, 4.0, -3.0]);
             Ok(())
         })
         .unwrap();

@@ -49,7 +49,7 @@ impl MaskedFill {
 
 /// 0 where a mask equals `on`, else x, for the vjps of other ops; the mask broadcasts to x.
 pub(super) fn zeroed(x: &Tensor, mask: &Tensor, on: bool) -> Tensor {
-    Tensor::result(MaskedFill::with(&x.shape(), &mask.shape(), 0.0, on), &[x, mask])
+    Tensor::apply_one(MaskedFill::with(&x.shape(), &mask.shape(), 0.0, on), &[x, mask])
 }
 
 impl Op for MaskedFill {

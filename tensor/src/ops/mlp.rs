@@ -1,29 +1,40 @@
-//! Two-layer perceptron with GELU in one op: y = gelu(x w1 + b1) w2, optionally + b2 and + residual where the hidden
-//! units are not sharded. Bias, GELU and residual are epilogues of the two products.
+//! Two-layer perceptron with GELU in one op: y = gelu(x w1 + b1) w2, optionally + b2 and + residual. Bias, GELU and
+//! residual are epilogues of the two products.
 
 use super::linear::{
     matmul_epilogue, sum_rows, to_matrix, to_vector, transposed, weight_and_bias_grads, with_matrix_view,
 };
 use super::{Case, Input};
+use crate::execution::context::Context;
 use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::layout::Layout;
+use crate::layout::dim::Dim;
+use crate::layout::infer::Inference;
+use crate::layout::refusal::Refusal;
 use crate::op::{
-    Cotangents, DTypes, ForwardContext, GradAccumulator, LocalTensors, Op, SavedForBackward, Vjp,
-    common_float,
+    Cotangents, DTypes, Decomposition, ForwardContext, GradAccumulator, LocalTensors, Op, Operand, PlanKey,
+    SavedForBackward, Vjp, common_float, infer_by_signature,
 };
+use crate::ops::add::Add;
+use crate::ops::linear::Linear;
+use crate::ops::unary::Gelu;
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::linear::{LINEAR_GELU, MATMUL_GELU_GRAD};
-use shardgrad_kernels::{DType, Strides};
-use smallvec::smallvec;
+use shardgrad_kernels::{DType, Dims, Strides};
+use smallvec::{SmallVec, smallvec};
 use std::rc::Rc;
 
-/// Transformer feed-forward block with tanh GELU in one op: y = gelu(x w1 + b1) w2, optionally + b2 and + residual r.
+/// Transformer feed-forward block with tanh GELU: y = gelu(x w1 + b1) w2, optionally + b2 and + residual r.
 ///
 /// `..m d!, d! h, h, h e! -> ..m e!` on x, w1, b1 and w2 of one float dtype; z = x w1 + b1 and gelu(z) (`..m h`) are
 /// saved for backward. Where h is sharded (tensor parallelism: w1 by columns, w2 by rows) the result is a partial sum.
-/// With a fifth argument b2 (`e!`), or a last argument r (`..m e!`), h must not be sharded. A partial w2 is reduced
-/// first, although y is linear in w2, since gelu(z) is not.
+/// The kernel with b2 (`e!`) or, as the last argument, r (`..m e!`) needs h unsharded, and each kernel needs b1. A partial w2
+/// is reduced first, although y is linear in w2, since gelu(z) is not.
+///
+/// Decomposition: r + branch(out(linear(input(gelu(hidden(x w1 + b1))), w2) + b2), with a point after each product, before the
+/// second product, and before the residual. One kernel computes both products where d and e are unsharded and nothing changes a value
+/// between the products, [`Linear`]s otherwise.
 ///
 /// Gradient, with u = (g w2^T) gelu'(z): dx = u w1^T, dw1 = x^T u, db1 = the sum of u over all rows, dw2 = gelu(z)^T g,
 /// db2 = the sum of g over all rows, dr = g. One op computes all of them; partial cotangents of the biases are in the
@@ -31,8 +42,10 @@ use std::rc::Rc;
 #[doc(alias = "feed-forward")]
 #[doc(alias = "ffn")]
 #[doc(alias = "fused mlp")]
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mlp {
+    /// Whether there is a b1.
+    pub has_first_bias: bool,
     /// Whether there is a b2.
     pub has_last_bias: bool,
     /// Whether there is an r.
@@ -66,12 +79,89 @@ impl Op for Mlp {
     }
 
     fn signature(&self) -> &str {
-        match (self.has_last_bias, self.has_residual) {
-            (false, false) => "..m d!, d! h, h, h e! -> ..m e!, ..m h, ..m h",
-            (true, false) => "..m d!, d! h!, h!, h! e!, e! -> ..m e!, ..m h!, ..m h!",
-            (false, true) => "..m d!, d! h!, h!, h! e!, ..m e! -> ..m e!, ..m h!, ..m h!",
-            (true, true) => "..m d!, d! h!, h!, h! e!, e!, ..m e! -> ..m e!, ..m h!, ..m h!",
+        self.static_signature()
+    }
+
+    fn plan_key(&self) -> Option<PlanKey> {
+        Some(PlanKey::of::<Mlp>(self.static_signature()))
+    }
+
+    fn infer(
+        &self,
+        context: &Context,
+        args: &[&Layout],
+        dtypes: &[DType],
+        want: &[Option<Layout>],
+    ) -> Result<Rc<Inference>, Refusal> {
+        if !self.has_first_bias {
+            let refusal = Refusal::new("whole", "there is no kernel without a first bias".into(), &[]);
+            return Err(refusal.hint("apply the decomposition: linear, gelu, linear"));
         }
+        infer_by_signature(self, context, args, dtypes, want)
+    }
+
+    fn decompose(&self, args: &[&Layout], points: &[bool]) -> Option<Decomposition> {
+        let is_identity = |point: usize| points.get(point).copied().unwrap_or(true);
+        let operands: SmallVec<[Operand; 6]> = (0..args.len()).map(Operand::Arg).collect();
+        let (first_args, last_args) = operands.split_at(2 + usize::from(self.has_first_bias));
+        let (w2, epilogue) = last_args.split_first()?;
+        let (b2, r) = epilogue.split_at(usize::from(self.has_last_bias));
+        let layout = |operand: Operand| match operand {
+            Operand::Arg(i) => args[i],
+            Operand::Output(..) => unreachable!("an argument"),
+        };
+        let (x_layout, w1_layout, w2_layout) = (args[0], args[1], layout(*w2));
+        let first = Linear::new(1, 1).with_bias(self.has_first_bias);
+        let last = Linear::new(1, 1).with_bias(self.has_last_bias).with_residual(self.has_residual);
+        let mut parts = Decomposition::new(points.len());
+        let is_one_kernel = self.has_first_bias
+            && is_identity(Mlp::HIDDEN)
+            && is_identity(Mlp::INPUT)
+            && first.has_complete_sums(x_layout, w1_layout)
+            && w2_layout.partial().is_empty()
+            && w2_layout.dims().get(1).is_none_or(Dim::is_unsharded);
+        if !is_one_kernel {
+            let z = parts.apply_with_points(Rc::new(first), first_args, Mlp::HIDDEN..Mlp::INPUT);
+            let hidden = parts.apply(Gelu, &[z]);
+            let hidden = parts.pass(hidden, Mlp::INPUT);
+            let args: SmallVec<[Operand; 4]> = [hidden].iter().chain(last_args).copied().collect();
+            parts.apply_with_points(Rc::new(last), &args, Mlp::OUT..Mlp::BRANCH + 1);
+            return Some(parts);
+        }
+        let hidden = [w1_layout.dims().get(1), w2_layout.dims().first()];
+        let is_complete = hidden.into_iter().flatten().all(Dim::is_unsharded);
+        let adds_residual = |r: &Operand| {
+            is_complete
+                && is_identity(Mlp::OUT)
+                && is_identity(Mlp::BRANCH)
+                && last.can_add(layout(*r), x_layout, w2_layout)
+        };
+        let kernel = Mlp {
+            has_last_bias: self.has_last_bias && is_complete,
+            has_residual: r.first().is_some_and(adds_residual),
+            ..*self
+        };
+        if points.is_empty() && kernel == *self {
+            return None;
+        }
+        let of_kernel =
+            |present: bool, operand: &'_ [Operand]| if present { operand.to_vec() } else { Vec::new() };
+        let kernel_args =
+            [first_args, &[*w2], &of_kernel(kernel.has_last_bias, b2), &of_kernel(kernel.has_residual, r)]
+                .concat();
+        parts.enter(Mlp::HIDDEN);
+        let y = parts.apply(kernel, &kernel_args);
+        let mut y = parts.pass(y, Mlp::OUT);
+        let rows = &x_layout.extents()[..x_layout.ndim().saturating_sub(1)];
+        let shape: Dims = rows.iter().chain(w2_layout.extents().get(1)).copied().collect();
+        if let ([b2], false) = (b2, kernel.has_last_bias) {
+            y = parts.apply(Add::between(&shape, layout(*b2).extents()), &[y, *b2]);
+        }
+        if let ([r], false) = (r, kernel.has_residual) {
+            y = parts.pass(y, Mlp::BRANCH);
+            parts.apply(Add::residual(layout(*r).extents(), &shape), &[*r, y]);
+        }
+        Some(parts)
     }
 
     fn num_saved(&self) -> usize {
@@ -135,7 +225,7 @@ impl Op for Mlp {
             (first..self.num_layer_args()).map(|i| cx.accumulator(i)).collect();
         let is_wide = !cx.input_layouts[2].replicate().is_empty();
         let backward = MlpBackward { has_last_bias: self.has_last_bias, part, is_wide };
-        let grads = Tensor::results_accumulating(&backward, &args, &sums);
+        let grads = cx.apply(&backward, &args, &sums);
         cx.cotangents(|i| match i < self.num_layer_args() {
             true => grads[i - first].clone(),
             false => g.clone(),
@@ -144,6 +234,28 @@ impl Op for Mlp {
 }
 
 impl Mlp {
+    /// The point after the first product and its bias, before GELU.
+    pub const HIDDEN: usize = 0;
+    /// The point before the second product.
+    pub const INPUT: usize = 1;
+    /// The point after the second product.
+    pub const OUT: usize = 2;
+    /// The point after the second bias, before the residual.
+    pub const BRANCH: usize = 3;
+
+    fn static_signature(self) -> &'static str {
+        match (self.has_first_bias, self.has_last_bias, self.has_residual) {
+            (true, false, false) => "..m d!, d! h, h, h e! -> ..m e!, ..m h, ..m h",
+            (true, true, false) => "..m d!, d! h!, h!, h! e!, e! -> ..m e!, ..m h!, ..m h!",
+            (true, false, true) => "..m d!, d! h!, h!, h! e!, ..m e! -> ..m e!, ..m h!, ..m h!",
+            (true, true, true) => "..m d!, d! h!, h!, h! e!, e!, ..m e! -> ..m e!, ..m h!, ..m h!",
+            (false, false, false) => "..m d!, d! h, h e! -> ..m e!, ..m h, ..m h",
+            (false, true, false) => "..m d!, d! h!, h! e!, e! -> ..m e!, ..m h!, ..m h!",
+            (false, false, true) => "..m d!, d! h!, h! e!, ..m e! -> ..m e!, ..m h!, ..m h!",
+            (false, true, true) => "..m d!, d! h!, h! e!, e!, ..m e! -> ..m e!, ..m h!, ..m h!",
+        }
+    }
+
     /// The number of arguments before the residual.
     fn num_layer_args(&self) -> usize {
         4 + usize::from(self.has_last_bias)
@@ -224,10 +336,16 @@ impl Op for MlpBackward {
             sum_rows(rank, &u, db1)?;
         }
         if let (Some(w1), [dx]) = (w1, dx) {
-            matmul_epilogue(rank, [&u, &transposed(w1)], [None, local.take_accumulator(0).as_ref()], dx, 1)?;
+            matmul_epilogue(
+                rank,
+                [&u, &transposed(w1)],
+                [None, local.take_product_accumulator(0).as_ref()],
+                dx,
+                1,
+            )?;
         }
         if let (Some(x), Some(hidden), [dw1, _, rest @ ..]) = (x, hidden, params) {
-            let [sum1, sum2] = [0, 2].map(|i| local.take_accumulator(num_before + i));
+            let [sum1, sum2] = [0, 2].map(|i| local.take_product_accumulator(num_before + i));
             matmul_epilogue(rank, [&transposed(x), &u], [None, sum1.as_ref()], dw1, 1)?;
             match rest {
                 [dw2, db2] => weight_and_bias_grads(rank, [hidden, g], sum2.as_ref(), dw2, db2, 1)?,
@@ -242,7 +360,7 @@ impl Op for MlpBackward {
 pub(super) fn cases() -> Vec<Case> {
     let real = Input::real;
     let case = |has_last_bias, has_residual, shapes: &[&[usize]]| {
-        let op = Rc::new(Mlp { has_last_bias, has_residual });
+        let op = Rc::new(Mlp { has_first_bias: true, has_last_bias, has_residual });
         Case::new(op, shapes.iter().map(|shape| real(shape)).collect())
     };
     vec![
@@ -261,7 +379,6 @@ mod tests {
     use crate::op;
     use crate::ops::embedding::Embedding;
     use crate::ops::layer_norm::LayerNorm;
-    use crate::ops::linear::Linear;
     use shardgrad_dist::{Mesh, World};
     use shardgrad_kernels::DType;
     use std::panic::Location;
@@ -275,14 +392,14 @@ mod tests {
             let b1 = Tensor::from_host(rank, &[3], &[10.0f64, 0.0, 10.0])?;
             let w2 = Tensor::from_host(rank, &[3, 2], &[1.0f64, 2.0, 5.0, 7.0, 0.5, 0.25])?;
             let b2 = Tensor::from_host(rank, &[2], &[-1.0f64, 1.0])?;
-            assert_eq!(x.mlp(&w1, &b1, &w2, None).to_host::<f64>()?, [40.0, 65.0]);
-            assert_eq!(x.mlp(&w1, &b1, &w2, Some(&b2)).to_host::<f64>()?, [39.0, 66.0]);
             let r = Tensor::from_host(rank, &[1, 2], &[0.5f64, -6.0])?;
-            let with_residual = |has_last_bias| Rc::new(Mlp { has_last_bias, has_residual: true });
-            let both = Tensor::apply_one(with_residual(true), &[&x, &w1, &b1, &w2, &b2, &r]);
-            assert_eq!(both.to_host::<f64>()?, [39.5, 60.0]);
-            let one = Tensor::apply_one(with_residual(false), &[&x, &w1, &b1, &w2, &r]);
-            assert_eq!(one.to_host::<f64>()?, [40.5, 59.0]);
+            let y = |b2, residual| x.mlp(&w1, &b1, &w2, b2, residual).to_host::<f64>();
+            assert_eq!(y(None, None)?, [40.0, 65.0]);
+            assert_eq!(y(Some(&b2), None)?, [39.0, 66.0]);
+            assert_eq!(y(Some(&b2), Some(&r))?, [39.5, 60.0]);
+            assert_eq!(y(None, Some(&r))?, [40.5, 59.0]);
+            let unbiased = x.mlp_general([&w1, &w2], [None, Some(&b2)], Some(&r), &[]);
+            assert_eq!(unbiased.to_host::<f64>()?, [24.5, 37.5]);
             Ok(())
         })
         .unwrap();
@@ -298,7 +415,7 @@ mod tests {
                 op::estimate_work(op, rank, &args.iter().collect::<Vec<_>>(), &outputs)
             };
             let of_mlp: [&[usize]; 4] = [&[2, 3, 4], &[4, 16], &[16], &[16, 5]];
-            let mlp = Mlp { has_last_bias: false, has_residual: false };
+            let mlp = Mlp { has_first_bias: true, has_last_bias: false, has_residual: false };
             // Six rows of 16 hidden units, each with 4 inputs and 5 outputs.
             assert_eq!(volume(&mlp, &of_mlp, &[&[2, 3, 5]]), 6 * 16 * 9, "with the visible output only");
             assert_eq!(volume(&Linear::new(1, 1), &[&[2, 3, 4], &[4, 5], &[5]], &[&[2, 3, 5]]), 6 * 4 * 5);
@@ -308,14 +425,7 @@ mod tests {
                 48,
                 "only the selected rows of the table are read"
             );
-            assert_eq!(
-                volume(
-                    &LayerNorm { eps: 1.0, has_residual: false },
-                    &[&[6, 8], &[8], &[8]],
-                    &[&[6, 8], &[6], &[6]]
-                ),
-                48
-            );
+            assert_eq!(volume(&LayerNorm { eps: 1.0 }, &[&[6, 8], &[8], &[8]], &[&[6, 8], &[6], &[6]]), 48);
             Ok(())
         })
         .unwrap();
@@ -330,8 +440,8 @@ mod tests {
             let (m, d, h) = (6, 64, 64);
             let inputs =
                 [real(&[m, d], 0)?, real(&[d, h], 1)?, real(&[h], 2)?, real(&[h, d], 3)?, real(&[d], 4)?];
-            let op = Mlp { has_last_bias: true, has_residual: false };
-            let outputs = op::apply(&op, &inputs.each_ref(), &[], Location::caller())?;
+            let op = Mlp { has_first_bias: true, has_last_bias: true, has_residual: false };
+            let outputs = op::apply(&op, &inputs.each_ref(), Location::caller())?;
             let g = real(&[m, d], 5)?;
             let layouts = |tensors: &[Tensor]| tensors.iter().map(|t| t.layout().clone()).collect::<Vec<_>>();
             let backward = |requested: [bool; 5]| {

@@ -18,7 +18,6 @@ pub mod compare;
 pub mod logical;
 pub mod masked_fill;
 pub mod where_cond;
-pub mod attention;
 pub mod cast;
 pub mod embedding;
 pub mod gather;
@@ -52,6 +51,7 @@ pub mod sum_squares;
 pub mod swiglu;
 pub mod experts;
 pub mod unbind;
+pub mod attention;
 pub mod redistribute;
 
 use crate::op::Op;

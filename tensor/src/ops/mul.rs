@@ -35,7 +35,7 @@ impl Mul {
 
 /// x y, for the vjps of other ops.
 pub(super) fn mul(x: &Tensor, y: &Tensor) -> Tensor {
-    Tensor::result_of(&Mul::between(x.layout().extents(), y.layout().extents()), &[x, y])
+    Tensor::apply_one(Mul::between(x.layout().extents(), y.layout().extents()), &[x, y])
 }
 
 impl Op for Mul {

@@ -17,7 +17,7 @@ pub struct Neg;
 
 /// -x, for the vjps of other ops.
 pub(super) fn neg(x: &Tensor) -> Tensor {
-    Tensor::result(Rc::new(Neg), &[x])
+    Tensor::apply_one(Neg, &[x])
 }
 
 impl Op for Neg {

@@ -17,7 +17,7 @@ use std::rc::Rc;
 /// One-hot encoding of indices: y_(.., j) = 1 where j is the index, else 0; `..m -> ..m v`.
 ///
 /// Indices are i64, each in 0..v; the result has any dtype. Not differentiable. The new dim is unsharded, unless a
-/// layout is requested ([`Tensor::apply_with`](crate::tensor::Tensor::apply_with)): then each rank makes its range of
+/// layout is requested ([`Vjp::cotangent`](crate::op::Vjp::cotangent)): then each rank makes its range of
 /// the dim. An index outside of 0..v is an error of kind `Kind::Data`.
 #[derive(Debug)]
 pub struct OneHot {
@@ -82,8 +82,10 @@ pub(super) fn cases() -> Vec<Case> {
 mod tests {
     use super::*;
     use crate::methods::indexing::Indexing;
+    use crate::op::{OutputOptions, apply_first};
     use crate::tensor::Tensor;
     use shardgrad_dist::{Mesh, World};
+    use std::panic::Location;
 
     #[test]
     fn matches_rows_written_by_hand() {
@@ -101,8 +103,9 @@ mod tests {
         World::run(mesh.clone(), |rank| {
             let index = Tensor::from_host(rank, &[2], &[2i64, 0])?;
             let want = Layout::parse("bool[2, 3@a]", &mesh)?;
-            let op = Rc::new(OneHot { count: 3, dtype: DType::Bool });
-            let y = Tensor::apply_with(op, &[&index], want.clone());
+            let op = OneHot { count: 3, dtype: DType::Bool };
+            let options = OutputOptions { layouts: &[Some(want.clone())], ..OutputOptions::default() };
+            let y = apply_first(&op, &[&index], options, Location::caller());
             assert_eq!(*y.layout(), want);
             assert_eq!(y.to_host::<u8>()?, [0, 0, 1, 1, 0, 0]);
             Ok(())

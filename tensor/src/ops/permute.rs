@@ -70,7 +70,7 @@ impl Op for Permute {
             back[from] = to;
         }
         let op = Permute::of(back);
-        cx.cotangents(|_| Tensor::result(op.clone(), &[&cx.grad(0)]))
+        cx.cotangents(|_| Tensor::apply_one(op.clone(), &[&cx.grad(0)]))
     }
 }
 

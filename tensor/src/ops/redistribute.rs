@@ -11,7 +11,9 @@ use crate::layout::Layout;
 use crate::layout::infer::Inference;
 use crate::layout::refusal::Refusal;
 use crate::layout::step::{Step, adjoint, merge_all_reduces};
-use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, Vjp, apply, unwind};
+use crate::op::{
+    Cotangents, DTypes, ForwardContext, LocalTensors, Op, OutputOptions, Vjp, apply_first, unwind,
+};
 use crate::tensor::Tensor;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::DType;
@@ -118,8 +120,9 @@ impl Op for Redistribute {
         let site = self.site.get().unwrap_or(Location::caller());
         cx.cotangents(|i| {
             let grad = unwind(grad.clone().widen(wide));
-            let outputs = unwind(apply(&*op, &[&grad], &[Some(cx.cotangent_layout(i))], site));
-            outputs.into_iter().next().expect("redistribution has one output")
+            let options =
+                OutputOptions { layouts: &[Some(cx.cotangent_layout(i))], ..OutputOptions::default() };
+            apply_first(&*op, &[&grad], options, site)
         })
     }
 }
@@ -138,7 +141,7 @@ mod tests {
             let x = Tensor::from_global(rank, &from, &[1.0f32, 1.0 + 2f32.powi(-9), 3.0, 257.0])?;
             let op = Redistribute::between(rank, &from, &to)?;
             rank.trace().enable();
-            let y = Tensor::result(op.clone(), &[&x]);
+            let y = Tensor::apply_one(op.clone(), &[&x]);
             assert_eq!((y.layout(), y.to_local_f64()?), (&to, vec![1.0, 1.0, 3.0, 256.0]));
             // The ranks contribute 256 and 1 to the first element: bf16 cannot represent 257.
             let own = [[256.0f32, 1.0][rank.index()], 1.0, 2.0, 4.0];

@@ -102,7 +102,7 @@ impl Op for Reshape {
         cx.cotangents(|i| {
             let goal = cx.cotangent_layout(i);
             let op = Reshape::of(self.shape.len(), &goal.shape(), Some(goal));
-            Tensor::result(op, &[&cx.grad(0)])
+            Tensor::apply_one(op, &[&cx.grad(0)])
         })
     }
 }

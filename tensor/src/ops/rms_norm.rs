@@ -1,38 +1,38 @@
 //! Root-mean-square normalization over the last dim: y = x rstd w with rstd = 1 / sqrt(mean(x^2) + eps).
 
-use super::layer_norm::{backward_dtypes, residual_cotangent, run_norm};
+use super::layer_norm::{backward_dtypes, launch_adding_to_sum};
 use super::{Case, Input};
 use crate::execution::local_tensor::LocalTensor;
-use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, common_float};
-use crate::tensor::Tensor;
+use crate::op::{
+    Cotangents, DTypes, ForwardContext, LocalTensors, Op, PlanKey, SavedForBackward, Vjp, common_float,
+};
 use shardgrad_dist::Result;
-use shardgrad_kernels::DType;
 use shardgrad_kernels::op::rms_norm::{BACKWARD, FORWARD};
+use shardgrad_kernels::{DType, Scalar};
 use smallvec::SmallVec;
 use std::rc::Rc;
+
+const SIGNATURE: &str = "..m d!, d! -> ..m d!, ..m";
 
 /// Root-mean-square normalization over the last dim: y = x rstd w with rstd = 1 / sqrt(mean(x^2) + eps).
 ///
 /// `..m d!, d! -> ..m d!` on x and w of one float dtype; rstd (`..m`, in the accumulator dtype) is saved for backward.
-/// The last dim must not be sharded. With `has_residual` x itself, without a copy, is a second result.
+/// The last dim must not be sharded.
 ///
 /// Gradient, with h = x rstd and u = g w: dx = rstd (u - h mean(u h)), dw = the sum of g h over the rows, a partial sum
-/// over the axes that shard the rows, and then in the accumulator dtype. One backward kernel computes both and adds the
-/// cotangent of the residual to dx. For that a partial w is reduced first.
+/// over the axes that shard the rows, and then in the accumulator dtype. One backward kernel computes both and adds dx to the
+/// gradient of x from its other uses, such as a residual connection. For that a partial w is reduced first.
 ///
 /// Source: Zhang and Sennrich, arXiv 1910.07467.
 #[derive(Debug)]
 pub struct RmsNorm {
     /// Epsilon, added to the mean square.
     pub eps: f64,
-    /// Whether x is returned as a second result, for a residual connection: its gradient is then added inside the backward kernel.
-    pub has_residual: bool,
 }
 
-/// Backward of [`RmsNorm`]: dx and dw, jointly linear in g and the cotangent of the residual if there is one.
+/// Backward of [`RmsNorm`]: dx and dw, linear in g.
 #[derive(Debug)]
 struct RmsNormBackward {
-    has_residual: bool,
     /// Whether dw is in the accumulator dtype.
     is_wide: bool,
 }
@@ -43,10 +43,11 @@ impl Op for RmsNorm {
     }
 
     fn signature(&self) -> &str {
-        match self.has_residual {
-            false => "..m d!, d! -> ..m d!, ..m",
-            true => "..m d!, d! -> ..m d!, ..m d!, ..m",
-        }
+        SIGNATURE
+    }
+
+    fn plan_key(&self) -> Option<PlanKey> {
+        Some(PlanKey::of::<RmsNorm>(SIGNATURE))
     }
 
     fn num_saved(&self) -> usize {
@@ -54,7 +55,15 @@ impl Op for RmsNorm {
     }
 
     fn saved_for_backward(&self) -> SavedForBackward {
-        SavedForBackward { inputs: &[0, 1], outputs: if self.has_residual { &[2] } else { &[1] } }
+        SavedForBackward { inputs: &[0, 1], outputs: &[1] }
+    }
+
+    fn accumulates_in_place(&self) -> bool {
+        true
+    }
+
+    fn rounds_sums_once(&self) -> bool {
+        true
     }
 
     fn dtypes(&self, inputs: &[DType], num_outputs: usize) -> Result<DTypes> {
@@ -64,17 +73,14 @@ impl Op for RmsNorm {
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
-        run_norm(local, &FORWARD, x, (self.eps, self.has_residual))
+        let x = local.contiguous(x)?;
+        local.launch(&FORWARD, &x.iter().collect::<SmallVec<[_; 2]>>(), &[Scalar::Real(self.eps)])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        let (g, residual) = (cx.grad(0), residual_cotangent(cx));
-        let [rstd] = self.saved_for_backward().outputs else { unreachable!("rstd is saved") };
-        let mut args = vec![cx.input(0), cx.input(1), cx.output(*rstd), &g];
-        args.extend(residual);
-        let is_wide = !cx.input_layouts[1].replicate().is_empty();
-        let op = RmsNormBackward { has_residual: residual.is_some(), is_wide };
-        let grads = Tensor::results(Rc::new(op), &args);
+        let op = RmsNormBackward { is_wide: !cx.input_layouts[1].replicate().is_empty() };
+        let args = [cx.input(0), cx.input(1), cx.output(1), &cx.grad(0)];
+        let grads = cx.apply(&op, &args, &[cx.accumulator(0)]);
         cx.cotangents(|i| grads[i].clone())
     }
 }
@@ -85,14 +91,11 @@ impl Op for RmsNormBackward {
     }
 
     fn signature(&self) -> &str {
-        match self.has_residual {
-            false => "..m d!, d!, ..m, ..m d! -> ..m d!, d!",
-            true => "..m d!, d!, ..m, ..m d!, ..m d! -> ..m d!, d!",
-        }
+        "..m d!, d!, ..m, ..m d! -> ..m d!, d!"
     }
 
     fn linear_in(&self) -> &'static [&'static [usize]] {
-        if self.has_residual { &[&[3, 4]] } else { &[&[3]] }
+        &[&[3]]
     }
 
     fn dtypes(&self, inputs: &[DType], num_outputs: usize) -> Result<DTypes> {
@@ -100,27 +103,23 @@ impl Op for RmsNormBackward {
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
-        let x = local.contiguous(x)?;
-        local.launch(&BACKWARD, &x.iter().collect::<SmallVec<[_; 5]>>(), &[])
+        launch_adding_to_sum(local, &BACKWARD, x)
     }
 }
 
 pub(super) fn cases() -> Vec<Case> {
     let real = Input::real;
-    let op = |has_residual| Rc::new(RmsNorm { eps: 0.5, has_residual });
+    let op = || Rc::new(RmsNorm { eps: 0.5 });
     vec![
-        Case::new(op(false), vec![real(&[5, 8]), real(&[8])]),
-        Case::new(op(false), vec![real(&[2, 3, 4]), real(&[4])]),
-        Case::new(op(true), vec![real(&[5, 8]), real(&[8])]),
-        Case::new(op(true), vec![real(&[2, 3, 4]), real(&[4])]),
+        Case::new(op(), vec![real(&[5, 8]), real(&[8])]),
+        Case::new(op(), vec![real(&[2, 3, 4]), real(&[4])]),
     ]
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use crate::methods::value::Residual;
     use crate::methods::value::Value;
+    use crate::tensor::Tensor;
     use shardgrad_dist::{Mesh, World};
 
     #[test]
@@ -130,9 +129,6 @@ mod tests {
             let x = Tensor::from_host(rank, &[1, 4], &[1.0f64, -1.0, 3.0, 1.0])?;
             let w = Tensor::from_host(rank, &[4], &[1.0f64, 2.0, 3.0, 4.0])?;
             assert_eq!(x.rms_norm(&w, 1.0).to_host::<f64>()?, [0.5, -1.0, 4.5, 2.0]);
-            let (same, y) = x.rms_norm_with_residual(&w, 1.0);
-            assert_eq!(same.local().buffer.address(), x.local().buffer.address(), "no copy");
-            assert_eq!(y.to_host::<f64>()?, [0.5, -1.0, 4.5, 2.0]);
             Ok(())
         })
         .unwrap();

@@ -67,7 +67,7 @@ impl Op for Roll {
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         let op = Roll::of(cx.output_layouts[0].ndim(), self.dim, self.shift.wrapping_neg());
-        cx.cotangents(|_| Tensor::result(op.clone(), &[&cx.grad(0)]))
+        cx.cotangents(|_| Tensor::apply_one(op.clone(), &[&cx.grad(0)]))
     }
 }
 

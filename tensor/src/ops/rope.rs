@@ -77,7 +77,7 @@ impl Op for Rope {
         let ndim = cx.output_layouts[0].ndim();
         let back: Rc<dyn Op> =
             Rc::new(Rope::rotation(ndim, self.frequencies.clone(), self.first, -self.sign));
-        cx.cotangents(|_| Tensor::result(back.clone(), &[&cx.grad(0)]))
+        cx.cotangents(|_| Tensor::apply_one(back.clone(), &[&cx.grad(0)]))
     }
 }
 

@@ -8,7 +8,7 @@ use crate::layout::Layout;
 use crate::layout::infer::Inference;
 use crate::layout::refusal::Refusal;
 use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, Vjp, infer_by_signature};
-use crate::tensor::{Tensor, check_representable};
+use crate::tensor::check_representable;
 use shardgrad_dist::Result;
 use shardgrad_kernels::DType;
 use std::ops::Range;
@@ -96,7 +96,7 @@ impl Op for Slice {
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         let ndim = cx.output_layouts[0].ndim();
         let op = Pad::of(ndim, self.dim, self.range.start, self.extent - self.range.end);
-        cx.cotangents(|i| Tensor::apply_with(op.clone(), &[&cx.grad(0)], cx.cotangent_layout(i)))
+        cx.cotangents(|i| cx.cotangent(i, op.clone(), &[&cx.grad(0)]))
     }
 }
 
@@ -174,7 +174,7 @@ impl Op for Pad {
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         let (ndim, extent) = (cx.output_layouts[0].ndim(), cx.output_layouts[0].extent(self.dim));
         let op = Slice::of(ndim, extent, self.dim, self.before..extent - self.after);
-        cx.cotangents(|i| Tensor::apply_with(op.clone(), &[&cx.grad(0)], cx.cotangent_layout(i)))
+        cx.cotangents(|i| cx.cotangent(i, op.clone(), &[&cx.grad(0)]))
     }
 }
 
@@ -205,6 +205,7 @@ mod tests {
     use super::*;
     use crate::methods::shaping::Shaping;
     use crate::methods::value::Value;
+    use crate::tensor::Tensor;
     use shardgrad_dist::{Mesh, World};
 
     #[test]

@@ -36,7 +36,7 @@ impl Op for Softmax {
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.cotangents(|_| Tensor::result(Rc::new(SoftmaxBackward), &[cx.output(0), &cx.grad(0)]))
+        cx.cotangents(|_| Tensor::apply_one(SoftmaxBackward, &[cx.output(0), &cx.grad(0)]))
     }
 }
 

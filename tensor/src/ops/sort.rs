@@ -6,7 +6,6 @@ use super::{Case, Input};
 use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::layout::dim::Dim;
 use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp};
-use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::sort::SORT;
 use shardgrad_kernels::{DType, Dims, Scalar};
@@ -62,7 +61,7 @@ pub(super) fn sort_prefix(
 pub(super) fn sort_vjp(cx: &Vjp<'_>, dim: usize) -> Cotangents {
     let target = Dim::unsharded(cx.input_layouts[0].extent(dim));
     let op = ScatterAdd::of(cx.input_layouts[0].ndim(), dim, target, false);
-    cx.cotangents(|i| Tensor::apply_with(op.clone(), &[&cx.grad(0), cx.output(1)], cx.cotangent_layout(i)))
+    cx.cotangents(|i| cx.cotangent(i, op.clone(), &[&cx.grad(0), cx.output(1)]))
 }
 
 impl Op for Sort {
@@ -107,8 +106,8 @@ pub(super) fn cases() -> Vec<Case> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use crate::methods::indexing::Indexing;
+    use crate::tensor::Tensor;
     use shardgrad_dist::{Mesh, World};
 
     #[test]

@@ -95,7 +95,7 @@ impl Op for Split {
             let grads: Vec<Tensor> = (0..self.sizes.len()).map(|k| cx.grad(k)).collect();
             let grads: Vec<&Tensor> = grads.iter().collect();
             let op = unwind(Concat::along(cx.input_layouts[0].ndim(), self.dim, grads.len()));
-            Tensor::apply_with(op, &grads, cx.cotangent_layout(i))
+            cx.cotangent(i, op, &grads)
         })
     }
 }

@@ -103,7 +103,7 @@ impl Op for Sum {
             let count: usize = self.dims.iter().map(|&d| goal.extent(d)).product();
             let scale = if self.is_mean { 1.0 / count as f64 } else { 1.0 };
             let op = Expand::scaled(&goal.shape(), &self.dims, scale);
-            Tensor::apply_with(op, &[&cx.grad(0)], goal)
+            cx.cotangent(0, op, &[&cx.grad(0)])
         })
     }
 }
@@ -203,7 +203,7 @@ impl Op for Expand {
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         let op = Sum::of(self.shape.len(), self.dims.clone(), false);
         cx.cotangents(|_| {
-            let sum = Tensor::result(op.clone(), &[&cx.grad(0)]);
+            let sum = Tensor::apply_one(op.clone(), &[&cx.grad(0)]);
             if self.scale == 1.0 { sum } else { scale(&sum, self.scale) }
         })
     }

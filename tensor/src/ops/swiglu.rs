@@ -42,7 +42,7 @@ impl Op for SwiGlu {
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        let grads = Tensor::results(Rc::new(SwiGluBackward), &[cx.input(0), cx.input(1), &cx.grad(0)]);
+        let grads = Tensor::apply(SwiGluBackward, &[cx.input(0), cx.input(1), &cx.grad(0)]);
         cx.cotangents(|i| grads[i].clone())
     }
 }

@@ -49,7 +49,7 @@ impl Op for Triangle {
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         let op: Rc<dyn Op> = Rc::new(self.clone());
-        cx.cotangents(|_| Tensor::result(op.clone(), &[&cx.grad(0)]))
+        cx.cotangents(|_| Tensor::apply_one(op.clone(), &[&cx.grad(0)]))
     }
 }
 

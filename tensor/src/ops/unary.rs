@@ -33,7 +33,7 @@ impl UnaryBackward {
     /// The cotangent of the argument. `scalars` are those of the function.
     pub(super) fn of(kernel: &'static Kernel, saved: &Tensor, g: &Tensor, scalars: &[f64]) -> Tensor {
         let scalars = scalars.iter().map(|&c| Scalar::Real(c)).collect();
-        Tensor::result(Rc::new(UnaryBackward { kernel, scalars }), &[saved, g])
+        Tensor::apply_one(UnaryBackward { kernel, scalars }, &[saved, g])
     }
 }
 
@@ -205,7 +205,7 @@ macro_rules! unary_methods {
         #[track_caller]
         #[must_use]
         fn $name(&self $(, $field: f64)*) -> Self {
-            Self::apply_new($crate::ops::unary::$Op { $($field),* }, &[self])
+            Self::apply_one($crate::ops::unary::$Op { $($field),* }, &[self])
         }
     };
 }
@@ -561,7 +561,7 @@ mod tests {
         World::run(Mesh::single(), |rank| {
             let x: Vec<f64> = values.iter().map(|(x, _)| *x).collect();
             let x = Tensor::from_host(rank, &[x.len()], &x)?;
-            for (got, (x, y)) in Tensor::result(op(), &[&x]).to_host::<f64>()?.into_iter().zip(values) {
+            for (got, (x, y)) in Tensor::apply_one(op(), &[&x]).to_host::<f64>()?.into_iter().zip(values) {
                 let same = got == *y || (got.is_nan() && y.is_nan()) || (got - y).abs() <= 1e-15 * y.abs();
                 assert!(same, "{x} => {got}, not {y}");
             }

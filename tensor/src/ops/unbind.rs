@@ -40,7 +40,7 @@ impl Unbind {
         Ok(Unbind::of(ndim, dim, count))
     }
 
-    fn of(ndim: usize, dim: usize, count: usize) -> Rc<dyn Op> {
+    pub(super) fn of(ndim: usize, dim: usize, count: usize) -> Rc<dyn Op> {
         let unsharded = format!("{}!", dim_label(dim));
         let parts = vec![dim_labels_with(ndim, dim, ""); count].join(", ");
         let signature = format!("{} -> {parts}", dim_labels_with(ndim, dim, &unsharded));
@@ -75,7 +75,7 @@ impl Op for Unbind {
             let grads: Vec<Tensor> = (0..self.count).map(|i| cx.grad(i)).collect();
             let grads: Vec<&Tensor> = grads.iter().collect();
             let op = Stack::of(self.ndim - 1, self.dim, self.count);
-            Tensor::apply_with(op, &grads, cx.cotangent_layout(0))
+            cx.cotangent(0, op, &grads)
         })
     }
 }
@@ -153,7 +153,7 @@ impl Op for Stack {
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         let op = Unbind::of(cx.output_layouts[0].ndim(), self.dim, self.count);
-        let parts = Tensor::results(op, &[&cx.grad(0)]);
+        let parts = Tensor::apply(op, &[&cx.grad(0)]);
         cx.cotangents(|i| parts[i].clone())
     }
 }

@@ -68,6 +68,10 @@ impl Op for Broken {
         self.inner.num_saved()
     }
 
+    fn accumulates_in_place(&self) -> bool {
+        self.inner.accumulates_in_place()
+    }
+
     fn saved_for_backward(&self) -> SavedForBackward {
         self.inner.saved_for_backward()
     }
@@ -159,8 +163,11 @@ fn norm_whose_weight_cotangent_is_not_partial() -> Vec<Case> {
         });
         cotangents
     };
-    Broken { tamper: Some(tamper), ..Broken::of(Rc::new(LayerNorm { eps: 1.0, has_residual: false })) }
-        .on(vec![Input::real(&[5, 4]), Input::real(&[4]), Input::real(&[4])])
+    Broken { tamper: Some(tamper), ..Broken::of(Rc::new(LayerNorm { eps: 1.0 })) }.on(vec![
+        Input::real(&[5, 4]),
+        Input::real(&[4]),
+        Input::real(&[4]),
+    ])
 }
 
 fn max_without_all_reduce() -> Vec<Case> {

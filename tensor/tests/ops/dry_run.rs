@@ -28,7 +28,7 @@ fn shapes(
                     .map(|g| g.distribute(rank, &layout(g)?))
                     .collect::<shardgrad_dist::Result<_>>()?;
                 let refs: Vec<&Tensor> = args.iter().collect();
-                let outputs = op::apply(&*case.op, &refs, &[], Location::caller())?;
+                let outputs = op::apply(&*case.op, &refs, Location::caller())?;
                 let layouts: Vec<String> = outputs.iter().map(|t| t.layout().to_string()).collect();
                 lines.push(format!(
                     "{}: {} {}",

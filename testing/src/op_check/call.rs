@@ -45,7 +45,7 @@ impl OpCall<'_> {
                 None => x.clone(),
                 Some(to) => {
                     let op = Redistribute::between(self.rank, x.layout(), to)?;
-                    op::apply(&*op, &[x], &[], self.site)?.remove(0)
+                    op::apply(&*op, &[x], self.site)?.remove(0)
                 }
             });
         }

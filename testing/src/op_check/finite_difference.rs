@@ -51,7 +51,7 @@ impl GradProbe<'_> {
     fn loss(&self, inputs: &[GlobalTensor]) -> Result<f64> {
         let args = self.args(inputs)?;
         let refs: Vec<&Tensor> = args.iter().collect();
-        let outputs = op::apply(&**self.call.op, &refs, &[], self.call.site)?;
+        let outputs = op::apply(&**self.call.op, &refs, self.call.site)?;
         let mut loss = 0.0;
         for (y, seed) in outputs.iter().zip(self.reference.seeds.iter().flatten()) {
             loss += y.to_local_f64()?.iter().zip(&seed.data).map(|(y, s)| y * s).sum::<f64>();

@@ -1,0 +1,73 @@
+//! Fused ops on all layouts of their arguments: kernel or decomposition, with the values and gradients of one rank.
+
+use shardgrad_dist::{Mesh, Result};
+use shardgrad_tensor::ops::{Case, Input, OPS};
+use shardgrad_tensor::{DType, Layout};
+use shardgrad_testing::fuzz::{LayoutPattern, Program, Step, TestInput, ValueRef, Verdict};
+
+/// The layouts of a tensor on the mesh `a=2`: whole, replicated, partial, and sharded by each dim.
+fn patterns(shape: &[usize]) -> Vec<LayoutPattern> {
+    let mesh = Mesh::parse("a=2").expect("a mesh");
+    let pattern = |sharded: Option<usize>, mark: &str| {
+        let dim =
+            |(d, extent): (usize, &usize)| format!("{extent}{}", if Some(d) == sharded { "@a" } else { "" });
+        let dims: Vec<String> = shape.iter().enumerate().map(dim).collect();
+        let layout = Layout::parse(&format!("f64[{}]{mark}", dims.join(", ")), &mesh);
+        LayoutPattern::of(&layout.expect("a layout"))
+    };
+    let whole = ["", " ~a", " +a"].map(|mark| pattern(None, mark));
+    whole.into_iter().chain((0..shape.len()).map(|dim| pattern(Some(dim), ""))).collect()
+}
+
+/// Programs of one case: at most some 400 of all combinations of layouts.
+fn programs(op: &str, number: usize, case: &Case) -> Vec<Program> {
+    let choices: Vec<Vec<LayoutPattern>> = case.inputs.iter().map(|input| patterns(input.shape())).collect();
+    let count: usize = choices.iter().map(Vec::len).product();
+    // Prime to the numbers of choices, 4 to 8, so that each argument gets all of its layouts.
+    let step = (count / 400..).find(|step| [2, 3, 5, 7].iter().all(|prime| step % prime != 0)).unwrap_or(1);
+    let program = |mut at: usize| {
+        let input = |(input, choices): (&Input, &Vec<LayoutPattern>)| {
+            let layout = choices[at % choices.len()].clone();
+            at /= choices.len();
+            TestInput { input: input.clone(), layout, is_leaf: true }
+        };
+        let inputs: Vec<TestInput> = case.inputs.iter().zip(&choices).map(input).collect();
+        let args = (0..inputs.len()).map(ValueRef::Input).collect();
+        Program {
+            mesh: "a=2".into(),
+            dtype: DType::F64,
+            inputs,
+            steps: vec![Step::Apply { op: op.into(), case: number, args, no_grad: false }],
+            blocks: Vec::new(),
+            outputs: vec![ValueRef::Output(0, 0)],
+            seed: 1,
+        }
+    };
+    (0..count).step_by(step).map(program).collect()
+}
+
+#[test]
+fn fused_ops_match_one_rank_on_all_layouts() -> Result<()> {
+    let mut found = Vec::new();
+    for op in ["linear", "mlp", "attention"] {
+        let entry = OPS.iter().find(|entry| entry.name == op).expect("an op of the list");
+        let (mut right, mut refused) = (0, 0);
+        for (number, case) in (entry.cases)().iter().enumerate() {
+            for program in programs(op, number, case) {
+                match program.check(OPS)? {
+                    Verdict::Right => right += 1,
+                    Verdict::Refused(_) => refused += 1,
+                    other => panic!("{op}: {other:?}\n{program}"),
+                }
+            }
+        }
+        found.push((op, right, refused));
+    }
+    // Refused are two labels of the result sharded over one axis, and sharded keys or channels of attention.
+    assert_eq!(
+        found,
+        [("linear", 1465, 484), ("mlp", 1304, 551), ("attention", 697, 1524)],
+        "right and refused programs"
+    );
+    Ok(())
+}
