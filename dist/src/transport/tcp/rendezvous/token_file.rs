@@ -149,6 +149,8 @@ fn given_key(path: &Path) -> Result<Key> {
 /// The key in the file that rank 0 has left.
 fn left_key(path: &Path) -> Result<Key, String> {
     let name = path.display();
+    // Opening the folder makes a network file system look for new files, instead of remembering that there was none.
+    let _ = path.parent().map(fs::read_dir);
     let found = fs::symlink_metadata(path).map_err(|e| match e.kind() {
         ErrorKind::NotFound => format!("rank 0 has left no token in {name}"),
         _ => format!("cannot read the token of the run in {name}: {e}"),
