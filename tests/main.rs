@@ -27,6 +27,7 @@ mod moved_run_folder;
 mod context_parallel;
 mod expert_parallel;
 mod pipeline_schedules;
+mod strangers;
 mod signals;
 mod not_finite;
 mod packaging;

@@ -37,7 +37,9 @@ pub use call::{Call, Origin, Phase, ReduceOp};
 pub use error::{Error, Kind, Result};
 pub use launch::World;
 pub use mesh::{Axis, AxisSet, Mesh};
-pub use process::Process;
+pub use process::{Process, Token};
 pub use rank::Rank;
 pub use trace::{Record, Trace};
 pub use transport::tcp::Rendezvous;
+#[doc(hidden)]
+pub use transport::tcp::wire_fuzz::decode_untrusted;

@@ -1,11 +1,12 @@
 //! A process that is one rank of a world, read from the environment variables of its launcher (torchrun, mpirun, srun, ...).
 
 mod environment;
-
+mod token;
 mod incomplete_environment;
 mod slurm;
-
 mod launcher;
+
+pub use token::Token;
 
 use crate::error::{Error, Kind, Result};
 use environment::EnvVars;
@@ -30,6 +31,9 @@ pub struct Process {
     host: String,
     port: u16,
     run_id: String,
+    token: Option<Token>,
+    is_insecure: bool,
+    is_encrypted: Option<bool>,
 }
 
 impl Process {
@@ -44,8 +48,18 @@ impl Process {
             let why = format!("there is no rank {rank} among {num_ranks}: ranks are counted from 0");
             return Err(Error::new(Kind::Config, why));
         }
-        let (host, run_id) = (host.to_string(), String::new());
-        Ok(Process { rank, num_ranks, local_rank: rank, num_local_ranks: num_ranks, host, port, run_id })
+        Ok(Process {
+            rank,
+            num_ranks,
+            local_rank: rank,
+            num_local_ranks: num_ranks,
+            host: host.to_string(),
+            port,
+            run_id: String::new(),
+            token: None,
+            is_insecure: false,
+            is_encrypted: None,
+        })
     }
 
     /// Sets the rank of this process among the processes on its machine, and their number: they share the cores.
@@ -66,6 +80,28 @@ impl Process {
     #[must_use]
     pub fn with_run_id(self, run_id: &str) -> Process {
         Process { run_id: run_id.to_string(), ..self }
+    }
+
+    /// Sets the token of the run, which each process proves to each other one. Default: if all ranks are on one machine, a random token
+    /// that rank 0 leaves in a file of the user's run-time folder (`XDG_RUNTIME_DIR`, else a folder of the temporary folder) until all
+    /// ranks are connected. Ranks on several machines have no default: without a token, [`Rendezvous::open`](crate::Rendezvous::open)
+    /// is an error unless the process is [`insecure`](Process::insecure).
+    #[must_use]
+    pub fn token(self, token: Token) -> Process {
+        Process { token: Some(token), is_insecure: false, ..self }
+    }
+
+    /// Connects without a token: whoever reaches the ports of the ranks can take a rank, read and change what is sent, and end the run.
+    #[must_use]
+    pub fn insecure(self) -> Process {
+        Process { token: None, is_insecure: true, ..self }
+    }
+
+    /// Sets whether connections are encrypted; they are authenticated in any case, unless the process is
+    /// [`insecure`](Process::insecure). All ranks need the same choice. Default: encrypted between machines, not on one machine.
+    #[must_use]
+    pub fn encrypt(self, is_encrypted: bool) -> Process {
+        Process { is_encrypted: Some(is_encrypted), ..self }
     }
 
     /// Reads the process from the environment variables of its launcher; `None` if the process is alone. Launchers are recognized in
@@ -89,6 +125,8 @@ impl Process {
     ///
     /// Variables that number the processes of a job without their count and the address of rank 0 (`JOB_COMPLETION_INDEX`,
     /// `TPU_WORKER_ID`, `SM_CURRENT_HOST`, `NODE_RANK`) are an error, unless `WORLD_SIZE=1` states that the process is alone.
+    ///
+    /// `SHARDGRAD_TOKEN` is the [token](Process::token) of the run.
     ///
     /// # Errors
     /// `Kind::Config` naming the variable that is missing or invalid.
@@ -144,6 +182,36 @@ impl Process {
         self.port
     }
 
+    /// Whether all ranks are on this machine.
+    #[must_use]
+    pub fn is_on_one_machine(&self) -> bool {
+        let is_loopback = self.host.parse().is_ok_and(|ip: std::net::IpAddr| ip.is_loopback());
+        self.num_local_ranks == self.num_ranks || is_loopback || self.host == "localhost"
+    }
+
+    /// Whether the process connects [without a token](Process::insecure).
+    #[must_use]
+    pub fn is_insecure(&self) -> bool {
+        self.is_insecure
+    }
+
+    /// Whether connections are [encrypted](Process::encrypt).
+    #[must_use]
+    pub fn is_encrypted(&self) -> bool {
+        !self.is_insecure && self.is_encrypted.unwrap_or(!self.is_on_one_machine())
+    }
+
+    /// Whether a [token](Process::token) is set.
+    #[must_use]
+    pub fn has_token(&self) -> bool {
+        self.token.is_some()
+    }
+
+    /// The source of the token, if one is set.
+    pub(crate) fn token_source(&self) -> Option<&Token> {
+        self.token.as_ref()
+    }
+
     /// The id of the run; empty if it has none.
     #[doc(alias = "TORCHELASTIC_RUN_ID")]
     #[doc(alias = "rdzv_id")]
@@ -197,6 +265,19 @@ mod tests {
         assert_eq!(parsed(&last).port, 65534);
         assert_eq!(parsed(&[&torchrun[..], &[("SHARDGRAD_PORT", "5000")]].concat()).port, 5000);
         assert_eq!(parsed(&BY_HAND[..3]).port, 29500);
+    }
+
+    #[test]
+    fn token_is_read_and_never_printed() {
+        let with_token = parsed(&[&BY_HAND[..], &[("SHARDGRAD_TOKEN", "0123456789abcdef")]].concat());
+        assert_eq!(with_token.token_source(), Some(&Token::Text("0123456789abcdef".to_string())));
+        assert!(!format!("{with_token:?}").contains("0123456789abcdef"));
+        assert!(!with_token.is_on_one_machine() && with_token.is_encrypted());
+        assert!(!with_token.clone().encrypt(false).is_encrypted());
+        let insecure = with_token.insecure();
+        assert!(insecure.is_insecure() && !insecure.is_encrypted() && insecure.token_source().is_none());
+        let local = parsed(&[("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")]);
+        assert!(local.is_on_one_machine() && !local.is_encrypted() && local.token_source().is_none());
     }
 
     #[test]

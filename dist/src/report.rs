@@ -218,6 +218,18 @@ pub(crate) fn malformed(rank: usize) -> Error {
     Error::new(Kind::PeerLost, format!("rank {rank} sent a malformed message")).detail("help", SAME_PROGRAM)
 }
 
+/// The error of bytes that the other end of a connection has not sent here and now: they were changed, dropped, repeated or reordered on
+/// their way. `number` is that of the record.
+pub(crate) fn tampered(rank: usize, from: usize, number: u64) -> Error {
+    let why = format!(
+        "the connection from rank {from} to rank {rank} was tampered with: record {number} does not verify"
+    );
+    Error::new(Kind::PeerLost, why).detail(
+        "help",
+        "a machine or program between the ranks changes what they send; look for it before the next run",
+    )
+}
+
 /// The error of a message, or a shared buffer, whose size does not match its call.
 pub(crate) fn wrong_size(
     mesh: &Mesh,

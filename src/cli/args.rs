@@ -3,6 +3,7 @@
 pub(crate) mod nearest;
 mod defaults;
 mod values;
+mod access;
 mod axes;
 mod pipeline;
 mod plan;
@@ -14,6 +15,7 @@ pub(crate) mod truncate;
 mod compared_options;
 pub(crate) mod config;
 
+pub(crate) use access::AccessArgs;
 pub(crate) use checkpoints::CheckpointArgs;
 pub(crate) use defaults::CHECK_EVERY;
 pub(crate) use generate::{GenerateArgs, SamplingArgs};
@@ -240,6 +242,8 @@ pub(crate) struct RunArgs {
     /// Allow rounding of weights loaded from --model that the parameter dtype cannot represent exactly; without it they are refused
     #[arg(long)]
     cast: bool,
+    #[command(flatten)]
+    pub(crate) access: AccessArgs,
 }
 
 /// Storage precision of the parameters between steps.

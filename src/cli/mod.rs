@@ -18,7 +18,7 @@ use crate::data::{Corpus, ReadOptions, TokenFile, Vocabulary};
 use crate::interrupt::{StopReason, catch_file_size_limit};
 use ranks::Startup;
 use shardgrad::autograd::Var;
-use shardgrad::dist::{Rank, Rendezvous};
+use shardgrad::dist::{Process, Rank, Rendezvous};
 use shardgrad::kernels::DType;
 use shardgrad::nn::checkpoint::Weights;
 use shardgrad::nn::{CastRule, InferenceModel, LanguageModel, Model, ModelConfig};
@@ -41,6 +41,15 @@ pub(crate) fn main() -> ExitCode {
     // An invalid environment is reported later, where the ranks are created.
     let joins = argv.get(1).is_some_and(|command| MULTI_PROCESS_COMMANDS.iter().any(|name| command == name));
     let process = ranks::process().ok().flatten().filter(|_| joins);
+    let process =
+        process.map(|process| with_access(process, parsed.as_ref().ok().map(|line| &line.command), &argv));
+    if let Some(process) = process.as_ref().filter(|process| process.is_insecure() && process.rank() == 0) {
+        let (host, port) = (process.host(), process.port());
+        eprintln!(
+            "--insecure: connections are neither authenticated nor encrypted; whoever reaches {host}:{port} or a port of another rank can \
+             take a rank, read and change gradients and weights, and end the run"
+        );
+    }
     let opened = process.map(|process| Rendezvous::open(&process).map(Arc::new)).transpose();
     let (done, rendezvous) = match (parsed, opened) {
         (Ok(line), Ok(rendezvous)) => {
@@ -58,6 +67,20 @@ pub(crate) fn main() -> ExitCode {
         rendezvous.fail(&first_line(&error, &argv));
     }
     ExitCode::from(code)
+}
+
+/// Adds the token and the encryption of the command line to a process.
+fn with_access(process: Process, command: Option<&args::Command>, argv: &[OsString]) -> Process {
+    match command {
+        Some(args::Command::Train(args)) => args.run.access.apply(process, Some(&args.out)),
+        Some(args::Command::Eval(args)) => args.run.access.apply(process, None),
+        Some(args::Command::Generate(args)) => args.run.access.apply(process, None),
+        Some(_) => process,
+        None => {
+            let (access, out) = args::AccessArgs::of_unparsed(argv);
+            access.apply(process, out.as_deref())
+        }
+    }
 }
 
 /// Returns an error without the usage lines of clap.

@@ -77,7 +77,9 @@ impl Ranks {
     #[must_use]
     pub(crate) fn started_by(self, startup: &Startup) -> Ranks {
         let world = self.world.check_consistent("options", startup.options.iter().cloned());
-        Ranks { world, rendezvous: startup.rendezvous.clone(), ..self }
+        // The process of the rendezvous also knows the token, for a second rendezvous.
+        let process = startup.rendezvous.as_ref().map(|rendezvous| rendezvous.process().clone());
+        Ranks { world, rendezvous: startup.rendezvous.clone(), process: process.or(self.process) }
     }
 
     /// Returns whether the ranks are processes.

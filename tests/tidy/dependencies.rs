@@ -7,8 +7,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// Maximum number of direct dependencies in the default build, over all workspace crates.
 const DIRECT_MAX: usize = 15;
-/// A separate workspace of programs for benchmarks against other frameworks, whose dependencies do not count.
-const PEERS: &str = "benches/peers/";
+/// Separate workspaces, for benchmarks against other frameworks and for fuzzing, whose dependencies do not count.
+const OTHER_WORKSPACES: [&str; 2] = ["benches/peers/", "fuzz/"];
 /// The ADR with the reasons.
 const REASONS: &str = "docs/adr/0013-dependencies.md";
 /// Comment that marks a dev-dependency that only sets features of a package.
@@ -36,7 +36,7 @@ impl Dependency {
 fn dependencies(path: &str, text: &str) -> Vec<Dependency> {
     let mut table = String::new();
     let mut found = Vec::new();
-    if path.starts_with(PEERS) {
+    if OTHER_WORKSPACES.iter().any(|folder| path.starts_with(folder)) {
         return found;
     }
     for (at, row) in text.lines().enumerate() {
@@ -153,10 +153,13 @@ fn manifests_are_read() {
 }
 
 #[test]
-fn peers_are_another_workspace() {
+fn other_workspaces_are_excluded() {
     let manifest = |path: &str| texts().into_iter().find(|(p, _)| p == path).expect("the manifest exists").1;
-    assert!(manifest("Cargo.toml").contains(&format!("exclude = [\"{}\"]", PEERS.trim_end_matches('/'))));
-    assert!(manifest(&format!("{PEERS}Cargo.toml")).contains("[workspace]"));
+    let excluded = OTHER_WORKSPACES.map(|folder| format!("\"{}\"", folder.trim_end_matches('/'))).join(", ");
+    assert!(manifest("Cargo.toml").contains(&format!("exclude = [{excluded}]")));
+    for folder in OTHER_WORKSPACES {
+        assert!(manifest(&format!("{folder}Cargo.toml")).contains("[workspace]"));
+    }
 }
 
 #[test]

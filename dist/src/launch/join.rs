@@ -43,8 +43,9 @@ impl World {
 
     /// Joins the world as the rank of this process: connects to all other processes, calls `f`, and returns its result when all ranks
     /// have returned. Results have the same bits as with the threads of [`World::launch`]. Every process of the world calls `join` with
-    /// the same mesh; rank 0 listens at [`Process::port`], then each process connects to each other one. Connections are neither
-    /// encrypted nor authenticated: use a trusted network.
+    /// the same mesh; rank 0 listens at [`Process::port`], then each process connects to each other one. Each connection starts with
+    /// a proof that both ends have the [token](Process::token) of the run; everything sent is authenticated, and between machines
+    /// [encrypted](Process::encrypt).
     ///
     /// By default a rank uses the cores that this process may run on, divided by [`Process::num_local_ranks`].
     ///
@@ -99,8 +100,8 @@ impl World {
         }
         let mesh = self.mesh.to_string();
         let config = WorldConfig { mesh, program: program(), values: self.consistent_values.clone() };
-        let streams = rendezvous.connect(&config, self.timeout, self.wait_hook.as_ref())?;
-        let endpoint = Endpoint::new(&self.mesh, process.rank(), streams, self.timeout)?;
+        let links = rendezvous.connect(&config, self.timeout, self.wait_hook.as_ref())?;
+        let endpoint = Endpoint::new(&self.mesh, process.rank(), links, self.timeout)?;
         thread::scope(|scope| {
             let name = format!("rank-{}", process.rank());
             let builder = thread::Builder::new().name(name).stack_size(STACK_BYTES);

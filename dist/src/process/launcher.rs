@@ -1,13 +1,15 @@
 //! Recognizes the launcher of a process by its environment variables, and reads a [`Process`] from them.
 
 use super::environment::EnvVars;
-use super::{Process, incomplete_environment, slurm};
+use super::{Process, Token, incomplete_environment, slurm};
 use crate::error::{Error, Kind, Result};
 
 /// The port of rank 0 unless a variable says otherwise; PyTorch's default.
 const PORT: u16 = 29500;
 /// The variable for the port of the rendezvous.
 const PORT_VARIABLE: &str = "SHARDGRAD_PORT";
+/// The variable for the token of the run.
+const TOKEN_VARIABLE: &str = "SHARDGRAD_TOKEN";
 const LOOPBACK: &str = "127.0.0.1";
 /// All addresses of this machine, for a rank 0 that does not know by which address the others reach it.
 const ANY_ADDRESS: &str = "0.0.0.0";
@@ -119,7 +121,11 @@ impl Launcher {
             Family::Mpich | Family::Slurm => slurm::run_id(variables)?,
             Family::AwsBatch | Family::LeaderWorkerSet => String::new(),
         };
-        Ok(process.with_local_rank(local.rank, local.count)?.with_run_id(&run_id))
+        let process = process.with_local_rank(local.rank, local.count)?.with_run_id(&run_id);
+        Ok(match variables.get(TOKEN_VARIABLE) {
+            Some(token) => process.token(Token::Text(token)),
+            None => process,
+        })
     }
 
     fn rank(&self, variables: &EnvVars<'_>, num_ranks: usize) -> Result<usize> {

@@ -1,6 +1,7 @@
 //! Worlds of processes: connecting, and the errors on other ranks when one rank ends, fails or becomes unresponsive.
 
 use crate::support::{free_port, joined, mesh, on, up};
+use crate::wire::{INSECURE, Peer, TOKEN};
 use shardgrad_dist::{Error, Kind, Mesh, Process, Rank, ReduceOp, Result, World};
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -109,7 +110,7 @@ fn foreign_connections_are_rejected_without_delay() {
     };
     let (_silent, mut junk, mut long) = (connect(), connect(), connect());
     junk.write_all(&[0xff; 4000]).unwrap();
-    long.write_all(b"shardgrad ranks 2\n\xff\xff\xff\xff\xff\xff\xff\xff").unwrap();
+    long.write_all(&[0xff; 47]).unwrap();
     let strange = world("tp=2").join(&process(1, "b"), barrier).unwrap_err();
     contains(
         &strange,
@@ -148,26 +149,35 @@ fn ranks_that_return_early_report_later_failures() {
 }
 
 /// Connects as rank 1 of two, up to the end of the rendezvous.
-fn rendezvous_as_rank_one(port: u16) -> TcpStream {
-    let mut stream = crate::rendezvous::hello(port, 1, 2, "");
-    crate::rendezvous::ready(&mut stream, 1, &mesh("tp=2"));
-    while crate::rendezvous::receive(&mut stream)[0] != 2 {}
-    crate::rendezvous::send(&mut stream, &[3, 0, 0, 0, 0, 0, 0, 0]);
-    while crate::rendezvous::receive(&mut stream)[0] != 3 {}
-    stream
+fn rendezvous_as_rank_one(port: u16, token: &str) -> Peer {
+    let mut peer = Peer::hello(port, 1, 2, token, u64::from(token != INSECURE));
+    peer.ready(1, &mesh("tp=2"));
+    while peer.receive()[0] != 2 {}
+    peer.send(&[3, 0, 0, 0, 0, 0, 0, 0]);
+    while peer.receive()[0] != 3 {}
+    peer
+}
+
+/// Rank 0 of two with the token of [`rendezvous_as_rank_one`].
+fn rank_zero(port: u16, token: &str) -> Process {
+    if token == INSECURE {
+        Process::new(0, 2, "127.0.0.1", port).unwrap().insecure()
+    } else {
+        crate::wire::process(0, 2, port)
+    }
 }
 
 /// The error of rank 0, which waits in a barrier with a long timeout, while `other` acts as rank 1.
-fn error_with_peer(other: impl FnOnce(&mut TcpStream)) -> Error {
+fn error_with_peer(token: &str, other: impl FnOnce(&mut TcpStream)) -> Error {
     let port = free_port();
+    let process = rank_zero(port, token);
     let zero = thread::spawn(move || {
-        let process = Process::new(0, 2, "127.0.0.1", port).unwrap();
         world("tp=2").join(&process, |rank| rank.with_timeout(Duration::from_secs(600), || barrier(rank)))
     });
-    let mut stream = rendezvous_as_rank_one(port);
-    other(&mut stream);
+    let mut peer = rendezvous_as_rank_one(port, token);
+    other(&mut peer.stream);
     let ended = zero.join().unwrap();
-    drop(stream);
+    drop(peer);
     ended.unwrap_err()
 }
 
@@ -175,14 +185,18 @@ fn error_with_peer(other: impl FnOnce(&mut TcpStream)) -> Error {
 fn unresponsive_or_malformed_peer_is_lost_despite_a_long_timeout() {
     let start = Instant::now();
     for junk in [&[9; 40][..], &[1; 17], &[255; 17], b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"] {
-        let error = error_with_peer(|stream| stream.write_all(junk).unwrap());
-        let parts = ["rank 1 sent a malformed message; rank 0 stops too", "help       "];
+        let error = error_with_peer(INSECURE, |stream| stream.write_all(junk).unwrap());
+        let parts = ["rank 1 sent a malformed message; rank 0 stops too", "help       ", "connection "];
         contains(&error, Kind::PeerLost, &parts);
     }
-    let error = error_with_peer(|stream| stream.shutdown(std::net::Shutdown::Both).unwrap());
+    let error = error_with_peer(TOKEN, |stream| stream.write_all(&[0; 49]).unwrap());
+    let why =
+        "the connection from rank 1 to rank 0 was tampered with: record 5 does not verify; rank 0 stops too";
+    contains(&error, Kind::PeerLost, &[why, "connection of rank 0 to rank 1 (127.0.0.1:"]);
+    let error = error_with_peer(TOKEN, |stream| stream.shutdown(std::net::Shutdown::Both).unwrap());
     contains(&error, Kind::PeerLost, &["rank 1's process ended (killed or crashed); rank 0 stops too"]);
     assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
-    let error = error_with_peer(|_| ());
+    let error = error_with_peer(TOKEN, |_| ());
     let parts = ["nothing received from rank 1 for 10 s: the network may be down", "; rank 0 stops too"];
     contains(&error, Kind::PeerLost, &parts);
     assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
@@ -192,12 +206,12 @@ fn unresponsive_or_malformed_peer_is_lost_despite_a_long_timeout() {
 fn timeout_names_a_peer_without_heartbeats() {
     let port = free_port();
     let zero = thread::spawn(move || {
-        let process = Process::new(0, 2, "127.0.0.1", port).unwrap();
-        World::new(mesh("tp=2")).timeout(Duration::from_secs(4)).threads(1).join(&process, barrier)
+        let world = World::new(mesh("tp=2")).timeout(Duration::from_secs(4)).threads(1);
+        world.join(&rank_zero(port, TOKEN), barrier)
     });
-    let stream = rendezvous_as_rank_one(port);
+    let peer = rendezvous_as_rank_one(port, TOKEN);
     let error = zero.join().unwrap().unwrap_err();
-    drop(stream);
+    drop(peer);
     contains(
         &error,
         Kind::Timeout,
@@ -283,4 +297,107 @@ fn large_payloads_in_both_directions_do_not_block() {
         })
     });
     assert!(ends.into_iter().all(|end| end.unwrap()));
+}
+
+#[test]
+fn links_of_every_protection_give_the_same_bits() {
+    let results = [
+        |process: Process| process.insecure(),
+        |process: Process| process.encrypt(false),
+        |process: Process| process.encrypt(true),
+    ]
+    .map(|set_up| {
+        let ends = joined(3, |process| {
+            World::new(mesh("tp=3")).threads(1).join(&set_up(process.clone()), |rank| {
+                let mut bits = Vec::new();
+                // Short and long messages, in one record and in several.
+                for len in [1, 5, 4_000, 40_000, 300_000] {
+                    let x: Vec<f32> = (0..len).map(|i| (i * (rank.index() + 3)) as f32 * 0.1).collect();
+                    let y = rank.all_reduce(&on(rank, "tp"), &up(rank, &x), len, ReduceOp::Sum)?;
+                    bits.extend(crate::support::down::<f32>(&y, len).into_iter().map(f32::to_bits));
+                }
+                Ok(bits)
+            })
+        });
+        ends.into_iter().map(Result::unwrap).collect::<Vec<_>>()
+    });
+    assert!(results[0] == results[1] && results[1] == results[2]);
+    let different = joined(2, |process| {
+        world("tp=2").join(&process.clone().encrypt(process.rank() == 1), barrier).unwrap_err()
+    });
+    for error in different {
+        let why = "ranks protect their connections differently: authenticated on rank 0, encrypted on rank 1";
+        contains(&error, Kind::Config, &[why, "--encrypt"]);
+    }
+}
+
+#[test]
+fn rank_that_runs_ahead_is_slowed_down_and_two_that_write_to_each_other_are_not() {
+    const BYTES: usize = 24 << 20;
+    const COUNT: usize = 6;
+    let sent = std::sync::atomic::AtomicUsize::new(0);
+    let ends = joined(2, |process| {
+        World::new(mesh("tp=2")).threads(1).join(process, |rank| {
+            let (call, len) = (on(rank, "tp"), BYTES / 4);
+            let x = up(rank, &vec![rank.index() as f32; len]);
+            if rank.index() == 1 {
+                for _ in 0..COUNT {
+                    rank.send(&call, &x, len, 0)?;
+                    sent.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
+                }
+            } else {
+                // While this rank computes, three messages fill its queue, and parts of a fourth the buffers of the connection.
+                thread::sleep(Duration::from_millis(1500));
+                let early = sent.load(std::sync::atomic::Ordering::SeqCst);
+                assert!(early <= 4, "{early} messages of {BYTES} bytes were taken in");
+                for _ in 0..COUNT {
+                    rank.recv(&call, len, 1)?;
+                }
+            }
+            // Each sends more than a queue holds before it receives anything.
+            for _ in 0..COUNT {
+                rank.send(&call, &x, len, 1 - rank.index())?;
+            }
+            let mut is_right = true;
+            for _ in 0..COUNT {
+                let y = rank.recv(&call, len, 1 - rank.index())?;
+                is_right &=
+                    crate::support::down::<f32>(&y, len).iter().all(|x| *x == (1 - rank.index()) as f32);
+            }
+            Ok(is_right)
+        })
+    });
+    assert!(ends.into_iter().all(|end| end.unwrap()));
+}
+
+#[test]
+fn ranks_that_wait_in_a_circle_behind_full_queues_go_on() {
+    // Rank 0 cannot finish its sends to rank 1 before that has received from rank 2, which waits for rank 0.
+    const LEN: usize = 6 << 20;
+    let ends = joined(3, |process| {
+        World::new(mesh("tp=3")).threads(1).join(process, |rank| {
+            let call = on(rank, "tp");
+            let x = up(rank, &vec![1f32; LEN]);
+            match rank.index() {
+                0 => {
+                    for _ in 0..5 {
+                        rank.send(&call, &x, LEN, 1)?;
+                    }
+                    rank.send(&call, &x, 1, 2)?;
+                }
+                1 => {
+                    rank.recv(&call, 1, 2)?;
+                    for _ in 0..5 {
+                        rank.recv(&call, LEN, 0)?;
+                    }
+                }
+                _ => {
+                    rank.recv(&call, 1, 0)?;
+                    rank.send(&call, &x, 1, 1)?;
+                }
+            }
+            Ok(())
+        })
+    });
+    ends.into_iter().for_each(|end| end.unwrap());
 }

@@ -1,9 +1,9 @@
 //! The rendezvous of processes: values that must be equal, and failures that end the start on all ranks at once.
 
 use crate::support::{free_port, joined, mesh, on};
-use shardgrad_dist::{Error, Kind, Mesh, Process, Rank, Rendezvous, Result, World};
-use std::io::{Read, Write};
-use std::net::{TcpListener, TcpStream};
+use crate::wire::{Peer, TOKEN, number, process, text};
+use shardgrad_dist::{Error, Kind, Rank, Rendezvous, Result, World};
+use std::net::TcpListener;
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -15,11 +15,6 @@ fn world(text: &str) -> World {
 
 fn barrier(rank: &Rank) -> Result<usize> {
     rank.barrier(&on(rank, "tp")).map(|()| rank.index())
-}
-
-/// Rank `rank` of `count`, with the rendezvous at a port of this machine.
-fn process(rank: usize, count: usize, port: u16) -> Process {
-    Process::new(rank, count, "127.0.0.1", port).unwrap()
 }
 
 /// Asserts the kind of an error, and parts of its text.
@@ -36,46 +31,9 @@ fn was_at_once(start: Instant) {
     assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
 }
 
-fn number(n: u64) -> Vec<u8> {
-    n.to_le_bytes().to_vec()
-}
-
-fn text(text: &str) -> Vec<u8> {
-    [number(text.len() as u64), text.as_bytes().to_vec()].concat()
-}
-
-/// Sends a message of a rendezvous.
-pub(crate) fn send(stream: &mut TcpStream, bytes: &[u8]) {
-    stream
-        .write_all(&[b"shardgrad ranks 2\n".to_vec(), number(bytes.len() as u64), bytes.into()].concat())
-        .unwrap();
-}
-
-/// Receives a message of a rendezvous.
-pub(crate) fn receive(stream: &mut TcpStream) -> Vec<u8> {
-    let mut head = [0; 26];
-    stream.read_exact(&mut head).unwrap();
-    let mut body = vec![0; u64::from_le_bytes(*head.last_chunk().unwrap()) as usize];
-    stream.read_exact(&mut body).unwrap();
-    body
-}
-
-/// Connects to rank 0 and sends the first message of a rank.
-pub(crate) fn hello(port: u16, rank: u64, count: u64, run: &str) -> TcpStream {
-    let mut stream = loop {
-        match TcpStream::connect(("127.0.0.1", port)) {
-            Ok(stream) => break stream,
-            Err(_) => thread::sleep(Duration::from_millis(2)),
-        }
-    };
-    let own = [number(1), number(rank), text(run), text(env!("CARGO_PKG_VERSION")), number(count)];
-    send(&mut stream, &own.concat());
-    stream
-}
-
-/// Sends that a process is ready and listens on `port`, without the hash of its program.
-pub(crate) fn ready(stream: &mut TcpStream, port: u64, mesh: &Mesh) {
-    send(stream, &[number(2), number(port), text(&mesh.to_string()), number(0), number(0)].concat());
+/// Connects to rank 0 and names a rank.
+fn hello(port: u16, rank: u64, count: u64) -> Peer {
+    Peer::hello(port, rank, count, TOKEN, 1)
 }
 
 #[test]
@@ -182,12 +140,12 @@ fn process_that_ends_during_the_rendezvous_ends_the_start_on_all() {
             thread::spawn(move || world("tp=3").join(&process(rank, 3, port), barrier).unwrap_err())
         });
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let mut gone = hello(port, 1, 3, "");
+        let mut gone = hello(port, 1, 3);
         if is_ready {
             // Rank 2 may connect to rank 1 before that ends.
-            ready(&mut gone, listener.local_addr().unwrap().port().into(), &mesh("tp=3"));
+            gone.ready(listener.local_addr().unwrap().port().into(), &mesh("tp=3"));
         }
-        receive(&mut gone);
+        gone.receive();
         drop(gone);
         for other in others {
             let why = "rank 1's process ended before all ranks had connected";
@@ -198,11 +156,10 @@ fn process_that_ends_during_the_rendezvous_ends_the_start_on_all() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
     let other = thread::spawn(move || world("tp=2").join(&process(1, 2, port), barrier).unwrap_err());
-    let (mut stream, _) = listener.accept().unwrap();
-    receive(&mut stream);
-    receive(&mut stream);
-    send(&mut stream, &number(1));
-    drop(stream);
+    let mut rank_one = Peer::accept(&listener);
+    rank_one.receive();
+    rank_one.send(&number(1));
+    drop(rank_one);
     let why = "rank 0's process ended before all ranks had connected";
     has(&other.join().unwrap(), Kind::PeerLost, &[why, &format!("127.0.0.1:{port}")]);
     was_at_once(start);
@@ -214,8 +171,8 @@ fn unreachable_rank_ends_the_start_on_all() {
     let nobody = free_port();
     let others = [0, 2]
         .map(|rank| thread::spawn(move || world("tp=3").join(&process(rank, 3, port), barrier).unwrap_err()));
-    let mut one = hello(port, 1, 3, "");
-    ready(&mut one, nobody.into(), &mesh("tp=3"));
+    let mut one = hello(port, 1, 3);
+    one.ready(nobody.into(), &mesh("tp=3"));
     for other in others {
         let why = format!("rank 2 cannot connect to rank 1 (127.0.0.1:{nobody}): Connection refused");
         has(&other.join().unwrap(), Kind::Io, &[&why, "firewalls"]);
@@ -253,9 +210,9 @@ fn texts_of_other_processes_are_escaped() {
             .join(&process(0, 2, port), barrier)
             .unwrap_err()
     });
-    let mut one = hello(port, 1, 2, "");
+    let mut one = hello(port, 1, 2);
     let error = [number(11), text("bad\u{1b}]0;x\u{7}"), number(1), text("he\u{8}lp"), text("\u{1b}[2J")];
-    send(&mut one, &[number(4), error.concat()].concat());
+    one.send(&[number(4), error.concat()].concat());
     let error = zero.join().unwrap().to_string();
     assert!(!error.chars().any(|c| c.is_control() && c != '\n'), "{error:?}");
     assert!(error.contains("rank 1 refused to start: bad\\u{1b}]0;x\\u{7}"), "{error}");

@@ -10,7 +10,7 @@ use shardgrad::autograd::pipeline::Schedule;
 use std::path::Path;
 
 /// Options that may differ between processes, with the reason.
-const NOT_COMPARED: [(&str, &str); 16] = [
+const NOT_COMPARED: [(&str, &str); 17] = [
     ("help", "not an option of a run"),
     ("version", "not an option of a run"),
     ("config", "the options in the file are compared"),
@@ -19,6 +19,7 @@ const NOT_COMPARED: [(&str, &str); 16] = [
     ("tokens", "paths may differ between machines; the contents are compared"),
     ("model", "paths may differ between machines; the contents are compared"),
     ("resume", "paths may differ between machines; the checkpoint is compared"),
+    ("token_file", "paths may differ between machines; the token is proved"),
     ("out", "paths may differ between machines; only rank 0 writes"),
     ("trace", "not supported for processes"),
     ("logits", "only rank 0 writes"),

@@ -1,9 +1,13 @@
-//! Benchmarks of collectives (as layout changes) between ranks that are threads, or processes of a launcher.
+//! Benchmarks of collectives (as layout changes) between ranks that are threads, or processes of a launcher, and of the protection of
+//! connections between processes.
 
 use super::measurement::{Bench, Work, check};
 use crate::cli::ranks::{Ranks, is_rank_zero, process};
+use shardgrad::dist::Process;
 use shardgrad::prelude::*;
+use std::net::TcpListener;
 use std::panic::Location;
+use std::thread;
 
 /// A collective: layouts before and after it, and the least fraction of the tensor's bytes that a rank moves.
 struct Case {
@@ -47,6 +51,20 @@ const CALLS_MAX: usize = 2000;
 /// Shapes of the tensors, f32.
 const SHAPES: [[usize; 2]; 3] = [[4, 4], [64, 64], [1024, 1024]];
 
+/// Rounds over the kinds of links: each round measures each kind, so that a change of the machine's load meets all of them.
+const NUM_LINK_ROUNDS: usize = 5;
+/// Shapes of the tensors over links, f32: 64 B to 64 MiB.
+const LINK_SHAPES: [[usize; 2]; 4] = [[4, 4], [64, 64], [1024, 1024], [4096, 4096]];
+
+/// A kind of link between two processes.
+type Link = (&'static str, fn(Process) -> Process);
+
+const LINKS: [Link; 3] = [
+    ("plain", Process::insecure),
+    ("authenticated", |process| process.encrypt(false)),
+    ("encrypted", |process| process.encrypt(true)),
+];
+
 /// Checks and measures every collective on 2 and 4 ranks, or on all processes.
 pub(super) fn run(bench: &Bench) -> Result<()> {
     let process = process()?;
@@ -69,7 +87,41 @@ pub(super) fn run(bench: &Bench) -> Result<()> {
             }
         }
     }
+    if process.is_none() { run_links(bench) } else { Ok(()) }
+}
+
+/// Checks and measures an all-reduce over each kind of link, between two threads of this process that connect as processes do.
+fn run_links(bench: &Bench) -> Result<()> {
+    for shape in LINK_SHAPES {
+        let mut seconds = LINKS.map(|_| Vec::new());
+        for _ in 0..NUM_LINK_ROUNDS {
+            for ((_, set_up), seconds) in LINKS.iter().zip(&mut seconds) {
+                seconds.push(over_link(bench, *set_up, &shape)?);
+            }
+        }
+        for ((name, _), mut seconds) in LINKS.into_iter().zip(seconds) {
+            seconds.sort_by(f64::total_cmp);
+            let name = format!("{} f32[{}, {}], {name}", CASES[0].name, shape[0], shape[1]);
+            let bytes = (4 * shape[0] * shape[1]) as f64;
+            bench.report("links", &name, "x=2", seconds[NUM_LINK_ROUNDS / 2], Work::Bytes(bytes));
+        }
+    }
     Ok(())
+}
+
+/// Returns the seconds of an all-reduce over a kind of link.
+fn over_link(bench: &Bench, set_up: fn(Process) -> Process, shape: &[usize]) -> Result<f64> {
+    let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
+    let join = |rank: usize| {
+        let process = set_up(Process::new(rank, 2, "127.0.0.1", port)?);
+        World::new(Mesh::parse("x=2")?).join(&process, |rank| measure(bench, rank, &CASES[0], shape))
+    };
+    thread::scope(|scope| {
+        let other = scope.spawn(|| join(1));
+        let seconds = join(0)?;
+        other.join().expect("bug: a panic of a rank was not caught")?;
+        Ok(seconds)
+    })
 }
 
 /// Checks, measures and reports an all-reduce over two ranks; returns its seconds.

@@ -1,7 +1,9 @@
 //! The connections of one process to all others. One thread per connection reads all incoming frames, so that senders never wait for
 //! what the receiving rank computes; one more thread sends heartbeats.
 
-use super::frame::{Frame, HEARTBEAT, PREFIX_BYTES, lengths, set_body};
+use super::frame::{Frame, HEARTBEAT, PREFIX_BYTES, SHORT_BYTES_MAX, heartbeat, lengths, set_body};
+use super::link::{Link, is_pause};
+use super::record::{Opener, Protection, RECORD_BYTES_MAX, Sealer, TAG_BYTES_MAX};
 use super::world_view::WorldView;
 use crate::error::{Error, Kind, Result};
 use crate::report;
@@ -22,11 +24,25 @@ const READ_TIMEOUT: Duration = Duration::from_millis(250);
 const WRITE_TIMEOUT: Duration = Duration::from_millis(10);
 /// How long a process waits at the end for the others to send final frames, and to close their connections.
 const LINGER: Duration = Duration::from_millis(500);
-/// The largest body that is copied behind its head and sent in one write.
-const SINGLE_WRITE_BYTES_MAX: usize = 16 << 10;
+/// The longest time in which bytes of one record trickle in. A writer sends a record at once, so where only heartbeats arrive instead,
+/// bytes are missing. Longer pauses do not count: the network or the other process had stopped.
+const RECORD_TIME: Duration = Duration::from_secs(5);
+/// The longest pause that counts.
+const COUNTED_PAUSE_MAX: Duration = Duration::from_millis(1500);
+/// The bytes by which the memory for a message grows before they have arrived.
+const GROWTH_BYTES_MIN: usize = 1 << 20;
 
 /// The write half of a connection; `None` after a frame was written only in part.
-type WriteHalf = Mutex<Option<TcpStream>>;
+type WriteHalf = Mutex<Option<Writer>>;
+
+/// The stream and the keys of a write half.
+#[derive(Debug)]
+struct Writer {
+    stream: TcpStream,
+    sealer: Sealer,
+    /// The rest of a heartbeat that was written only in part.
+    unsent: Vec<u8>,
+}
 
 /// The state that the threads of a process share.
 #[derive(Debug)]
@@ -55,36 +71,37 @@ impl Connections {
     /// `Kind::Io` if a thread or a socket option fails.
     pub(super) fn start(
         view: Arc<WorldView>,
-        streams: Vec<Option<TcpStream>>,
+        links: Vec<Option<Link>>,
         limit: Duration,
     ) -> Result<Connections> {
-        let reading = |(from, stream): (usize, &Option<TcpStream>)| {
-            stream.as_ref().map(|stream| stream.try_clone().map(|stream| (from, stream)))
-        };
-        let readings = streams.iter().enumerate().filter_map(reading);
-        let readings = readings.collect::<std::io::Result<Vec<(usize, TcpStream)>>>()?;
-        for stream in streams.iter().flatten() {
+        let (mut write_halves, mut readings, mut streams) = (Vec::new(), Vec::new(), Vec::new());
+        for (from, link) in links.into_iter().enumerate() {
+            let Some(Link { stream, sealer, opener }) = link else {
+                write_halves.push(None);
+                continue;
+            };
             stream.set_nodelay(true)?;
             stream.set_read_timeout(Some(READ_TIMEOUT))?;
             stream.set_write_timeout(Some(WRITE_TIMEOUT))?;
+            streams.push(stream.try_clone()?);
+            readings.push((from, stream.try_clone()?, opener));
+            write_halves.push(Some(Mutex::new(Some(Writer { stream, sealer, unsent: Vec::new() }))));
         }
-        let streams_kept =
-            streams.iter().flatten().map(TcpStream::try_clone).collect::<std::io::Result<_>>()?;
-        let write_halves = streams.into_iter().map(|s| Some(Mutex::new(Some(s?)))).collect();
         let open = AtomicUsize::new(readings.len());
         let shared =
             Arc::new(SharedConnections { view, write_halves, is_over: AtomicBool::new(false), open });
-        let mut connections = Connections {
-            shared: shared.clone(),
-            streams: streams_kept,
-            readers: Vec::new(),
-            heartbeat: None,
-        };
-        for (from, stream) in readings {
+        let mut connections =
+            Connections { shared: shared.clone(), streams, readers: Vec::new(), heartbeat: None };
+        for (from, stream, opener) in readings {
             let shared = shared.clone();
             let read = move || {
-                let why = Reader { from, stream, shared: &shared, limit: limit.max(SILENCE_MIN) }.read_all();
-                shared.view.mark_lost(from, &why);
+                let peer = stream.peer_addr().map_or_else(|_| "unknown".to_string(), |at| at.to_string());
+                let why = Reader::new(from, stream, opener, &shared, limit.max(SILENCE_MIN)).read_all();
+                let me = shared.view.rank;
+                shared.view.mark_lost(
+                    from,
+                    &why.detail("connection", format!("of rank {me} to rank {from} ({peer})")),
+                );
                 shared.open.fetch_sub(1, Ordering::SeqCst);
                 shared.view.condvar.notify_all();
             };
@@ -115,12 +132,8 @@ impl Connections {
         let Some(half) = &self.shared.write_halves[to] else { return Ok(()) };
         set_body(head, body.len());
         let mut half = lock(half);
-        let Some(stream) = &mut *half else { return Ok(()) };
-        let written = if body.len() <= SINGLE_WRITE_BYTES_MAX {
-            write(stream, &[head, body].concat(), &mut tick)
-        } else {
-            write(stream, head, &mut tick).and_then(|()| write(stream, body, &mut tick))
-        };
+        let Some(writer) = &mut *half else { return Ok(()) };
+        let written = writer.write_frame(head, body, &mut tick);
         if written.is_err() {
             *half = None;
         }
@@ -172,18 +185,50 @@ impl SharedConnections {
                 Err(TryLockError::Poisoned(half)) => half.into_inner(),
                 Err(TryLockError::WouldBlock) => continue,
             };
-            // A single byte is never written in part.
-            half.iter().for_each(|mut stream| drop(stream.write(&[HEARTBEAT])));
+            let mut half = half;
+            half.iter_mut().for_each(Writer::write_heartbeat);
         }
     }
 }
 
-fn lock(half: &WriteHalf) -> MutexGuard<'_, Option<TcpStream>> {
-    half.lock().unwrap_or_else(PoisonError::into_inner)
+impl Writer {
+    /// Writes a frame with an encoded head.
+    fn write_frame(&mut self, head: &[u8], body: &[u8], tick: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+        let Writer { stream, sealer, unsent } = self;
+        let mut sealed = std::mem::take(unsent);
+        let (prefix, head) = head.split_at(PREFIX_BYTES);
+        sealer.seal(&[prefix], &mut sealed);
+        if head.len() + body.len() <= SHORT_BYTES_MAX {
+            if head.len() + body.len() > 0 {
+                sealer.seal(&[head, body], &mut sealed);
+            }
+            return write(stream, &sealed, tick);
+        }
+        head.chunks(RECORD_BYTES_MAX).for_each(|part| sealer.seal(&[part], &mut sealed));
+        if sealer.protection == Protection::None {
+            write(stream, &sealed, tick)?;
+            return write(stream, body, tick);
+        }
+        for part in body.chunks(RECORD_BYTES_MAX) {
+            sealer.seal(&[part], &mut sealed);
+            write(stream, &sealed, tick)?;
+            sealed.clear();
+        }
+        write(stream, &sealed, tick)
+    }
+
+    /// Writes a heartbeat, or the rest of the last one, as far as the peer accepts it at once.
+    fn write_heartbeat(&mut self) {
+        if self.unsent.is_empty() {
+            self.sealer.seal(&[&heartbeat()], &mut self.unsent);
+        }
+        let count = self.stream.write(&self.unsent).unwrap_or(0);
+        self.unsent.drain(..count);
+    }
 }
 
-fn is_pause(kind: ErrorKind) -> bool {
-    matches!(kind, ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted)
+fn lock(half: &WriteHalf) -> MutexGuard<'_, Option<Writer>> {
+    half.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Writes all bytes, or as many as the peer accepts before it closes the connection.
@@ -204,11 +249,29 @@ struct Reader<'a> {
     /// The rank of the peer.
     from: usize,
     stream: TcpStream,
+    opener: Opener,
+    /// The number of records that have arrived.
+    number: u64,
+    /// Bytes that have been read, from `start` to `end`.
+    buffer: Vec<u8>,
+    start: usize,
+    end: usize,
     shared: &'a SharedConnections,
     limit: Duration,
 }
 
 impl Reader<'_> {
+    fn new(
+        from: usize,
+        stream: TcpStream,
+        opener: Opener,
+        shared: &SharedConnections,
+        limit: Duration,
+    ) -> Reader<'_> {
+        let buffer = vec![0; RECORD_BYTES_MAX + TAG_BYTES_MAX];
+        Reader { from, stream, opener, number: 0, buffer, start: 0, end: 0, shared, limit }
+    }
+
     /// Passes frames to the world view until the connection ends. Returns why it ended.
     fn read_all(&mut self) -> Error {
         loop {
@@ -220,50 +283,95 @@ impl Reader<'_> {
     }
 
     fn read_one(&mut self) -> Result<()> {
-        let mut prefix = [HEARTBEAT; PREFIX_BYTES];
-        self.fill(&mut prefix[..1])?;
-        if prefix[0] == HEARTBEAT {
-            return Ok(());
-        }
-        self.fill(&mut prefix[1..])?;
+        let mut prefix = Vec::with_capacity(PREFIX_BYTES);
+        self.read_record(PREFIX_BYTES, &mut prefix)?;
         let (view, from) = (&self.shared.view, self.from);
         let malformed = || report::malformed(from);
-        let (head, body) = lengths(&prefix).ok_or_else(malformed)?;
-        let head = self.read_bytes(head)?;
-        let frame = Frame::decode(prefix[0], &head, &view.mesh).ok_or_else(malformed)?;
+        let prefix = prefix.first_chunk::<PREFIX_BYTES>().ok_or_else(malformed)?;
+        if *prefix == heartbeat() {
+            return Ok(());
+        }
+        let (head, body) = lengths(prefix).filter(|_| prefix[0] != HEARTBEAT).ok_or_else(malformed)?;
+        let is_short = head.checked_add(body).is_some_and(|bytes| bytes <= SHORT_BYTES_MAX);
+        let mut bytes = Vec::new();
+        if is_short && head + body > 0 {
+            self.read_record(head + body, &mut bytes)?;
+        } else {
+            self.read_bytes(head, &mut bytes)?;
+        }
+        let rest = bytes.split_off(head);
+        let frame = Frame::decode(prefix[0], &bytes, &view.mesh).ok_or_else(malformed)?;
         view.check(from, &frame, body)?;
-        let body = self.read_bytes(body)?;
-        view.receive(from, frame, body);
+        let mut bytes = rest;
+        if !is_short {
+            self.shared.view.wait_for_room(from, || self.shared.is_over.load(Ordering::SeqCst));
+            self.read_bytes(body, &mut bytes)?;
+        }
+        view.receive(from, frame, bytes);
+        if is_short {
+            self.shared.view.wait_for_room(from, || self.shared.is_over.load(Ordering::SeqCst));
+        }
         Ok(())
     }
 
-    /// Reads the next `bytes` bytes.
-    fn read_bytes(&mut self, bytes: usize) -> Result<Vec<u8>> {
-        let mut part = Vec::new();
-        part.try_reserve_exact(bytes).map_err(|_| {
-            let (rank, from) = (self.shared.view.rank, self.from);
-            Error::new(
-                Kind::PeerLost,
-                format!("rank {rank} cannot allocate {bytes} bytes for a message of rank {from}"),
-            )
-        })?;
-        part.resize(bytes, 0);
-        self.fill(&mut part)?;
-        Ok(part)
+    /// Reads the next `len` bytes, sent in records. Memory grows with the bytes that arrive, whatever length is claimed.
+    fn read_bytes(&mut self, len: usize, out: &mut Vec<u8>) -> Result<()> {
+        while out.len() < len {
+            let missing = len - out.len();
+            if out.capacity() - out.len() < missing.min(RECORD_BYTES_MAX) + TAG_BYTES_MAX {
+                let more = missing.min(out.len().max(GROWTH_BYTES_MIN)) + TAG_BYTES_MAX;
+                out.try_reserve_exact(more).map_err(|_| {
+                    let (rank, from) = (self.shared.view.rank, self.from);
+                    Error::new(
+                        Kind::PeerLost,
+                        format!("rank {rank} cannot allocate {len} bytes for a message of rank {from}"),
+                    )
+                })?;
+            }
+            self.read_record(missing.min(RECORD_BYTES_MAX), out)?;
+        }
+        Ok(())
     }
 
-    fn fill(&mut self, mut part: &mut [u8]) -> Result<()> {
+    /// Reads the next record, with `len` bytes of contents, and appends these to `out`.
+    fn read_record(&mut self, len: usize, out: &mut Vec<u8>) -> Result<()> {
+        let bytes = self.opener.record_bytes(len);
+        self.fill(bytes)?;
+        self.number += 1;
+        let record = &self.buffer[self.start..self.start + bytes];
+        let opened = self.opener.open(record, out);
+        self.start += bytes;
+        opened.map_err(|tampered| report::tampered(self.shared.view.rank, self.from, tampered.number))
+    }
+
+    /// Reads until the buffer holds `bytes` bytes.
+    fn fill(&mut self, bytes: usize) -> Result<()> {
+        if self.start + bytes > self.buffer.len() {
+            self.buffer.copy_within(self.start..self.end, 0);
+            (self.start, self.end) = (0, self.end - self.start);
+        }
         // Each read that times out counts as its timeout, no more: time in which this process is stopped is no silence of the peer.
         let (from, mut silence) = (self.from, Duration::ZERO);
-        while !part.is_empty() {
-            match self.stream.read(part) {
+        let (mut last_read, mut record_time) = (Instant::now(), Duration::ZERO);
+        while self.end - self.start < bytes {
+            if self.start == self.end {
+                (self.start, self.end) = (0, 0);
+            }
+            match self.stream.read(&mut self.buffer[self.end..]) {
                 Ok(0) => return Err(report::process_ended(from)),
                 Ok(count) => {
                     if !silence.is_zero() {
                         silence = Duration::ZERO;
                         self.shared.view.set_silence(from, silence);
                     }
-                    part = &mut part[count..];
+                    let is_begun = self.end > self.start;
+                    self.end += count;
+                    record_time +=
+                        if is_begun { last_read.elapsed().min(COUNTED_PAUSE_MAX) } else { Duration::ZERO };
+                    last_read = Instant::now();
+                    if record_time > RECORD_TIME && self.end - self.start < bytes {
+                        return Err(report::tampered(self.shared.view.rank, from, self.number));
+                    }
                 }
                 Err(e) if is_pause(e.kind()) => {
                     silence += READ_TIMEOUT;
@@ -280,5 +388,30 @@ impl Reader<'_> {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mesh::Mesh;
+    use std::net::TcpListener;
+
+    #[test]
+    fn memory_grows_with_the_bytes_that_arrive_not_with_the_length_that_is_claimed() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut far = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let Link { stream, opener, .. } = Link::unprotected(listener.accept().unwrap().0);
+        let view = Arc::new(WorldView::new(Mesh::new(&[("tp", 2)]).unwrap(), 0));
+        let (is_over, open) = (AtomicBool::new(false), AtomicUsize::new(1));
+        let shared = SharedConnections { view, write_halves: Vec::new(), is_over, open };
+        let mut reader = Reader::new(1, stream, opener, &shared, SILENCE_MIN);
+        let sender = std::thread::spawn(move || far.write_all(&[7; 3 << 20]));
+        let mut bytes = Vec::new();
+        let error = reader.read_bytes(3 << 30, &mut bytes).unwrap_err();
+        sender.join().unwrap().unwrap();
+        assert!(error.message().contains("process ended"), "{error}");
+        assert!(bytes.len() > 2 << 20 && bytes.iter().all(|byte| *byte == 7), "{}", bytes.len());
+        assert!(bytes.capacity() <= 8 << 20, "{} bytes for 3 MiB that have arrived", bytes.capacity());
     }
 }

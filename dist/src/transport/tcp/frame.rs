@@ -1,7 +1,8 @@
 //! The frames that processes send each other, and their encoding.
 //!
 //! A frame is: one byte for its kind; the lengths of head and body, eight bytes each; the head; the body, which holds elements in
-//! their memory layout. A heartbeat is its kind byte alone, so it is never sent partially.
+//! their memory layout. A heartbeat has neither head nor body. The first [`PREFIX_BYTES`] are one record of the connection, so the
+//! lengths are verified before they are used; head and body follow as one record if they are short, else each in records of its own.
 
 use crate::call::IssuedCall;
 use crate::encoding::{Decoder, Encoder};
@@ -13,6 +14,8 @@ use crate::world_state::Failure;
 pub(super) const HEARTBEAT: u8 = 0;
 /// Bytes before the head.
 pub(super) const PREFIX_BYTES: usize = 17;
+/// The most bytes of head and body together that are sent as one record.
+pub(super) const SHORT_BYTES_MAX: usize = 16 << 10;
 /// The longest head. The longest heads are probes: a call with path and inputs for each rank of a cycle.
 pub(super) const HEAD_BYTES_MAX: usize = 64 << 20;
 
@@ -104,6 +107,13 @@ impl Frame {
 fn encode_call(kind: u8, issued: &IssuedCall, out: &mut Encoder) -> u8 {
     issued.encode(out);
     kind
+}
+
+/// The prefix of a heartbeat.
+pub(super) fn heartbeat() -> [u8; PREFIX_BYTES] {
+    let mut prefix = [0; PREFIX_BYTES];
+    prefix[0] = HEARTBEAT;
+    prefix
 }
 
 /// Writes the length of the body into an encoded head.

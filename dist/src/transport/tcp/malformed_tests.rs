@@ -3,6 +3,7 @@
 #![cfg(not(loom))]
 
 use super::frame::{Frame, HEARTBEAT, PREFIX_BYTES, lengths, set_body};
+use super::link::Link;
 use super::{Endpoint, TcpTransport};
 use crate::call::{Call, IssuedCall, Op, Origin, Phase, ReduceOp};
 use crate::error::{Error, Kind, Result};
@@ -42,14 +43,10 @@ fn pair() -> [TcpStream; 2] {
     [near, listener.accept().unwrap().0]
 }
 
-/// Reads one frame, as head and body; a heartbeat is a head of one byte. `None` at the end.
+/// Reads one frame, as head and body; a heartbeat is a head alone. `None` at the end.
 fn read(from: &mut TcpStream) -> Option<(Vec<u8>, Vec<u8>)> {
     let mut prefix = [HEARTBEAT; PREFIX_BYTES];
-    from.read_exact(&mut prefix[..1]).ok()?;
-    if prefix[0] == HEARTBEAT {
-        return Some((vec![HEARTBEAT], Vec::new()));
-    }
-    from.read_exact(&mut prefix[1..]).ok()?;
+    from.read_exact(&mut prefix).ok()?;
     let (head_bytes, body_bytes) = lengths(&prefix)?;
     let (mut head, mut body) = (prefix.to_vec(), vec![0; body_bytes]);
     head.resize(PREFIX_BYTES + head_bytes, 0);
@@ -81,7 +78,8 @@ fn ends(
     let ([third, fourth], [fifth, sixth]) = (pair(), pair());
     (zero[2], two[0], one[2], two[1]) = (Some(third), Some(fourth), Some(fifth), Some(sixth));
     let live = |rank: usize, streams: Vec<Option<TcpStream>>| {
-        let endpoint = Endpoint::new(&mesh, rank, streams, TIMEOUT).unwrap();
+        let links = streams.into_iter().map(|stream| stream.map(Link::unprotected)).collect();
+        let endpoint = Endpoint::new(&mesh, rank, links, TIMEOUT).unwrap();
         let transport = Box::new(TcpTransport::new(endpoint.clone(), TIMEOUT, Duration::ZERO));
         let own = Rank::new(mesh.clone(), rank, Cpu::backend(1), transport);
         let ended = program(&own).and_then(|()| endpoint.finish());
@@ -221,7 +219,8 @@ fn end_after(frames: &[(Frame, &[u8])]) -> Error {
         set_body(&mut head, body.len());
         far.write_all(&[&head, *body].concat()).unwrap();
     }
-    let endpoint = Endpoint::new(&mesh, 0, streams, TIMEOUT).unwrap();
+    let links = streams.into_iter().map(|stream| stream.map(Link::unprotected)).collect();
+    let endpoint = Endpoint::new(&mesh, 0, links, TIMEOUT).unwrap();
     let transport = Box::new(TcpTransport::new(endpoint.clone(), TIMEOUT, Duration::ZERO));
     let own = Rank::new(mesh, 0, Cpu::backend(1), transport);
     let error = own.barrier(&Call { axes: own.mesh().all_axes(), ..call(DType::F32) }).unwrap_err();

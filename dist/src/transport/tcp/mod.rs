@@ -10,10 +10,15 @@
 //! it waits for. A probe that returns to its sender has followed a cycle of waits, each of which was still lasting when the probe
 //! passed, and so lasts forever.
 
+mod record;
+mod handshake;
+mod link;
+mod listener;
 mod frame;
 mod world_view;
 mod connections;
 mod rendezvous;
+pub(crate) mod wire_fuzz;
 mod assemble;
 #[cfg(test)]
 mod malformed_tests;
@@ -32,15 +37,15 @@ use crate::spin_condvar::WaitClock;
 use crate::world_state::{Failure, RankStatus};
 use assemble::{form_result, other_group_ranks, reduce_range, upload};
 use frame::{Frame, Probe};
+use link::Link;
 use shardgrad_kernels::host_vec::{try_copied, try_filled};
 use shardgrad_kernels::{Backend, Buffer};
 use smallvec::SmallVec;
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
-use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use world_view::ReceivedCall;
+use world_view::{Activity, ReceivedCall};
 
 /// A rank that has waited this long announces its wait to all others, and sends probes.
 const ANNOUNCE_AFTER: Duration = Duration::from_millis(50);
@@ -102,11 +107,11 @@ impl Endpoint {
     pub(crate) fn new(
         mesh: &Mesh,
         rank: usize,
-        streams: Vec<Option<TcpStream>>,
+        links: Vec<Option<Link>>,
         timeout: Duration,
     ) -> Result<Endpoint> {
         let view = Arc::new(WorldView::new(mesh.clone(), rank));
-        let connections = Arc::new(Connections::start(view.clone(), streams, timeout)?);
+        let connections = Arc::new(Connections::start(view.clone(), links, timeout)?);
         Ok(Endpoint { view, connections })
     }
 
@@ -122,6 +127,7 @@ impl Endpoint {
     /// The failure of the world; `Kind::Collective` for a message that this rank has not received.
     pub(crate) fn finish(&self) -> Result<()> {
         let view = &self.view;
+        view.set_activity(Activity::Sends);
         self.connections.send_to_all(&Frame::Returned(view.last(view.rank)), FINAL_SEND_TIMEOUT);
         view.condvar.wait(Duration::ZERO, || view.is_over(), || Ok(()))?;
         if let Some(failure) = view.failure() {
@@ -234,18 +240,25 @@ impl TcpTransport {
 
     /// Writes a frame to a rank, within the timeout.
     fn write(&self, to: usize, head: &mut [u8], body: &[u8], issued: &IssuedCall) -> Result<()> {
-        let mut clock = WaitClock::default();
-        self.endpoint.connections.send(to, head, body, || {
+        let (mut clock, mut is_blocked, view) = (WaitClock::default(), false, &self.endpoint.view);
+        let written = self.endpoint.connections.send(to, head, body, || {
+            if !std::mem::replace(&mut is_blocked, true) {
+                view.set_activity(Activity::Sends);
+            }
             self.check()?;
             if clock.advance(Instant::now()) <= self.limit() {
                 return Ok(());
             }
-            let (view, me) = (&self.endpoint.view, self.rank());
+            let me = self.rank();
             let seen = &view.snapshot(&[to])[to];
             let error = report::send_timed_out(&view.mesh, me, to, seen, issued, self.limit());
             self.fail(error.clone(), vec![self.rank()]);
             Err(error)
-        })
+        });
+        if is_blocked {
+            view.set_activity(Activity::Computes);
+        }
+        written
     }
 
     /// Downloads the argument of a call to the host.
@@ -380,7 +393,15 @@ impl TcpTransport {
         self.counters.borrow_mut().waits += 1;
         let mut wait =
             Wait { request, clock: WaitClock::default(), next: ANNOUNCE_AFTER, is_announced: false };
-        view.condvar.wait(self.spin, done, || self.check_wait(&mut wait, &absent))?;
+        let mut is_blocked = false;
+        view.condvar.wait(self.spin, done, || {
+            is_blocked = true;
+            view.set_activity(Activity::Waits(absent()));
+            self.check_wait(&mut wait, &absent)
+        })?;
+        if is_blocked {
+            view.set_activity(Activity::Computes);
+        }
         if wait.is_announced {
             self.endpoint.connections.send_to_all(&Frame::Resumed, FINAL_SEND_TIMEOUT);
         }

@@ -1,30 +1,35 @@
 //! Rendezvous: how the processes of a world find and connect to each other (PyTorch: `TCPStore`, rendezvous).
 //!
-//! Rank 0 listens at the port that all ranks know. Every other rank connects to it as soon as it starts, and sends its rank and run
-//! id. When it is ready, it sends its own listening port and its configuration, which rank 0 compares with its own. When all ranks
-//! are ready, rank 0 sends each the listening addresses of all ranks and a secret of this rendezvous; each rank connects to the
-//! ranks with lower numbers and accepts those with higher numbers. Processes of other runs and foreign connections are rejected. If
-//! a rank reports an error, ends, or differs in its configuration, the start fails on all ranks, and rank 0 sends them the reason.
+//! Rank 0 listens at the port that all ranks know. Every other rank connects to it as soon as it starts; both prove that they have the
+//! token, and the rank sends its number and run id. When it is ready, it sends its own listening port and its configuration, which
+//! rank 0 compares with its own. When all ranks are ready, rank 0 sends each the listening addresses of all ranks and a random number of
+//! this rendezvous; each rank connects to the ranks with lower numbers and accepts those with higher numbers, again with proofs.
+//! Processes of other runs and foreign connections are rejected. If a rank reports an error, ends, or differs in its configuration,
+//! the start fails on all ranks, and rank 0 sends them the reason.
 
-mod message;
-mod handshake;
+mod addresses;
+mod token_file;
+pub(super) mod message;
 mod host;
 mod client;
 
 pub(crate) use message::{ConsistentValues, WorldConfig};
 
+use super::link::Link;
+use super::listener::RankListener;
+use super::record::Protection;
 use crate::encoding::printable;
 use crate::error::{Error, Kind, Result};
 use crate::process::Process;
-use client::RendezvousClient;
-use handshake::{poll, send};
+use client::{RendezvousClient, connect};
 use host::RendezvousHost;
 use message::{Hello, HostMessage};
 use std::fmt;
 use std::io::ErrorKind;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
+use std::net::TcpListener;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
+use token_file::KeySource;
 
 /// How much longer than rank 0 the other ranks wait for its messages, and how long all ranks wait for the last connections.
 const GRACE: Duration = Duration::from_secs(5);
@@ -32,6 +37,10 @@ const GRACE: Duration = Duration::from_secs(5);
 const FAILED_WAIT: Duration = Duration::from_secs(5);
 /// How long a second rank 0 waits for a reply from the first.
 const OTHER_RANK_ZERO_WAIT: Duration = Duration::from_secs(1);
+/// The interval at which a waiting process polls.
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
+/// The prologue of handshakes with rank 0.
+const HOST_PROLOGUE: &[u8] = b"shardgrad rendezvous";
 /// The most ranks that one error message names.
 const NAMED_RANKS_MAX: usize = 16;
 
@@ -104,26 +113,36 @@ impl Rendezvous {
     /// Opens the rendezvous: rank 0 starts to listen, every other rank starts to connect. Does not wait.
     ///
     /// # Errors
-    /// `Kind::Io` for a port at which rank 0 cannot listen; `Kind::Config` if the process that listens there is rank 0 of the same run.
+    /// `Kind::Io` for a port at which rank 0 cannot listen, and for a token that cannot be read or left; `Kind::Config` if the process that
+    /// listens there is rank 0 of the same run, for ranks on several machines without a token ([`Process::token`]), and for a token that is
+    /// too short or that other users can read.
     pub fn open(process: &Process) -> Result<Rendezvous> {
+        let protection = match (process.is_insecure(), process.is_encrypted()) {
+            (true, _) => Protection::None,
+            (false, true) => Protection::Encrypted,
+            (false, false) => Protection::Authenticated,
+        };
         let hello = Hello {
             rank: process.rank(),
-            run: printable(process.run_id(), usize::MAX),
+            run: message::shown_run(process.run_id()),
             version: env!("CARGO_PKG_VERSION").to_string(),
             num_ranks: process.num_ranks(),
+            protection,
         };
         let role = match process.rank() {
             _ if process.num_ranks() == 1 => Role::Alone,
             0 => {
-                let listener = listen(process, process.port())
-                    .map_err(|e| refused_by_other_rank_zero(process, &hello).unwrap_or(e))?;
-                Role::Host(RendezvousHost::new(
-                    listener,
-                    hello,
-                    format!("{}:{}", process.host(), process.port()),
-                ))
+                let source = KeySource::of(process)?;
+                // Only the process that has the port leaves a token.
+                let listener = listen(process)
+                    .map_err(|e| refused_by_other_rank_zero(process, &hello, &source).unwrap_or(e))?;
+                let (key, left_file) = source.leave()?;
+                let listener =
+                    RankListener::start(listener, key, HOST_PROLOGUE.to_vec(), process.num_ranks())?;
+                let address = format!("{}:{}", process.host(), process.port());
+                Role::Host(RendezvousHost::new(listener, left_file, hello, address))
             }
-            _ => Role::Client(RendezvousClient::new(process, hello)),
+            _ => Role::Client(RendezvousClient::new(process, hello, KeySource::of(process)?)),
         };
         Ok(Rendezvous { process: process.clone(), role: Mutex::new(role) })
     }
@@ -156,7 +175,7 @@ impl Rendezvous {
         config: &WorldConfig,
         limit: Duration,
         hook: Option<&WaitHook>,
-    ) -> Result<Vec<Option<TcpStream>>> {
+    ) -> Result<Vec<Option<Link>>> {
         let role = &mut *self.role.lock().unwrap_or_else(PoisonError::into_inner);
         let mut wait = JoinWait { limit, start: Instant::now(), hook };
         let connected = match role {
@@ -177,37 +196,37 @@ impl Rendezvous {
     }
 }
 
-/// The addresses to listen on, the preferred first: loopback addresses if rank 0 is reached by one, else all addresses.
-fn addresses(process: &Process) -> [IpAddr; 2] {
-    let any = [Ipv6Addr::UNSPECIFIED.into(), Ipv4Addr::UNSPECIFIED.into()];
-    match process.host() {
-        "localhost" => [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()],
-        // A socket on the IPv6 wildcard accepts IPv4 too, but a machine may have only one of them.
-        host => host.parse().ok().filter(IpAddr::is_loopback).map_or(any, |ip| [ip, ip]),
-    }
-}
-
-/// Listens on a port where the other ranks can reach this machine.
-fn listen(process: &Process, port: u16) -> Result<TcpListener> {
-    let [first, second] = addresses(process);
-    let found = TcpListener::bind(SocketAddr::new(first, port)).or_else(|e| match e.kind() {
-        ErrorKind::AddrInUse | ErrorKind::PermissionDenied => Err(e),
-        _ => TcpListener::bind(SocketAddr::new(second, port)),
-    });
-    let listener = found.map_err(|e| {
-        let why = format!("rank {} cannot listen on port {port}: {e}", process.rank());
-        Error::new(Kind::Io, why).detail("help", "give all processes another port with SHARDGRAD_PORT")
-    })?;
-    listener.set_nonblocking(true)?;
-    Ok(listener)
+/// Listens where the other ranks reach rank 0, and nowhere else.
+fn listen(process: &Process) -> Result<TcpListener> {
+    let (host, port) = (process.host(), process.port());
+    let refused = |why: String, help: &str| {
+        let why = format!("rank {} cannot listen on port {port}: {why}", process.rank());
+        Error::new(Kind::Io, why).detail("help", help)
+    };
+    const HELP_HOST: &str =
+        "set MASTER_ADDR to a name or an address of the machine of rank 0, the same for all processes";
+    let addresses =
+        addresses::of_rank_zero(process).map_err(|e| refused(format!("{host}: {e}"), HELP_HOST))?;
+    addresses::listen(&addresses).map_err(|e| match e.kind() {
+        ErrorKind::AddrNotAvailable => {
+            refused(format!("{host} is not an address of this machine"), HELP_HOST)
+        }
+        _ => refused(e.to_string(), "give all processes another port with SHARDGRAD_PORT"),
+    })
 }
 
 /// The refusal by the process that listens on the port of this rank 0, if that process is another rank 0.
-fn refused_by_other_rank_zero(process: &Process, hello: &Hello) -> Option<Error> {
-    let mut stream = TcpStream::connect((process.host(), process.port())).ok()?;
-    send(&mut stream, &hello.encode()).ok()?;
-    let answer = poll(&mut stream, OTHER_RANK_ZERO_WAIT).ok()??;
-    match HostMessage::decode(&answer)? {
+fn refused_by_other_rank_zero(process: &Process, hello: &Hello, source: &KeySource) -> Option<Error> {
+    let start = Instant::now();
+    let mut link = loop {
+        // The other rank 0 may not have left its token yet.
+        match connect(addresses::of_rank_zero(process).ok()?, hello, source) {
+            Ok((link, _)) => break link,
+            Err(_) if start.elapsed() > OTHER_RANK_ZERO_WAIT => return None,
+            Err(_) => std::thread::sleep(POLL_INTERVAL),
+        }
+    };
+    match HostMessage::decode(&link.poll(OTHER_RANK_ZERO_WAIT).ok()??)? {
         HostMessage::Refused(error) => Some(error),
         _ => None,
     }

@@ -6,12 +6,30 @@ use crate::error::{Error, Result};
 use crate::mesh::{AxisSet, Mesh};
 use crate::report;
 use crate::spin_condvar::SpinCondvar;
-use crate::sync::{AtomicBool, Mutex, MutexGuard};
+use crate::sync::{AtomicBool, Condvar, Mutex, MutexGuard};
 use crate::world_state::{Failure, RankSnapshot, RankStatus};
 use std::collections::{HashMap, VecDeque};
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
+
+/// The bytes received from a rank but not used yet, above which its connection is read only while this rank cannot go on.
+const QUEUE_BYTES_MAX: usize = 64 << 20;
+/// A rank that waits for others reads one message beyond the limit in this time.
+const WAITING_PAUSE: Duration = Duration::from_millis(100);
+/// The interval at which a paused reader looks what its rank does.
+const ROOM_INTERVAL: Duration = Duration::from_millis(5);
+
+/// What the rank of this process does, as far as its readers need to know.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Activity {
+    /// It computes, and will come back for what has arrived.
+    Computes,
+    /// It waits for these ranks.
+    Waits(Vec<usize>),
+    /// It sends, and the receiver may be unable to read before this rank does; or its function has returned.
+    Sends,
+}
 
 /// A call of another rank, with the elements that it sent.
 #[derive(Debug)]
@@ -32,6 +50,8 @@ struct Peer {
     calls: HashMap<u16, VecDeque<ReceivedCall>>,
     messages: HashMap<u16, VecDeque<ReceivedCall>>,
     chunks: HashMap<u16, VecDeque<Vec<u8>>>,
+    /// The bytes of these.
+    queued_bytes: usize,
     /// How long nothing has arrived from it.
     silence: Duration,
     /// The failure of the world that it reported.
@@ -47,6 +67,9 @@ pub(crate) struct WorldView {
     failed: AtomicBool,
     failure: Mutex<Option<Failure>>,
     probes: Mutex<Vec<Probe>>,
+    activity: Mutex<Activity>,
+    /// On which readers wait for room in their queues.
+    room: Condvar,
     /// On which the rank waits for frames.
     pub(super) condvar: SpinCondvar,
 }
@@ -60,6 +83,7 @@ impl WorldView {
             calls: HashMap::new(),
             messages: HashMap::new(),
             chunks: HashMap::new(),
+            queued_bytes: 0,
             silence: Duration::ZERO,
             failure: None,
         };
@@ -72,6 +96,8 @@ impl WorldView {
             failed,
             failure,
             probes: Mutex::default(),
+            activity: Mutex::new(Activity::Computes),
+            room: Condvar::new(),
             condvar: SpinCondvar::default(),
         }
     }
@@ -124,9 +150,61 @@ impl WorldView {
         Some((members.len(), [group_rank(from)?, group_rank(self.rank)?]))
     }
 
+    /// Waits, in the thread that reads from a rank, until less than [`QUEUE_BYTES_MAX`] bytes from it are queued, so that a rank that runs
+    /// ahead is slowed down by its connection. Returns at once if this rank waits for that rank, or sends: the receiver may be sending
+    /// too, and then neither would read. While this rank waits for others, returns after a pause: these may wait for the rank whose
+    /// connection is not read.
+    pub(super) fn wait_for_room(&self, from: usize, is_over: impl Fn() -> bool) {
+        let is_full = || self.peer(from).queued_bytes >= QUEUE_BYTES_MAX;
+        if !is_full() {
+            return;
+        }
+        let mut waits_since = None;
+        let mut activity = self.activity.lock().unwrap_or_else(PoisonError::into_inner);
+        while is_full() && !self.has_failed() && !is_over() {
+            match &*activity {
+                Activity::Sends => return,
+                Activity::Computes => waits_since = None,
+                Activity::Waits(ranks) if ranks.contains(&from) => return,
+                Activity::Waits(_) => {
+                    let since: &Instant = waits_since.get_or_insert_with(Instant::now);
+                    if since.elapsed() >= WAITING_PAUSE {
+                        return;
+                    }
+                }
+            }
+            activity =
+                self.room.wait_timeout(activity, ROOM_INTERVAL).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Sets what this rank does.
+    pub(super) fn set_activity(&self, activity: Activity) {
+        *self.activity.lock().unwrap_or_else(PoisonError::into_inner) = activity;
+    }
+
+    /// Takes what `pop` returns out of a queue; its bytes make room.
+    fn take<T>(
+        &self,
+        from: usize,
+        pop: impl FnOnce(&mut Peer) -> Option<T>,
+        bytes: impl FnOnce(&T) -> usize,
+    ) -> Option<T> {
+        let mut peer = self.peer(from);
+        let taken = pop(&mut peer)?;
+        let was_full = peer.queued_bytes >= QUEUE_BYTES_MAX;
+        peer.queued_bytes -= bytes(&taken);
+        drop(peer);
+        if was_full {
+            self.room.notify_all();
+        }
+        Some(taken)
+    }
+
     /// Stores a frame that a rank has sent.
     pub(super) fn receive(&self, from: usize, frame: Frame, body: Vec<u8>) {
         let mut peer = self.peer(from);
+        peer.queued_bytes += body.len();
         match frame {
             Frame::Call(issued) => {
                 let bits = issued.axes.bits();
@@ -243,15 +321,15 @@ impl WorldView {
     }
 
     pub(super) fn take_call(&self, from: usize, axes: AxisSet) -> Option<ReceivedCall> {
-        self.peer(from).calls.get_mut(&axes.bits())?.pop_front()
+        self.take(from, |peer| peer.calls.get_mut(&axes.bits())?.pop_front(), |call| call.body.len())
     }
 
     pub(super) fn take_message(&self, from: usize, axes: AxisSet) -> Option<ReceivedCall> {
-        self.peer(from).messages.get_mut(&axes.bits())?.pop_front()
+        self.take(from, |peer| peer.messages.get_mut(&axes.bits())?.pop_front(), |message| message.body.len())
     }
 
     pub(super) fn take_chunk(&self, from: usize, axes: AxisSet) -> Option<Vec<u8>> {
-        self.peer(from).chunks.get_mut(&axes.bits())?.pop_front()
+        self.take(from, |peer| peer.chunks.get_mut(&axes.bits())?.pop_front(), Vec::len)
     }
 
     pub(super) fn take_probes(&self) -> Vec<Probe> {

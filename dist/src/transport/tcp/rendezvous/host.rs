@@ -1,11 +1,14 @@
 //! The rendezvous host, rank 0: waits for all other ranks, compares their configurations, and sends them each other's addresses.
 
-use super::handshake::{Incoming, MessageListener, poll, send};
+use super::super::handshake::random_bytes;
+use super::super::link::Link;
+use super::super::listener::{Incoming, RankListener};
 use super::message::{ClientMessage, Hello, HostMessage, ListenAddress, WorldConfig, refusal};
-use super::{GRACE, JoinWait, RAISE_TIMEOUT, names, seconds};
+use super::token_file::LeftFile;
+use super::{GRACE, JoinWait, POLL_INTERVAL, RAISE_TIMEOUT, names, seconds};
 use crate::error::{Error, Kind, Result};
 use std::io::Read;
-use std::net::{Shutdown, TcpListener, TcpStream};
+use std::net::Shutdown;
 use std::time::{Duration, Instant};
 
 /// The interval at which rank 0 reports to ready ranks that the rendezvous is still waiting.
@@ -16,7 +19,7 @@ const DRAIN: Duration = Duration::from_millis(200);
 /// A rank that is connected to rank 0.
 #[derive(Debug)]
 struct ConnectedRank {
-    stream: TcpStream,
+    link: Link,
     /// The port on which the rank listens, once it is ready and its configuration has been compared.
     port: Option<u16>,
     is_connected: bool,
@@ -25,7 +28,9 @@ struct ConnectedRank {
 /// Rank 0 in a rendezvous.
 #[derive(Debug)]
 pub(super) struct RendezvousHost {
-    listener: MessageListener<Hello>,
+    listener: RankListener,
+    /// The file with the token, until all ranks are connected or the start has failed for all.
+    _left_file: Option<LeftFile>,
     own: Hello,
     /// Host and port.
     address: String,
@@ -38,17 +43,15 @@ pub(super) struct RendezvousHost {
 }
 
 impl RendezvousHost {
-    pub(super) fn new(listener: TcpListener, own: Hello, address: String) -> RendezvousHost {
+    pub(super) fn new(
+        listener: RankListener,
+        left_file: Option<LeftFile>,
+        own: Hello,
+        address: String,
+    ) -> RendezvousHost {
         let ranks = (0..own.num_ranks).map(|_| None).collect();
         let is_informed = (0..own.num_ranks).map(|rank| rank == 0).collect();
-        RendezvousHost {
-            listener: MessageListener::new(listener),
-            own,
-            address,
-            ranks,
-            is_informed,
-            failure: None,
-        }
+        RendezvousHost { listener, _left_file: left_file, own, address, ranks, is_informed, failure: None }
     }
 
     /// Waits for all other ranks and connects them. Returns the connections by rank.
@@ -59,9 +62,13 @@ impl RendezvousHost {
         &mut self,
         config: &WorldConfig,
         wait: &mut JoinWait<'_>,
-    ) -> Result<Vec<Option<TcpStream>>> {
+    ) -> Result<Vec<Option<Link>>> {
         match self.wait_for_ranks(config, wait).and_then(|()| self.connect_ranks(config, wait)) {
-            Ok(()) => Ok(self.ranks.drain(..).map(|peer| peer.map(|peer| peer.stream)).collect()),
+            Ok(()) => {
+                let protection = self.own.protection;
+                let link = |peer: ConnectedRank| peer.link.protected(protection);
+                Ok(self.ranks.drain(..).map(|peer| peer.map(link)).collect())
+            }
             Err(error) => {
                 self.refuse_all(&error);
                 self.failure = Some(error.clone());
@@ -79,24 +86,30 @@ impl RendezvousHost {
         let answer = HostMessage::Refused(error).encode();
         let mut late = Vec::new();
         while self.is_informed.contains(&false) && start.elapsed() < limit {
-            let Some(Incoming { mut stream, message }) = self.listener.next(Hello::decode) else { continue };
-            if self.refuse_other_run(&mut stream, &message) {
+            let Some((mut link, hello)) = self.next_rank() else { continue };
+            if self.refuse_other_run(&mut link, &hello) {
                 continue;
             }
-            let _ = send(&mut stream, &answer);
-            let _ = stream.shutdown(Shutdown::Write);
-            if let Some(is_informed) = self.is_informed.get_mut(message.rank) {
+            let _ = link.send(&answer);
+            let _ = link.stream.shutdown(Shutdown::Write);
+            if let Some(is_informed) = self.is_informed.get_mut(hello.rank) {
                 *is_informed = true;
             }
-            late.push(stream);
+            late.push(link.stream);
         }
         // Read remaining bytes: closing a connection with unread data may discard data sent over it.
-        let (start, streams) = (Instant::now(), self.ranks.drain(..).flatten().map(|peer| peer.stream));
+        let (start, streams) = (Instant::now(), self.ranks.drain(..).flatten().map(|peer| peer.link.stream));
         for mut stream in streams.chain(late) {
             let left = DRAIN.saturating_sub(start.elapsed()).max(Duration::from_millis(1));
             let _ = stream.set_read_timeout(Some(left));
             while stream.read(&mut [0; 1024]).is_ok_and(|count| count > 0) && start.elapsed() < DRAIN {}
         }
+    }
+
+    /// The next rank that has connected and proved that it has the token.
+    fn next_rank(&self) -> Option<(Link, Hello)> {
+        let Incoming { link, hello } = self.listener.next(POLL_INTERVAL)?;
+        Some((link, Hello::decode(&hello)?))
     }
 
     /// Waits until all other ranks are connected and ready.
@@ -123,8 +136,8 @@ impl RendezvousHost {
                 false => format!("waiting for {} to connect to rank 0 ({at})", names(&absent)),
                 true => format!("waiting for {} to get ready, connected to rank 0 ({at})", names(&unready)),
             });
-            if let Some(incoming) = self.listener.next(Hello::decode) {
-                self.admit(incoming)?;
+            if let Some((link, hello)) = self.next_rank() {
+                self.admit(link, &hello)?;
             }
             self.read_reports(config)?;
             if last_sent.elapsed() > KEEP_WAITING_EVERY {
@@ -137,11 +150,11 @@ impl RendezvousHost {
     /// Tells ready ranks that rank 0 is still waiting. A lost connection is noticed by the next read.
     fn send_keep_waiting(&mut self) {
         let ready = self.ranks.iter_mut().flatten().filter(|peer| peer.port.is_some());
-        ready.for_each(|peer| drop(send(&mut peer.stream, &HostMessage::KeepWaiting.encode())));
+        ready.for_each(|peer| drop(peer.link.send(&HostMessage::KeepWaiting.encode())));
     }
 
     /// Refuses a process of another run. Returns whether it is one.
-    fn refuse_other_run(&self, stream: &mut TcpStream, hello: &Hello) -> bool {
+    fn refuse_other_run(&self, link: &mut Link, hello: &Hello) -> bool {
         let (rank, own, at) = (hello.rank, &self.own.run, &self.address);
         let is_other_rank_zero = rank == 0 && *hello != self.own;
         let why = match hello.run == *own {
@@ -157,7 +170,7 @@ impl RendezvousHost {
         let help = "give each run its own port with SHARDGRAD_PORT";
         let answer = HostMessage::Refused(Error::new(Kind::Config, why).detail("help", help));
         // A process that cannot be reached has ended.
-        let _ = send(stream, &answer.encode());
+        let _ = link.send(&answer.encode());
         true
     }
 
@@ -165,12 +178,11 @@ impl RendezvousHost {
     ///
     /// # Errors
     /// The reason why the start fails: a rank of this run with another version or number of ranks, or two processes with one rank.
-    fn admit(&mut self, incoming: Incoming<Hello>) -> Result<()> {
-        let Incoming { mut stream, message } = incoming;
-        if self.refuse_other_run(&mut stream, &message) {
+    fn admit(&mut self, mut link: Link, hello: &Hello) -> Result<()> {
+        if self.refuse_other_run(&mut link, hello) {
             return Ok(());
         }
-        let Hello { rank, ref version, num_ranks, .. } = message;
+        let Hello { rank, ref version, num_ranks, protection, .. } = *hello;
         let (own, count) = (&self.own.version, self.own.num_ranks);
         let (why, help) = if version != own {
             let why = format!(
@@ -182,20 +194,26 @@ impl RendezvousHost {
                 "ranks were started with different counts: {count} on rank 0, {num_ranks} on rank {rank}"
             );
             (why, "give every process the same number of ranks (WORLD_SIZE)")
+        } else if protection != self.own.protection {
+            let (own, other) = (self.own.protection.name(), protection.name());
+            let why = format!(
+                "ranks protect their connections differently: {own} on rank 0, {other} on rank {rank}"
+            );
+            (why, "give every process the same --encrypt, and the same number of local ranks")
         } else if self.ranks.get(rank).is_none_or(Option::is_some) || rank == 0 {
             let why = format!("two processes were started as rank {rank}");
             (why, "give each process a rank of its own (RANK), and stop processes of earlier runs")
         } else {
             // The next read notices a process that cannot be reached.
-            let _ = send(&mut stream, &HostMessage::KeepWaiting.encode());
-            self.ranks[rank] = Some(ConnectedRank { stream, port: None, is_connected: false });
+            let _ = link.send(&HostMessage::KeepWaiting.encode());
+            self.ranks[rank] = Some(ConnectedRank { link, port: None, is_connected: false });
             return Ok(());
         };
         let error = Error::new(Kind::Config, why);
-        let error = error.detail("address", format!("of this rank {rank}: {}", address_of(&stream)));
+        let error = error.detail("address", format!("of this rank {rank}: {}", address_of(&link)));
         let error = error.detail("help", help);
-        let _ = send(&mut stream, &HostMessage::Refused(error.clone()).encode());
-        let _ = stream.shutdown(Shutdown::Write);
+        let _ = link.send(&HostMessage::Refused(error.clone()).encode());
+        let _ = link.stream.shutdown(Shutdown::Write);
         if let Some(is_informed) = self.is_informed.get_mut(rank).filter(|_| self.ranks[rank].is_none()) {
             *is_informed = true;
         }
@@ -209,7 +227,7 @@ impl RendezvousHost {
     fn read_reports(&mut self, config: &WorldConfig) -> Result<()> {
         for (rank, peer) in self.ranks.iter_mut().enumerate() {
             let Some(peer) = peer else { continue };
-            let bytes = match poll(&mut peer.stream, Duration::ZERO) {
+            let bytes = match peer.link.poll(Duration::ZERO) {
                 Ok(None) => continue,
                 Ok(Some(bytes)) => bytes,
                 Err(reason) => return Err(process_ended(rank).detail("reason", reason)),
@@ -217,7 +235,7 @@ impl RendezvousHost {
             match ClientMessage::decode(&bytes) {
                 Some(ClientMessage::Ready(theirs, port)) if peer.port.is_none() => {
                     if let Some(difference) = config.difference(rank, &theirs) {
-                        let at = format!("of rank {rank}: {}", address_of(&peer.stream));
+                        let at = format!("of rank {rank}: {}", address_of(&peer.link));
                         return Err(Error::new(Kind::Config, difference)
                             .detail("address", at)
                             .detail("help", "start every rank with the same program, options and files"));
@@ -239,12 +257,10 @@ impl RendezvousHost {
     fn connect_ranks(&mut self, config: &WorldConfig, wait: &JoinWait<'_>) -> Result<()> {
         let address = |peer: &Option<ConnectedRank>| {
             let Some(peer) = peer else { return Ok((String::new(), 0)) };
-            let ip = peer.stream.peer_addr()?.ip().to_canonical();
-            let host = if ip.is_loopback() { String::new() } else { ip.to_string() };
-            Ok((host, peer.port.unwrap_or_default()))
+            Ok((peer.link.peer_ip()?.to_string(), peer.port.unwrap_or_default()))
         };
         let addresses = self.ranks.iter().map(address).collect::<Result<Vec<ListenAddress>>>()?;
-        self.send_to_all(&HostMessage::Peers(secret(), addresses))?;
+        self.send_to_all(&HostMessage::Peers(random_bytes(), addresses))?;
         let (start, limit) = (Instant::now(), wait.remaining().max(GRACE));
         loop {
             let others = self.ranks.iter().enumerate().filter_map(|(rank, j)| Some((rank, j.as_ref()?)));
@@ -257,8 +273,8 @@ impl RendezvousHost {
                 let why = format!("{names} did not connect to the other ranks within {limit}");
                 return Err(Error::new(Kind::Timeout, why).detail("help", RAISE_TIMEOUT));
             }
-            if let Some(incoming) = self.listener.next(Hello::decode) {
-                self.admit(incoming)?;
+            if let Some((link, hello)) = self.next_rank() {
+                self.admit(link, &hello)?;
             }
             self.read_reports(config)?;
         }
@@ -268,8 +284,7 @@ impl RendezvousHost {
         let bytes = answer.encode();
         for (rank, peer) in self.ranks.iter_mut().enumerate() {
             let Some(peer) = peer else { continue };
-            send(&mut peer.stream, &bytes)
-                .map_err(|e| process_ended(rank).detail("reason", e.to_string()))?;
+            peer.link.send(&bytes).map_err(|e| process_ended(rank).detail("reason", e.to_string()))?;
         }
         Ok(())
     }
@@ -281,8 +296,8 @@ impl RendezvousHost {
             let Some(peer) = peer else { continue };
             if !std::mem::replace(is_informed, true) {
                 // A process that cannot be reached has ended.
-                let _ = send(&mut peer.stream, &answer);
-                let _ = peer.stream.shutdown(Shutdown::Write);
+                let _ = peer.link.send(&answer);
+                let _ = peer.link.stream.shutdown(Shutdown::Write);
             }
         }
     }
@@ -302,7 +317,14 @@ impl RendezvousHost {
                 "reading data or a model takes long there; raise the timeout with --timeout",
             ),
         };
-        Error::new(Kind::Timeout, why).detail("help", help)
+        let error = Error::new(Kind::Timeout, why).detail("help", help);
+        match self.listener.num_rejected() {
+            0 => error,
+            count => {
+                let rejected = format!("{count} connections without the token of this run");
+                error.detail("rejected", rejected)
+            }
+        }
     }
 }
 
@@ -311,12 +333,6 @@ fn process_ended(rank: usize) -> Error {
     Error::new(Kind::PeerLost, format!("rank {rank}'s process ended before all ranks had connected"))
 }
 
-fn address_of(stream: &TcpStream) -> String {
-    stream.peer_addr().map_or("unknown".to_string(), |address| address.ip().to_canonical().to_string())
-}
-
-/// A random number, by which ranks of this rendezvous recognize each other.
-fn secret() -> u64 {
-    use std::hash::{BuildHasher, RandomState};
-    RandomState::new().hash_one(std::process::id())
+fn address_of(link: &Link) -> String {
+    link.peer_ip().map_or("unknown".to_string(), |ip| ip.to_string())
 }

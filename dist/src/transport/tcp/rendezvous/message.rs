@@ -1,5 +1,7 @@
 //! The messages of a rendezvous and their encoding.
 
+use super::super::listener::HELLO_BYTES;
+use super::super::record::Protection;
 use crate::encoding::{Decoder, Encoder, printable};
 use crate::error::{Error, Kind};
 
@@ -76,34 +78,80 @@ fn shortened(value: &str) -> String {
     }
 }
 
-/// The first message of a process to rank 0, sent as soon as the process is connected.
+/// The most characters of a run id or version that are sent as they are.
+const RUN_CHARS_MAX: usize = 100;
+
+/// A run id as it is compared and shown: without control characters, and a long one as its beginning and a hash.
+pub(super) fn shown_run(run: &str) -> String {
+    let whole = printable(run, usize::MAX);
+    match whole.char_indices().nth(RUN_CHARS_MAX) {
+        None if whole.len() <= RUN_CHARS_MAX => whole,
+        _ => format!(
+            "{}... (hash {})",
+            printable(run, RUN_CHARS_MAX / 4),
+            blake3::hash(run.as_bytes()).to_hex()
+        ),
+    }
+}
+
+/// The first record of a process to rank 0, sent as soon as both have proved that they have the token.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Hello {
+pub(in crate::transport::tcp) struct Hello {
     pub(super) rank: usize,
     pub(super) run: String,
     pub(super) version: String,
     pub(super) num_ranks: usize,
+    pub(super) protection: Protection,
 }
 
+const PROTECTIONS: [Protection; 3] = [Protection::None, Protection::Authenticated, Protection::Encrypted];
+
 impl Hello {
-    pub(super) fn encode(&self) -> Vec<u8> {
+    pub(in crate::transport::tcp) fn encode(&self) -> Vec<u8> {
         let mut out = Encoder::default();
         out.number(1).count(self.rank).text(&self.run).text(&self.version).count(self.num_ranks);
-        out.0
+        out.count(self.protection as usize);
+        padded(out)
     }
 
-    pub(super) fn decode(bytes: &[u8]) -> Option<Hello> {
+    /// Decodes a record; bytes behind the last field are ignored.
+    pub(in crate::transport::tcp) fn decode(bytes: &[u8]) -> Option<Hello> {
         let mut from = Decoder(bytes);
         from.number().filter(|kind| *kind == 1)?;
         let (rank, run) = (from.count()?, printable(from.text()?, usize::MAX));
         let version = printable(from.text()?, usize::MAX);
-        Some(Hello { rank, run, version, num_ranks: from.count()? })
+        let num_ranks = from.count()?;
+        Some(Hello { rank, run, version, num_ranks, protection: *PROTECTIONS.get(from.count()?)? })
     }
 }
 
+/// The first record of a rank to another rank than 0: its own number.
+pub(super) fn encode_rank(rank: usize) -> Vec<u8> {
+    let mut out = Encoder::default();
+    out.number(2).count(rank);
+    padded(out)
+}
+
+/// Decodes a record of [`encode_rank`].
+pub(in crate::transport::tcp) fn decode_rank(bytes: &[u8]) -> Option<usize> {
+    let mut from = Decoder(bytes);
+    from.number().filter(|kind| *kind == 2)?;
+    from.count()
+}
+
+/// The bytes of a first record: all have the same length, which shows nothing.
+fn padded(out: Encoder) -> Vec<u8> {
+    let Encoder(mut bytes) = out;
+    bytes.resize(HELLO_BYTES, 0);
+    bytes
+}
+
+/// The random number of a rendezvous, which handshakes between other ranks than 0 contain.
+pub(in crate::transport::tcp) type Nonce = [u8; 32];
+
 /// A later message of a rank to rank 0.
 #[derive(Clone, Debug)]
-pub(super) enum ClientMessage {
+pub(in crate::transport::tcp) enum ClientMessage {
     /// The process is ready: its configuration, and the port on which it listens.
     Ready(WorldConfig, u16),
     /// The process is connected to all other ranks.
@@ -113,7 +161,7 @@ pub(super) enum ClientMessage {
 }
 
 impl ClientMessage {
-    pub(super) fn encode(&self) -> Vec<u8> {
+    pub(in crate::transport::tcp) fn encode(&self) -> Vec<u8> {
         let mut out = Encoder::default();
         match self {
             ClientMessage::Ready(config, port) => {
@@ -132,7 +180,7 @@ impl ClientMessage {
         out.0
     }
 
-    pub(super) fn decode(bytes: &[u8]) -> Option<ClientMessage> {
+    pub(in crate::transport::tcp) fn decode(bytes: &[u8]) -> Option<ClientMessage> {
         let mut from = Decoder(bytes);
         match from.number()? {
             2 => {
@@ -157,16 +205,16 @@ impl ClientMessage {
     }
 }
 
-/// The address and port on which a rank listens. The address is empty for ranks on the machine of rank 0.
-pub(super) type ListenAddress = (String, u16);
+/// The address and port on which a rank listens.
+pub(in crate::transport::tcp) type ListenAddress = (String, u16);
 
 /// A message of rank 0 to another rank.
 #[derive(Debug)]
-pub(super) enum HostMessage {
+pub(in crate::transport::tcp) enum HostMessage {
     /// The rank is registered and has to wait for other ranks. Repeated while it waits.
     KeepWaiting,
-    /// All ranks are ready: the secret of this rendezvous, and the address of each rank.
-    Peers(u64, Vec<ListenAddress>),
+    /// All ranks are ready: the random number of this rendezvous, and the address of each rank.
+    Peers(Nonce, Vec<ListenAddress>),
     /// All ranks are connected to each other.
     Start,
     /// The start has failed, or the process belongs to another run.
@@ -174,12 +222,13 @@ pub(super) enum HostMessage {
 }
 
 impl HostMessage {
-    pub(super) fn encode(&self) -> Vec<u8> {
+    pub(in crate::transport::tcp) fn encode(&self) -> Vec<u8> {
         let mut out = Encoder::default();
         match self {
             HostMessage::KeepWaiting => drop(out.number(1)),
-            HostMessage::Peers(secret, addresses) => {
-                out.number(2).number(*secret).count(addresses.len());
+            HostMessage::Peers(nonce, addresses) => {
+                out.number(2).0.extend_from_slice(nonce);
+                out.count(addresses.len());
                 for (host, port) in addresses {
                     out.text(host).number((*port).into());
                 }
@@ -190,14 +239,16 @@ impl HostMessage {
         out.0
     }
 
-    pub(super) fn decode(bytes: &[u8]) -> Option<HostMessage> {
+    pub(in crate::transport::tcp) fn decode(bytes: &[u8]) -> Option<HostMessage> {
         let mut from = Decoder(bytes);
         match from.number()? {
             1 => Some(HostMessage::KeepWaiting),
             2 => {
-                let (secret, count) = (from.number()?, from.count()?);
+                let (nonce, rest) = from.0.split_first_chunk()?;
+                from = Decoder(rest);
+                let count = from.count()?;
                 let mut address = || Some((from.text()?.to_string(), u16::try_from(from.number()?).ok()?));
-                Some(HostMessage::Peers(secret, (0..count).map(|_| address()).collect::<Option<_>>()?))
+                Some(HostMessage::Peers(*nonce, (0..count).map(|_| address()).collect::<Option<_>>()?))
             }
             3 => Some(HostMessage::Start),
             4 => Some(HostMessage::Refused(Error::decode(&mut from)?)),
@@ -276,10 +327,18 @@ mod tests {
         let Some(ClientMessage::Ready(read, 4000)) = ClientMessage::decode(&bytes) else { panic!() };
         assert_eq!(read.values[0].named, [("--prompt".to_string(), "a\\u{1b}[2Jb\\nc".to_string())]);
         assert!((0..bytes.len()).all(|len| ClientMessage::decode(&bytes[..len]).is_none()));
-        let hello = Hello { rank: 3, run: "a\rb".into(), version: "0.1.0".into(), num_ranks: 4 };
-        let read = Hello::decode(&hello.encode()).unwrap();
-        assert_eq!(read, Hello { run: "a\\rb".into(), ..hello.clone() });
-        assert!((0..hello.encode().len()).all(|len| Hello::decode(&hello.encode()[..len]).is_none()));
+        let protection = Protection::Encrypted;
+        let hello = Hello { rank: 3, run: "a\rb".into(), version: "0.1.0".into(), num_ranks: 4, protection };
+        let bytes = hello.encode();
+        assert_eq!(bytes.len(), HELLO_BYTES);
+        assert_eq!(Hello::decode(&bytes).unwrap(), Hello { run: "a\\rb".into(), ..hello.clone() });
+        let end = bytes.iter().rposition(|byte| *byte != 0).unwrap() + 8;
+        assert!((0..end).all(|len| Hello::decode(&bytes[..len]).is_none()));
+        let long = shown_run(&"\u{1b}é".repeat(1000));
+        assert_eq!(Hello { run: long.clone(), ..hello.clone() }.encode().len(), HELLO_BYTES);
+        assert_eq!(Hello::decode(&Hello { run: long.clone(), ..hello.clone() }.encode()).unwrap().run, long);
+        assert_ne!(long, shown_run(&"\u{1b}é".repeat(1001)));
+        assert_eq!((decode_rank(&encode_rank(7)), decode_rank(&bytes)), (Some(7), None));
         let error = Error::new(Kind::Data, "bad\u{7}").detail("help", "one\ntwo\u{1b}");
         let Some(ClientMessage::Failed(read)) = ClientMessage::decode(&ClientMessage::Failed(error).encode())
         else {
@@ -287,8 +346,8 @@ mod tests {
         };
         assert_eq!((read.message(), read.details()[0].1.as_str()), ("bad\\u{7}", "one\ntwo\\u{1b}"));
         let addresses = vec![(String::new(), 0), ("10.0.0.2".to_string(), 65535)];
-        let Some(HostMessage::Peers(5, read)) =
-            HostMessage::decode(&HostMessage::Peers(5, addresses.clone()).encode())
+        let Some(HostMessage::Peers([5, ..], read)) =
+            HostMessage::decode(&HostMessage::Peers([5; 32], addresses.clone()).encode())
         else {
             panic!()
         };
