@@ -6,7 +6,7 @@ use crate::gpu::{Grid, GridArg, LaunchPlan, type_name};
 use crate::kernel::Launch;
 use crate::op::gpu_rows::float;
 
-pub(super) const SOURCE: &str = include_str!("gpu.cu");
+pub(super) const SOURCE: &str = concat!(include_str!("../gpu_tile_product.cu"), include_str!("gpu.cu"));
 
 /// Equals the constant in the CUDA source.
 const TILE: usize = 64;
