@@ -7,7 +7,7 @@ use crate::gpu::{Grid, GridArg};
 use crate::kernel::{Bound, GpuCode, Kernel, Scalar};
 use crate::op::kernel_check::{Case, Kind, values};
 use crate::op::{
-    attention, batched_matmul, binary, copy, cross_entropy, embedding, layer_norm, reduce,
+    attention, batched_matmul, binary, copy, cross_entropy, embedding, grouped_matmul, layer_norm, reduce,
     rms_norm, softmax, sort, swiglu, unary,
 };
 use crate::strides::Strides;
@@ -71,6 +71,10 @@ fn kernels_use_the_memory_that_they_load() {
     let (q, k, scale) = ([1, 256, 2, 2, 64], [1, 256, 2, 64], [0.1, 1.0]);
     let attention_scalars = [Scalar::Real(scale[0]), Scalar::Int(1), Scalar::Int(0), Scalar::Int(0)];
     let of_heads = |shape: &[usize]| heads([1, shape[1], shape[2], shape[3..].iter().product()]);
+    let starts = [0.0, 40.0, 128.0];
+    let grouped = |kernel: &'static Kernel| {
+        Case::new(kernel).input(&[128, 96], &values(1, 128 * 96)).scalars(&[Scalar::Int(2)])
+    };
     let mut text = String::new();
     let mut check = |case: Case<'_>, name: &str, limits: &[Limits]| {
         text += &beyond(&case, DType::BF16, name, limits);
@@ -139,6 +143,14 @@ fn kernels_use_the_memory_that_they_load() {
         ("backward_queries", 0.9, 0.9, 1.1),
     ];
     check(case, "attention gradient", &limits);
+    let case = grouped(&grouped_matmul::FORWARD).input(&[2, 96, 128], &values(2, 2 * 96 * 128));
+    check(case.input_as(INDEX, &[3], &starts).output(&[128, 128]), "experts", &[("product", 0.9, 0.9, 1.1)]);
+    let case = grouped(&grouped_matmul::WEIGHT_GRAD).input(&[128, 128], &values(2, 128 * 128));
+    check(
+        case.input_as(INDEX, &[3], &starts).output(&[2, 96, 128]),
+        "gradient of experts",
+        &[("gradient", 0.9, 0.9, 1.1)],
+    );
     let case = Case::new(&batched_matmul::TILED_MATMUL).input(&[1, 64, 96], &values(1, 64 * 96));
     check(
         case.input(&[1, 96, 128], &values(2, 96 * 128)).output(&[1, 64, 128]),
