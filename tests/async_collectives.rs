@@ -101,7 +101,7 @@ fn async_collectives_match_the_cpu_and_failed_worlds_end() {
     let folder = Folder::new("async-calls");
     let Some(card) = fake_gpu::open(&folder) else { return };
     let on_cpu = world("tp=4").launch(calls).unwrap();
-    assert!(world("tp=4").on_device(card.clone()).launch(calls).unwrap() == on_cpu);
+    assert!(world("tp=4").on_device(card.provider.clone()).launch(calls).unwrap() == on_cpu);
     let broken = |rank: &Rank| {
         let x = up(rank, |i| i as f32)?;
         let y = rank.all_reduce(&over_tp(rank), &x, N, ReduceOp::Sum)?;
@@ -115,9 +115,9 @@ fn async_collectives_match_the_cpu_and_failed_worlds_end() {
         })?;
         Ok(())
     };
-    let error = world("tp=4").on_device(card.clone()).launch(broken).unwrap_err();
+    let error = world("tp=4").on_device(card.provider.clone()).launch(broken).unwrap_err();
     assert_eq!((error.kind(), error.message()), (Kind::Config, "enough"));
-    assert!(world("tp=4").on_device(card).launch(calls).unwrap() == on_cpu);
+    assert!(world("tp=4").on_device(card.provider.clone()).launch(calls).unwrap() == on_cpu);
 }
 
 /// y = x as soon as the gate is 1; y = -1 after a timeout of seconds.
@@ -149,12 +149,12 @@ static GATED_COPY: Kernel = Kernel {
 fn computation_overlaps_a_delayed_all_reduce() {
     let folder = Folder::new("async-delayed");
     let Some(card) = fake_gpu::open(&folder) else { return };
-    let keeper = card.backend(shardgrad::kernels::BackendConfig::default()).unwrap();
+    let keeper = card.provider.backend(shardgrad::kernels::BackendConfig::default()).unwrap();
     let gate = |value: f32| upload(&*keeper, &[value]).unwrap();
     let (open, closed) = (gate(1.0), Mutex::new(gate(0.0)));
     keeper.synchronize().unwrap();
     let is_opened = AtomicBool::new(false);
-    let sums = world("tp=2").on_device(card.clone()).launch(|rank| {
+    let sums = world("tp=2").on_device(card.provider.clone()).launch(|rank| {
         let own = &**rank.backend();
         let x = up(rank, |i| i as f32)?;
         // All kernels are compiled before one waits.
@@ -226,7 +226,7 @@ fn gpu_training_losses_match_the_cpu_on_meshes() {
     let folder = Folder::new("async-steps");
     let Some(card) = fake_gpu::open(&folder) else { return };
     for mesh in ["dp=2,tp=2", "pp=2"] {
-        let (there, here) = (steps(world(mesh).on_device(card.clone())), steps(world(mesh)));
+        let (there, here) = (steps(world(mesh).on_device(card.provider.clone())), steps(world(mesh)));
         let is_near = |(a, b): (&f64, &f64)| (a - b).abs() <= 1e-6 * b.abs();
         assert!(
             there.as_flattened().iter().zip(here.as_flattened()).all(is_near),

@@ -429,7 +429,7 @@ fn steps_on_the_fake_gpu_are_captured() {
     let folder = crate::cli::Folder::new("captured");
     let Some(gpu) = crate::fake_gpu::open(&folder) else { return };
     let same = |case: &Case<'_>, why: Option<&str>| {
-        let run = |capture| case.run(case.world().on_device(gpu.clone()), capture).unwrap();
+        let run = |capture| case.run(case.world().on_device(gpu.provider.clone()), capture).unwrap();
         let (captured, expected) = run(true);
         assert_eq!(expected.as_deref(), why);
         assert_eq!(captured, run(false).0);
@@ -457,5 +457,17 @@ fn steps_on_the_fake_gpu_are_captured() {
         &Case { loss: &flipped, ..Case::new() },
         Some("graph capture: a graph cannot contain work that copies from the host"),
     );
-    updates::on_gpu(&gpu);
+    updates::on_gpu(&gpu.provider);
+    // The driver refuses the end of a capture, or the instantiation of the graph: once, of the pass or of the update; or always.
+    let run = Case::new().run(Case::new().world().on_device(gpu.provider.clone()), false).unwrap().0;
+    for (call, code) in [("cuStreamEndCapture", 901), ("cuGraphInstantiateWithFlags", 2)] {
+        for (skipped, times) in [(0, 1), (1, 1), (0, 99), (1, 99)] {
+            gpu.refuse(call, skipped, times, code);
+            let case = Case::new();
+            let (captured, why_not) = case.run(case.world().on_device(gpu.provider.clone()), true).unwrap();
+            assert_eq!(captured, run, "{call} {skipped} {times}");
+            assert_eq!(why_not.is_some(), times > 1, "{call} {skipped} {times}: {why_not:?}");
+        }
+        gpu.refuse(call, 0, 0, 0);
+    }
 }

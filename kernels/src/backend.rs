@@ -181,13 +181,18 @@ pub trait Backend: fmt::Debug + Send + Sync {
 
     /// Captures the launches of a function into a graph, without running them, for [`Backend::replay`]. Buffers that the function
     /// allocates have contents after the first replay. All buffers keep their addresses; scalars passed by value keep their values.
+    /// `discard` drops what the function made; it runs if the capture fails after the function has succeeded.
     ///
     /// # Errors
     /// [`KernelError::Unsupported`] if the back end has no graph capture; [`KernelError::NotCapturable`] for work that copies to or
     /// from the host, synchronizes with other back ends or with the host, or captures; an error of the function or of the device,
     /// except that [`KernelError::CaptureOutputHeld`] replaces such an error if a buffer that the function allocated is still held.
-    fn capture(&self, work: &mut dyn FnMut() -> Result<(), KernelError>) -> Result<Graph, KernelError> {
-        let _ = work;
+    fn capture(
+        &self,
+        work: &mut dyn FnMut() -> Result<(), KernelError>,
+        discard: &mut dyn FnMut(),
+    ) -> Result<Graph, KernelError> {
+        let _ = (work, discard);
         Err(KernelError::Unsupported { kernel: "capture", device: "this back end" })
     }
 

@@ -308,7 +308,11 @@ impl Backend for CapturingBackend {
         Ok(SyncEvent::default())
     }
 
-    fn capture(&self, work: &mut dyn FnMut() -> Result<(), KernelError>) -> Result<Graph, KernelError> {
+    fn capture(
+        &self,
+        work: &mut dyn FnMut() -> Result<(), KernelError>,
+        _: &mut dyn FnMut(),
+    ) -> Result<Graph, KernelError> {
         self.not_captured("captures other work")?;
         let (launches, used, own) = (Vec::new(), Vec::new(), Vec::new());
         *lock(&self.capture) = Some(CapturedGraph { memory: self.memory.clone(), launches, used, own });

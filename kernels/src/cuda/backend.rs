@@ -3,12 +3,13 @@
 use super::comm_stream::{CommStream, RankState};
 use super::compile::Compiler;
 use super::cublaslt::{CublasLt, MatmulPlanner, WORKSPACE_BYTES};
-use super::driver::{Context, DeviceProperties, Driver, Event, Pinned, Stream};
+use super::driver::{Context, DeviceProperties, Driver, Event, Priority, Stream};
 use super::graph::{self, CaptureState, CapturedGraph};
 use super::launch::{Operands, Programs};
 use super::library::{DRIVER, SearchPaths};
 use super::matmul::MatmulRunner;
 use super::memory::{CachingAllocator, DriverChunks};
+use super::staging::Staging;
 use crate::backend::{Backend, Graph, SyncEvent};
 use crate::buffer::Buffer;
 use crate::cost::Cost;
@@ -68,33 +69,6 @@ impl BackendProvider for CudaDevice {
 
     fn backend(&self, config: BackendConfig) -> Result<Arc<dyn Backend>, KernelError> {
         Ok(Arc::new(Cuda::new(self, config)?))
-    }
-}
-
-/// Bytes of one piece of pinned staging memory.
-const STAGE_BYTES: usize = 4 << 20;
-
-/// Pinned host memory for copies to and from the GPU: two pieces, so that one is filled while the other is copied.
-#[derive(Debug)]
-struct Staging {
-    pieces: [(Pinned, Option<Event>); 2],
-    next: usize,
-}
-
-impl Staging {
-    fn new(context: &Arc<Context>) -> Result<Staging, KernelError> {
-        let piece = || Ok::<_, KernelError>((Pinned::new(context, STAGE_BYTES)?, None));
-        Ok(Staging { pieces: [piece()?, piece()?], next: 0 })
-    }
-
-    /// Returns the next piece, after its last copy is done.
-    fn next_piece(&mut self) -> Result<&mut (Pinned, Option<Event>), KernelError> {
-        self.next = 1 - self.next;
-        let piece = &mut self.pieces[self.next];
-        if let Some(event) = piece.1.take() {
-            event.wait()?;
-        }
-        Ok(piece)
     }
 }
 
@@ -167,8 +141,8 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Cuda {
     fn new(device: &CudaDevice, config: BackendConfig) -> Result<Cuda, KernelError> {
-        let stream = Stream::new(&device.context)?;
-        let chunks = Arc::new(DriverChunks::of(&device.context));
+        let stream = Stream::new(&device.context, Priority::Normal)?;
+        let chunks = Arc::new(DriverChunks(device.context.clone()));
         let memory = CachingAllocator::new(chunks, config.memory_bytes_max);
         let workspace = memory.alloc(WORKSPACE_BYTES)?;
         let mut records = memory.alloc(FAULTS_MAX * FAULT_BYTES)?;
@@ -176,6 +150,10 @@ impl Cuda {
         let rank = RankState {
             number: device.number,
             shared_bytes_max: device.properties.shared_bytes_max,
+            memory_bytes: match config.memory_bytes_max {
+                0 => device.properties.memory_bytes,
+                limit => limit,
+            },
             num_threads: config.num_threads,
             programs: device.programs.clone(),
             cost: Mutex::default(),
@@ -263,8 +241,7 @@ impl Cuda {
             return Ok(());
         }
         let mut records = vec![0; faults.kernels.len() * FAULT_BYTES];
-        let piece = staging.next_piece()?;
-        self.rank.stream.download(&faults.records, 0, &mut records, &mut piece.0)?;
+        staging.download(&self.rank.stream, &faults.records, &mut records)?;
         let each = faults.kernels.iter().zip(records.chunks(FAULT_BYTES));
         let Some(error) = each.into_iter().find_map(|(kernel, record)| decode_fault(kernel, record)) else {
             return Ok(());
@@ -308,22 +285,14 @@ impl Backend for Cuda {
         self.refuse_in_capture("copies from the host")?;
         assert!(to.is_unique(), "bug: a buffer that is written has one handle");
         self.wait_for_conflicts(iter::empty(), iter::once(&*to))?;
-        let mut staging = locked(&self.staging);
-        for (i, part) in from.chunks(STAGE_BYTES).enumerate() {
-            let (memory, event) = staging.next_piece()?;
-            *event = Some(self.rank.stream.upload(part, to, i * STAGE_BYTES, memory)?);
-        }
-        Ok(())
+        locked(&self.staging).upload(&self.rank.stream, from, to)
     }
 
     fn download(&self, from: &Buffer, to: &mut [u8]) -> Result<(), KernelError> {
         self.refuse_in_capture("copies to the host")?;
         self.wait_for_conflicts(iter::once(from), iter::empty())?;
         let mut staging = locked(&self.staging);
-        for (i, part) in to.chunks_mut(STAGE_BYTES).enumerate() {
-            let (memory, _) = staging.next_piece()?;
-            self.rank.stream.download(from, i * STAGE_BYTES, part, memory)?;
-        }
+        staging.download(&self.rank.stream, from, to)?;
         self.check_faults(&mut staging)
     }
 
@@ -355,12 +324,17 @@ impl Backend for Cuda {
         self.comm_stream.get().map_or(Ok(()), |comm_stream| comm_stream.end())
     }
 
-    fn capture(&self, work: &mut dyn FnMut() -> Result<(), KernelError>) -> Result<Graph, KernelError> {
+    fn capture(
+        &self,
+        work: &mut dyn FnMut() -> Result<(), KernelError>,
+        discard: &mut dyn FnMut(),
+    ) -> Result<Graph, KernelError> {
         // Captured work cannot wait for an event of uncaptured work.
         self.wait_all()?;
         // Recording executes nothing, so it has no cost, even if the capture fails.
         let before = std::mem::take(&mut *self.rank.cost());
-        let record = || graph::capture(&self.rank.stream, &self.rank.memory, &self.capture_state, work);
+        let record =
+            || graph::capture(&self.rank.stream, &self.rank.memory, &self.capture_state, work, discard);
         let captured = catch_unwind(AssertUnwindSafe(record));
         let cost = std::mem::replace(&mut *self.rank.cost(), before);
         let captured = captured.unwrap_or_else(|cause| resume_unwind(cause))?;

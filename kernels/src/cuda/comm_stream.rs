@@ -2,7 +2,7 @@
 //! submitted to the compute stream before. Later work of the compute stream waits for the collective only if it reads what the
 //! collective writes, or writes what the collective reads or writes; memory that the collective uses is not reused before it is done.
 
-use super::driver::{Event, Stream};
+use super::driver::{Event, Priority, Stream};
 use super::launch::{Operands, Programs};
 use super::memory::{CachingAllocator, Reclaim};
 use crate::backend::{Backend, SyncEvent};
@@ -17,9 +17,12 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-/// The most bytes that pending collectives may use when the next one begins; beyond that the compute stream waits for the oldest. The
-/// host may run far ahead of the GPU, and until then none of this memory could be reused.
-const ASYNC_BYTES_MAX: usize = 256 << 20;
+/// The bytes that pending collectives may use when the next one begins, of the memory of the rank: this share, but at least these bytes.
+/// Beyond that the compute stream waits for the oldest. The host may run far ahead of the GPU, and until then none of this memory could be
+/// reused. The gradient of an embedding of 128,256 x 4,096 has 1 GiB in bf16; were it more than the bound, the compute stream would wait for
+/// its reduction at the next collective.
+const ASYNC_SHARE: usize = 16;
+const ASYNC_BYTES_MIN: usize = 256 << 20;
 /// The most pending collectives when the next one begins.
 const ASYNC_OPS_MAX: usize = 64;
 
@@ -28,6 +31,8 @@ const ASYNC_OPS_MAX: usize = 64;
 pub(super) struct RankState {
     pub(super) number: usize,
     pub(super) shared_bytes_max: u32,
+    /// The most memory of the rank, in bytes.
+    pub(super) memory_bytes: usize,
     pub(super) num_threads: usize,
     pub(super) programs: Arc<Programs>,
     pub(super) cost: Mutex<Cost>,
@@ -103,7 +108,7 @@ pub(super) struct CommStream {
 
 impl CommStream {
     pub(super) fn new(rank: &Arc<RankState>) -> Result<Arc<CommStream>, KernelError> {
-        let stream = Stream::new(rank.stream.context())?;
+        let stream = Stream::new(rank.stream.context(), Priority::Highest)?;
         let comm_stream =
             CommStream { rank: rank.clone(), stream, pending: Mutex::default(), has_uses: false.into() };
         let comm_stream = Arc::new(comm_stream);
@@ -119,8 +124,9 @@ impl CommStream {
     /// Begins a collective after all work submitted to the compute stream.
     pub(super) fn begin(&self) -> Result<(), KernelError> {
         let mut pending = self.pending();
+        let bytes_max = ASYNC_BYTES_MIN.max(self.rank.memory_bytes / ASYNC_SHARE);
         while pending.ended.len() >= ASYNC_OPS_MAX
-            || pending.uses.values().map(|u| u.bytes).sum::<usize>() > ASYNC_BYTES_MAX
+            || pending.uses.values().map(|u| u.bytes).sum::<usize>() > bytes_max
         {
             let Some((oldest, _)) = pending.ended.front() else { break };
             let oldest = *oldest;

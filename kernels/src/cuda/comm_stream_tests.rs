@@ -11,6 +11,7 @@ use crate::dtype::DType;
 use crate::error::KernelError;
 use crate::gpu::{Grid, GridArg};
 use crate::kernel::{Arg, ArgMut, Bound, GpuCode, Kernel, Launch};
+use crate::op::copy::COPY;
 use crate::provider::{BackendConfig, BackendProvider};
 use crate::strides::Strides;
 use std::sync::Arc;
@@ -80,16 +81,19 @@ impl Gate {
 
 /// Returns a rank with compiled kernels, and a closed gate on the same GPU.
 fn rank(folder: &Folder) -> (Arc<dyn Backend>, Gate) {
-    let gpu = CudaDevice::open(&folder.search_paths(), 0).unwrap();
+    rank_on(&CudaDevice::open(&folder.search_paths(), 0).unwrap())
+}
+
+fn rank_on(gpu: &CudaDevice) -> (Arc<dyn Backend>, Gate) {
     let compute = gpu.backend(BackendConfig::default()).unwrap();
-    let mut open = Gate::new(&gpu);
+    let mut open = Gate::new(gpu);
     open.open();
     let x = upload(&*compute, &[1f32; N]).unwrap();
     let mut y = compute.alloc(4 * N).unwrap();
     held(&*compute, &open, &x, &mut y);
     twice(&*compute, &x, &mut y, N, 1.0).unwrap();
     compute.synchronize().unwrap();
-    (compute, Gate::new(&gpu))
+    (compute, Gate::new(gpu))
 }
 
 /// Launches y = x, delayed by a gate.
@@ -262,18 +266,78 @@ fn pending_collectives_retain_limited_memory() {
     assert!((1..100 * 4 * N).contains(&retained), "{retained}");
 }
 
+/// The gradient of a large embedding.
+#[test]
+fn large_pending_collective_does_not_delay_the_next() {
+    let Some(folder) = fake::gpu("big-gpu") else { return };
+    let (compute, mut gate) = rank(&folder);
+    let x = upload(&*compute, &[9f32; N]).unwrap();
+    let large = compute.alloc(1100 << 20).unwrap();
+    let comm = compute.begin_async().unwrap().expect("a GPU has a communication stream");
+    comm.record_stream(&large);
+    let mut y = comm.alloc(4 * N).unwrap();
+    held(comm, &gate, &x, &mut y);
+    compute.end_async().unwrap();
+    let next = start_copy(&*compute, &gate, &x);
+    // The compute stream waits for neither.
+    assert_eq!(floats(&*compute, &minus_2_5(&*compute, &x)), [6.5; N]);
+    gate.open();
+    assert_eq!((floats(&*compute, &y), floats(&*compute, &next)), (vec![9.0; N], vec![9.0; N]));
+}
+
+/// Two streams of each of five ranks: more than the hardware queues of a GPU by default.
+#[test]
+fn streams_of_many_ranks_do_not_wait_for_each_other() {
+    let Some(folder) = fake::gpu("") else { return };
+    let gpu = CudaDevice::open(&folder.search_paths(), 0).unwrap();
+    let (compute, mut gate) = rank_on(&gpu);
+    let x = upload(&*compute, &[9f32; N]).unwrap();
+    let others = [(); 4].map(|()| gpu.backend(BackendConfig::default()).unwrap());
+    for other in &others {
+        other.begin_async().unwrap();
+        other.end_async().unwrap();
+    }
+    // The second waits for the first.
+    let copies = [start_copy(&*compute, &gate, &x), start_copy(&*compute, &gate, &x)];
+    for other in &others {
+        let own = upload(&**other, &[9f32; N]).unwrap();
+        assert_eq!(floats(&**other, &minus_2_5(&**other, &own)), [6.5; N]);
+        let comm = other.begin_async().unwrap().expect("a GPU has a communication stream");
+        comm.record_stream(&own);
+        let mut copy = comm.alloc(4 * N).unwrap();
+        let all = Strides::contiguous(&[N]);
+        let inputs = [Arg { buffer: &own, dtype: DType::F32, view: &all }];
+        let mut outputs = [ArgMut { buffer: &mut copy, dtype: DType::F32, view: &all }];
+        comm.launch(&COPY, &mut Launch { inputs: &inputs, outputs: &mut outputs, scalars: &[] }).unwrap();
+        other.end_async().unwrap();
+        assert_eq!(floats(&**other, &copy), [9.0; N]);
+    }
+    gate.open();
+    copies.iter().for_each(|copy| assert_eq!(floats(&*compute, copy), [9.0; N]));
+}
+
+/// Pending blocks of a collective start before those of computations.
+#[test]
+fn communication_stream_has_the_highest_priority() {
+    let Some(folder) = fake::gpu("") else { return };
+    let gpu = tests::backend(&folder);
+    gpu.begin_async().unwrap();
+    gpu.end_async().unwrap();
+    assert_eq!(folder.stream_priorities(), [0, -5]);
+}
+
 #[test]
 fn graphs_and_collectives_wait_for_each_other() {
     let Some(folder) = fake::gpu("") else { return };
     let (compute, mut gate) = rank(&folder);
     let x = upload(&*compute, &[9f32; N]).unwrap();
-    let error = compute.capture(&mut || compute.begin_async().map(drop)).unwrap_err();
+    let error = compute.capture(&mut || compute.begin_async().map(drop), &mut || ()).unwrap_err();
     assert_eq!(
         error.to_string(),
         "graph capture: a graph cannot contain work that records an event for other back ends"
     );
     let (mut y, mut z) = (start_copy(&*compute, &gate, &x), compute.alloc(4 * N).unwrap());
-    let graph = compute.capture(&mut || twice(&*compute, &y, &mut z, N, 1.0)).unwrap();
+    let graph = compute.capture(&mut || twice(&*compute, &y, &mut z, N, 1.0), &mut || ()).unwrap();
     compute.replay(&graph).unwrap();
     gate.open();
     assert_eq!(floats(&*compute, &z), [6.5; N]);
@@ -289,4 +353,20 @@ fn graphs_and_collectives_wait_for_each_other() {
     assert!(comm.upload(&[0], &mut comm.alloc(4).unwrap()).is_err());
     assert!(comm.download(&x, &mut [0]).is_err());
     compute.end_async().unwrap();
+}
+
+/// The arguments of several microbatches are uploaded while the GPU still computes the first.
+#[test]
+fn small_uploads_do_not_wait_for_the_gpu() {
+    let Some(folder) = fake::gpu("") else { return };
+    let (compute, mut gate) = rank(&folder);
+    let x = upload(&*compute, &[9f32; N]).unwrap();
+    let mut y = compute.alloc(4 * N).unwrap();
+    held(&*compute, &gate, &x, &mut y);
+    let uploads: Vec<Buffer> = (0..10).map(|i| upload(&*compute, &[i as f32; 80_000]).unwrap()).collect();
+    gate.open();
+    assert_eq!(floats(&*compute, &y), [9.0; N]);
+    for (i, buffer) in uploads.iter().enumerate() {
+        assert_eq!(download::<f32>(&*compute, buffer, 80_000).unwrap(), [i as f32; 80_000]);
+    }
 }

@@ -12,7 +12,7 @@ use cudarc::driver::sys::{
 use std::ffi::{CStr, c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void};
 use std::path::Path;
 use std::ptr;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 foreign!(Table, DRIVER, cudarc::driver::sys, CUresult {
     fn cuInit(flags: c_uint);
@@ -32,7 +32,8 @@ foreign!(Table, DRIVER, cudarc::driver::sys, CUresult {
     fn cuMemcpyHtoDAsync_v2(to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream);
     fn cuMemcpyDtoHAsync_v2(to: *mut c_void, from: CUdeviceptr, bytes: usize, stream: CUstream);
     fn cuMemsetD8Async(to: CUdeviceptr, value: c_uchar, bytes: usize, stream: CUstream);
-    fn cuStreamCreate(stream: *mut CUstream, flags: c_uint);
+    fn cuCtxGetStreamPriorityRange(least: *mut c_int, greatest: *mut c_int);
+    fn cuStreamCreateWithPriority(stream: *mut CUstream, flags: c_uint, priority: c_int);
     fn cuStreamDestroy_v2(stream: CUstream);
     fn cuStreamSynchronize(stream: CUstream);
     fn cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: c_uint);
@@ -43,6 +44,7 @@ foreign!(Table, DRIVER, cudarc::driver::sys, CUresult {
     fn cuModuleLoadData(module: *mut CUmodule, image: *const c_void);
     fn cuModuleUnload(module: CUmodule);
     fn cuModuleGetFunction(function: *mut CUfunction, module: CUmodule, name: *const c_char);
+    fn cuFuncGetAttribute(value: *mut c_int, attribute: CUfunction_attribute, function: CUfunction);
     fn cuFuncSetAttribute(function: CUfunction, attribute: CUfunction_attribute, value: c_int);
     fn cuLaunchKernel(function: CUfunction, blocks_x: c_uint, blocks_y: c_uint, blocks_z: c_uint, threads_x: c_uint,
         threads_y: c_uint, threads_z: c_uint, shared_bytes: c_uint, stream: CUstream, args: *mut *mut c_void,
@@ -58,6 +60,10 @@ foreign!(Table, DRIVER, cudarc::driver::sys, CUresult {
 const OUT_OF_MEMORY: StatusCode = 2;
 /// Errors that corrupt the context: every later call of the process fails with the same error.
 const CONTEXT_LOST: [StatusCode; 11] = [214, 220, 700, 702, 710, 714, 715, 716, 717, 718, 719];
+/// The variable by which the driver chooses the number of hardware queues of a context, and the most that it takes. Streams that share a
+/// queue wait for each other's waits, and each rank has two streams; by default there are 8 queues.
+const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
+const CONNECTIONS_MAX: &str = "32";
 const NON_BLOCKING: c_uint = 1;
 const DISABLE_TIMING: c_uint = 2;
 
@@ -114,6 +120,11 @@ impl Driver {
         let shown = format!("{}.{}", version / 1000, version % 1000 / 10);
         DRIVER.check(usize::try_from(version).unwrap_or(0), &shown, library.file())?;
         let table = Table::load(library)?;
+        if std::env::var_os(CONNECTIONS).is_none() {
+            // SAFETY: the standard library orders all reads by Rust code. Of foreign code, the driver reads this variable, on this thread
+            // and below.
+            unsafe { std::env::set_var(CONNECTIONS, CONNECTIONS_MAX) };
+        }
         let mut count = 0;
         // SAFETY: the flags must be 0; the out-pointer outlives the call.
         let started = unsafe { table.cuInit(0).and_then(|()| table.cuDeviceGetCount(&mut count)) };
@@ -210,12 +221,33 @@ impl DeviceProperties {
     }
 }
 
+/// A resource that is destroyed after all work of the GPU is done, because any stream may still use it.
+#[derive(Debug)]
+pub(super) enum Resource {
+    /// Memory of [`Context::alloc`].
+    Chunk(u64),
+    /// Pinned host memory.
+    Pinned(usize),
+    /// An executable graph.
+    GraphExec(usize),
+    /// A module; no entry of it is launched again.
+    Module(usize),
+}
+
+/// The captures in progress on a GPU, and the resources to destroy after the last of them.
+#[derive(Debug, Default)]
+struct Captures {
+    in_progress: usize,
+    deferred: Vec<Resource>,
+}
+
 /// The primary context of a GPU, released with the last handle.
 #[derive(Debug)]
 pub(super) struct Context {
     driver: Arc<Driver>,
     device: CUdevice,
     handle: usize,
+    captures: Mutex<Captures>,
 }
 
 impl Context {
@@ -224,7 +256,8 @@ impl Context {
         let mut handle = ptr::null_mut();
         // SAFETY: the out-pointer outlives the call; released once, when this is dropped.
         unsafe { driver.table.cuDevicePrimaryCtxRetain(&mut handle, device) }?;
-        Ok(Arc::new(Context { driver: driver.clone(), device, handle: handle.addr() }))
+        let captures = Mutex::default();
+        Ok(Arc::new(Context { driver: driver.clone(), device, handle: handle.addr(), captures }))
     }
 
     /// Returns the driver functions, after making the context current on this thread.
@@ -246,13 +279,61 @@ impl Context {
         }
     }
 
-    /// Frees memory of [`Context::alloc`], after all work of the GPU is done, because other ranks may still read it.
-    pub(super) fn free(&self, address: u64) -> Result<(), KernelError> {
-        let table = self.bound()?;
-        // SAFETY: nothing uses the memory after the synchronisation; the driver refuses unknown addresses.
+    fn captures(&self) -> MutexGuard<'_, Captures> {
+        self.captures.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counts a capture that is about to begin. The caller ends it with [`Context::end_capture`].
+    pub(super) fn begin_capture(&self) {
+        self.captures().in_progress += 1;
+    }
+
+    /// Ends a capture of [`Context::begin_capture`], and destroys the deferred resources if it was the last one.
+    pub(super) fn end_capture(&self) {
+        let mut captures = self.captures();
+        captures.in_progress -= 1;
+        if captures.in_progress == 0 {
+            let deferred = std::mem::take(&mut captures.deferred);
+            self.destroy_now(&deferred);
+        }
+    }
+
+    /// Destroys a resource after all work of the GPU is done. During a capture this is deferred to its end: the wait would invalidate
+    /// the captures of every stream of the context, in any capture mode. Captures of another `Context` of the GPU are not known here; such
+    /// a capture fails.
+    pub(super) fn destroy(&self, resource: Resource) {
+        let mut captures = self.captures();
+        if captures.in_progress > 0 {
+            captures.deferred.push(resource);
+        } else {
+            // Under the lock, so that no capture begins during the wait.
+            self.destroy_now(&[resource]);
+        }
+    }
+
+    fn destroy_now(&self, resources: &[Resource]) {
+        if resources.is_empty() {
+            return;
+        }
+        let Ok(table) = self.bound() else { return };
+        // SAFETY: allocated or created once, destroyed once, here; nothing uses the resources after the synchronisation. If it fails, the
+        // context is lost, and the resources with it.
         unsafe {
-            table.cuCtxSynchronize()?;
-            table.cuMemFree_v2(address)
+            if table.cuCtxSynchronize().is_err() {
+                return;
+            }
+            for resource in resources {
+                let _ = match *resource {
+                    Resource::Chunk(address) => table.cuMemFree_v2(address),
+                    Resource::Pinned(start) => table.cuMemFreeHost(ptr::with_exposed_provenance_mut(start)),
+                    Resource::GraphExec(handle) => {
+                        table.cuGraphExecDestroy(ptr::with_exposed_provenance_mut(handle))
+                    }
+                    Resource::Module(handle) => {
+                        table.cuModuleUnload(ptr::with_exposed_provenance_mut(handle))
+                    }
+                };
+            }
         }
     }
 }
@@ -315,11 +396,17 @@ impl Pinned {
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        if let Ok(table) = self.context.bound() {
-            // SAFETY: allocated once, freed once; the driver waits for pending copies.
-            let _ = unsafe { table.cuMemFreeHost(ptr::with_exposed_provenance_mut(self.start)) };
-        }
+        self.context.destroy(Resource::Pinned(self.start));
     }
+}
+
+/// The priority of a stream: pending blocks of a stream of higher priority start first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Priority {
+    /// The default, the lowest.
+    Normal,
+    /// The highest that the GPU has.
+    Highest,
 }
 
 /// A CUDA stream: work runs in the order of submission.
@@ -330,10 +417,15 @@ pub(super) struct Stream {
 }
 
 impl Stream {
-    pub(super) fn new(context: &Arc<Context>) -> Result<Stream, KernelError> {
-        let mut handle = ptr::null_mut();
-        // SAFETY: the out-pointer outlives the call; destroyed once, when this is dropped.
-        unsafe { context.bound()?.cuStreamCreate(&mut handle, NON_BLOCKING) }?;
+    pub(super) fn new(context: &Arc<Context>, priority: Priority) -> Result<Stream, KernelError> {
+        let table = context.bound()?;
+        let (mut handle, mut least, mut greatest) = (ptr::null_mut(), 0, 0);
+        // SAFETY: the out-pointers outlive the calls; destroyed once, when this is dropped.
+        unsafe {
+            table.cuCtxGetStreamPriorityRange(&mut least, &mut greatest)?;
+            let priority = if priority == Priority::Highest { greatest } else { least };
+            table.cuStreamCreateWithPriority(&mut handle, NON_BLOCKING, priority)?;
+        }
         Ok(Stream { context: context.clone(), handle: handle.expose_provenance() })
     }
 
@@ -377,21 +469,21 @@ impl Stream {
         unsafe { self.context.bound()?.cuMemsetD8Async(address, 0, bytes, self.handle()) }
     }
 
-    /// Copies bytes to offset `at` of a buffer through pinned memory without a pending copy. The next use of the pinned memory must
-    /// wait for the returned event.
+    /// Copies bytes to offset `at` of a buffer through pinned memory, from an offset at which no copy is pending. The next use of these
+    /// bytes of the pinned memory must wait for the returned event.
     pub(super) fn upload(
         &self,
         from: &[u8],
         to: &mut Buffer,
         at: usize,
-        by: &mut Pinned,
+        (by, by_at): (&mut Pinned, usize),
     ) -> Result<Event, KernelError> {
         let (address, _) = device_range(to, at + from.len());
-        by.memory()[..from.len()].copy_from_slice(from);
+        by.memory()[by_at..by_at + from.len()].copy_from_slice(from);
         // SAFETY: both memories have this many bytes, and live until the copy is done: freeing pinned memory waits, and buffers
         // return to an allocator whose chunks outlive the stream's work.
         unsafe {
-            let staged: *const c_void = ptr::with_exposed_provenance(by.start);
+            let staged: *const c_void = ptr::with_exposed_provenance(by.start + by_at);
             self.context.bound()?.cuMemcpyHtoDAsync_v2(
                 address + at as u64,
                 staged,

@@ -1,7 +1,7 @@
 //! CUDA graph capture: launches are recorded once and replayed as a whole. A graph contains addresses, so memory allocated during
 //! capture comes from a separate allocator, and every other buffer that the launches use is retained until the graph is dropped.
 
-use super::driver::{Context, Stream};
+use super::driver::{Context, Resource, Stream};
 use super::memory::CachingAllocator;
 use crate::buffer::{Buffer, DeviceAllocator};
 use crate::error::KernelError;
@@ -44,18 +44,20 @@ impl Drop for CapturedBuffers {
 /// The memory of the capture in progress; `None` outside of a capture.
 pub(super) type CaptureState = Mutex<Option<CapturedBuffers>>;
 
-/// Captures the work that a function submits to a stream, without executing it.
+/// Captures the work that a function submits to a stream, without executing it. If the capture fails after the function succeeded, `discard`
+/// drops what the function made.
 pub(super) fn capture(
     stream: &Stream,
     rank_memory: &Arc<CachingAllocator>,
     capture_state: &CaptureState,
     work: &mut dyn FnMut() -> Result<(), KernelError>,
+    discard: &mut dyn FnMut(),
 ) -> Result<CapturedGraph, KernelError> {
     let state = || capture_state.lock().unwrap_or_else(PoisonError::into_inner);
     if state().is_some() {
         return Err(KernelError::NotCapturable { what: "captures other work" });
     }
-    // Frees memory for the graph, which allocates its own chunks. During capture no chunk can be freed: that waits for all work of the GPU.
+    // Frees memory for the graph, which allocates its own chunks. During capture no chunk is freed: that waits for all work of the GPU.
     rank_memory.release_empty_chunks();
     let clear_state = ClearOnDrop(capture_state);
     let stream_capture = StreamCapture::new(stream)?;
@@ -64,6 +66,9 @@ pub(super) fn capture(
     let buffers = state().take().expect("bug: the capture ended early");
     let exec = stream_capture.end();
     drop(clear_state);
+    if result.is_ok() && exec.is_err() {
+        discard();
+    }
     match result.and(exec) {
         Ok(exec) => Ok(CapturedGraph { exec, _buffers: buffers }),
         Err(error) => {
@@ -93,7 +98,12 @@ impl<'a> StreamCapture<'a> {
         // Relaxed mode allows allocations and module loads during capture.
         let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: the stream is alive; the capture ends when this is dropped.
-        unsafe { stream.context().bound()?.cuStreamBeginCapture_v2(stream.handle(), mode) }?;
+        let begun = unsafe {
+            let table = stream.context().bound()?;
+            stream.context().begin_capture();
+            table.cuStreamBeginCapture_v2(stream.handle(), mode)
+        };
+        begun.inspect_err(|_| stream.context().end_capture())?;
         Ok(StreamCapture { stream, is_open: true })
     }
 
@@ -104,11 +114,14 @@ impl<'a> StreamCapture<'a> {
     fn close(&mut self) -> Result<GraphExec, KernelError> {
         self.is_open = false;
         let (context, mut graph, mut exec) = (self.stream.context(), ptr::null_mut(), ptr::null_mut());
-        let table = context.bound()?;
         // SAFETY: the stream is alive and in capture; the out-pointers outlive the calls. The graph is destroyed here, the
         // executable graph once, when the returned value is dropped.
         unsafe {
-            table.cuStreamEndCapture(self.stream.handle(), &mut graph)?;
+            let ended = context
+                .bound()
+                .and_then(|table| table.cuStreamEndCapture(self.stream.handle(), &mut graph).map(|()| table));
+            context.end_capture();
+            let table = ended?;
             let made = table.cuGraphInstantiateWithFlags(&mut exec, graph, 0);
             let destroyed = table.cuGraphDestroy(graph);
             made?;
@@ -136,11 +149,7 @@ struct GraphExec {
 
 impl Drop for GraphExec {
     fn drop(&mut self) {
-        if let Ok(table) = self.context.bound() {
-            let handle: CUgraphExec = ptr::with_exposed_provenance_mut(self.handle);
-            // SAFETY: instantiated once, destroyed once, after all replays.
-            let _ = unsafe { table.cuCtxSynchronize().and_then(|()| table.cuGraphExecDestroy(handle)) };
-        }
+        self.context.destroy(Resource::GraphExec(self.handle));
     }
 }
 

@@ -1,11 +1,13 @@
 //! Graph capture on a fake GPU, compared with separate launches.
 
-use super::fake;
 use super::tests::{backend, twice};
-use crate::backend::{Backend, download, upload};
+use super::{CudaDevice, fake};
+use crate::backend::{Backend, Graph, download, upload};
 use crate::buffer::Buffer;
 use crate::cpu_backend::Cpu;
 use crate::error::KernelError;
+use crate::provider::{BackendConfig, BackendProvider};
+use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 const N: usize = 300;
@@ -24,6 +26,14 @@ fn step(on: &dyn Backend, x: &mut Buffer, other_input: &Buffer) -> Result<Buffer
     Ok(out)
 }
 
+/// Captures work whose results need not be dropped if the capture fails.
+fn capture(
+    on: &dyn Backend,
+    work: &mut dyn FnMut() -> Result<(), KernelError>,
+) -> Result<Graph, KernelError> {
+    on.capture(work, &mut || ())
+}
+
 fn floats(on: &dyn Backend, buffer: &Buffer) -> Vec<f32> {
     download(on, buffer, N).unwrap()
 }
@@ -37,12 +47,11 @@ fn replay_gives_the_results_of_separate_launches() {
     let (mut x, mut y) = (upload(&*gpu, &data).unwrap(), upload(&*gpu, &data).unwrap());
     let other_input = upload(&*gpu, &[7f32; N]).unwrap();
     let mut out = None;
-    let graph = gpu
-        .capture(&mut || {
-            out = Some(step(&*gpu, &mut x, &other_input)?);
-            Ok(())
-        })
-        .unwrap();
+    let graph = capture(&*gpu, &mut || {
+        out = Some(step(&*gpu, &mut x, &other_input)?);
+        Ok(())
+    })
+    .unwrap();
     let out = out.unwrap();
     assert_eq!(floats(&*gpu, &x), data, "capture executes nothing");
     let own = other_input.device_address();
@@ -73,21 +82,21 @@ fn synchronizing_calls_are_refused_during_capture() {
     let gpu = backend(&folder);
     let x = upload(&*gpu, &[1f32; N]).unwrap();
     let refused = |work: &mut dyn FnMut() -> Result<(), KernelError>, what: &str| {
-        let error = gpu.capture(work).unwrap_err();
+        let error = capture(&*gpu, work).unwrap_err();
         assert_eq!(error.to_string(), format!("graph capture: a graph cannot contain work that {what}"));
     };
     refused(&mut || download::<f32>(&*gpu, &x, N).map(drop), "copies to the host");
     refused(&mut || upload(&*gpu, &[1f32]).map(drop), "copies from the host");
     refused(&mut || gpu.record_event().map(drop), "records an event for other back ends");
     refused(&mut || gpu.synchronize(), "waits until all work is done");
-    refused(&mut || gpu.capture(&mut || Ok(())).map(drop), "captures other work");
+    refused(&mut || capture(&*gpu, &mut || Ok(())).map(drop), "captures other work");
     // A capture works after failed and panicked ones.
-    let unwound = catch_unwind(AssertUnwindSafe(|| gpu.capture(&mut || panic!("in between"))));
+    let unwound = catch_unwind(AssertUnwindSafe(|| capture(&*gpu, &mut || panic!("in between"))));
     assert!(unwound.is_err());
-    let graph = gpu.capture(&mut || Ok(())).unwrap();
+    let graph = capture(&*gpu, &mut || Ok(())).unwrap();
     gpu.replay(&graph).unwrap();
     assert_eq!(floats(&*gpu, &x), [1.0; N]);
-    let error = Cpu::backend(1).capture(&mut || Ok(())).unwrap_err();
+    let error = capture(&*Cpu::backend(1), &mut || Ok(())).unwrap_err();
     assert!(matches!(error, KernelError::Unsupported { kernel: "capture", .. }));
 }
 
@@ -98,7 +107,7 @@ fn graph_retains_memory_of_another_graph() {
     let x = upload(&*gpu, &[8f32; N]).unwrap();
     let doubled = |from: &Buffer| {
         let mut out = None;
-        let graph = gpu.capture(&mut || {
+        let graph = capture(&*gpu, &mut || {
             let to = out.insert(gpu.alloc(4 * N)?);
             twice(&*gpu, from, to, N, 2.0)
         });
@@ -121,7 +130,7 @@ fn cost_counts_at_replay() {
     let before = gpu.cost();
     step(&*gpu, &mut x, &other_input).unwrap();
     let once = gpu.cost().flops - before.flops;
-    let graph = gpu.capture(&mut || step(&*gpu, &mut x, &other_input).map(drop)).unwrap();
+    let graph = capture(&*gpu, &mut || step(&*gpu, &mut x, &other_input).map(drop)).unwrap();
     assert_eq!(gpu.cost().flops - before.flops, once);
     gpu.replay(&graph).unwrap();
     gpu.replay(&graph).unwrap();
@@ -137,10 +146,10 @@ fn failed_capture_releases_its_memory() {
     let over = || KernelError::NotCapturable { what: "is over" };
     // Of 160 MiB: a leak would fail soon.
     for _ in 0..4 {
-        let error = gpu.capture(&mut || gpu.alloc(60 << 20).and(Err(over()))).unwrap_err();
+        let error = capture(&*gpu, &mut || gpu.alloc(60 << 20).and(Err(over()))).unwrap_err();
         assert_eq!(error, over());
         let unwound = catch_unwind(AssertUnwindSafe(|| {
-            gpu.capture(&mut || {
+            capture(&*gpu, &mut || {
                 let _held = gpu.alloc(60 << 20)?;
                 panic!("in between")
             })
@@ -149,7 +158,7 @@ fn failed_capture_releases_its_memory() {
     }
     assert_eq!(gpu.memory().reserved_bytes, before.reserved_bytes);
     let mut held = None;
-    let error = gpu.capture(&mut || {
+    let error = capture(&*gpu, &mut || {
         held = Some(gpu.alloc(4 * N)?);
         Err(over())
     });
@@ -159,24 +168,72 @@ fn failed_capture_releases_its_memory() {
 }
 
 #[test]
-fn failed_instantiation_reports_outputs_that_are_still_held() {
-    let Some(folder) = fake::gpu("no-graph") else { return };
-    let gpu = backend(&folder);
-    let before = gpu.memory().in_use_bytes;
-    let error = gpu.capture(&mut || gpu.alloc(4 * N).map(drop)).unwrap_err();
-    assert!(matches!(error, KernelError::Device { .. }), "the error of the driver: {error}");
-    let mut held = None;
-    let error = gpu.capture(&mut || {
-        held = Some(gpu.alloc(4 * N)?);
-        Ok(())
+fn capture_that_the_driver_refuses_at_its_end_discards_the_outputs() {
+    for (call, code) in [("cuStreamEndCapture", 901), ("cuGraphInstantiateWithFlags", 2)] {
+        let Some(folder) = fake::gpu("") else { return };
+        let gpu = backend(&folder);
+        let before = gpu.memory().in_use_bytes;
+        folder.refuse(call, 0, 2, code);
+        let made = Cell::new(None);
+        let mut record = || {
+            made.set(Some(gpu.alloc(4 * N)?));
+            Ok(())
+        };
+        // The work succeeded, and its results are held: by the caller, who drops them, then by someone else.
+        let error = gpu.capture(&mut record, &mut || made.set(None)).unwrap_err();
+        assert!(matches!(error, KernelError::Device { .. } | KernelError::OutOfMemory { .. }), "{error}");
+        let error = gpu.capture(&mut record, &mut || ()).unwrap_err();
+        assert_eq!(error, KernelError::CaptureOutputHeld { bytes: 1536 });
+        drop(made.take());
+        assert_eq!(gpu.memory().in_use_bytes, before);
+        // Separate launches still work, and another capture.
+        let mut x = upload(&*gpu, &[100f32; N]).unwrap();
+        let other_input = upload(&*gpu, &[7f32; N]).unwrap();
+        assert_eq!(floats(&*gpu, &step(&*gpu, &mut x, &other_input).unwrap()), [4.5; N]);
+        let graph = capture(&*gpu, &mut || step(&*gpu, &mut x, &other_input).map(drop)).unwrap();
+        gpu.replay(&graph).unwrap();
+        gpu.synchronize().unwrap();
+    }
+}
+
+/// While a rank captures, what other ranks of the GPU drop is destroyed later.
+#[test]
+fn memory_and_graphs_of_other_ranks_are_dropped_during_a_capture() {
+    let Some(folder) = fake::gpu("small-gpu") else { return };
+    let device = CudaDevice::open(&folder.search_paths(), 0).unwrap();
+    let [gpu, other] = [(); 2].map(|()| device.backend(BackendConfig::default()).unwrap());
+    let (x, mut y) = (upload(&*gpu, &[8f32; N]).unwrap(), gpu.alloc(4 * N).unwrap());
+    let mut z = upload(&*other, &[1f32; N]).unwrap();
+    let graph_of_other = capture(&*other, &mut || twice(&*other, &x, &mut z, N, 1.0)).unwrap();
+    let mut dropped = Some((graph_of_other, z, other));
+    let graph = capture(&*gpu, &mut || {
+        twice(&*gpu, &x, &mut y, N, 2.0)?;
+        // Chunks, a graph, pinned memory and streams.
+        dropped = None;
+        twice(&*gpu, &x, &mut y, N, 1.0)
     });
-    assert_eq!(error.unwrap_err(), KernelError::CaptureOutputHeld { bytes: 1536 });
-    drop(held);
-    assert_eq!(gpu.memory().in_use_bytes, before);
-    // Separate launches still work.
-    let mut x = upload(&*gpu, &[100f32; N]).unwrap();
-    let other_input = upload(&*gpu, &[7f32; N]).unwrap();
-    assert_eq!(floats(&*gpu, &step(&*gpu, &mut x, &other_input).unwrap()), [4.5; N]);
+    gpu.replay(&graph.unwrap()).unwrap();
+    assert_eq!(floats(&*gpu, &y), [5.5; N]);
+    // Of 160 MiB, 64 for each rank: the memory of the other one is free again.
+    let large = gpu.alloc(85 << 20).map(drop);
+    assert_eq!(large, Ok(()));
+}
+
+/// A capture does not survive that another context of the same GPU frees memory; it fails, and separate launches work.
+#[test]
+fn capture_during_a_synchronization_of_another_context_fails() {
+    let Some(folder) = fake::gpu("") else { return };
+    let (gpu, other) = (backend(&folder), backend(&folder));
+    let (x, mut y) = (upload(&*gpu, &[8f32; N]).unwrap(), gpu.alloc(4 * N).unwrap());
+    let mut dropped = Some(other);
+    let error = capture(&*gpu, &mut || {
+        dropped = None;
+        twice(&*gpu, &x, &mut y, N, 2.0)
+    });
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("CUDA_ERROR_STREAM_CAPTURE_INVALIDATED (901)"), "{error}");
+    twice(&*gpu, &x, &mut y, N, 1.0).unwrap();
+    assert_eq!(floats(&*gpu, &y), [5.5; N]);
 }
 
 #[test]
@@ -187,14 +244,14 @@ fn failed_capture_leaves_the_cost_unchanged() {
     step(&*gpu, &mut x, &other_input).unwrap();
     let before = gpu.cost();
     assert!(before.flops > 0);
-    let refused = gpu.capture(&mut || {
+    let refused = capture(&*gpu, &mut || {
         step(&*gpu, &mut x, &other_input)?;
         gpu.synchronize()
     });
     assert!(refused.is_err());
     assert_eq!(gpu.cost(), before);
     let unwound = catch_unwind(AssertUnwindSafe(|| {
-        gpu.capture(&mut || {
+        capture(&*gpu, &mut || {
             step(&*gpu, &mut x, &other_input)?;
             panic!("in between")
         })
@@ -210,12 +267,12 @@ fn chunks_freed_during_capture_are_returned_later() {
     // Of 160 MiB.
     for _ in 0..4 {
         let mut held = None;
-        let first = gpu.capture(&mut || {
+        let first = capture(&*gpu, &mut || {
             held = Some(gpu.alloc(60 << 20)?);
             Ok(())
         });
         drop(first.unwrap());
-        let second = gpu.capture(&mut || {
+        let second = capture(&*gpu, &mut || {
             // Drops the last handle of the memory of the first graph.
             held = None;
             Ok(())

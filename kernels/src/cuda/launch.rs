@@ -1,14 +1,14 @@
 //! Compiled programs of a GPU, and launches of their entries with the arguments of a plan.
 
 use super::compile::{Compiler, Program};
-use super::driver::{Context, Stream};
+use super::driver::{Context, Resource, Stream};
 use crate::buffer::Buffer;
 use crate::dtype::DType;
 use crate::error::KernelError;
 use crate::gpu::{Grid, GridArg};
 use crate::kernel::Launch;
 use crate::strides::Strides;
-use cudarc::driver::sys::{CUfunction, CUfunction_attribute, CUmodule};
+use cudarc::driver::sys::{CUfunction, CUfunction_attribute};
 use smallvec::SmallVec;
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -16,7 +16,7 @@ use std::ffi::{CString, c_int, c_void};
 use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The dynamic shared memory that an entry may use without raising its attribute.
+/// The shared memory, static and dynamic, that a block may use without raising an attribute of its entry.
 const SHARED_BYTES_DEFAULT: u32 = 48 << 10;
 
 /// A program loaded into the context.
@@ -42,15 +42,20 @@ impl Module {
         unsafe { self.context.bound()?.cuModuleGetFunction(&mut handle, module, name.as_ptr()) }?;
         Ok(handle.expose_provenance())
     }
+
+    /// Returns the static shared memory of an entry of this module, in bytes.
+    fn static_bytes(&self, function: usize) -> Result<u32, KernelError> {
+        let which = CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
+        let (mut bytes, function) = (0, ptr::with_exposed_provenance_mut(function));
+        // SAFETY: the module is alive, the out-pointer outlives the call.
+        unsafe { self.context.bound()?.cuFuncGetAttribute(&mut bytes, which, function) }?;
+        Ok(u32::try_from(bytes).unwrap_or(0))
+    }
 }
 
 impl Drop for Module {
     fn drop(&mut self) {
-        let module: CUmodule = ptr::with_exposed_provenance_mut(self.handle);
-        if let Ok(table) = self.context.bound() {
-            // SAFETY: loaded once, unloaded once, after the work that may run it.
-            let _ = unsafe { table.cuCtxSynchronize().and_then(|()| table.cuModuleUnload(module)) };
-        }
+        self.context.destroy(Resource::Module(self.handle));
     }
 }
 
@@ -110,11 +115,9 @@ impl Programs {
             Some(at) => at,
             None => {
                 let function = program.module.function(grid.entry)?;
-                program.entries.push(Entry {
-                    name: grid.entry,
-                    function,
-                    shared_bytes: SHARED_BYTES_DEFAULT,
-                });
+                let shared_bytes =
+                    SHARED_BYTES_DEFAULT.saturating_sub(program.module.static_bytes(function)?);
+                program.entries.push(Entry { name: grid.entry, function, shared_bytes });
                 program.entries.len() - 1
             }
         };

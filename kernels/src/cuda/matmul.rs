@@ -1,5 +1,5 @@
 //! Batched matrix products of a launch plan on cuBLASLt. Operands with strides that cuBLASLt cannot express are copied first;
-//! epilogues for which it has no algorithm run as separate kernels.
+//! epilogues and products for which it has no algorithm run as separate kernels.
 
 use super::cublaslt::{EpilogueOperands, MatmulPlanner, MatmulProblem};
 use super::driver::Stream;
@@ -11,7 +11,7 @@ use crate::dtype::DType;
 use crate::error::KernelError;
 use crate::gpu::{Epilogue, Matmul};
 use crate::kernel::{Arg, ArgMut, Kernel, Launch, Scalar};
-use crate::op::batched_matmul::BATCHED_MATMUL;
+use crate::op::batched_matmul::{BATCHED_MATMUL, TILED_MATMUL};
 use crate::op::binary::ADD;
 use crate::op::copy::COPY;
 use crate::op::fill::FILL;
@@ -166,8 +166,19 @@ impl MatmulRunner<'_> {
         (self.run)(kernel, &mut Launch { inputs, outputs: &mut [output], scalars })
     }
 
-    /// Runs a batched product without epilogue, through copies of operands and results that cuBLASLt cannot address.
+    /// Runs a batched product without epilogue: by cuBLASLt, else by a kernel.
     fn run_plain(&self, launch: &mut Launch<'_>, product: Matmul) -> Result<(), KernelError> {
+        match self.run_by_library(launch, product) {
+            Err(KernelError::Unsupported { .. }) => {
+                let inputs = [launch.inputs[product.a], launch.inputs[product.b]];
+                self.launch(&TILED_MATMUL, &inputs, reborrow(&mut launch.outputs[product.c]), &[])
+            }
+            done => done,
+        }
+    }
+
+    /// Runs a batched product by cuBLASLt, through copies of operands and results that cuBLASLt cannot address.
+    fn run_by_library(&self, launch: &mut Launch<'_>, product: Matmul) -> Result<(), KernelError> {
         let (a, b) = (launch.inputs[product.a], launch.inputs[product.b]);
         let c = &mut launch.outputs[product.c];
         let (extents, k) = (c.view.shape.clone(), a.view.shape[2]);

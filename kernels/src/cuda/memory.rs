@@ -2,7 +2,7 @@
 //! at once: the rank computes in one stream, so that the next use runs after the last. Exceptions are blocks that a graph uses,
 //! until the graph is dropped, and blocks of pending collectives, until the compute stream waits for those.
 
-use super::driver::Context;
+use super::driver::{Context, Resource};
 use crate::buffer::{Buffer, DeviceAllocator, FreeList};
 use crate::error::{KernelError, MemoryStats};
 use std::collections::{HashMap, HashSet};
@@ -22,11 +22,8 @@ const CHUNK_GRAIN: usize = 2 << 20;
 pub(super) trait ChunkSource: fmt::Debug + Send + Sync {
     /// Allocates a chunk; `None` if memory is short.
     fn alloc(&self, bytes: usize) -> Result<Option<u64>, KernelError>;
-    /// Frees a chunk in which no block is in use.
+    /// Frees a chunk in which no block is in use; during a capture, later.
     fn free(&self, address: u64);
-
-    /// Frees the chunks that could not be freed before.
-    fn free_deferred(&self) {}
 }
 
 /// A holder of retained blocks that can release them when memory is short.
@@ -142,7 +139,6 @@ impl CachingAllocator {
 
     /// Frees the chunks in which nothing is in use.
     pub(super) fn release_empty_chunks(&self) {
-        self.source.free_deferred();
         self.state().empty_chunks().into_iter().for_each(|address| self.source.free(address));
     }
 
@@ -267,37 +263,15 @@ impl Drop for CachingAllocator {
 
 /// Chunks from the driver of a GPU.
 #[derive(Debug)]
-pub(super) struct DriverChunks {
-    context: Arc<Context>,
-    /// Chunks that could not be freed yet: cuMemFree fails while a stream of the GPU is in capture.
-    deferred: Mutex<Vec<u64>>,
-}
-
-impl DriverChunks {
-    pub(super) fn of(context: &Arc<Context>) -> DriverChunks {
-        DriverChunks { context: context.clone(), deferred: Mutex::default() }
-    }
-
-    fn deferred(&self) -> MutexGuard<'_, Vec<u64>> {
-        self.deferred.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
+pub(super) struct DriverChunks(pub(super) Arc<Context>);
 
 impl ChunkSource for DriverChunks {
     fn alloc(&self, bytes: usize) -> Result<Option<u64>, KernelError> {
-        self.free_deferred();
-        self.context.alloc(bytes)
+        self.0.alloc(bytes)
     }
 
     fn free(&self, address: u64) {
-        if self.context.free(address).is_err() {
-            self.deferred().push(address);
-        }
-    }
-
-    fn free_deferred(&self) {
-        let deferred = std::mem::take(&mut *self.deferred());
-        deferred.into_iter().for_each(|address| self.free(address));
+        self.0.destroy(Resource::Chunk(address));
     }
 }
 

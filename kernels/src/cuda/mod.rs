@@ -13,6 +13,7 @@ mod operand;
 mod cublaslt;
 mod matmul;
 mod comm_stream;
+mod staging;
 pub mod backend;
 pub mod report;
 #[cfg(test)]

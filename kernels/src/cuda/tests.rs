@@ -17,6 +17,8 @@ use crate::precision::MatmulPrecision;
 use crate::provider::{BackendConfig, BackendProvider};
 use crate::strides::Strides;
 use std::fs;
+use std::panic::catch_unwind;
+use std::process::Command;
 use std::sync::Arc;
 
 fn nothing(_: &Pool, _: &mut Launch<'_>) -> Result<(), KernelError> {
@@ -176,6 +178,54 @@ fn upload_and_download_round_trip_for_all_sizes() {
     }
     gpu.synchronize().unwrap();
     assert_eq!(gpu.memory().num_system_allocs, 2, "a chunk of each kind");
+    // More uploads than staging memory holds, some of them in pieces.
+    let sizes = [5usize, 400_000, 4096, 600_000, 70_000, 100];
+    let bytes = |i: usize| -> Vec<u8> { (0..sizes[i % 6]).map(|at| (at * 3 + i * 11) as u8).collect() };
+    let uploads: Vec<Buffer> = (0..60).map(|i| upload(&*gpu, &bytes(i)).unwrap()).collect();
+    for (i, buffer) in uploads.iter().enumerate() {
+        assert!(download::<u8>(&*gpu, buffer, sizes[i % 6]).unwrap() == bytes(i), "{i}");
+    }
+}
+
+#[test]
+fn fake_gpu_finds_planted_faults() {
+    let Some(folder) = fake::planted_faults() else { return };
+    let done = Command::new(folder.0.join("planted")).output().unwrap();
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stdout));
+    folder.take_faults();
+}
+
+/// y = 2 x through static and dynamic shared memory, which only together exceed what a block has without opt-in.
+static SHARED: Kernel = kernel(
+    "shared",
+    GpuCode {
+        source: "extern \"C\" __global__ void through(const float *x, float *y) {\n\
+                __shared__ float fixed[10240];\n\
+                DYNAMIC_SHARED(float, more);\n\
+                fixed[10239 - threadIdx.x] = x[threadIdx.x];\n\
+                __syncthreads();\n\
+                more[5119 - threadIdx.x] = 2 * fixed[10239 - threadIdx.x];\n\
+                y[threadIdx.x] = more[5119 - threadIdx.x];\n\
+            }\n",
+        plan: |_, plan| {
+            let args = vec![GridArg::Input(0), GridArg::Output(0)];
+            let (defines, blocks) = (Vec::new(), [1; 3]);
+            plan.grid(Grid { entry: "through", defines, blocks, threads: 64, shared_bytes: 20 << 10, args });
+            Ok(())
+        },
+    },
+);
+
+#[test]
+fn static_and_dynamic_shared_memory_count_together() {
+    let Some(folder) = fake::gpu("") else { return };
+    let gpu = backend(&folder);
+    let (x, mut y) = (upload(&*gpu, &[4f32; 64]).unwrap(), gpu.alloc(256).unwrap());
+    let view = Strides::contiguous(&[64]);
+    let inputs = [Arg { buffer: &x, dtype: DType::F32, view: &view }];
+    let mut outputs = [ArgMut { buffer: &mut y, dtype: DType::F32, view: &view }];
+    gpu.launch(&SHARED, &mut Launch { inputs: &inputs, outputs: &mut outputs, scalars: &[] }).unwrap();
+    assert_eq!(download::<f32>(&*gpu, &y, 64).unwrap(), [8.0; 64]);
 }
 
 #[test]
@@ -214,38 +264,40 @@ fn index_out_of_range_is_reported_by_the_next_download() {
     assert!(gpu.synchronize().is_err());
 }
 
-/// Passes data from a writer to a reader on another stream for many rounds; returns whether every result is correct.
-fn relay_between_streams(folder: &Folder) -> bool {
+/// Passes data from a writer to a reader on another stream; returns the errors.
+fn relay_between_streams(folder: &Folder) -> Result<(), KernelError> {
     let gpu = CudaDevice::open(&folder.search_paths(), 0).unwrap();
     let [writer, reader] = [(); 2].map(|()| gpu.backend(BackendConfig::default()).unwrap());
-    let mut right = true;
-    for round in 0..20 {
-        let mut x = upload(&*writer, &[round as f32 + 10.0; 300]).unwrap();
-        let mut y = writer.alloc(1200).unwrap();
-        twice(&*writer, &x, &mut y, 300, 1.0).unwrap();
-        let ready = writer.record_event().unwrap();
-        reader.wait_event(&ready).unwrap();
-        let mut z = reader.alloc(1200).unwrap();
-        twice(&*reader, &y, &mut z, 300, 1.0).unwrap();
-        let read = reader.record_event().unwrap();
-        writer.wait_event(&read).unwrap();
+    for round in 0..3 {
+        let mut x = upload(&*writer, &[round as f32 + 10.0; 300])?;
+        let mut y = writer.alloc(1200)?;
+        twice(&*writer, &x, &mut y, 300, 1.0)?;
+        let ready = writer.record_event()?;
+        reader.wait_event(&ready)?;
+        let mut z = reader.alloc(1200)?;
+        twice(&*reader, &y, &mut z, 300, 1.0)?;
+        let read = reader.record_event()?;
+        writer.wait_event(&read)?;
         // Overwrites both blocks of the writer.
         drop(y);
-        writer.upload(&[0xee; 1200], &mut x).unwrap();
-        let _other = upload(&*writer, &[0xeeu8; 1200]).unwrap();
-        let got = download::<f32>(&*reader, &z, 300);
-        right &= got.is_ok_and(|z| z == [round as f32 + 5.0; 300]);
+        writer.upload(&[0xee; 1200], &mut x)?;
+        let _other = upload(&*writer, &[0xeeu8; 1200])?;
+        assert_eq!(download::<f32>(&*reader, &z, 300)?, [round as f32 + 5.0; 300]);
     }
-    let _ = (writer.synchronize(), reader.synchronize());
-    right
+    Ok(())
 }
 
 #[test]
 fn events_order_streams_and_are_necessary() {
     let Some(folder) = fake::gpu("") else { return };
-    assert!(relay_between_streams(&folder));
-    let Some(folder) = fake::gpu("unordered") else { return };
-    assert!(!relay_between_streams(&folder), "ignored events are detected");
+    relay_between_streams(&folder).unwrap();
+    // Ignored events are a fault each time, whichever stream is faster.
+    for _ in 0..3 {
+        let Some(folder) = fake::gpu("unordered quiet") else { return };
+        let _ = catch_unwind(|| relay_between_streams(&folder));
+        let faults = folder.take_faults();
+        assert!(faults.contains("nothing orders them"), "{faults}");
+    }
 }
 
 #[test]
@@ -468,5 +520,52 @@ fn epilogues_match_known_values_with_and_without_library_support() {
         assert_eq!(c, [if options.is_empty() { 258.0 } else { 256.0 }; 8]);
         let [c, _] = epilogue::<half::bf16>(&*gpu, 3, ([1, 1, 8, 2], false), [&a, &b, &bias, &bias]);
         assert_eq!(c, [if options.is_empty() { 260.0 } else { 256.0 }; 8], "259 is a tie, and 260 is even");
+    }
+}
+
+/// Whatever cuBLASLt refuses is computed without it: every epilogue, in every dtype, with and without a residual.
+#[test]
+fn products_that_the_library_refuses_have_known_values() {
+    let memory =
+        |n: usize, by: usize| (0..n).map(|i| ((i * by + 11) % 17) as f64 / 4.0 - 2.0).collect::<Vec<f64>>();
+    let (shape @ ([g, m, n, k], _), plain) = (([2, 3, 8, 4], false), Strides::contiguous(&[2, 3, 8]));
+    let (a, b) = (memory(g * m * k, 37), memory(g * k * n, 29));
+    let (bias, residual) = (memory(n, 23), memory(g * m * n, 31));
+    let operands = [&a[..], &b, &bias, &residual];
+    // The epilogue of cuBLASLt, whether C is another matrix than D, and the number of the epilogue here.
+    let epilogues = [(4, 0, 0), (164, 0, 1), (256, 0, 2), (4, 1, 3), (1, 1, 4)];
+    for (word, (library_dtype, dtype)) in ["refused=", "not-found="].into_iter().flat_map(|word| {
+        [(1, DType::F64), (0, DType::F32), (14, DType::BF16), (2, DType::F16)].map(|dtype| (word, dtype))
+    }) {
+        // One epilogue alone, then all of them and the plain product.
+        let alone = epilogues.map(|(epilogue, c, number)| {
+            (format!("{word}{epilogue}:{library_dtype}:{c}"), number..number + 1)
+        });
+        for (options, numbers) in alone.into_iter().chain([(format!("{word}*:{library_dtype}:*"), 0..5)]) {
+            let Some(folder) = fake::gpu(&options) else { return };
+            let gpu = backend(&folder);
+            for number in numbers.clone() {
+                let shape = if number == 2 { ([1, m, n, k], false) } else { shape };
+                let got = match_float!(dtype, T => epilogue::<T>(&*gpu, number, shape, operands), else unreachable!());
+                let exact = expected_epilogue(number, shape, operands);
+                let off = if dtype.size() == 2 { 0.2 } else { 1e-4 };
+                let mut both = got.iter().flatten().zip(exact.iter().flatten());
+                assert!(both.all(|(x, y)| (x - y).abs() < off), "{options} {number}: {got:?} {exact:?}");
+            }
+            if numbers.clone().count() > 1 {
+                let view = [Strides::contiguous(&[g, m, k]), Strides::contiguous(&[g, k, n])];
+                let got = match_float!(dtype, T => {
+                    let of = |x: &[f64]| x.iter().map(|x| T::from_f64(*x)).collect::<Vec<T>>();
+                    let operands = [(&of(&a)[..], &view[0]), (&of(&b)[..], &view[1])];
+                    let c = matmul::<T>(&*gpu, &MATMUL_KERNEL, operands, &plain);
+                    c.into_iter().map(T::to_f64).collect::<Vec<f64>>()
+                }, else unreachable!());
+                let exact = expected_epilogue(2, shape, operands)[0].clone();
+                assert!(
+                    got.iter().zip(&exact).all(|(x, y)| (x - y).abs() < 0.2),
+                    "{options}: {got:?} {exact:?}"
+                );
+            }
+        }
     }
 }

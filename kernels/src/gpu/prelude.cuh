@@ -110,14 +110,22 @@ template <class S, int N> struct alignas(sizeof(S) * N) Vec {
 template <int N, class S> __device__ __forceinline__ Vec<S, N> load(const S *from) {
 #ifdef SHARDGRAD_SHIM
     shim::aligned(from, sizeof(S) * N);
-#endif
+    shim::note(from, sizeof(S) * N, false);
+    Vec<S, N> x;
+    shim::copy(&x, from, sizeof x);
+    return x;
+#else
     return *reinterpret_cast<const Vec<S, N> *>(from);
+#endif
 }
 template <int N, class S> __device__ __forceinline__ void store(S *to, const Vec<S, N> &x) {
 #ifdef SHARDGRAD_SHIM
     shim::aligned(to, sizeof(S) * N);
-#endif
+    shim::note(to, sizeof(S) * N, true);
+    shim::copy(to, &x, sizeof x);
+#else
     *reinterpret_cast<Vec<S, N> *>(to) = x;
+#endif
 }
 
 // ---- strided operands ----

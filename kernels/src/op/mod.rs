@@ -44,6 +44,10 @@ pub mod sgd;
 pub mod random;
 pub mod rope;
 pub mod swiglu;
+#[cfg(all(test, feature = "cuda"))]
+mod preset_programs_tests;
+#[cfg(all(test, feature = "cuda"))]
+mod memory_traffic_tests;
 
 use crate::kernel::Kernel;
 

@@ -6,6 +6,7 @@ use crate::layout::Layout;
 use crate::tensor::Tensor;
 use shardgrad_dist::{Error, Phase, Rank, Result};
 use shardgrad_kernels::{Graph, KernelError};
+use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 /// A captured graph with the memory that it uses.
@@ -67,16 +68,17 @@ pub fn capture<T>(
     let context = Context::of(rank);
     let (path, is_backward) = (context.path(), context.phase() == Phase::Backward);
     let is_in_vjp = context.is_in_vjp();
-    let (mut work, mut made, mut failed) = (Some(work), None, None);
-    let captured = rank.backend().capture(&mut || {
+    let (mut work, made, mut failed) = (Some(work), Cell::new(None), None);
+    let mut record = || {
         let work = work.take().expect("bug: work is captured once");
         match catch_unwind(AssertUnwindSafe(work)) {
-            Ok(Ok(value)) => made = Some(value),
+            Ok(Ok(value)) => made.set(Some(value)),
             Ok(Err(error)) => failed = Some(Ok(error)),
             Err(cause) => failed = Some(cause.downcast::<Error>().map(|error| *error)),
         }
         if failed.is_some() { Err(KernelError::NotCapturable { what: "fails" }) } else { Ok(()) }
-    });
+    };
+    let captured = rank.backend().capture(&mut record, &mut || made.set(None));
     if failed.is_some() || captured.is_err() {
         // Work that ended early left phase and path in an intermediate state: restore them.
         context.set_path(&path);
@@ -88,7 +90,7 @@ pub fn capture<T>(
         Some(Ok(cause)) => Some(cause),
         None => None,
     };
-    let why = match (captured, made, reads) {
+    let why = match (captured, made.into_inner(), reads) {
         (Ok(graph), Some(made), Some(reads)) => {
             return Ok(Ok((CapturedGraph { rank: rank.clone(), graph, reads }, made)));
         }

@@ -1,9 +1,9 @@
-//! A fake GPU for tests: `fake.cc`, compiled by g++, which the back end loads in place of NVIDIA's libraries.
+//! A fake GPU for tests: the sources of this folder, compiled by g++, which the back end loads in place of NVIDIA's libraries.
 
 pub(crate) mod device;
 
 use super::library::SearchPaths;
-use crate::gpu::shim::compiler_is_found;
+use crate::gpu::shim::{self, compiler_is_found};
 use std::fs;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,14 @@ use std::process::Command;
 use std::sync::OnceLock;
 use std::time::UNIX_EPOCH;
 
-const FAKE: &str = include_str!("fake.cc");
+const FAKE: [(&str, &str); 6] = [
+    ("state.h", include_str!("state.h")),
+    ("memory.h", include_str!("memory.h")),
+    ("streams.h", include_str!("streams.h")),
+    ("programs.h", include_str!("programs.h")),
+    ("cublaslt.h", include_str!("cublaslt.h")),
+    ("fake.cc", include_str!("fake.cc")),
+];
 const SHIM: [(&str, &str); 2] =
     [("shim.h", include_str!("../../gpu/shim/shim.h")), ("shim.cc", include_str!("../../gpu/shim/shim.cc"))];
 
@@ -19,12 +26,17 @@ const SHIM: [(&str, &str); 2] =
 pub(super) fn library(text: &str, to: &Path) {
     let source = to.with_extension("cc");
     fs::write(&source, text).unwrap();
+    compile(&source, to);
+}
+
+fn compile(source: &Path, to: &Path) {
     let flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-o"];
-    let done = Command::new("g++").args(flags).arg(to).arg(&source).output().unwrap();
+    let done = Command::new("g++").args(flags).arg(to).arg(source).output().unwrap();
     assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
 }
 
-/// A temporary folder of libraries, deleted on drop.
+/// A temporary folder of libraries, deleted on drop. Dropping it fails the test if the fake GPU reported a fault that the test did not
+/// take.
 #[derive(Debug)]
 pub(super) struct Folder(pub(super) PathBuf);
 
@@ -44,11 +56,32 @@ impl Folder {
         let named = ["SHARDGRAD_CUDA_PATH", "SHARDGRAD_NVRTC_PATH", "SHARDGRAD_CUBLASLT_PATH"];
         SearchPaths { named: named.map(|name| (name, self.0.clone())).into(), ..SearchPaths::default() }
     }
+
+    /// Returns the faults that the fake GPU reported since the last call, one a line.
+    pub(super) fn take_faults(&self) -> String {
+        let file = self.0.join("faults.txt");
+        let faults = fs::read_to_string(&file).unwrap_or_default();
+        let _ = fs::remove_file(file);
+        faults
+    }
+
+    /// Returns the priority of each stream, in the order of creation.
+    pub(super) fn stream_priorities(&self) -> Vec<i32> {
+        let text = fs::read_to_string(self.0.join("streams.txt")).unwrap_or_default();
+        text.lines().map(|line| line.parse().unwrap()).collect()
+    }
+
+    /// Refuses a call of the driver: after `skipped` further ones the next `times` return this code.
+    pub(super) fn refuse(&self, call: &str, skipped: usize, times: usize, code: i32) {
+        fs::write(self.0.join("refuse.txt"), format!("{call} {skipped} {times} {code}\n")).unwrap();
+    }
 }
 
 impl Drop for Folder {
     fn drop(&mut self) {
+        let faults = self.take_faults();
         let _ = fs::remove_dir_all(&self.0);
+        assert!(faults.is_empty() || std::thread::panicking(), "the fake GPU reports: {faults}");
     }
 }
 
@@ -70,8 +103,9 @@ pub(super) fn gpu(options: &str) -> Option<Folder> {
     }
     let built = BUILT.get_or_init(|| {
         let scratch = Folder::new();
+        FAKE.iter().for_each(|(name, text)| fs::write(scratch.0.join(name), text).unwrap());
         let file = scratch.0.join("fake.so");
-        library(FAKE, &file);
+        compile(&scratch.0.join("fake.cc"), &file);
         fs::read(file).unwrap()
     });
     let folder = Folder::new();
@@ -82,6 +116,23 @@ pub(super) fn gpu(options: &str) -> Option<Folder> {
     for (name, text) in SHIM {
         fs::write(folder.0.join(name), text).unwrap();
     }
+    // Compiled programs are shared by all tests.
+    std::os::unix::fs::symlink(shim::folder().unwrap(), folder.0.join("cache")).unwrap();
     fs::write(folder.0.join("fake.txt"), options).unwrap();
+    Some(folder)
+}
+
+/// Compiles the program of planted faults; `None`, with a line on stderr, without g++.
+pub(super) fn planted_faults() -> Option<Folder> {
+    if is_skipped() {
+        return None;
+    }
+    let folder = Folder::new();
+    let sources = FAKE.iter().chain(&SHIM).chain(&[("planted.cc", include_str!("planted.cc"))]);
+    sources.for_each(|(name, text)| fs::write(folder.0.join(name), text).unwrap());
+    fs::write(folder.0.join("fake.txt"), "quiet").unwrap();
+    let flags = ["-std=c++17", "-O1", "-pthread", "-rdynamic", "-o", "planted", "planted.cc"];
+    let done = Command::new("g++").args(flags).current_dir(&folder.0).output().unwrap();
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
     Some(folder)
 }

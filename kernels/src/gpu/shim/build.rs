@@ -7,6 +7,7 @@ use std::process::Command;
 
 const HEADER: &str = include_str!("shim.h");
 const RUNTIME: &str = include_str!("shim.cc");
+const COUNTERS: &str = include_str!("counters.cc");
 /// Contraction is off: kernels call fma explicitly.
 const FLAGS: [&str; 10] = [
     "-std=c++17",
@@ -27,34 +28,64 @@ pub(crate) fn compiler_is_found() -> bool {
     std::env::split_paths(&path).any(|folder| folder.join("g++").is_file())
 }
 
-/// Returns the shared library of a program (macros and source, without the prelude), with exported functions for these entries.
-pub(super) fn library(body: &str, entries: &[&str]) -> Result<PathBuf, String> {
+/// Calls a function before each access to memory, as a thread sanitizer does; `shim.cc` has these functions.
+const INSTRUMENTED: [&str; 6] = [
+    "-fsanitize=thread",
+    "--param",
+    "tsan-instrument-func-entry-exit=0",
+    "--param",
+    "tsan-distinguish-volatile=1",
+    "-DSHIM_INSTRUMENTED",
+];
+
+/// Returns the shared library of a program (macros and source, without the prelude), with exported functions for these entries; of an
+/// instrumented one, also with counters of its memory traffic.
+pub(super) fn library(body: &str, entries: &[&str], is_instrumented: bool) -> Result<PathBuf, String> {
     let folder = folder()?;
-    let header = build_cached(&folder, &[HEADER, crate::gpu::PRELUDE], "hpp.gch", |to| {
+    let flags = if is_instrumented { &INSTRUMENTED[..] } else { &[] };
+    let flags_text = flags.join(" ");
+    let header = build_cached(&folder, &[HEADER, crate::gpu::PRELUDE, &flags_text], "hpp.gch", |to| {
         // The compiler uses `x.hpp.gch` where a source includes `x.hpp`.
         let text = to.with_extension("txt");
         write(&text, &format!("{HEADER}\n#line 1 \"prelude.cuh\"\n{}", crate::gpu::PRELUDE))?;
-        compile(&folder, &["-x", "c++-header", path_str(&text)?, "-o", path_str(to)?])
+        let args = ["-x", "c++-header", path_str(&text)?, "-o", path_str(to)?];
+        compile(&folder, &[flags, &args].concat())
     })?;
-    let runtime = build_cached(&folder, &[HEADER, RUNTIME], "o", |to| {
-        write(&folder.join("shim.h"), HEADER)?;
-        let text = to.with_extension("cc");
-        write(&text, RUNTIME)?;
-        compile(&folder, &["-O2", "-c", path_str(&text)?, "-o", path_str(to)?])
-    })?;
+    let object = |text: &str, define: &str| {
+        build_cached(&folder, &[HEADER, text, define], "o", |to| {
+            write(&folder.join("shim.h"), HEADER)?;
+            let source = to.with_extension("cc");
+            write(&source, text)?;
+            compile(&folder, &["-O2", define, "-c", path_str(&source)?, "-o", path_str(to)?])
+        })
+    };
+    // The static shared memory of the program lies between the first two.
+    let begin = object(RUNTIME, "-DSHIM_BOUND=shim_static_begin")?;
+    let end = object(RUNTIME, "-DSHIM_BOUND=shim_static_end")?;
+    let mut runtime = vec![object(RUNTIME, "-DSHIM")?];
+    if is_instrumented {
+        runtime.push(object(COUNTERS, "-DSHIM")?);
+    }
     let mut text = format!("#include \"{}\"\n{body}\n", path_str(&header.with_extension(""))?);
     entries.iter().for_each(|entry| text += &format!("SHIM_ENTRY({entry})\n"));
-    build_cached(&folder, &[&text], "so", |to| {
+    build_cached(&folder, &[&text, HEADER, RUNTIME, COUNTERS, &flags_text], "so", |to| {
         let source = to.with_extension("cc");
         write(&source, &text)?;
+        // Linked without the flags of the instrumentation, which would link the runtime of the sanitizer.
+        let program = if is_instrumented { to.with_extension("o") } else { source.clone() };
+        if is_instrumented {
+            compile(&folder, &[flags, &["-c", path_str(&source)?, "-o", path_str(&program)?]].concat())?;
+        }
         // Never unloaded: otherwise every launch would link the program and its libraries again.
-        let stays = "-Wl,-z,nodelete";
-        compile(&folder, &["-shared", stays, path_str(&source)?, path_str(&runtime)?, "-o", path_str(to)?])
+        let mut args =
+            vec!["-shared", "-Wl,-z,nodelete", path_str(&begin)?, path_str(&program)?, path_str(&end)?];
+        args.extend(runtime.iter().map(|file| path_str(file)).collect::<Result<Vec<_>, _>>()?);
+        compile(&folder, &[&args[..], &["-o", path_str(to)?]].concat())
     })
 }
 
 /// Returns the cache folder of compiled programs.
-pub(super) fn folder() -> Result<PathBuf, String> {
+pub(crate) fn folder() -> Result<PathBuf, String> {
     let binary = std::env::current_exe().map_err(|e| e.to_string())?;
     let folder = binary.parent().expect("a binary has a folder").join("shim");
     std::fs::create_dir_all(&folder).map_err(|e| e.to_string())?;

@@ -94,3 +94,66 @@ pub(super) fn run(library: &Path, entry: &str, args: &[RawArg], grid: &RawGrid) 
     // SAFETY: the shim returns a zero-terminated text that lives until the thread's next launch.
     Err(unsafe { CStr::from_ptr(message) }.to_string_lossy().into_owned())
 }
+
+/// The memory traffic of a launch: `Traffic` of `counters.cc`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Traffic {
+    /// Bytes of global memory that warps load, each once per request, and the sectors of 32 bytes in which they lie.
+    loaded_bytes: u64,
+    loaded_sectors: u64,
+    /// As above, stored.
+    stored_bytes: u64,
+    stored_sectors: u64,
+    /// Passes over the banks of shared memory, and the fewest that the requests may take.
+    shared_passes: u64,
+    shared_passes_least: u64,
+}
+
+impl Traffic {
+    /// Returns the used share of the loaded sectors.
+    pub(crate) fn load_efficiency(&self) -> f64 {
+        share(self.loaded_bytes, 32 * self.loaded_sectors)
+    }
+
+    /// Returns the used share of the stored sectors.
+    pub(crate) fn store_efficiency(&self) -> f64 {
+        share(self.stored_bytes, 32 * self.stored_sectors)
+    }
+
+    /// Returns the passes over the banks of shared memory, of the fewest possible.
+    pub(crate) fn bank_conflicts(&self) -> f64 {
+        1.0 / share(self.shared_passes_least, self.shared_passes)
+    }
+}
+
+/// Returns a part of a whole; 1 if there is none.
+fn share(part: u64, whole: u64) -> f64 {
+    if whole == 0 { 1.0 } else { part as f64 / whole as f64 }
+}
+
+/// As [`run`] with a program that counts its memory traffic; `global` are the start and the end of each range of global memory.
+pub(super) fn count(
+    library: &Path,
+    entry: &str,
+    args: &[RawArg],
+    grid: &RawGrid,
+    global: &[[u64; 2]],
+) -> Result<Traffic, String> {
+    type Begin = unsafe extern "C" fn(*const [u64; 2], u32);
+    type End = unsafe extern "C" fn(*mut Traffic);
+    // SAFETY: as in `run`.
+    let counters = unsafe { Library::new(library) }.map_err(|e| e.to_string())?;
+    // SAFETY: `counters.cc` declares both with these types.
+    let (begin, end) = unsafe {
+        let begin = counters.get::<Begin>(b"shim_begin_traffic").map_err(|e| e.to_string())?;
+        (begin, counters.get::<End>(b"shim_end_traffic").map_err(|e| e.to_string())?)
+    };
+    // SAFETY: the ranges outlive the call, which copies them.
+    unsafe { begin(global.as_ptr(), global.len() as u32) };
+    let done = run(library, entry, args, grid);
+    let mut traffic = Traffic::default();
+    // SAFETY: the out-pointer outlives the call.
+    unsafe { end(&mut traffic) };
+    done.map(|()| traffic)
+}

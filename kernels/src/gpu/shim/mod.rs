@@ -5,9 +5,12 @@ mod build;
 mod load;
 mod occupancy;
 
-pub(crate) use build::compiler_is_found;
+pub(crate) use build::{compiler_is_found, folder};
+pub(crate) use load::Traffic;
+pub(crate) use occupancy::check_programs;
 
 use super::{Epilogue, FAULTS_MAX, Grid, GridArg, LaunchPlan, Matmul, Step};
+use crate::buffer::Buffer;
 use crate::cpu::Pool;
 use crate::error::KernelError;
 use crate::kernel::{Arg, ArgMut, Kernel, Launch};
@@ -72,6 +75,25 @@ struct Memory {
 }
 
 impl Memory {
+    /// Copies the operands of a launch.
+    fn new(launch: &Launch<'_>, plan: &LaunchPlan) -> Memory {
+        let copy = |buffer: &Buffer| GuardedMemory::copy_of(buffer.as_slice::<u8>());
+        Memory {
+            inputs: launch.inputs.iter().map(|x| copy(x.buffer)).collect(),
+            outputs: launch.outputs.iter().map(|y| copy(y.buffer)).collect(),
+            scratch: plan.scratch_bytes().iter().map(|&bytes| GuardedMemory::stale(bytes)).collect(),
+            fault: GuardedMemory::copy_of(&[0; FAULT_BYTES * FAULTS_MAX]),
+        }
+    }
+
+    /// Returns start and end of each operand.
+    fn ranges(&self) -> Vec<[u64; 2]> {
+        let all = self.inputs.iter().chain(&self.outputs).chain(&self.scratch);
+        all.map(|guarded| guarded.contents().as_ptr_range())
+            .map(|r| [r.start, r.end].map(|at| at.addr() as u64))
+            .collect()
+    }
+
     /// Returns an argument of a grid as the call takes it.
     fn argument(&mut self, launch: &Launch<'_>, arg: &GridArg) -> RawArg {
         match arg {
@@ -139,6 +161,28 @@ fn plan(kernel: &Kernel, launch: &Launch<'_>, shared_bytes_max: u32) -> Result<L
     }
 }
 
+/// Plans and runs a launch of grids alone, and returns the memory traffic of each by its entry.
+pub(crate) fn memory_traffic(
+    kernel: &Kernel,
+    launch: &Launch<'_>,
+) -> Result<Vec<(&'static str, Traffic)>, String> {
+    let (gpu, plan) = (
+        kernel.gpu.as_ref().expect("only kernels with a plan are run"),
+        plan(kernel, launch, SHARED_BYTES_MAX)?,
+    );
+    let (mut memory, entries) = (Memory::new(launch, &plan), entries(&plan, gpu.source));
+    let global = memory.ranges();
+    let mut found = Vec::new();
+    for step in plan.steps() {
+        let Step::Grid(grid) = step else { return Err("a product of the library has no counters".into()) };
+        let body = grid.body(gpu.source);
+        let library = build::library(&body, &entries[&body], true)?;
+        let args: Vec<RawArg> = grid.args.iter().map(|arg| memory.argument(launch, arg)).collect();
+        found.push((grid.entry, load::count(&library, grid.entry, &args, &raw(grid, ORDERS[0]), &global)?));
+    }
+    Ok(found)
+}
+
 fn run_planned(
     kernel: &Kernel,
     plan: &LaunchPlan,
@@ -146,18 +190,13 @@ fn run_planned(
     order: u64,
 ) -> Result<f64, String> {
     let gpu = kernel.gpu.as_ref().expect("only kernels with a plan are run");
-    let mut memory = Memory {
-        inputs: launch.inputs.iter().map(|x| GuardedMemory::copy_of(x.buffer.as_slice::<u8>())).collect(),
-        outputs: launch.outputs.iter().map(|y| GuardedMemory::copy_of(y.buffer.as_slice::<u8>())).collect(),
-        scratch: plan.scratch_bytes().iter().map(|&bytes| GuardedMemory::stale(bytes)).collect(),
-        fault: GuardedMemory::copy_of(&[0; FAULT_BYTES * FAULTS_MAX]),
-    };
+    let mut memory = Memory::new(launch, plan);
     let entries = entries(plan, gpu.source);
     for step in plan.steps() {
         match step {
             Step::Grid(grid) => {
                 let body = grid.body(gpu.source);
-                let library = build::library(&body, &entries[&body])?;
+                let library = build::library(&body, &entries[&body], false)?;
                 let text = grid.program(gpu.source);
                 occupancy::check(kernel.name, grid, &text, &build::folder()?, plan.shared_bytes_max())?;
                 run_grid(grid, launch, &mut memory, &library, order)
@@ -199,8 +238,11 @@ fn run_grid(
         return Err(format!("a grid of {x} x {y} x {z} blocks exceeds the limits of a device"));
     }
     let args: Vec<RawArg> = grid.args.iter().map(|arg| memory.argument(launch, arg)).collect();
-    let raw = RawGrid { blocks: grid.blocks, threads: grid.threads, shared_bytes: grid.shared_bytes, order };
-    load::run(library, grid.entry, &args, &raw)
+    load::run(library, grid.entry, &args, &raw(grid, order))
+}
+
+fn raw(grid: &Grid, order: u64) -> RawGrid {
+    RawGrid { blocks: grid.blocks, threads: grid.threads, shared_bytes: grid.shared_bytes, order }
 }
 
 /// Runs a product by the reference of `batched_matmul`.

@@ -3,7 +3,8 @@
 //! only; with `SHARDGRAD_CARDS=all` for both.
 
 use crate::cuda::{Compiler, Program, SearchPaths, Usage};
-use crate::gpu::Grid;
+use crate::gpu::{Grid, Step};
+use crate::kernel::{Kernel, Launch};
 use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};
 use std::path::Path;
@@ -12,12 +13,14 @@ use std::path::Path;
 const ARCHITECTURES: [(&str, u32); 2] = [("sm_80", 163 << 10), ("sm_90a", 227 << 10)];
 /// An architecture with little shared memory, for the plans for such GPUs.
 const SMALL: (&str, u32) = ("sm_89", 99 << 10);
+/// The newest architecture that the oldest supported compiler knows.
+const NEWEST: (&str, u32) = ("sm_100a", 227 << 10);
 /// Registers of a multiprocessor, and the granularity of their allocation to warps.
 const REGISTERS: u32 = 65_536;
 const REGISTER_GRANULARITY: u32 = 256;
 const WARP: u32 = 32;
-/// The blocks that must fit a multiprocessor, so that one computes while the other waits. If shared memory has room for only one block,
-/// registers need room for only one.
+/// The blocks that must fit a multiprocessor, so that one computes while the other waits. If shared memory has room for only one block, or the
+/// plan asks for one only (macro `BLOCKS`), registers need room for only one.
 const BLOCKS_PER_SM: u32 = 2;
 
 /// Returns whether NVRTC is installed.
@@ -33,31 +36,65 @@ pub(super) fn check(
     folder: &Path,
     shared_bytes_max: u32,
 ) -> Result<(), String> {
-    let is_full = std::env::var("SHARDGRAD_CARDS").is_ok_and(|v| v == "all");
+    let is_full = is_full();
     let mut hasher = DefaultHasher::new();
     (text, grid.entry, grid.threads, grid.shared_bytes, is_full, shared_bytes_max).hash(&mut hasher);
     let mark = folder.join(format!("{:016x}.fits", hasher.finish()));
     if mark.exists() {
         return Ok(());
     }
-    let paths = SearchPaths { cache: Some(folder.to_path_buf()), ..SearchPaths::from_env() };
-    let Ok(compiler) = Compiler::open(&paths) else { return Ok(()) };
+    let Some(compiler) = compiler(folder) else { return Ok(()) };
     let mut found = String::new();
     let architectures = match () {
         () if shared_bytes_max <= SMALL.1 => &[SMALL][..],
         () if is_full || is_common(grid) => &ARCHITECTURES[..],
         () => &ARCHITECTURES[1..],
     };
-    for &(architecture, shared_bytes) in architectures {
-        let compiled =
-            compiler.compile(&Program { kernel, text }, architecture).map_err(|e| e.to_string())?;
-        let usage = compiled.usage.iter().find(|usage| usage.entry == grid.entry);
-        let usage = usage.ok_or_else(|| format!("{architecture}: no entry {}", grid.entry))?;
-        check_limits(usage, grid, shared_bytes)
-            .map_err(|e| format!("{architecture}: {}: {e}", grid.entry))?;
-        found += &format!("{kernel} {} {architecture} {} registers\n", grid.entry, usage.registers);
+    for &architecture in architectures {
+        found += &check_on(&compiler, kernel, grid, text, architecture)?;
     }
     std::fs::write(mark, found).map_err(|e| e.to_string())
+}
+
+/// Compiles the programs of a launch, which is not run, for the architecture for which kernels are tuned, and with `SHARDGRAD_CARDS=all` for
+/// the oldest and the newest too; plans may differ between them.
+pub(crate) fn check_programs(kernel: &Kernel, launch: &Launch<'_>) -> Result<(), String> {
+    let folder = super::build::folder()?;
+    let Some(compiler) = compiler(&folder) else { return Ok(()) };
+    let gpu = kernel.gpu.as_ref().expect("only kernels with a plan are compiled");
+    let architectures = [ARCHITECTURES[1], ARCHITECTURES[0], NEWEST];
+    for architecture in architectures.into_iter().take(if is_full() { 3 } else { 1 }) {
+        let plan = super::plan(kernel, launch, architecture.1)?;
+        for step in plan.steps() {
+            let Step::Grid(grid) = step else { continue };
+            check_on(&compiler, kernel.name, grid, &grid.program(gpu.source), architecture)?;
+        }
+    }
+    Ok(())
+}
+
+fn is_full() -> bool {
+    std::env::var("SHARDGRAD_CARDS").is_ok_and(|v| v == "all")
+}
+
+fn compiler(folder: &Path) -> Option<Compiler> {
+    let paths = SearchPaths { cache: Some(folder.to_path_buf()), ..SearchPaths::from_env() };
+    Compiler::open(&paths).ok()
+}
+
+/// Compiles a program for an architecture with these bytes of shared memory, and returns a line on its resources.
+fn check_on(
+    compiler: &Compiler,
+    kernel: &'static str,
+    grid: &Grid,
+    text: &str,
+    (architecture, shared_bytes): (&str, u32),
+) -> Result<String, String> {
+    let compiled = compiler.compile(&Program { kernel, text }, architecture).map_err(|e| e.to_string())?;
+    let usage = compiled.usage.iter().find(|usage| usage.entry == grid.entry);
+    let usage = usage.ok_or_else(|| format!("{architecture}: no entry {}", grid.entry))?;
+    check_limits(usage, grid, shared_bytes).map_err(|e| format!("{architecture}: {}: {e}", grid.entry))?;
+    Ok(format!("{kernel} {} {architecture} {} registers\n", grid.entry, usage.registers))
 }
 
 /// Returns whether a program is common on old GPUs: neither f64 nor f16.
@@ -75,7 +112,8 @@ fn check_limits(usage: &Usage, grid: &Grid, shared_bytes: u32) -> Result<(), Str
     if taken > shared_bytes {
         return Err(format!("{taken} bytes of shared memory, of {shared_bytes}"));
     }
-    let blocks = BLOCKS_PER_SM.min(shared_bytes / taken.max(1));
+    let planned = grid.defines.iter().find(|(name, _)| *name == "BLOCKS").and_then(|(_, n)| n.parse().ok());
+    let blocks = BLOCKS_PER_SM.min(shared_bytes / taken.max(1)).min(planned.unwrap_or(BLOCKS_PER_SM));
     let of_warp = (usage.registers * WARP).next_multiple_of(REGISTER_GRANULARITY);
     let registers = of_warp * grid.threads.div_ceil(WARP) * blocks;
     if registers > REGISTERS {
@@ -108,6 +146,9 @@ mod tests {
         );
         assert!(check_limits(&usage(255, 0), &grid(128, 0), 163 << 10).is_ok());
         assert!(check_limits(&usage(168, 0), &grid(256, 100 << 10), 163 << 10).is_ok(), "one block");
+        let planned = Grid { defines: vec![("BLOCKS", "1".into())], ..grid(256, 0) };
+        assert!(check_limits(&usage(168, 0), &planned, 163 << 10).is_ok(), "one block by the plan");
+        assert!(check_limits(&usage(168, 0), &grid(256, 0), 163 << 10).is_err());
         assert!(
             check_limits(&usage(168, 0), &grid(256, 164 << 10), 163 << 10).unwrap_err().contains("shared")
         );

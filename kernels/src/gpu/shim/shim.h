@@ -76,6 +76,16 @@ void exchange(unsigned mask, const void *mine, unsigned size, void *all);
 // Returns the dynamic shared memory.
 void *dynamic_shared();
 
+// In a program whose memory traffic is counted: reports an access that the instrumentation would report in parts, and copies without a
+// report.
+#ifdef SHIM_INSTRUMENTED
+void note(const void *at, size_t bytes, bool write);
+void copy(void *to, const void *from, size_t bytes);
+#else
+inline void note(const void *, size_t, bool) {}
+inline void copy(void *to, const void *from, size_t bytes) { memcpy(to, from, bytes); }
+#endif
+
 // Aborts the launch on a misaligned address.
 inline void aligned(const void *at, size_t bytes) {
     if (reinterpret_cast<uintptr_t>(at) % bytes != 0) fail("address %p is no multiple of %zu", at, bytes);
@@ -207,9 +217,17 @@ inline double max(double a, double b) { return fmax(a, b); }
 namespace shim {
 
 typedef void (*Body)(void *const *args);
+// Called before each access of an instrumented program: address, bytes, whether it writes, and the place in the code.
+typedef void (*Observer)(const void *at, size_t bytes, bool write, const void *site);
 
 // Runs all blocks; returns null, or an error message.
-const char *run(Body body, void *const *args, const Grid &grid);
+const char *run(Body body, void *const *args, const Grid &grid, Observer observer = nullptr);
+// The observer of launches without one of their own.
+SHIM_OWN extern Observer default_observer;
+// Returns the bytes of static shared memory of the program.
+unsigned static_bytes();
+// Returns whether an address is in the shared memory of the current block.
+bool is_shared(const void *at);
 // Compares arguments with the parameters of the entry; returns null, or an error message.
 const char *compare(const char *kinds, const unsigned *sizes, unsigned count, const char *given_kinds,
                     const unsigned *given_sizes, unsigned given_count);

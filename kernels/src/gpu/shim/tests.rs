@@ -103,3 +103,48 @@ fn correct_kernel_passes_and_planted_bugs_are_found() {
         assert!(message.contains(part), "{message}");
     }
 }
+
+/// The second of two blocks reads what the first writes for a while: whether it sees that depends on which blocks run together.
+static SECOND_READS_FIRST: Kernel = Kernel {
+    name: "second_reads_first",
+    // An output holds 77 before the launch.
+    reference: |_, _| Ok(()),
+    cpu: None,
+    gpu: Some(GpuCode {
+        source: "extern \"C\" __global__ void pass(float *y) {\n\
+                const bool first = blockIdx.x == 0;\n\
+                if (first && threadIdx.x == 0) y[2] = 1.f;\n\
+                if (!first && threadIdx.x == 0) y[1] = y[2];\n\
+                __syncthreads();\n\
+                if (first && threadIdx.x == 0) y[2] = 77.f;\n\
+            }\n",
+        plan: |_, plan| {
+            let (args, defines, blocks) = (vec![GridArg::Output(0)], Vec::new(), [2, 1, 1]);
+            plan.grid(Grid { entry: "pass", defines, blocks, threads: 64, shared_bytes: 0, args });
+            Ok(())
+        },
+    }),
+    flops: |_| 0,
+    bytes: None,
+    bound: Bound { ulps: 0.0 },
+};
+
+#[test]
+fn dependence_between_blocks_is_found() {
+    if !compiler_is_found() {
+        return;
+    }
+    let case = Case::new(&SECOND_READS_FIRST).input(&[1], &[0.0]).output(&[3]);
+    let mut buffer =
+        crate::op::kernel_check::store(&crate::buffer::Allocator::default(), DType::F32, &[77.0; 3]);
+    let view = crate::strides::Strides::contiguous(&[3]);
+    for order in ORDERS {
+        let mut outputs = [ArgMut { buffer: &mut buffer, dtype: DType::F32, view: &view }];
+        run(&SECOND_READS_FIRST, &mut Launch { inputs: &[], outputs: &mut outputs, scalars: &[] }, order)
+            .unwrap();
+        let seen = buffer.as_slice::<f32>()[1];
+        assert_eq!(seen == 1.0, order == ORDERS[2], "order {order}: {seen}");
+    }
+    let message = case.verify(&[DType::F32]).unwrap_err();
+    assert!(message.contains("second_reads_first f32: GPU source"), "{message}");
+}

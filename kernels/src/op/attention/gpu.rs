@@ -12,6 +12,7 @@ use std::borrow::Cow;
 pub(super) const FORWARD_SOURCE: &str = concat!(
     include_str!("gpu/problem.cu"),
     "#ifdef HEAD\n",
+    include_str!("../gpu_tensor_core.cu"),
     include_str!("gpu/tile.cu"),
     include_str!("gpu/forward.cu"),
     "#else\n",
@@ -23,6 +24,7 @@ pub(super) const BACKWARD_SOURCE: &str = concat!(
     include_str!("gpu/problem.cu"),
     include_str!("gpu/deltas.cu"),
     "#ifdef HEAD\n",
+    include_str!("../gpu_tensor_core.cu"),
     include_str!("gpu/tile.cu"),
     include_str!("gpu/backward.cu"),
     "#else\n",

@@ -1,4 +1,4 @@
-//! Batched matrix products on GPUs: by the device's library; sums over k = 0 are filled with zeros.
+//! Batched matrix products on GPUs: by the device's library, else in plain arithmetic; sums over k = 0 are filled with zeros.
 
 use super::{BATCHED_MATMUL, strides};
 use crate::error::KernelError;
@@ -7,11 +7,15 @@ use crate::kernel::Launch;
 use crate::op::gpu_rows::float;
 
 /// The CUDA source.
-pub(super) const SOURCE: &str = include_str!("gpu.cu");
+pub(super) const SOURCE: &str = concat!(include_str!("../gpu_tile_product.cu"), include_str!("gpu.cu"));
+
+/// Equals the constants in the CUDA source.
+const THREADS: usize = 256;
+const TILE: usize = 64;
 
 pub(super) fn batched_matmul(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
-    let (dtype, c) = (float(BATCHED_MATMUL.name, launch)?, launch.outputs[0].view);
-    let count = c.numel();
+    float(BATCHED_MATMUL.name, launch)?;
+    let count = launch.outputs[0].view.numel();
     if count == 0 {
         return Ok(());
     }
@@ -19,15 +23,41 @@ pub(super) fn batched_matmul(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Resu
         plan.matmul(Matmul { a: 0, b: 1, c: 0, epilogue: Epilogue::Plain });
         return Ok(());
     }
-    let [g_step, m_step, n_step] = strides(c);
-    let layout = [c.shape[1], c.shape[2], g_step, m_step, n_step].map(|x| x as i64);
-    plan.grid(Grid {
-        entry: "zeros",
-        defines: vec![("T", type_name(dtype).into())],
-        blocks: [count.div_ceil(256) as u32, 1, 1],
-        threads: 256,
-        shared_bytes: 0,
-        args: vec![GridArg::Output(0), GridArg::I64s(layout.into()), GridArg::I64(count as i64)],
-    });
+    let args = vec![GridArg::Output(0), layout(launch), GridArg::I64(count as i64)];
+    plan.grid(grid("zeros", [count.div_ceil(THREADS), 1], launch, args)?);
     Ok(())
+}
+
+pub(super) fn tiled(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
+    let [g, m, n] = [0, 1, 2].map(|d| launch.outputs[0].view.shape[d]);
+    let args = vec![GridArg::Input(0), GridArg::Input(1), GridArg::Output(0), layout(launch)];
+    // Matrices are along x, which allows the most blocks.
+    plan.grid(grid("tiled", [g * m.div_ceil(TILE), n.div_ceil(TILE)], launch, args)?);
+    Ok(())
+}
+
+/// Returns the source's `Layout`.
+fn layout(launch: &Launch<'_>) -> GridArg {
+    let ([a, b], c) = ([0, 1].map(|i| launch.inputs[i].view), launch.outputs[0].view);
+    let extents = [c.shape[1], c.shape[2], a.shape[2]];
+    let words = [extents, strides(a), strides(b), strides(c)];
+    GridArg::I64s(words.concat().into_iter().map(|x| x as i64).collect())
+}
+
+fn grid(
+    entry: &'static str,
+    [x, y]: [usize; 2],
+    launch: &Launch<'_>,
+    args: Vec<GridArg>,
+) -> Result<Grid, KernelError> {
+    let dtype = float(BATCHED_MATMUL.name, launch)?;
+    let is_deep = launch.inputs[0].view.strides[2] == 1;
+    Ok(Grid {
+        entry,
+        defines: vec![("T", type_name(dtype).into()), ("DEEP", u8::from(is_deep).to_string().into())],
+        blocks: [x as u32, y as u32, 1],
+        threads: THREADS as u32,
+        shared_bytes: 0,
+        args,
+    })
 }

@@ -35,6 +35,10 @@ pub static BATCHED_MATMUL: Kernel = Kernel {
     bound: Bound { ulps: 64.0 },
 };
 
+/// [`BATCHED_MATMUL`] in plain arithmetic on GPUs, for products that the library of the device refuses. Sums are accumulated in the order of k.
+pub(crate) static TILED_MATMUL: Kernel =
+    Kernel { gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::tiled }), ..BATCHED_MATMUL };
+
 fn strides(view: &Strides) -> [usize; 3] {
     view.strides[..].try_into().expect("the contract asks for three dims")
 }
@@ -160,6 +164,19 @@ mod tests {
             &values(4, 300),
         );
         case.output(&[4, 6, 30]).scale(1.0).run();
+    }
+
+    #[test]
+    fn products_in_plain_arithmetic_match_the_reference() {
+        let tiled = |[g, m, n, k]: [usize; 4]| {
+            let case = Case::new(&TILED_MATMUL).input(&[g, m, k], &values(3, g * m * k)).scale(1.0);
+            case.input(&[g, k, n], &values(4, g * k * n)).strided()
+        };
+        for [g, m, n, k] in [[1, 1, 1, 1], [2, 70, 5, 33], [3, 4, 66, 17], [1, 64, 128, 16], [2, 3, 4, 0]] {
+            tiled([g, m, n, k]).output(&[g, m, n]).run();
+        }
+        let view = Strides::contiguous(&[2, 30, 20]).permute(&[0, 2, 1]);
+        tiled([2, 20, 30, 10]).output_view(Kind::Tested, view, &[77.0; 1200]).run();
     }
 
     #[test]

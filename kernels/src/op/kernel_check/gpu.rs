@@ -12,6 +12,20 @@ use crate::kernel::Launch;
 use std::cell::Cell;
 
 impl Case<'_> {
+    /// Returns the memory traffic of each grid of the launch, by its entry.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn memory_traffic(&self, dtype: DType) -> Vec<(&'static str, shim::Traffic)> {
+        let rounded = |operands: &[Operand]| operands.iter().map(|o| o.rounded(dtype)).collect::<Vec<_>>();
+        let (inputs, outputs, found) = (rounded(&self.inputs), rounded(&self.outputs), Cell::new(Vec::new()));
+        let code = |launch: &mut Launch<'_>| {
+            found.set(shim::memory_traffic(self.kernel, launch)?);
+            Ok(())
+        };
+        self.launch_by(&code, dtype, &inputs, &outputs)
+            .unwrap_or_else(|e| panic!("{} {dtype}: {e}", self.kernel.name));
+        found.take()
+    }
+
     /// Checks that the GPU source agrees, with equal bits in every order of threads.
     #[cfg(feature = "cuda")]
     pub(super) fn verify_on_gpu(

@@ -225,7 +225,12 @@ extern "C" __global__ void __launch_bounds__(128, 2)
 #if HEAD == 64 || GROUP != 1
         // No registers are left for two versions of the code.
         if (!GROUP || key < any_to) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+            // Unrolled, the loop needs more than 255 registers there.
+#pragma unroll 1
+#else
 #pragma unroll
+#endif
             for (int part = 0; part < KEYS; part += 32) process(key + part, shift + part * WIDE, !whole);
         }
 #else
