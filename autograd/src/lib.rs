@@ -11,6 +11,7 @@ pub mod program;
 pub mod tape;
 mod leaf;
 pub mod var;
+mod operators;
 pub mod replay;
 mod activation_checkpoint;
 mod split_backward;

@@ -2,6 +2,7 @@
 //! one for variables of a tape.
 
 pub mod value;
+mod operators;
 pub mod shaping;
 pub mod indexing;
 pub mod contraction;
