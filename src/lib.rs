@@ -88,7 +88,8 @@ pub mod prelude {
         Optimizer, Param, Plan, Precision, Sgd, StepArgs, Trainer, TrainerConfig, module,
     };
     pub use shardgrad_tensor::{
-        Contraction, Elementwise, Indexing, Layout, Placement, Reduction, Residual, Shaping, Tensor, Value,
+        Contraction, Elementwise, Indexing, Layout, Placement, Reduction, Resharding, Residual, Shaping,
+        Tensor, Value,
     };
 }
 

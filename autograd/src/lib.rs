@@ -12,6 +12,7 @@ pub mod tape;
 mod leaf;
 pub mod var;
 mod operators;
+mod resharding;
 pub mod replay;
 mod activation_checkpoint;
 mod split_backward;

@@ -4,7 +4,7 @@
 use shardgrad_autograd::{Tape, Var};
 use shardgrad_dist::{Error, Mesh, Rank, Result, World};
 use shardgrad_tensor::ops::linear::Linear;
-use shardgrad_tensor::{DType, Indexing, Layout, Tensor, Value};
+use shardgrad_tensor::{DType, Indexing, Layout, Resharding, Tensor, Value};
 use std::rc::Rc;
 
 fn vector(rank: &Rank, values: &[f64]) -> Result<Tensor> {

@@ -2,7 +2,7 @@
 
 use shardgrad_autograd::{Program, ReplayNoise, Slot, Tape, Var};
 use shardgrad_dist::{Kind, Mesh, Rank, Result, World};
-use shardgrad_tensor::{Contraction, Indexing, Layout, Residual, Shaping, Tensor, Value};
+use shardgrad_tensor::{Contraction, Indexing, Layout, Resharding, Residual, Shaping, Tensor, Value};
 use std::collections::HashMap;
 
 fn vector(rank: &Rank, values: &[f64]) -> Result<Tensor> {

@@ -6,7 +6,7 @@ use crate::tape::Tape;
 use crate::var::Var;
 use shardgrad_dist::{Error, Kind, Mesh, Result};
 use shardgrad_tensor::ops::{Case, Input, OpModule};
-use shardgrad_tensor::{DType, Value};
+use shardgrad_tensor::{DType, Resharding, Value};
 use std::fmt;
 use std::ops::Range;
 

@@ -1,7 +1,7 @@
 //! A named place in a model where a plan can constrain the layout of an activation.
 
 use shardgrad_autograd::Var;
-use shardgrad_tensor::{Axis, Context, Error, Kind, Layout, Placement, Result, Value};
+use shardgrad_tensor::{Axis, Context, Error, Kind, Layout, Placement, Resharding, Result, Value};
 use std::cell::RefCell;
 use std::rc::Rc;
 

@@ -3,6 +3,7 @@
 
 pub mod value;
 mod operators;
+pub mod resharding;
 pub mod shaping;
 pub mod indexing;
 pub mod contraction;
