@@ -55,6 +55,7 @@ pub mod unbind;
 pub mod redistribute;
 
 use crate::op::Op;
+pub(crate) use labels::ARGUMENTS_MAX;
 use shardgrad_kernels::DType;
 use std::rc::Rc;
 
