@@ -39,6 +39,7 @@ pub mod layer_norm;
 pub mod max_last;
 pub mod log_sum_exp;
 pub mod cumsum;
+pub mod gated_scan;
 pub mod argmax;
 pub mod permute;
 pub mod reshape;
@@ -246,6 +247,7 @@ list! {
     unary::expm1,
     flip,
     unary::floor,
+    gated_scan,
     gather,
     unary::gelu,
     unary::gelu_exact,
