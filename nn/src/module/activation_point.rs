@@ -1,5 +1,6 @@
 //! A named place in a model where a plan can constrain the layout of an activation.
 
+use crate::module::watch::Hooks;
 use shardgrad_autograd::Var;
 use shardgrad_tensor::{Axis, Context, Error, Kind, Layout, Placement, Resharding, Result, Value};
 use std::cell::RefCell;
@@ -20,31 +21,41 @@ pub struct ActivationPoint {
 struct Binding {
     name: Rc<str>,
     placements: Vec<(Axis, Placement)>,
+    hooks: Hooks,
 }
 
 impl ActivationPoint {
-    /// Returns the activation in the layout that the plan states for this point, or unchanged without a rule.
+    /// Returns the activation in the layout that the plan states for this point, or unchanged without a rule. Calls the hooks of the
+    /// point ([`Model::watch_values`](crate::Model::watch_values)).
     ///
     /// # Panics
     /// Unwinds with `Kind::Layout` if the plan shards a dim that the activation does not have.
     #[track_caller]
     #[must_use]
     pub fn constrain(&self, x: &Var) -> Var {
-        let binding = self.binding.borrow();
-        let Some(binding) = binding.as_ref() else { return x.clone() };
+        let bound = self.binding.borrow();
+        let Some(binding) = bound.as_ref() else { return x.clone() };
         Context::of(x.rank()).set_path(&binding.name);
-        if binding.placements.is_empty() {
-            return x.clone();
+        let x = if binding.placements.is_empty() {
+            x.clone()
+        } else {
+            let site = std::panic::Location::caller();
+            let to = with_placements(x.layout(), &binding.placements)
+                .unwrap_or_else(|e| e.detail("point", &*binding.name).at(site).raise());
+            x.to_layout(&to)
+        };
+        if binding.hooks.is_empty() {
+            return x;
         }
-        let site = std::panic::Location::caller();
-        let to = with_placements(x.layout(), &binding.placements)
-            .unwrap_or_else(|e| e.detail("point", &*binding.name).at(site).raise());
-        x.to_layout(&to)
+        let (hooks, name) = (binding.hooks.clone(), binding.name.clone());
+        // A hook may change the hooks of its point.
+        drop(bound);
+        hooks.watch(name, &x)
     }
 
-    /// Whether no rule of the plan applies to this point.
+    /// Whether no rule of the plan applies to this point, and no hook.
     pub(crate) fn is_unconstrained(&self) -> bool {
-        self.binding.borrow().as_ref().is_none_or(|binding| binding.placements.is_empty())
+        self.binding.borrow().as_ref().is_none_or(|b| b.placements.is_empty() && b.hooks.is_empty())
     }
 
     /// The dotted name; `None` before [`Model::new`](crate::Model::new) has named the point.
@@ -54,7 +65,14 @@ impl ActivationPoint {
     }
 
     pub(crate) fn bind(&self, name: &str, placements: Vec<(Axis, Placement)>) {
-        *self.binding.borrow_mut() = Some(Binding { name: name.into(), placements });
+        *self.binding.borrow_mut() = Some(Binding { name: name.into(), placements, hooks: Hooks::default() });
+    }
+
+    /// Changes the hooks of a point that has a name.
+    pub(crate) fn change_hooks(&self, change: impl FnOnce(&mut Hooks)) {
+        if let Some(binding) = &mut *self.binding.borrow_mut() {
+            change(&mut binding.hooks);
+        }
     }
 }
 
