@@ -88,7 +88,7 @@ pub mod prelude {
         Module, Optimizer, Param, Plan, Precision, Sgd, StepArgs, StepReport, Trainer, TrainerConfig, module,
     };
     pub use shardgrad_tensor::{
-        Contraction, Elementwise, Indexing, Layout, Placement, Reduction, Shaping, Tensor, Value,
+        Contraction, Elementwise, Indexing, Layout, Placement, Reduction, Resharding, Shaping, Tensor, Value,
     };
 }
 

@@ -12,6 +12,8 @@ mod node;
 mod leaf;
 mod accumulate;
 pub mod tape;
+mod operators;
+mod resharding;
 pub mod pipeline;
 
 pub use id::{Gradients, Key, Noise, ReplayNoise};

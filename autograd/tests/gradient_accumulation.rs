@@ -4,7 +4,7 @@
 use shardgrad_autograd::pipeline::{PipelineInputs, Runner, Schedule, Stages};
 use shardgrad_autograd::{Gradients, Program, ReplayNoise, Tape, Var};
 use shardgrad_dist::{Mesh, Rank, Result, World};
-use shardgrad_tensor::{DType, Elementwise, Layout, Tensor, Value};
+use shardgrad_tensor::{DType, Elementwise, Layout, Resharding, Tensor, Value};
 
 const WIDTH: usize = 12;
 const ROWS: usize = 5;

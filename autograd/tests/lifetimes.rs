@@ -3,7 +3,7 @@
 
 use shardgrad_autograd::{Tape, Var};
 use shardgrad_dist::{Error, Mesh, Rank, Result, World};
-use shardgrad_tensor::{DType, Indexing, Layout, Tensor, Value};
+use shardgrad_tensor::{DType, Indexing, Layout, Resharding, Tensor, Value};
 
 fn vector(rank: &Rank, values: &[f64]) -> Result<Tensor> {
     Tensor::from_host(rank, &[values.len()], values)

@@ -3,7 +3,7 @@
 use shardgrad_autograd::pipeline::{Action, Cut, PipelineInputs, Profile, Runner, Schedule, Stages};
 use shardgrad_autograd::{Gradients, Noise, Program, ReplayNoise, Tape, Var};
 use shardgrad_dist::{Mesh, Phase, Rank, Result, World};
-use shardgrad_tensor::{DType, Layout, Tensor, Value};
+use shardgrad_tensor::{DType, Layout, Resharding, Tensor, Value};
 use std::collections::BTreeMap;
 
 const WIDTH: usize = 6;

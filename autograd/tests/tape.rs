@@ -5,7 +5,9 @@ use shardgrad_dist::{Kind, Mesh, Rank, Result, World};
 use shardgrad_tensor::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp};
 use shardgrad_tensor::ops::layer_norm::LayerNorm;
 use shardgrad_tensor::ops::rms_norm::RmsNorm;
-use shardgrad_tensor::{Contraction, DType, Indexing, Layout, LocalTensor, Shaping, Tensor, Value};
+use shardgrad_tensor::{
+    Contraction, DType, Indexing, Layout, LocalTensor, Resharding, Shaping, Tensor, Value,
+};
 use std::collections::HashMap;
 use std::rc::Rc;
 

@@ -16,6 +16,7 @@
 pub mod module;
 pub mod plan;
 pub mod sharded_model;
+mod inspection;
 pub mod loss;
 pub mod layer;
 pub mod optim;

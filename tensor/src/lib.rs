@@ -37,6 +37,7 @@ pub use methods::elementwise::Elementwise;
 pub use methods::indexing::Indexing;
 pub use methods::local_map::{LocalMapLayouts, local_map};
 pub use methods::reduction::Reduction;
+pub use methods::resharding::Resharding;
 pub use methods::shaping::Shaping;
 pub use methods::value::Value;
 pub use op::{

@@ -94,25 +94,10 @@ impl Var {
         self.0.id.filter(|_| !self.0.detached)
     }
 
-    /// The same value in another layout. The tape records the collectives, whose adjoints run in the backward pass. A
-    /// layout with a narrower float rounds the value before it is moved; its gradient is moved and accumulated in the
-    /// wider one.
+    /// The same value in another layout ([`Resharding::to_layout`](shardgrad_tensor::Resharding::to_layout)). `site` is the caller's line.
     ///
     /// # Panics
     /// Unwinds with the error if there is no route to the layout.
-    #[doc(alias = "redistribute")]
-    #[doc(alias = "with_sharding_constraint")]
-    #[doc(alias = "autocast")]
-    #[track_caller]
-    #[must_use]
-    pub fn to_layout(&self, to: &Layout) -> Var {
-        self.to_layout_at(to, Location::caller())
-    }
-
-    /// [`Var::to_layout`] for the caller's line `site`.
-    ///
-    /// # Panics
-    /// As [`Var::to_layout`].
     #[must_use]
     pub fn to_layout_at(&self, to: &Layout, site: &'static Location<'static>) -> Var {
         if self.layout() == to { self.clone() } else { self.cached_layout(to, site) }
@@ -156,12 +141,30 @@ impl Var {
     /// `Kind::Shape` if there is more than one element; `Kind::Unsupported` while a program is being recorded.
     #[track_caller]
     pub fn item(&self) -> Result<f64> {
+        self.check_readable()?;
+        self.0.tensor.item()
+    }
+
+    /// Layout, mesh, and the values at the edges of the dims as text: [`Tensor::show`]. A collective call: all ranks call it together and
+    /// get the same text.
+    ///
+    /// # Errors
+    /// `Kind::Unsupported` while a program is being recorded.
+    #[track_caller]
+    pub fn show(&self) -> Result<String> {
+        self.check_readable()?;
+        self.0.tensor.show()
+    }
+
+    /// Refuses to read a value while a program is being recorded.
+    #[track_caller]
+    fn check_readable(&self) -> Result<()> {
         if self.0.tape.is_recording() {
             return Err(Error::new(Kind::Unsupported, "a value is read while a program is being recorded")
                 .detail("help", "return the tensor from the recorded function and read it afterwards")
                 .at(Location::caller()));
         }
-        self.0.tensor.item()
+        Ok(())
     }
 
     /// The id, or `None` for a constant. Unwinds if the variable is stale.

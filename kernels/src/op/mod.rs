@@ -26,6 +26,7 @@ pub mod tree_reduce;
 pub mod amax_backward;
 pub mod log_sum_exp;
 pub mod scan;
+pub mod gated_scan;
 pub mod arg_extreme;
 pub mod softmax;
 pub mod layer_norm;
@@ -150,6 +151,10 @@ pub static KERNELS: &[&Kernel] = &[
     &log_sum_exp::FINISH,
     &log_sum_exp::BACKWARD,
     &scan::CUMSUM,
+    &gated_scan::SCAN,
+    &gated_scan::SUMMARY,
+    &gated_scan::CARRY,
+    &gated_scan::BACKWARD,
     &arg_extreme::ARG_EXTREME,
     &softmax::FORWARD,
     &softmax::BACKWARD,

@@ -1,5 +1,6 @@
 //! A named place in a model where a plan can constrain the layout of an activation.
 
+use crate::module::watch::Hooks;
 use shardgrad_autograd::Var;
 use shardgrad_tensor::{Axis, Context, Error, Kind, Layout, Placement, Point, Result, Value};
 use std::cell::RefCell;
@@ -21,10 +22,12 @@ pub struct ActivationPoint {
 struct Binding {
     name: Rc<str>,
     placements: Vec<(Axis, Placement)>,
+    hooks: Hooks,
 }
 
 impl ActivationPoint {
-    /// Returns the activation in the layout that the plan states for this point, or unchanged without a rule.
+    /// Returns the activation in the layout that the plan states for this point, or unchanged without a rule. Calls the hooks of the
+    /// point ([`Model::watch_values`](crate::Model::watch_values)).
     ///
     /// # Panics
     /// Unwinds with `Kind::Layout` if the plan shards a dim that the activation does not have.
@@ -36,15 +39,23 @@ impl ActivationPoint {
 
     /// [`ActivationPoint::constrain`] for the caller's line `site`.
     pub(crate) fn constrain_at(&self, x: &Var, site: &'static Location<'static>) -> Var {
-        let binding = self.binding.borrow();
-        let Some(binding) = binding.as_ref() else { return x.clone() };
+        let bound = self.binding.borrow();
+        let Some(binding) = bound.as_ref() else { return x.clone() };
         Context::of(x.rank()).set_path(&binding.name);
-        if binding.placements.is_empty() {
-            return x.clone();
+        let x = if binding.placements.is_empty() {
+            x.clone()
+        } else {
+            let to = with_placements(x.layout(), &binding.placements)
+                .unwrap_or_else(|e| e.detail("point", &*binding.name).at(site).raise());
+            x.to_layout_at(&to, site)
+        };
+        if binding.hooks.is_empty() {
+            return x;
         }
-        let to = with_placements(x.layout(), &binding.placements)
-            .unwrap_or_else(|e| e.detail("point", &*binding.name).at(site).raise());
-        x.to_layout_at(&to, site)
+        let (hooks, name) = (binding.hooks.clone(), binding.name.clone());
+        // A hook may change the hooks of its point.
+        drop(bound);
+        hooks.watch(name, &x)
     }
 
     /// The dotted name; `None` before [`Model::new`](crate::Model::new) has named the point.
@@ -54,14 +65,21 @@ impl ActivationPoint {
     }
 
     pub(crate) fn bind(&self, name: &str, placements: Vec<(Axis, Placement)>) {
-        *self.binding.borrow_mut() = Some(Binding { name: name.into(), placements });
+        *self.binding.borrow_mut() = Some(Binding { name: name.into(), placements, hooks: Hooks::default() });
+    }
+
+    /// Changes the hooks of a point that has a name.
+    pub(crate) fn change_hooks(&self, change: impl FnOnce(&mut Hooks)) {
+        if let Some(binding) = &mut *self.binding.borrow_mut() {
+            change(&mut binding.hooks);
+        }
     }
 }
 
-/// An activation inside of a fused op passes the point unchanged without a rule of the plan.
+/// An activation inside of a fused op passes the point unchanged without a rule of the plan and without hooks.
 impl Point<Var> for ActivationPoint {
     fn is_identity(&self, _: &Var) -> bool {
-        self.binding.borrow().as_ref().is_none_or(|binding| binding.placements.is_empty())
+        self.binding.borrow().as_ref().is_none_or(|b| b.placements.is_empty() && b.hooks.is_empty())
     }
 
     fn pass(&self, value: &Var, site: &'static Location<'static>) -> Var {

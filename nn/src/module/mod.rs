@@ -2,6 +2,7 @@
 
 pub mod name;
 pub mod precision;
+pub(crate) mod watch;
 pub mod activation_point;
 pub mod param;
 

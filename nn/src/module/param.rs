@@ -2,7 +2,7 @@
 
 use crate::module::name::random_key;
 use shardgrad_autograd::{Key, Tape, Var};
-use shardgrad_tensor::{Axis, Context, DType, Error, Kind, Layout, Rank, Result, Tensor, Value};
+use shardgrad_tensor::{Axis, Context, DType, Error, Kind, Layout, Rank, Resharding, Result, Tensor, Value};
 use std::cell::{Cell, RefCell};
 use std::fmt;
 use std::panic::Location;

@@ -7,6 +7,7 @@ mod fused_residual;
 mod gradcheck;
 mod composite_ops;
 mod parameter_names;
+mod watch;
 mod error_sites;
 mod mesh_parity;
 mod gradient_accumulation;

@@ -2,6 +2,8 @@
 //! one for variables of a tape.
 
 pub mod value;
+mod operators;
+pub mod resharding;
 pub mod shaping;
 pub mod indexing;
 pub mod contraction;

@@ -7,6 +7,7 @@ use crate::op::unwind;
 use crate::ops::amax::Amax;
 use crate::ops::argmax::Argmax;
 use crate::ops::cumsum::Cumsum;
+use crate::ops::gated_scan::GatedScan;
 use crate::ops::log_sum_exp::LogSumExp;
 use shardgrad_dist::{Error, Kind};
 use shardgrad_kernels::{DType, Dims};
@@ -61,6 +62,16 @@ pub trait Reduction: Value {
     #[must_use]
     fn cumsum(&self, dim: usize) -> Self {
         Self::apply_one(unwind(Cumsum::along(self.layout().ndim(), dim)), &[self])
+    }
+
+    /// Gated linear recurrence along a dim: h_t = a_t h_(t-1) + x_t from h_(-1) = 0, with gates a of the shape and dtype of x. The dim
+    /// may be sharded: a rank gathers two numbers for each lane from each rank.
+    #[doc(alias = "associative_scan")]
+    #[doc(alias = "linear recurrence")]
+    #[track_caller]
+    #[must_use]
+    fn gated_scan(&self, gates: &Self, dim: usize) -> Self {
+        Self::apply_one(unwind(GatedScan::along(self.layout().ndim(), dim)), &[gates, self])
     }
 
     /// Variance over some dims: the sum of (x - mean)^2 divided by the number of elements n less `correction` (1 for

@@ -3,6 +3,7 @@
 
 use crate::methods::value::Value;
 use crate::op::unwind;
+use crate::ops::ARGUMENTS_MAX;
 use crate::ops::diagonal::{DiagEmbed, Diagonal};
 use crate::ops::flip::Flip;
 use crate::ops::roll::Roll;
@@ -15,9 +16,6 @@ use shardgrad_kernels::Dims;
 use std::ops::Range;
 use std::panic::Location;
 use std::rc::Rc;
-
-/// The maximum number of parts of one split op; more parts are sliced one by one.
-const PARTS_MAX: usize = 16;
 
 /// Shape and order of elements. All methods are linear, and gradients are exact.
 pub trait Shaping: Value {
@@ -145,18 +143,18 @@ pub trait Shaping: Value {
     #[must_use]
     fn split(&self, dim: usize, sizes: &[usize]) -> Vec<Self> {
         let extent = self.shape().get(dim).copied().unwrap_or(0);
-        if sizes.len() <= PARTS_MAX {
+        if sizes.len() <= ARGUMENTS_MAX {
             let op = unwind(Split::along(self.layout().ndim(), extent, dim, sizes));
             return Self::apply(op, &[self]).into_iter().collect();
         }
         if sizes.iter().try_fold(0usize, |sum, &n| sum.checked_add(n)) != Some(extent) {
             refuse(format!("split: {sizes:?} do not add up to the {extent} elements of dim {dim}"));
         }
+        let groups: Vec<&[usize]> = sizes.chunks(sizes.len().div_ceil(ARGUMENTS_MAX)).collect();
+        let group_sizes: Dims = groups.iter().map(|group| group.iter().sum::<usize>()).collect();
         let mut parts = Vec::new();
-        let mut start = 0;
-        for &size in sizes {
-            parts.push(self.slice(dim, start..start + size));
-            start += size;
+        for (part, group) in self.split(dim, &group_sizes).iter().zip(groups) {
+            parts.extend(part.split(dim, group));
         }
         parts
     }

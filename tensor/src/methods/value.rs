@@ -3,6 +3,7 @@
 
 use crate::layout::Layout;
 use crate::op::{Op, OpHandle, Point, unwind};
+use crate::ops::ARGUMENTS_MAX;
 use crate::ops::add::Add;
 use crate::ops::attention::{Attention, Mask, QkvPackedAttention};
 use crate::ops::cast::Cast;
@@ -25,6 +26,7 @@ use crate::ops::rope::Rope;
 use crate::ops::scale::Scale;
 use crate::ops::slice::{Pad, Slice};
 use crate::ops::softmax::Softmax;
+use crate::ops::split::Split;
 use crate::ops::sub::Sub;
 use crate::ops::sum::{Expand, Sum};
 use crate::ops::sum_squares::SumSquares;
@@ -332,26 +334,44 @@ pub trait Value: Clone {
         self.permute(&order)
     }
 
-    /// Splits x into its slices along a dim, which is removed.
+    /// Splits x into its slices along a dim, which is removed; any number of slices.
     #[track_caller]
     #[must_use]
     fn unbind(&self, dim: usize) -> SmallVec<[Self; 2]> {
         let count = self.shape().get(dim).copied().unwrap_or(1);
+        if count > ARGUMENTS_MAX {
+            let (size, mut slices) = (count.div_ceil(ARGUMENTS_MAX), SmallVec::new());
+            let sizes: Dims = (0..count).step_by(size).map(|first| size.min(count - first)).collect();
+            for group in Self::apply(unwind(Split::along(self.layout().ndim(), count, dim, &sizes)), &[self])
+            {
+                slices.extend(group.unbind(dim));
+            }
+            return slices;
+        }
         Self::apply(unwind(Unbind::along(self.layout().ndim(), dim, count)), &[self])
     }
 
-    /// Stacks tensors of one shape along a new dim, at position `dim` of the result.
+    /// Stacks tensors of one shape along a new dim, at position `dim` of the result; any number of tensors. More than 16 are stacked in
+    /// groups of 16, each group is copied once more.
     ///
     /// # Panics
     /// If `parts` is empty.
     #[track_caller]
     #[must_use]
     fn stack(parts: &[&Self], dim: usize) -> Self {
+        if parts.len() > ARGUMENTS_MAX {
+            let mut groups = Vec::new();
+            for group in parts.chunks(ARGUMENTS_MAX) {
+                groups.push(Self::stack(group, dim));
+            }
+            return Self::concat(&groups.iter().collect::<Vec<_>>(), dim);
+        }
         let ndim = parts.first().expect("a stack of at least one tensor").layout().ndim();
         Self::apply_one(unwind(Stack::along(ndim, dim, parts.len())), parts)
     }
 
-    /// Concatenates tensors along an unsharded dim.
+    /// Concatenates tensors along an unsharded dim; any number of tensors. More than 16 are concatenated in groups of 16, each group is
+    /// copied once more.
     ///
     /// # Panics
     /// If `parts` is empty.
@@ -360,6 +380,13 @@ pub trait Value: Clone {
     #[track_caller]
     #[must_use]
     fn concat(parts: &[&Self], dim: usize) -> Self {
+        if parts.len() > ARGUMENTS_MAX {
+            let mut groups = Vec::new();
+            for group in parts.chunks(ARGUMENTS_MAX) {
+                groups.push(Self::concat(group, dim));
+            }
+            return Self::concat(&groups.iter().collect::<Vec<_>>(), dim);
+        }
         let ndim = parts.first().expect("at least one tensor is joined").layout().ndim();
         Self::apply_one(unwind(Concat::along(ndim, dim, parts.len())), parts)
     }

@@ -71,7 +71,7 @@ fn build_reduction(ndim: usize, dims: &[usize]) -> [String; 2] {
 }
 
 /// The maximal number of tensors of ops that take or give a list of tensors.
-pub(super) const ARGUMENTS_MAX: usize = 16;
+pub(crate) const ARGUMENTS_MAX: usize = 16;
 
 /// `[0, 1, .., n - 1]`.
 const fn all(n: usize) -> &'static [usize] {

@@ -38,6 +38,7 @@ pub mod layer_norm;
 pub mod max_last;
 pub mod log_sum_exp;
 pub mod cumsum;
+pub mod gated_scan;
 pub mod argmax;
 pub mod permute;
 pub mod reshape;
@@ -55,6 +56,7 @@ pub mod attention;
 pub mod redistribute;
 
 use crate::op::Op;
+pub(crate) use labels::ARGUMENTS_MAX;
 use shardgrad_kernels::DType;
 use std::rc::Rc;
 
@@ -245,6 +247,7 @@ list! {
     unary::expm1,
     flip,
     unary::floor,
+    gated_scan,
     gather,
     unary::gelu,
     unary::gelu_exact,

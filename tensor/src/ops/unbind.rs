@@ -182,6 +182,7 @@ pub(super) fn cases() -> Vec<Case> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::methods::resharding::Resharding;
     use crate::methods::value::Value;
     use shardgrad_dist::{Mesh, World};
 
@@ -202,6 +203,33 @@ mod tests {
     fn dim_out_of_range_and_17_slices_are_refused() {
         assert!(Unbind::along(2, 2, 3).is_err());
         assert!(Unbind::along(2, 0, 17).is_err());
+    }
+
+    #[test]
+    fn lists_of_any_length_are_stacked_and_unbound() {
+        let mesh = Mesh::parse("a=2").unwrap();
+        World::run(mesh.clone(), |rank| {
+            for count in [16, 17, 33, 300] {
+                let layout = Layout::parse(&format!("i64[{count}, 3@a]"), &mesh)?;
+                let x = Tensor::arange(rank, &layout, 0.0, 1.0)?;
+                let rows = x.unbind(0);
+                assert_eq!(
+                    (rows.len(), rows[count - 1].layout().to_string()),
+                    (count, "i64[3@a]".to_string())
+                );
+                let last = 3 * count as i64;
+                assert_eq!(rows[count - 1].to_host::<i64>()?, [last - 3, last - 2, last - 1]);
+                let rows: Vec<&Tensor> = rows.iter().collect();
+                assert_eq!(Tensor::stack(&rows, 0).to_host::<i64>()?, x.to_host::<i64>()?);
+                assert_eq!(Tensor::stack(&rows, 1).to_host::<i64>()?, x.transpose(0, 1).to_host::<i64>()?);
+                let whole = x.gathered().unbind(0);
+                let joined = Tensor::concat(&whole.iter().collect::<Vec<_>>(), 0);
+                assert_eq!(joined.shape().as_slice(), [3 * count]);
+                assert_eq!(joined.to_host::<i64>()?, x.to_host::<i64>()?);
+            }
+            Ok(())
+        })
+        .unwrap();
     }
 
     #[test]

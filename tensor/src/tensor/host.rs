@@ -164,7 +164,8 @@ impl Tensor {
         crate::tensor::redistribute::run(self, &route.steps, to, site)
     }
 
-    fn check_readable(&self, site: &'static Location<'static>) -> Result<()> {
+    /// Refuses to read a tensor without values.
+    pub(super) fn check_readable(&self, site: &'static Location<'static>) -> Result<()> {
         if self.has_values() {
             return Ok(());
         }

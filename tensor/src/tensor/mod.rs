@@ -2,6 +2,7 @@
 
 pub mod redistribute;
 pub mod host;
+mod show;
 pub mod compare;
 #[cfg(feature = "ndarray")]
 pub mod ndarray_interop;

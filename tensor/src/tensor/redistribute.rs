@@ -74,6 +74,28 @@ pub fn all_reduce(
     Ok(LocalTensor::from_buffer(buffer, x.dtype, &x.view.shape))
 }
 
+/// Gathers equal numbers of elements from all ranks of some axes, for ops that exchange numbers by a rule of their own: (rank of the
+/// group, shape of x), in group order. Without axes, the group is this rank.
+///
+/// # Errors
+/// Errors of the collective.
+pub fn all_gather(
+    rank: &Rank,
+    x: LocalTensor,
+    axes: AxisSet,
+    site: &'static Location<'static>,
+) -> Result<LocalTensor> {
+    let flat = x.flat(rank)?;
+    let counts = vec![flat.numel(); rank.mesh().group_size(axes)];
+    let call_context = CollectiveContext { axes, dtype: x.dtype, lineage: x.lineage, site };
+    let buffer = match axes.is_empty() {
+        true => flat.buffer,
+        false => call_context.of(rank, |call| rank.all_gather(call, &flat.buffer, &counts))?,
+    };
+    let shape: Vec<usize> = std::iter::once(counts.len()).chain(x.view.shape.iter().copied()).collect();
+    Ok(LocalTensor::from_buffer(buffer, x.dtype, &shape))
+}
+
 /// What a collective call reports besides the state of the context.
 struct CollectiveContext {
     axes: AxisSet,

@@ -5,7 +5,7 @@ use super::layout_pattern::LayoutPattern;
 use shardgrad_autograd::{Tape, Var};
 use shardgrad_dist::{Error, Kind, Mesh, Result};
 use shardgrad_tensor::ops::{Case, Input, OpModule};
-use shardgrad_tensor::{DType, Value};
+use shardgrad_tensor::{DType, Resharding, Value};
 use std::fmt;
 use std::ops::Range;
 

@@ -1,0 +1,12 @@
+//! Changes of layout of variables: recorded, with their adjoints.
+
+use crate::tape::Var;
+use shardgrad_tensor::{Layout, Resharding};
+use std::panic::Location;
+
+impl Resharding for Var {
+    #[track_caller]
+    fn to_layout(&self, to: &Layout) -> Var {
+        self.to_layout_at(to, Location::caller())
+    }
+}
