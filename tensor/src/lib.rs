@@ -52,5 +52,5 @@ pub use tensor::Tensor;
 pub use tensor::bytes::DetachedBytes;
 pub use tensor::growable::GrowableTensor;
 pub use training_step::graph_capture::{CapturedGraph, capture};
-pub use training_step::overflow_check::OverflowCheck;
+pub use training_step::overflow_check::{Hyperparameters, OverflowCheck};
 pub use training_step::{ControlFlags, StepArgs, StepReport};

@@ -6,7 +6,7 @@ use super::param_group::{ParamGroup, ParamGroups};
 use crate::module::param::Param;
 use shardgrad_autograd::Key;
 use shardgrad_tensor::training_step::optimizer_step::{AdamWRates, AdamWStep, Moments, adamw};
-use shardgrad_tensor::{DType, Error, Kind, OverflowCheck, Result, Tensor};
+use shardgrad_tensor::{DType, Error, Hyperparameters, Kind, OverflowCheck, Result, Tensor};
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 
@@ -213,7 +213,7 @@ impl Optimizer for AdamW {
         self.restore(num_steps, states.iter().map(|(param, state)| (param, state.clone())))
     }
 
-    fn hyperparameters(&mut self, params: &[&Param], lr: f64) -> Result<Vec<Vec<f64>>> {
+    fn hyperparameters(&mut self, params: &[&Param], lr: f64) -> Result<Hyperparameters> {
         let mut rows = Vec::with_capacity(params.len());
         for param in params {
             let rank = param.tensor().rank().clone();

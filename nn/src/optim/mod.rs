@@ -19,4 +19,4 @@ pub(crate) use optimizer::OptimizerStep;
 pub use optimizer::{Optimizer, OptimizerState};
 pub use param_group::ParamGroup;
 pub use sgd::Sgd;
-pub use shardgrad_tensor::OverflowCheck;
+pub use shardgrad_tensor::{Hyperparameters, OverflowCheck};

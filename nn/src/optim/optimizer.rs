@@ -8,7 +8,7 @@ use crate::module::Module;
 use crate::module::param::Param;
 use crate::sharded_model::Model;
 use shardgrad_autograd::{Gradients, Key};
-use shardgrad_tensor::{Error, Kind, OverflowCheck, Result, StepArgs, StepReport, Tensor};
+use shardgrad_tensor::{Error, Hyperparameters, Kind, OverflowCheck, Result, StepArgs, StepReport, Tensor};
 use std::collections::HashSet;
 use std::fmt;
 use std::panic::Location;
@@ -82,7 +82,7 @@ pub trait Optimizer: fmt::Debug {
     /// # Errors
     /// `Kind::OutOfMemory`.
     #[doc(alias = "get_lr")]
-    fn hyperparameters(&mut self, params: &[&Param], lr: f64) -> Result<Vec<Vec<f64>>> {
+    fn hyperparameters(&mut self, params: &[&Param], lr: f64) -> Result<Hyperparameters> {
         Ok(vec![vec![lr]; params.len()])
     }
 

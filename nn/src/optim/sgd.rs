@@ -6,7 +6,7 @@ use super::param_group::{ParamGroup, ParamGroups};
 use crate::module::param::Param;
 use shardgrad_autograd::Key;
 use shardgrad_tensor::training_step::optimizer_step::{SgdRates, SgdStep, Velocity, sgd};
-use shardgrad_tensor::{OverflowCheck, Result, Tensor};
+use shardgrad_tensor::{Hyperparameters, OverflowCheck, Result, Tensor};
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 
@@ -164,7 +164,7 @@ impl Optimizer for Sgd {
         self.restore(num_steps, velocities.iter().map(|(param, velocity)| (param, velocity.clone())))
     }
 
-    fn hyperparameters(&mut self, params: &[&Param], lr: f64) -> Result<Vec<Vec<f64>>> {
+    fn hyperparameters(&mut self, params: &[&Param], lr: f64) -> Result<Hyperparameters> {
         let mut rows = Vec::with_capacity(params.len());
         for param in params {
             let rank = param.tensor().rank().clone();

@@ -19,6 +19,9 @@ const OUTCOME_HEAD: usize = 5;
 /// The number of values that the overflow check puts before the control word.
 const CHECK_LEN: usize = 3;
 
+/// The hyperparameters of a step: one row of numbers for each parameter.
+pub type Hyperparameters = Vec<Vec<f64>>;
+
 /// An optimizer step whose launches are issued before the host knows whether gradients overflowed. Its inputs and its
 /// outcome keep their memory as long as it lives.
 ///
@@ -32,8 +35,7 @@ const CHECK_LEN: usize = 3;
 pub struct OverflowCheck {
     rank: Rank,
     args: StepArgs,
-    /// The hyperparameters of each parameter.
-    hyperparameters: Vec<Vec<f64>>,
+    hyperparameters: Hyperparameters,
     /// Clip, loss scale, control numbers, hyperparameters of one parameter after another: f64.
     inputs: LocalTensor,
     /// Gradient factor, 1 or 0 (step taken or skipped), norm; then the sums of squares, loss and control numbers over all
@@ -48,7 +50,7 @@ impl OverflowCheck {
     ///
     /// # Errors
     /// `Kind::OutOfMemory`.
-    pub fn new(rank: &Rank, args: StepArgs, hyperparameters: Vec<Vec<f64>>) -> Result<OverflowCheck> {
+    pub fn new(rank: &Rank, args: StepArgs, hyperparameters: Hyperparameters) -> Result<OverflowCheck> {
         let inputs = inputs(&args, &hyperparameters);
         let inputs = LocalTensor::upload(rank, &[inputs.len()], &inputs)?;
         let len = OUTCOME_HEAD + args.control.numbers().len();
@@ -85,7 +87,7 @@ impl OverflowCheck {
     ///
     /// # Errors
     /// Errors of the device.
-    pub fn upload_into(&mut self, args: StepArgs, hyperparameters: Vec<Vec<f64>>) -> Result<bool> {
+    pub fn upload_into(&mut self, args: StepArgs, hyperparameters: Hyperparameters) -> Result<bool> {
         let is_alike = self.args.control.numbers().len() == args.control.numbers().len()
             && self.hyperparameters.iter().map(Vec::len).eq(hyperparameters.iter().map(Vec::len));
         if !is_alike || !self.inputs.buffer.is_unique() {
@@ -164,9 +166,9 @@ impl OverflowCheck {
     /// # Errors
     /// As [`OverflowCheck::read`]; `Kind::Unsupported` during graph capture ([`capture()`](crate::capture())), since
     /// the hyperparameters are those of one step.
-    pub fn host_update(&self) -> Result<Option<(&[Vec<f64>], f64)>> {
+    pub fn host_update(&self) -> Result<Option<(Hyperparameters, f64)>> {
         let StepReport { skipped, grad_scale, .. } = self.read()?;
-        Ok((!skipped).then(|| (&self.hyperparameters[self.params.clone()], grad_scale)))
+        Ok((!skipped).then(|| (self.hyperparameters[self.params.clone()].to_vec(), grad_scale)))
     }
 
     /// Checks that the step has `width` hyperparameters for each of `count` parameters, so that an optimizer does not use
@@ -294,8 +296,8 @@ mod tests {
             let mut step = OverflowCheck::new(rank, one(1.0), rows())?;
             let place = step.inputs.buffer.address();
             step.check([&x], site)?;
-            assert_eq!(step.host_update()?, Some((&rows()[..], 0.25)));
-            assert_eq!(step.for_params(1..2).host_update()?, Some((&rows()[1..], 0.25)));
+            assert_eq!(step.host_update()?, Some((rows(), 0.25)));
+            assert_eq!(step.for_params(1..2).host_update()?, Some((rows().split_off(1), 0.25)));
             let report = step.read()?;
             assert_eq!((report.grad_norm, report.skipped, report.grad_scale), (1.25, false, 0.25));
             assert_eq!((report.loss, report.control.get("one")), (0.0, 1.0));

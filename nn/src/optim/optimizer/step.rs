@@ -6,7 +6,8 @@ use super::Optimizer;
 use crate::module::param::{LOST_VALUE_HELP, Param};
 use shardgrad_autograd::Gradients;
 use shardgrad_tensor::{
-    CapturedGraph, Error, Kind, OverflowCheck, Rank, Result, StepArgs, StepReport, Tensor, capture,
+    CapturedGraph, Error, Hyperparameters, Kind, OverflowCheck, Rank, Result, StepArgs, StepReport, Tensor,
+    capture,
 };
 use std::panic::Location;
 
@@ -154,7 +155,7 @@ fn hyperparameters(
     optim: &mut dyn Optimizer,
     updates: &[(Param, Tensor)],
     args: &StepArgs,
-) -> Result<Vec<Vec<f64>>> {
+) -> Result<Hyperparameters> {
     check_args(optim.num_steps() + 1, args)?;
     let params: Vec<&Param> = updates.iter().map(|(param, _)| param).collect();
     optim.hyperparameters(&params, args.lr)
