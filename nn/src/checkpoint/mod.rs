@@ -123,10 +123,10 @@ pub fn save<M: HfModel>(
     model: &Model<M>,
     optim: &dyn Optimizer,
     state: &RunState,
-    companions: &[SidecarFile<'_>],
+    sidecars: &[SidecarFile<'_>],
 ) -> Result<()> {
     let write = |dir: &Path| {
-        model.save_folder(dir, FILE_BYTES_MAX, model.precision().param_dtype, (companions, Some(state.step)))
+        model.save_folder(dir, FILE_BYTES_MAX, model.precision().param_dtype, (sidecars, Some(state.step)))
     };
     save_as(dir, (model, &write), optim, state, &|name| model.hf_name(name))
 }

@@ -69,10 +69,10 @@ impl<M: HfModel> Model<M> {
         dir: &Path,
         bytes_max: u64,
         dtype: DType,
-        companions: &[SidecarFile<'_>],
+        sidecars: &[SidecarFile<'_>],
     ) -> Result<()> {
         check_dtype(dtype)?;
-        self.save_folder(dir, bytes_max, dtype, (companions, None)).map(drop)
+        self.save_folder(dir, bytes_max, dtype, (sidecars, None)).map(drop)
     }
 
     /// [`Model::save_with_sidecars`]; with the step of a run, the files contain it and their digest, which rank 0 returns.
@@ -82,10 +82,10 @@ impl<M: HfModel> Model<M> {
         dir: &Path,
         bytes_max: u64,
         dtype: DType,
-        (companions, step): (&[SidecarFile<'_>], Option<u64>),
+        (sidecars, step): (&[SidecarFile<'_>], Option<u64>),
     ) -> Result<Option<String>> {
         let config = self.model_config().with_dtype(dtype).lossless_json()?;
-        let contents = FolderContents { config: Some(&config), companions, bytes_max, step };
+        let contents = FolderContents { config: Some(&config), sidecars, bytes_max, step };
         write_folder(self, dir, &contents, dtype, &|name| self.hf_name(name))
     }
 }
@@ -122,7 +122,7 @@ impl<M: Module> Model<M> {
         dtype: DType,
         name_in_file: &dyn Fn(&str) -> String,
     ) -> Result<()> {
-        let contents = FolderContents { config: None, companions: &[], bytes_max, step: None };
+        let contents = FolderContents { config: None, sidecars: &[], bytes_max, step: None };
         write_folder(self, dir, &contents, dtype, name_in_file).map(drop)
     }
 
@@ -131,7 +131,7 @@ impl<M: Module> Model<M> {
     #[track_caller]
     pub(crate) fn save_weights_of_step(&self, dir: &Path, step: u64) -> Result<Option<String>> {
         let contents =
-            FolderContents { config: None, companions: &[], bytes_max: FILE_BYTES_MAX, step: Some(step) };
+            FolderContents { config: None, sidecars: &[], bytes_max: FILE_BYTES_MAX, step: Some(step) };
         write_folder(self, dir, &contents, self.precision().param_dtype, &str::to_string)
     }
 }
@@ -171,7 +171,7 @@ fn check_rounding<M: Module>(model: &Model<M>, dtype: DType, site: &'static Loca
 struct FolderContents<'a> {
     /// Text of `config.json`, if there is one.
     config: Option<&'a str>,
-    companions: &'a [SidecarFile<'a>],
+    sidecars: &'a [SidecarFile<'a>],
     bytes_max: u64,
     /// Step of the run, for files that contain it.
     step: Option<u64>,
@@ -196,7 +196,7 @@ fn write_folder<M: Module>(
         fs::create_dir_all(dir)
             .map_err(|e| Error::new(Kind::Io, format!("cannot make the folder {}: {e}", dir.display())))?;
         WeightsWriter::begin(dir, contents.config, &entries, contents.bytes_max, contents.step)?
-            .with_sidecars(contents.companions)
+            .with_sidecars(contents.sidecars)
     };
     let rank = model.rank();
     rank.with_timeout(WRITE_TIMEOUT, || {
