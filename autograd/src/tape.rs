@@ -194,8 +194,8 @@ impl Tape {
         &self.0.context
     }
 
-    /// Turns random ops on; with `None`, the default, dropout is the identity. A custom training loop calls this before
-    /// each round.
+    /// Sets the random numbers of the round, or with `None` turns random layers off: dropout is then the identity. A
+    /// custom training loop of a model with dropout calls this before each round.
     pub fn set_noise(&self, noise: Option<Noise>) {
         self.0.draws.begin(noise);
     }
@@ -211,6 +211,13 @@ impl Tape {
     #[must_use]
     pub fn noise(&self) -> Option<Noise> {
         self.0.draws.noise()
+    }
+
+    /// Whether this is a tape for training on which [`Tape::set_noise`] was never called: a random layer refuses it,
+    /// because the layer would be the identity unnoticed.
+    #[must_use]
+    pub fn lacks_noise(&self) -> bool {
+        self.0.tracks_parameters && !self.0.meta && !self.0.draws.was_set()
     }
 
     /// Whether [`Tape::noise`] was ever called. If so, values on this tape may depend on the step and row in it.

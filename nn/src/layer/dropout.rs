@@ -3,11 +3,12 @@
 use crate::module::activation_point::ActivationPoint;
 use crate::module::name::random_key;
 use crate::module::{Module, ModuleLeaf};
-use shardgrad_autograd::{Tape, Var};
+use shardgrad_autograd::{Noise, Tape, Var};
 use shardgrad_tensor::{Error, Kind, Value};
 
-/// Dropout: y = x / (1 - p) where the random number of an element is at least p, else 0. On tapes without noise, the default,
-/// dropout is the identity; [`Tape::set_noise`] turns it on, as the trainer does.
+/// Dropout: y = x / (1 - p) where the random number of an element is at least p, else 0. [`Tape::set_noise`] sets the random numbers
+/// of a step, as the trainer does; a training tape without them is refused, because nothing would be dropped unnoticed. On inference
+/// tapes, and after `set_noise(None)`, dropout is the identity.
 ///
 /// The random number is a function of the seed of the run, the name of the layer, the count of its uses in the forward pass, the
 /// step, and the element's index in the global batch (rows are the first dim), so neither mesh nor microbatches change the mask. A
@@ -34,12 +35,44 @@ impl Dropout {
         Dropout { point: ActivationPoint::default(), p }
     }
 
+    /// The random numbers that the layer draws by on this tape; `None` if it drops nothing.
+    #[track_caller]
+    fn noise(&self, tape: &Tape) -> Option<Noise> {
+        // The noise is read only if p > 0: a program that reads the noise depends on the step.
+        if self.p == 0.0 {
+            return None;
+        }
+        if tape.lacks_noise() {
+            let name = self
+                .point
+                .name()
+                .map_or_else(|| "a dropout layer".to_string(), |name| format!("dropout layer `{name}`"));
+            let text = format!(
+                "{name} (p = {}) has no random numbers on a training tape and would drop nothing",
+                self.p
+            );
+            Error::new(Kind::Config, text)
+                .detail("help", "call tape.set_noise(Some(Noise { seed, step, first_row: 0 })) before the forward pass of each step; to train without dropout, call tape.set_noise(None)")
+                .at(std::panic::Location::caller())
+                .raise();
+        }
+        tape.noise()
+    }
+
     /// Whether the layer drops elements on this tape.
+    ///
+    /// # Panics
+    /// As [`Dropout::forward`] without random numbers.
+    #[track_caller]
     pub(super) fn is_active(&self, tape: &Tape) -> bool {
-        self.p > 0.0 && tape.noise().is_some()
+        self.noise(tape).is_some()
     }
 
     /// Whether the layer is the identity on this tape: no dropout, and no rule of the plan for its activation point.
+    ///
+    /// # Panics
+    /// As [`Dropout::forward`] without random numbers.
+    #[track_caller]
     pub(crate) fn is_identity(&self, tape: &Tape) -> bool {
         !self.is_active(tape) && self.point.is_unconstrained()
     }
@@ -47,13 +80,13 @@ impl Dropout {
     /// Applies dropout to x, of any shape whose first dim is the rows of the batch.
     ///
     /// # Panics
-    /// Unwinds with `Kind::Config` on a tape with noise before [`Model::new`](crate::Model::new) has named the layer.
+    /// Unwinds with `Kind::Config` on a training tape on which [`Tape::set_noise`] was not called, and on a tape with noise before
+    /// [`Model::new`](crate::Model::new) has named the layer.
     #[track_caller]
     #[must_use]
     pub fn forward(&self, x: &Var) -> Var {
         let x = self.point.constrain(x);
-        // The noise is read only if p > 0: a program that reads the noise depends on the step.
-        let Some(noise) = (self.p > 0.0).then(|| x.tape().noise()).flatten() else { return x };
+        let Some(noise) = self.noise(x.tape()) else { return x };
         let name = self.point.name().unwrap_or_else(|| {
             let text = "a dropout layer is used before Model::new has named it; its mask depends on the name";
             Error::new(Kind::Config, text).at(std::panic::Location::caller()).raise()
