@@ -71,7 +71,7 @@ pub fn save<M: HfModel>(
     companions: &[SidecarFile<'_>],
 ) -> Result<()> {
     let write = |dir: &Path| model.save_of_step(dir, state.step, companions);
-    save_as(dir, (model, &write), optim, state, &|name| model.hf_name(name))
+    save_as(dir, (model, &write), optim, state, &|name| model.file_name(name))
 }
 
 /// [`save`] for a model of any kind: tensors have the names of the parameters, and there is no `config.json`.
@@ -100,7 +100,7 @@ pub fn save_weights<M: Module>(
 #[doc(alias = "load_state_dict")]
 #[doc(alias = "load_checkpoint")]
 pub fn load<M: HfModel>(dir: &Path, model: &Model<M>, optim: &mut dyn Optimizer) -> Result<RunState> {
-    let (state, weights) = load_optimizer(dir, model, optim, &|name| model.hf_name(name))?;
+    let (state, weights) = load_optimizer(dir, model, optim, &|name| model.file_name(name))?;
     model.load_opened(&weights, CastRule::Widen)?;
     Ok(state)
 }

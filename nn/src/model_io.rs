@@ -83,7 +83,7 @@ impl<M: HfModel> Model<M> {
         check_dtype(dtype)?;
         let config = self.model_config().with_dtype(dtype).lossless_json()?;
         let contents = FolderContents { config: Some(&config), companions, bytes_max, step: None };
-        write_folder(self, dir, &contents, dtype, &|name| self.hf_name(name)).map(drop)
+        write_folder(self, dir, &contents, dtype, &|name| self.file_name(name)).map(drop)
     }
 
     /// [`Model::save_with_sidecars`] in the stored dtype; the files contain their digest and the step of the run.
@@ -99,7 +99,7 @@ impl<M: HfModel> Model<M> {
         let config = self.model_config().with_dtype(dtype).lossless_json()?;
         let contents =
             FolderContents { config: Some(&config), companions, bytes_max: FILE_BYTES_MAX, step: Some(step) };
-        write_folder(self, dir, &contents, dtype, &|name| self.hf_name(name))
+        write_folder(self, dir, &contents, dtype, &|name| self.file_name(name))
     }
 
     /// [`Model::load_as`] with exact casts only.
@@ -128,7 +128,7 @@ impl<M: HfModel> Model<M> {
     /// [`Model::load_as`] from open files.
     pub(crate) fn load_opened(&self, weights: &Weights, cast: CastRule) -> Result<CastCounts> {
         let names = |name: &str| {
-            let (usual, older) = (self.hf_name(name), self.legacy_hf_name(name));
+            let (usual, older) = (self.file_name(name), self.legacy_hf_name(name));
             [usual, name.to_string()].into_iter().chain(older).collect()
         };
         load_into(self, weights, cast, &names, self.ignored_on_load())

@@ -26,6 +26,7 @@ pub struct Model<M> {
     rank: Rank,
     precision: Precision,
     params: Vec<Param>,
+    unmatched_rules: Vec<String>,
 }
 
 /// The next free parameter key of a rank: keys are unique over all models of the rank, so that two models can share a tape.
@@ -37,8 +38,9 @@ impl<M: Module> Model<M> {
     /// seed, name and global index only, not on the mesh.
     ///
     /// # Errors
-    /// `Kind::Config` for plan rules that cannot be parsed or match nothing, for two parameters of one name, for a parameter
-    /// that belongs to another model, and for a dim (of heads) sharded over more ranks than it has entries;
+    /// `Kind::Config` for plan rules that cannot be parsed or match nothing, for a mesh axis that the plan does not use
+    /// ([`Plan::copies`]), for two parameters of one name, for a parameter that belongs to another model, and for a dim (of
+    /// heads) sharded over more ranks than it has entries;
     /// `Kind::Layout` for a sharded dim that a parameter does not have; `Kind::OutOfMemory`.
     #[track_caller]
     pub fn new(rank: &Rank, module: M, plan: &Plan, seed: u64) -> Result<Model<M>> {
@@ -95,7 +97,8 @@ impl<M: Module> Model<M> {
         }
         let names: Vec<&str> = params.iter().map(|(name, _)| name.as_str()).collect();
         let point_names: Vec<&str> = points.iter().map(String::as_str).collect();
-        plan.check_all_rules_matched(&used, &names, &point_names)?;
+        let unmatched_rules = plan.check_all_rules_matched(&used, &names, &point_names)?;
+        plan.check_all_axes_used(rank.mesh(), &used)?;
         for ((name, param), (stored, compute)) in params.iter().zip(layouts) {
             param.bind(name, next_key(rank), stored, compute)?;
         }
@@ -105,7 +108,7 @@ impl<M: Module> Model<M> {
             }
         });
         let params = params.into_iter().map(|(_, param)| param).collect();
-        Ok(Model { module, rank: rank.clone(), precision, params })
+        Ok(Model { module, rank: rank.clone(), precision, params, unmatched_rules })
     }
 
     /// The rank that holds this part of the model.
@@ -126,8 +129,15 @@ impl<M: Module> Model<M> {
         self.precision
     }
 
-    /// Returns a tape that records a forward pass for backward; make a new one for each training step. Dropout is the identity
-    /// until [`Tape::set_noise`] sets the random numbers of the step.
+    /// The optional rules of the plan that match nothing in this model: in the plan of a model family, those for biases and output
+    /// layers that the model does not have.
+    #[must_use]
+    pub fn unmatched_rules(&self) -> &[String] {
+        &self.unmatched_rules
+    }
+
+    /// Returns a tape that records a forward pass for backward; make a new one for each training step. A model with dropout needs
+    /// [`Tape::set_noise`], which sets the random numbers of the step, before the forward pass.
     #[must_use]
     pub fn tape(&self) -> Tape {
         Tape::new(&self.rank)

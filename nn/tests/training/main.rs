@@ -21,6 +21,7 @@ mod mixed_precision;
 mod loss_scaling;
 mod dropout;
 mod save_and_load;
+mod plans;
 mod failed_saves;
 mod checkpoints;
 mod bad_files;
