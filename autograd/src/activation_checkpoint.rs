@@ -5,6 +5,7 @@
 //! external inputs. Random numbers are keyed inside the ops, so the replay draws the same ones. Chen et al., "Training
 //! Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
 
+use crate::gathered::Regather;
 use crate::id::{Id, ReplayNoise};
 use crate::program::{Program, Slot};
 use crate::replay::{Recording, Values};
@@ -19,6 +20,9 @@ use std::panic::Location;
 impl Tape {
     /// Runs `block` so that the tape keeps only its arguments and the parameters it uses, and recomputes the other
     /// values in the backward pass. Values and gradients have the same bits as without checkpointing.
+    ///
+    /// Parameters stored as shards (FSDP) and gathered in the block are kept as shards: they are freed after the block,
+    /// and gathered again by the recomputation and by the next microbatch.
     ///
     /// While a program is being recorded, the block becomes one of the program's blocks.
     ///
@@ -51,7 +55,13 @@ impl Tape {
         }
         let Recording { mut program, external_inputs, results } =
             self.record_program(arguments, site, block)?;
-        // The node owns the external inputs and releases them after its backward pass.
+        // The node owns the external inputs, gathered ones as they are stored, and releases them after its backward pass.
+        let saved = external_inputs.iter().map(|v| match self.saved_ungathered(v.id()) {
+            Some((stored, regather)) => (Some(stored), Some(regather)),
+            None => (Some(v.tensor().clone()), None),
+        });
+        let (saved_inputs, regathers): (SmallVec<[Option<Tensor>; 4]>, Vec<Option<Regather>>) = saved.unzip();
+        self.free_gathered();
         program.external_inputs.iter_mut().for_each(|external| external.constant = None);
         let inputs: SmallVec<[Option<Id>; 4]> = external_inputs.iter().map(Var::id).collect();
         // A result that the block detached is a constant outside of it too.
@@ -62,9 +72,9 @@ impl Tape {
             return Ok(results.into_iter().map(|v| self.constant(v.tensor().clone())).collect());
         }
         let node = Node {
-            kind: NodeKind::Block(Box::new(program)),
+            kind: NodeKind::Block(Box::new(CheckpointedBlock { program, regathers })),
             inputs,
-            saved_inputs: external_inputs.iter().map(|v| Some(v.tensor().clone())).collect(),
+            saved_inputs,
             saved_outputs: SmallVec::from_elem(None, results.len()),
             cotangents: SmallVec::from_elem(None, results.len()),
             path: self.context().path(),
@@ -79,7 +89,13 @@ impl Tape {
     }
 }
 
-impl BlockVjp for Program {
+/// A checkpointed block: its program, and how to gather those of its inputs that were saved as they are stored.
+struct CheckpointedBlock {
+    program: Program,
+    regathers: Vec<Option<Regather>>,
+}
+
+impl BlockVjp for CheckpointedBlock {
     /// Replays the program on the saved inputs and backpropagates the given cotangents through it.
     fn vjp(
         &self,
@@ -88,25 +104,27 @@ impl BlockVjp for Program {
         cotangents: &[Option<Tensor>],
         (wanted, sums): (&[bool], &[GradAccumulator]),
     ) -> Cotangents {
-        let tape = Tape::new(rank);
+        let (tape, program) = (Tape::new(rank), &self.program);
         let mut values = Values::new();
-        for (i, (input, external)) in inputs.iter().zip(&self.external_inputs).enumerate() {
-            let tensor = input.as_ref().expect("a checkpoint keeps all that came from outside");
+        let context = Context::of(rank);
+        let before = context.set_backward(false);
+        for (i, (input, external)) in inputs.iter().zip(&program.external_inputs).enumerate() {
+            let saved = input.as_ref().expect("a checkpoint keeps all that came from outside");
+            let gathered = self.regathers[i].as_ref().map(|regather| regather.run(&tape, saved));
+            let tensor = gathered.as_ref().unwrap_or(saved);
             let var = match wanted[i] {
                 true => tape.leaf_accumulated_in(i as u64, tensor, external.accumulation),
                 false => tape.constant(tensor.clone()),
             };
             values.insert(Slot::External(i as u32), var);
         }
-        let context = Context::of(rank);
-        let before = context.set_backward(false);
-        unwind(self.replay(0..self.records.len(), &mut values, ReplayNoise::Recorded));
+        unwind(program.replay(0..program.records.len(), &mut values, ReplayNoise::Recorded));
         context.set_backward(before);
         let seed = |(slot, cotangent): (&Slot, &Option<Tensor>)| {
             let id = values.get(slot).and_then(Var::id)?;
             Some((id, cotangent.clone()?))
         };
-        let seeds: Vec<(Id, Tensor)> = self.outputs.iter().zip(cotangents).filter_map(seed).collect();
+        let seeds: Vec<(Id, Tensor)> = program.outputs.iter().zip(cotangents).filter_map(seed).collect();
         drop(values);
         tape.preload_gradients(&seeds, |key| sums.get(key as usize)?.take());
         tape.backward_from(seeds);

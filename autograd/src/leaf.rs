@@ -1,5 +1,6 @@
 //! Leaves: parameters as they are stored, and derived leaves: the same parameters in the layouts they are computed in.
 
+use crate::gathered::largest_numel;
 use crate::id::{Id, Key};
 use crate::program::AccumulationDType;
 use crate::tape::accumulate::add;
@@ -7,7 +8,7 @@ use crate::tape::{Arena, BackwardSite, Leaf, Node, Tape};
 use shardgrad_dist::{Error, Kind, Result};
 use shardgrad_tensor::op::Vjp;
 use shardgrad_tensor::ops::redistribute::Redistribute;
-use shardgrad_tensor::{Layout, Tensor, op, unwind};
+use shardgrad_tensor::{Layout, Tensor, unwind};
 use smallvec::SmallVec;
 use std::cell::RefCell;
 use std::panic::Location;
@@ -34,6 +35,7 @@ impl Leaf {
             path,
             site,
             last_used_round: None,
+            recording: 0,
         }
     }
 
@@ -45,7 +47,7 @@ impl Leaf {
     /// Takes over the tensor of another leaf and the route to it. The accumulated cotangent stays.
     fn replace_with(&mut self, other: Leaf) {
         (self.tensor, self.tensor_id, self.origin) = (other.tensor, other.tensor_id, other.origin);
-        self.reuse = other.reuse;
+        (self.reuse, self.recording) = (other.reuse, other.recording);
         (self.layout, self.accumulation, self.site) = (other.layout, other.accumulation, other.site);
     }
 }
@@ -229,21 +231,18 @@ impl Tape {
             return Some((Id::Leaf(at as u32), held));
         }
         let op = unwind(Redistribute::between(self.rank(), stored.layout(), to).map_err(|e| e.at(site)));
-        let inference = unwind(op::plan(&*op, (self.rank(), self.context()), &[stored.layout()], &[], site));
-        let made = match self.is_meta() {
-            true => op::meta(&inference, self.rank()),
-            false => {
-                unwind(op::run(&*op, &[stored.local()], &inference, (self.rank(), self.context()), site))
-            }
-        };
-        let tensor = made.into_iter().next().expect("redistribute has one output");
+        let tensor = unwind(self.along_route(&*op, stored, site));
         let (key, accumulation) =
             (arena.leaves[origin_at].key, arena.leaves[origin_at].accumulation.before_reduction());
         let path = arena.leaves[origin_at].path.clone();
-        let reuse = arena.reuses_leaves.then(|| tensor.cache_packed());
-        let derived_leaf =
-            Leaf { origin: Some((origin, op)), reuse, ..Leaf::new(key, &tensor, accumulation, (path, site)) };
-        // A leaf whose tensor an earlier step released is filled again.
+        let recording = self.recording();
+        // What a block gathers is freed with the block: no later round reads it.
+        let is_freed = recording != 0 && largest_numel(to) > largest_numel(stored.layout());
+        let reuse = (arena.reuses_leaves && !is_freed).then(|| tensor.cache_packed());
+        let (new, origin_and_route) =
+            (Leaf::new(key, &tensor, accumulation, (path, site)), Some((origin, op)));
+        let derived_leaf = Leaf { origin: origin_and_route, reuse, recording, ..new };
+        // A leaf whose tensor an earlier step or a checkpointed block released is filled again.
         let at = known.unwrap_or(arena.leaves.len());
         match known {
             Some(at) => {

@@ -9,6 +9,7 @@
 mod id;
 pub mod program;
 pub mod tape;
+mod gathered;
 mod leaf;
 pub mod var;
 pub mod replay;

@@ -5,8 +5,9 @@
 //! on one tape (gradient accumulation): each [`Var::backward`](crate::Var::backward) consumes the nodes and adds to the
 //! leaves, and [`Tape::gradients`] takes the adjoint of every route once, whatever the number of rounds.
 //!
-//! A derived leaf lives from its first use until [`Tape::gradients`], or until the tape is dropped. So a rank that
-//! stores a shard of a parameter and computes with all of it (FSDP) holds the whole parameter for the rest of the step.
+//! A derived leaf keeps its tensor from its first use until [`Tape::gradients`], or until the tape is dropped. So a rank
+//! that stores a shard of a parameter and computes with all of it (FSDP) holds the whole parameter for the rest of the
+//! step; within [`Tape::checkpoint`] it holds the whole parameter for one block at a time.
 
 pub(crate) mod accumulate;
 
@@ -49,6 +50,8 @@ pub(crate) struct Leaf {
     pub(crate) site: &'static Location<'static>,
     /// The last round that used this leaf.
     pub(crate) last_used_round: Option<u32>,
+    /// The recording that made the tensor; 0 outside of recordings.
+    pub(crate) recording: u32,
 }
 
 /// How the cotangents of a node's inputs are computed.
@@ -283,6 +286,11 @@ impl Tape {
     /// The number of the running recording; 0 if there is none.
     pub(crate) fn recording(&self) -> u32 {
         if self.is_recording() { self.0.num_recordings.get() } else { 0 }
+    }
+
+    /// The number of the running recording, or else of the last one.
+    pub(crate) fn last_recording(&self) -> u32 {
+        self.0.num_recordings.get()
     }
 
     /// Starts a recording, or ends it with `None`. Returns the previous recorder.

@@ -22,6 +22,8 @@ mod loss_scaling;
 mod dropout;
 mod save_and_load;
 mod plans;
+mod sharded_storage;
+mod sequence_parallel;
 mod failed_saves;
 mod checkpoints;
 mod bad_files;

@@ -9,7 +9,7 @@ use shardgrad_nn::{
     Dropout, HfModel, Linear, Llama, LlamaConfig, LlamaKind, Model, ModelConfig, Module, ModuleLeaf, Param,
     Plan, module,
 };
-use shardgrad_tensor::{DType, Error, Kind, Mesh, Rank, Result, Tensor, Value, World};
+use shardgrad_tensor::{DType, Error, Kind, Mesh, Rank, Result, Tensor, World};
 
 /// The error of a function on rank 0 of a mesh.
 fn error(mesh: &str, f: impl Fn(&Rank) -> Result<()> + Sync) -> Error {
