@@ -22,7 +22,9 @@ pub mod optim;
 pub mod hf;
 pub mod model;
 pub mod cast_rule;
+pub mod load_filter;
 pub mod model_io;
+pub mod adapter_io;
 pub mod checkpoint;
 mod pipelined_model;
 pub mod inference;
@@ -38,11 +40,13 @@ pub use inference::inference_model::{InferenceModel, ResultRanks};
 pub use layer::kv_cache::{KvCache, LayerKvCache};
 pub use layer::{
     Attention, Block, Dropout, Embedding, EncoderAttention, FeedForward, GatedMlp, GroupedQueryAttention,
-    LayerNorm, Linear, MixtureOfExperts, Mlp, RmsNorm,
+    LayerNorm, Linear, Lora, MixtureOfExperts, Mlp, RmsNorm,
 };
+pub use load_filter::LoadFilter;
 pub use loss::{CrossEntropy, bce_with_logits, cross_entropy, load_balancing_loss, mse};
 pub use model::{Bert, Gpt2, HfModel, LanguageModel, Llama};
 pub use module::activation_point::ActivationPoint;
+pub use module::adapter::{Adaptable, Adapter, AdapterSlot};
 pub use module::param::{Init, Param};
 pub use module::precision::Precision;
 pub use module::{Module, ModuleLeaf};

@@ -2,7 +2,7 @@
 
 use crate::module::activation_point::with_placements;
 use crate::module::name::{matches, nearest};
-use crate::module::param::Param;
+use crate::module::param::{Leader, Param};
 use crate::module::precision::Precision;
 use crate::module::{Module, ModuleLeaf, visit_leaves};
 use crate::plan::{Plan, RuleTarget};
@@ -88,7 +88,8 @@ impl<M: Module> Model<M> {
         let mut used = vec![false; plan.num_rules()];
         let mut layouts = Vec::with_capacity(params.len());
         for (name, param) in &params {
-            layouts.push(param_layouts(rank, plan, name, param, precision, &mut used)?);
+            let leader = param.leader().map(|leader| (leader, name_of(&params, &leader.param)));
+            layouts.push(param_layouts(rank, plan, (name, param), leader, precision, &mut used)?);
         }
         let mut placements: HashMap<String, Vec<(Axis, Placement)>> = HashMap::with_capacity(points.len());
         for name in &points {
@@ -187,6 +188,22 @@ impl<M: Module> Model<M> {
         if found.is_empty() { Err(self.unknown_param(pattern)) } else { Ok(found.len()) }
     }
 
+    /// Freezes all parameters except those whose names match a pattern, which are unfrozen: `model.freeze_all_but("*.lora_*")`
+    /// trains adapters alone. Returns the number of parameters that stay trainable.
+    ///
+    /// # Errors
+    /// `Kind::Config` with the nearest names if the pattern matches nothing; no parameter has changed then.
+    #[doc(alias = "mark_only_lora_as_trainable")]
+    pub fn freeze_all_but(&self, pattern: &str) -> Result<usize> {
+        let is_trained: Vec<bool> = self.params.iter().map(|p| matches(pattern, &p.name())).collect();
+        let count = is_trained.iter().filter(|trained| **trained).count();
+        if count == 0 {
+            return Err(self.unknown_param(pattern));
+        }
+        self.params.iter().zip(is_trained).for_each(|(p, trained)| p.set_frozen(!trained));
+        Ok(count)
+    }
+
     fn unknown_param(&self, pattern: &str) -> Error {
         let names: Vec<String> = self.params.iter().map(Param::name).collect();
         let near = nearest(pattern, names.iter().map(String::as_str)).join(", ");
@@ -234,17 +251,38 @@ fn named_leaves(module: &dyn Module) -> Result<(NamedParams, Vec<String>)> {
     Ok((params, points))
 }
 
-/// Returns the stored layout of a parameter, and its compute layout where that differs.
+/// The first name of a parameter; empty if the model does not have the parameter.
+fn name_of<'a>(params: &'a NamedParams, param: &Param) -> &'a str {
+    params.iter().find(|(_, p)| p.ptr_eq(param)).map_or("", |(name, _)| name)
+}
+
+/// Returns the stored layout of a parameter, and its compute layout where that differs. Rules by the parameter's own name override,
+/// per axis, the placements of the parameter that it is sharded like.
 fn param_layouts(
     rank: &Rank,
     plan: &Plan,
-    name: &str,
-    param: &Param,
+    (name, param): (&str, &Param),
+    leader: Option<(&Leader, &str)>,
     precision: Precision,
     used: &mut [bool],
 ) -> Result<(Layout, Option<Layout>)> {
-    let mut placements = |target| plan.placements(target, name, Some(param.shape()), rank.mesh(), used);
-    let (store, compute) = (placements(RuleTarget::Store), placements(RuleTarget::Compute));
+    let targets = [RuleTarget::Store, RuleTarget::Compute];
+    let mut placements = |name: &str, param: &Param| {
+        targets.map(|target| plan.placements(target, name, Some(param.shape()), rank.mesh(), used))
+    };
+    let own = placements(name, param);
+    let [store, compute] = match leader {
+        None => own,
+        Some((_, "")) => {
+            let text = format!("parameter `{name}` is sharded like a parameter that the model does not have");
+            let help = "adapt a model last, after the methods that return the same layer with another weight";
+            return Err(Error::new(Kind::Config, text).detail("help", help));
+        }
+        Some((leader, leader_name)) => {
+            let [store, compute] = placements(leader_name, &leader.param);
+            overridden(leader.placements_of_follower([&store, &compute]), own)
+        }
+    };
     let plain = Layout::invariant(rank.mesh(), precision.param_dtype, param.shape());
     let make = || {
         let stored = with_placements(&plain, &store)?;
@@ -257,6 +295,17 @@ fn param_layouts(
     let (stored, computed) = make().map_err(name_parameter)?;
     let computed = (computed != stored).then_some(computed);
     Ok((stored, computed))
+}
+
+/// Returns the placements by rules of a name where there are some for an axis, and else the inherited ones.
+fn overridden(
+    inherited: [Vec<(Axis, Placement)>; 2],
+    [own_store, own_compute]: [Vec<(Axis, Placement)>; 2],
+) -> [Vec<(Axis, Placement)>; 2] {
+    let [mut store, mut compute] = inherited;
+    store.retain(|(axis, _)| own_store.iter().all(|(own, _)| own != axis));
+    compute.retain(|(axis, _)| own_compute.iter().all(|(own, _)| own != axis));
+    [[store, own_store].concat(), [compute, own_compute].concat()]
 }
 
 fn next_key(rank: &Rank) -> Key {

@@ -1,33 +1,36 @@
 //! Linear layer: y = x w + b, over one dim or several.
 
-use crate::module;
+mod adapted;
+
 use crate::module::activation_point::ActivationPoint;
+use crate::module::adapter::AdapterSlot;
 use crate::module::param::{Init, Param};
 use shardgrad_autograd::Var;
 use shardgrad_tensor::{Value, ops};
 use std::rc::Rc;
 
-module! {
-    /// Linear layer, y = x w + b. The weight is `[in.., out..]`, the bias `[out..]`.
-    ///
-    /// Activation points: `input`, on x, and `out`. With row-parallel weights the product is a partial sum at `out`, before the bias
-    /// is added; a rule of the plan for `out` states the layout to which the sum is reduced. Without partial sums one op also adds
-    /// the bias, and `out` follows the bias; without a rule for `out` the same op can also add a residual (epilogue).
-    #[doc(alias = "nn.Linear")]
-    #[doc(alias = "Dense")]
-    #[doc(alias = "ColumnParallelLinear")]
-    #[doc(alias = "RowParallelLinear")]
-    #[derive(Debug)]
-    pub struct Linear {
-        /// `[in.., out..]`.
-        pub weight: Param,
-        /// `[out..]`.
-        pub bias: Option<Param>,
-        pub(super) input: ActivationPoint,
-        pub(super) out: ActivationPoint;
-        signature: Option<String>,
-        num_in: usize,
-    }
+/// Linear layer, y = x w + b. The weight is `[in.., out..]`, the bias `[out..]`.
+///
+/// An adapter ([`Module::adapt`](crate::Module::adapt)) adds its term to x w, before `out`.
+///
+/// Activation points: `input`, on x, and `out`. With row-parallel weights the product is a partial sum at `out`, before the bias
+/// is added; a rule of the plan for `out` states the layout to which the sum is reduced. Without partial sums one op also adds
+/// the bias, and `out` follows the bias; without a rule for `out` the same op can also add a residual (epilogue).
+#[doc(alias = "nn.Linear")]
+#[doc(alias = "Dense")]
+#[doc(alias = "ColumnParallelLinear")]
+#[doc(alias = "RowParallelLinear")]
+#[derive(Debug)]
+pub struct Linear {
+    /// `[in.., out..]`.
+    pub weight: Param,
+    /// `[out..]`.
+    pub bias: Option<Param>,
+    pub(super) input: ActivationPoint,
+    pub(super) out: ActivationPoint,
+    adapter: AdapterSlot,
+    signature: Option<String>,
+    num_in: usize,
 }
 
 impl Linear {
@@ -54,6 +57,7 @@ impl Linear {
             bias: Some(Param::new(to).with_file_shape(&[columns])),
             input: ActivationPoint::default(),
             out: ActivationPoint::default(),
+            adapter: AdapterSlot::default(),
             num_in: from.len(),
             signature: (!plain).then(|| signature(from.len(), to.len())),
         }
@@ -126,7 +130,10 @@ impl Linear {
         };
         let x = self.input.constrain(x);
         let weight = self.weight.on(&x);
-        self.project(&x, &weight, bias.as_ref(), residual)
+        match self.adapter() {
+            Some(adapter) => self.project_adapted(adapter, (&x, &weight), bias.as_ref(), residual),
+            None => self.project(&x, &weight, bias.as_ref(), residual),
+        }
     }
 
     /// Computes the layer from x after `input` and the parameters on the tape of x.

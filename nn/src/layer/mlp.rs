@@ -58,8 +58,13 @@ impl Mlp {
     fn forward_optional_residual(&self, x: &Var, residual: Option<&Var>) -> Var {
         let (first, last) = (&self.c_fc, &self.c_proj);
         match (&first.bias, &last.bias) {
-            // No rule of the plan applies between the two products, so one fused op can compute them.
-            (Some(b1), Some(b2)) if first.out.is_unconstrained() && last.input.is_unconstrained() => {
+            // No rule of the plan and no adapter applies between the two products, so one fused op can compute them.
+            (Some(b1), Some(b2))
+                if first.out.is_unconstrained()
+                    && last.input.is_unconstrained()
+                    && first.adapter().is_none()
+                    && last.adapter().is_none() =>
+            {
                 let b1 = b1.on(x);
                 let x = first.input.constrain(x);
                 let w1 = first.weight.on(&x);

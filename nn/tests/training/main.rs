@@ -24,6 +24,7 @@ mod save_and_load;
 mod plans;
 mod sharded_storage;
 mod sequence_parallel;
+mod adapters;
 mod failed_saves;
 mod checkpoints;
 mod bad_files;
