@@ -84,7 +84,7 @@ pub mod prelude {
     pub use shardgrad_dist::{Error, Kind, Mesh, Rank, Result, World};
     pub use shardgrad_kernels::DType;
     pub use shardgrad_nn::{
-        ActivationPoint, AdamW, Attention, Dropout, Embedding, LayerNorm, Linear, Mlp, Model, Module,
+        ActivationPoint, AdamW, Attention, Dropout, Embedding, LayerNorm, Linear, Lora, Mlp, Model, Module,
         Optimizer, Param, Plan, Precision, Sgd, StepArgs, Trainer, TrainerConfig, module,
     };
     pub use shardgrad_tensor::{

@@ -5,12 +5,14 @@ use crate::save_and_load::Folder;
 use crate::support::{ROWS, batch, max_difference, run, values};
 use crate::traces::{counts, traced};
 use serde_json::{Value as Json, json};
+use shardgrad_autograd::Var;
 use shardgrad_nn::hf::TensorFile;
 use shardgrad_nn::{
     AdamW, Adaptable, CastRule, Linear, Llama, LlamaKind, LoadFilter, Lora, Model, Module, Optimizer, Param,
-    Plan,
+    Plan, Trainer, TrainerConfig,
 };
-use shardgrad_tensor::{DType, Kind, Mesh, Phase, Rank, Result, World};
+use shardgrad_tensor::{DType, Kind, Mesh, Phase, Rank, Result, Value as _, World};
+use std::ops::Range;
 use std::path::Path;
 
 /// The plan that also shards the storage of all parameters over dp.
@@ -43,23 +45,30 @@ fn load_base(model: &Model<Llama>, dir: &Path) -> Result<()> {
     model.load_filtered(dir, CastRule::Widen, &LoadFilter::new().may_lack("*.lora_*")).map(drop)
 }
 
-fn loss_of(model: &Model<Llama>, plan: &Plan) -> Result<shardgrad_autograd::Var> {
+fn loss_of(model: &Model<Llama>, plan: &Plan) -> Result<Var> {
     let tape = model.tape();
     let ids = tape.constant(batch(model.rank(), plan, 0..ROWS, 0)?);
     Ok(model.loss(&ids, &tape.constant(batch(model.rank(), plan, 0..ROWS, 1)?)))
 }
 
 /// Losses of three steps of training the adapters, and the adapters after them.
-fn fine_tuned(mesh: &str, plan: &Plan, base: &Path, out: Option<&Path>) -> (Vec<f64>, Vec<f64>) {
+fn fine_tuned(
+    mesh: &str,
+    plan: &Plan,
+    recompute: bool,
+    base: &Path,
+    out: Option<&Path>,
+) -> (Vec<f64>, Vec<f64>) {
     run(mesh, |rank| {
-        let model = model(rank, plan, 5)?;
+        let llama = adapted(LlamaKind::Llama).recompute(recompute);
+        let model = Model::with_dtype(rank, llama, plan, 5, DType::F64)?;
         load_base(&model, base)?;
         assert_eq!(model.freeze_all_but("*.lora_*")?, 2 * 3 * 2);
         let mut optim = AdamW::new(0.02);
         let mut losses = Vec::new();
         for _ in 0..3 {
             let loss = loss_of(&model, plan)?;
-            losses.push(shardgrad_tensor::Value::tensor(&loss).item()?);
+            losses.push(loss.tensor().item()?);
             loss.backward()?;
             optim.update(&model, loss.tape().gradients())?;
         }
@@ -83,16 +92,17 @@ fn fine_tuned(mesh: &str, plan: &Plan, base: &Path, out: Option<&Path>) -> (Vec<
 fn adapters_of_a_loaded_model_train_alike_on_every_mesh() {
     let folder = base("lora-base");
     let out = Folder::new("lora-out");
-    let alone = fine_tuned("", &Plan::llama(), &folder.0, Some(&out.0));
+    let alone = fine_tuned("", &Plan::llama(), false, &folder.0, Some(&out.0));
     assert!(alone.0[2] < alone.0[0] - 1e-3, "{:?}", alone.0);
     let meshes = [
-        ("tp=2", Plan::llama()),
-        ("dp=2,tp=2", Plan::llama()),
-        ("tp=3", Plan::llama()),
-        ("dp=2", stored_as_shards()),
+        ("tp=2", Plan::llama(), false),
+        ("dp=2,tp=2", Plan::llama(), true),
+        ("tp=3", Plan::llama(), false),
+        ("dp=2", stored_as_shards(), false),
+        ("dp=2,tp=2", stored_as_shards(), true),
     ];
-    for (mesh, plan) in meshes {
-        let many = fine_tuned(mesh, &plan, &folder.0, None);
+    for (mesh, plan, recompute) in meshes {
+        let many = fine_tuned(mesh, &plan, recompute, &folder.0, None);
         assert!(max_difference(&many.0, &alone.0) < 1e-10, "{mesh}: {:?} {:?}", many.0, alone.0);
         assert!(max_difference(&many.1, &alone.1) < 1e-8, "{mesh}");
     }
@@ -113,6 +123,39 @@ fn adapters_of_a_loaded_model_train_alike_on_every_mesh() {
 }
 
 #[test]
+fn adapters_train_and_are_saved_in_pipeline_stages() {
+    let (folder, plan) = (base("lora-stages"), Plan::llama());
+    let train = |mesh: &str| {
+        let out = Folder::new(&format!("lora-{mesh}"));
+        let losses = run(mesh, |rank| {
+            let settings = TrainerConfig { dtype: DType::F64, microbatches: 2, ..TrainerConfig::new(ROWS) };
+            let read = |rank: &Rank, _: u64, rows: Range<usize>| {
+                Ok(vec![batch(rank, &plan, rows.clone(), 0)?, batch(rank, &plan, rows, 1)?])
+            };
+            let loss = |model: &Llama, x: &[Var]| model.loss(&x[0], &x[1]);
+            let llama = adapted(LlamaKind::Llama);
+            let mut trainer = Trainer::new(rank, llama, &plan, AdamW::new(0.02), settings, read, loss)?;
+            load_base(trainer.model(), &folder.0)?;
+            trainer.model().freeze_all_but("*.lora_*")?;
+            let losses: Vec<f64> = (0..3).map(|_| Ok(trainer.step(&[])?.loss)).collect::<Result<_>>()?;
+            trainer.model().save_adapters(&out.0)?;
+            Ok(losses)
+        });
+        let file = TensorFile::open(&out.0.join("adapter_model.safetensors")).unwrap();
+        let saved: Vec<Vec<u8>> = file.tensors().iter().map(|t| file.read(&t.name).unwrap()).collect();
+        let number = |bytes: &[u8]| f64::from_le_bytes(bytes.try_into().unwrap());
+        let saved: Vec<f64> = saved.concat().chunks(8).map(number).collect();
+        (losses[0].clone(), saved)
+    };
+    let alone = train("");
+    for mesh in ["pp=2", "pp=2,tp=2"] {
+        let staged = train(mesh);
+        assert!(max_difference(&staged.0, &alone.0) < 1e-10, "{mesh}: {:?} {:?}", staged.0, alone.0);
+        assert!(max_difference(&staged.1, &alone.1) < 1e-8, "{mesh}");
+    }
+}
+
+#[test]
 fn an_adapted_model_starts_as_its_base() {
     let folder = base("lora-start");
     let loss = |adapters: bool| {
@@ -121,11 +164,11 @@ fn an_adapted_model_starts_as_its_base() {
             if adapters {
                 let model = model(rank, &plan, 5)?;
                 load_base(&model, &folder.0)?;
-                return shardgrad_tensor::Value::tensor(&loss_of(&model, &plan)?).item();
+                return loss_of(&model, &plan)?.tensor().item();
             }
             let model = Model::with_dtype(rank, Llama::new(&config(LlamaKind::Llama)), &plan, 5, DType::F64)?;
             model.load(&folder.0)?;
-            shardgrad_tensor::Value::tensor(&loss_of(&model, &plan)?).item()
+            loss_of(&model, &plan)?.tensor().item()
         })[0]
     };
     assert!((loss(true) - loss(false)).abs() < 1e-12);
