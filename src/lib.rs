@@ -48,6 +48,7 @@
 //!
 //! # Features
 //!
+//! - `cli` (default): the command line. A library that disables default features compiles a third of the packages;
 //! - `cuda`: the back end for NVIDIA GPUs, whose libraries are loaded at run time;
 //! - `ndarray`: tensors from and to arrays of the crate ndarray;
 //! - `tokenizers`: text in the tokens of `tokenizer.json`, in the command line.
@@ -62,7 +63,8 @@
 //! | [`autograd`] | tape, gradients, pipeline schedules |
 //! | [`nn`] | modules, models, plans, optimizers, the trainer, Hugging Face files, checkpoints |
 //!
-//! Each crate depends only on those above it. [`prelude`] exports what a training program needs.
+//! Each crate depends only on those above it. [`prelude`] exports what a training program needs. Tests of your own ops and models use
+//! the crate `shardgrad-testing`, a dev-dependency.
 //!
 //! The command line (`shardgrad train`, `eval`, `generate`, `explain`, ...) is the binary of this package.
 
@@ -74,9 +76,7 @@ pub use shardgrad_kernels as kernels;
 pub use shardgrad_nn as nn;
 pub use shardgrad_tensor as tensor;
 
-pub use shardgrad_autograd::fuzz_model;
 pub use shardgrad_dist::{Error, Kind, Result};
-pub use shardgrad_tensor::check_op;
 
 /// The types, traits and macros of a training program: `use shardgrad::prelude::*`.
 pub mod prelude {

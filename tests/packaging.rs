@@ -20,7 +20,7 @@ fn rust_version_is_consistent() {
     let rustc = std::env::var("RUSTC").unwrap_or_else(|_| "rustc".into());
     let used = String::from_utf8(Command::new(rustc).arg("--version").output().unwrap().stdout).unwrap();
     assert!(minor(&used).unwrap() >= stated, "{used} is older than 1.{stated}");
-    for folder in ["kernels", "dist", "tensor", "autograd", "nn", "."] {
+    for folder in ["kernels", "dist", "tensor", "autograd", "nn", "testing", "."] {
         let manifest = fs::read_to_string(Path::new(ROOT).join(folder).join("Cargo.toml")).unwrap();
         assert!(manifest.contains("rust-version.workspace = true"), "{folder} states no rust-version");
     }
@@ -28,11 +28,14 @@ fn rust_version_is_consistent() {
     assert!(contributing.contains(&format!("Rust 1.{stated} or newer")), "CONTRIBUTING.md says otherwise");
 }
 
-/// Returns the packages that cargo compiles to test some crates, each with its sets of features.
-fn resolved_features(selection: &[&str]) -> BTreeMap<String, BTreeSet<String>> {
+/// The kinds of dependencies that cargo compiles to test a crate.
+const TESTED: &str = "normal,build,dev";
+
+/// Returns the packages along some kinds of dependencies of a selection of crates, each with its sets of features.
+fn resolved_features(edges: &str, selection: &[&str]) -> BTreeMap<String, BTreeSet<String>> {
     let cargo = std::env::var("CARGO").unwrap_or_else(|_| "cargo".into());
     let mut command = Command::new(cargo);
-    command.args(["tree", "--offline", "--locked", "--edges", "normal,build,dev", "--prefix", "none"]);
+    command.args(["tree", "--offline", "--locked", "--edges", edges, "--prefix", "none"]);
     command.args(["--format", "{p}|{f}|"]).args(selection);
     let output = command.current_dir(ROOT).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -49,7 +52,7 @@ fn resolved_features(selection: &[&str]) -> BTreeMap<String, BTreeSet<String>> {
 /// `cargo test -p CRATE` compiles a dependency a second time if it resolves other features than a build of the workspace.
 #[test]
 fn each_crate_resolves_the_features_of_the_workspace() {
-    let workspace = resolved_features(&["--workspace"]);
+    let workspace = resolved_features(TESTED, &["--workspace"]);
     let mut different = String::new();
     for krate in [
         "shardgrad",
@@ -58,8 +61,9 @@ fn each_crate_resolves_the_features_of_the_workspace() {
         "shardgrad-tensor",
         "shardgrad-autograd",
         "shardgrad-nn",
+        "shardgrad-testing",
     ] {
-        let packages = resolved_features(&["-p", krate]);
+        let packages = resolved_features(TESTED, &["-p", krate]);
         assert!(packages.len() > 2, "cargo lists the dependencies of {krate}");
         for (package, sets) in packages {
             for features in sets.difference(&workspace[&package]) {
@@ -75,6 +79,23 @@ fn each_crate_resolves_the_features_of_the_workspace() {
         different.is_empty(),
         "cargo compiles these packages twice; ask for the same features (see the end of [workspace.dependencies]):\n{different}"
     );
+}
+
+/// The libraries alone need few packages: what only the command line needs is behind the feature `cli`.
+#[test]
+fn libraries_need_few_packages() {
+    let libraries = resolved_features("normal", &["-p", "shardgrad", "--no-default-features"]);
+    assert!(libraries.len() <= 25, "{:#?}", libraries.keys());
+    assert!(!libraries.keys().any(|package| package.starts_with("clap ")), "{:#?}", libraries.keys());
+}
+
+#[test]
+fn test_oracles_are_compiled_for_tests_only() {
+    let is_oracle = |package: &String| package.starts_with("shardgrad-testing ");
+    assert!(resolved_features("normal,build,dev", &["-p", "shardgrad"]).keys().any(is_oracle));
+    assert!(!resolved_features("normal,build", &["-p", "shardgrad"]).keys().any(is_oracle));
+    // `cargo build` compiles the default members.
+    assert!(!resolved_features("normal,build", &[]).keys().any(is_oracle));
 }
 
 /// Optional features of a build.

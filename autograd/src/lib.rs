@@ -16,7 +16,6 @@ pub mod replay;
 mod activation_checkpoint;
 mod split_backward;
 pub mod pipeline;
-pub mod fuzz;
 
 pub use id::{Gradients, Key, Noise, ReplayNoise};
 pub use program::{AccumulationDType, ExternalInput, OpRecord, Program, Slot};

@@ -270,6 +270,40 @@ impl Tape {
         self.leaf_accumulated_in(key, tensor, AccumulationDType::of(tensor.dtype()))
     }
 
+    /// Backpropagates from several values at once, each with the cotangent given for it: adds gradients to the leaves and
+    /// consumes the graph of the round, also that of values without a cotangent.
+    ///
+    /// # Errors
+    /// `Kind::Layout` if a cotangent does not have the [dual](Layout::dual) layout of its value, `Kind::Unsupported` if a
+    /// value has no gradient.
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::Unsupported` for a variable of another tape, or of an earlier round.
+    #[doc(alias = "grad_tensors")]
+    #[doc(alias = "vjp")]
+    #[track_caller]
+    pub fn backward(&self, cotangents: Vec<(Var, Tensor)>) -> Result<()> {
+        let site = Location::caller();
+        let seed = |(value, cotangent): (Var, Tensor)| {
+            let id = self.checked_id_on(&value, site).ok_or_else(|| no_gradient_error(site))?;
+            let dual = value.layout().dual();
+            if *cotangent.layout() != dual {
+                let text = format!(
+                    "backward() of a value {} with a cotangent {}",
+                    value.layout(),
+                    cotangent.layout()
+                );
+                let help = format!("the cotangent has the layout {dual}");
+                return Err(Error::new(Kind::Layout, text).detail("help", help).at(site));
+            }
+            Ok((id, cotangent))
+        };
+        // Drops the variables before the pass, which may free or overwrite their values.
+        let seeds: Vec<(Id, Tensor)> = cotangents.into_iter().map(seed).collect::<Result<_>>()?;
+        self.backward_from(seeds);
+        Ok(())
+    }
+
     /// The leaf of a parameter whose cotangents are accumulated in dtypes no narrower than its own.
     #[track_caller]
     pub(crate) fn leaf_accumulated_in(

@@ -1,13 +1,12 @@
 //! Fuzzing over the list of ops, and planted faults, each of which the fuzzer must find and shrink.
 
-use shardgrad_autograd::fuzz::{
-    LayoutPattern, Program, Report, Step, TestInput, ValueRef, Verdict, programs,
-};
-use shardgrad_autograd::{Var, fuzz_model};
+use shardgrad_autograd::Var;
 use shardgrad_dist::{Error, Result};
 use shardgrad_tensor::op::{Cotangents, ForwardContext, LocalTensors, Op, Vjp};
 use shardgrad_tensor::ops::{Case, Input, OPS, OpModule};
 use shardgrad_tensor::{DType, LocalTensor, Tensor, Value, View};
+use shardgrad_testing::fuzz::{LayoutPattern, Program, Report, Step, TestInput, ValueRef, Verdict, programs};
+use shardgrad_testing::fuzz_model;
 use std::io::Write as _;
 use std::rc::Rc;
 

@@ -116,6 +116,28 @@ fn misuse_errors_name_the_line() {
 
 /// With a sharded batch the weight is cast once per step, for any number of rounds, and its gradient is reduced once.
 #[test]
+fn backward_from_several_values_takes_a_cotangent_for_each() {
+    one_rank(|rank| {
+        let tape = Tape::new(rank);
+        let w = tape.leaf(1, &vector(rank, &[2.0, -1.0])?);
+        let (square, twice) = (w.square(), w.scale(2.0));
+        let outer = [(square, vector(rank, &[1.0, 10.0])?), (twice.clone(), vector(rank, &[100.0, 0.5])?)];
+        tape.backward(outer.into())?;
+        // 2 w times the first cotangent, plus 2 times the second.
+        assert_eq!(tape.gradients()[&1].to_host::<f64>()?, [4.0 + 200.0, -20.0 + 1.0]);
+        let w = tape.leaf(1, &vector(rank, &[2.0, -1.0])?);
+        let refused = |value: &Var, cotangent: &[f64]| {
+            tape.backward(vec![(value.clone(), vector(rank, cotangent).unwrap())]).unwrap_err()
+        };
+        let error = refused(&w, &[1.0]);
+        assert_eq!(error.kind(), Kind::Layout);
+        assert_eq!(error.message(), "backward() of a value f64[2] with a cotangent f64[1]");
+        assert_eq!(refused(&w.detach(), &[1.0, 1.0]).kind(), Kind::Unsupported);
+        Ok(())
+    });
+}
+
+#[test]
 fn route_runs_backward_once_per_step() {
     let counts = World::run(Mesh::parse("dp=2").unwrap(), |rank| {
         rank.trace().enable();

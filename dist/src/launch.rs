@@ -46,6 +46,7 @@ pub struct World {
     provider: Arc<dyn BackendProvider>,
     consistent_values: Vec<ConsistentValues>,
     wait_hook: Option<WaitHook>,
+    warns_if_unoptimized: bool,
 }
 
 impl World {
@@ -63,6 +64,7 @@ impl World {
             provider: Arc::new(CpuProvider),
             consistent_values: Vec::new(),
             wait_hook: None,
+            warns_if_unoptimized: true,
         }
     }
 
@@ -131,6 +133,13 @@ impl World {
         self
     }
 
+    /// Omits the line on stderr that a build with `opt-level = 0` prints when ranks start.
+    #[must_use]
+    pub fn allow_unoptimized(mut self) -> World {
+        self.warns_if_unoptimized = false;
+        self
+    }
+
     /// Calls `f` once on every rank, each on a thread of its own, and returns the results in the order of
     /// ranks.
     ///
@@ -143,6 +152,7 @@ impl World {
     #[doc(alias = "spawn")]
     #[doc(alias = "mp.spawn")]
     pub fn launch<T: Send>(self, f: impl Fn(&Rank) -> Result<T> + Sync) -> Result<Vec<T>> {
+        self.warn_if_unoptimized();
         let num_ranks = self.mesh.num_ranks();
         let cores = thread::available_parallelism().map_or(1, usize::from);
         let num_threads = self.num_threads.unwrap_or((cores / num_ranks).max(1));
@@ -185,6 +195,21 @@ impl World {
         }
         let results: Option<Vec<T>> = results.into_iter().collect();
         Ok(results.expect("bug: a rank without a result in a world without a failure"))
+    }
+
+    /// Prints a line on stderr if kernels are compiled without optimization.
+    #[expect(
+        clippy::print_stderr,
+        reason = "a slow build is no error, but its user must learn why it is slow"
+    )]
+    fn warn_if_unoptimized(&self) {
+        if self.warns_if_unoptimized && !shardgrad_kernels::IS_OPTIMIZED {
+            eprintln!(
+                "warning: shardgrad is compiled without optimization and runs many times slower; use `cargo run --release`, or add \
+                 to Cargo.toml:\n\n[profile.dev.package]\n\"*\" = {{ opt-level = 1 }}\nshardgrad-kernels = {{ opt-level = 3, \
+                 codegen-units = 1 }}\n\n(World::allow_unoptimized omits this warning)"
+            );
+        }
     }
 
     /// Dry run: calls `f` for one rank of the mesh, on this thread, without memory, arithmetic or communication. The null

@@ -46,6 +46,9 @@ pub use strides::{Dims, Geometry, Strides};
 
 use std::sync::Arc;
 
+/// Whether this crate is compiled with optimization; its kernels are many times slower without.
+pub const IS_OPTIMIZED: bool = cfg!(not(unoptimized));
+
 /// Returns the back end provider of a device.
 ///
 /// # Errors

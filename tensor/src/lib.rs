@@ -17,7 +17,6 @@ pub mod op;
 pub mod ops;
 pub mod methods;
 pub mod op_table;
-pub mod check;
 
 pub use execution::context::Context;
 pub use execution::local_tensor::{LocalTensor, View, launch};

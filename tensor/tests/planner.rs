@@ -2,11 +2,12 @@
 
 use shardgrad_dist::{Axis, AxisSet, Mesh, Rank, Result, World};
 use shardgrad_kernels::DType;
-use shardgrad_tensor::check::{GlobalTensor, layouts};
 use shardgrad_tensor::op::Vjp;
 use shardgrad_tensor::ops::Input;
 use shardgrad_tensor::ops::redistribute::Redistribute;
 use shardgrad_tensor::{Layout, Placement, Step, elements_moved, elements_moved_backward, op, route};
+use shardgrad_testing::GlobalTensor;
+use shardgrad_testing::op_check::layouts;
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::panic::Location;

@@ -5,13 +5,19 @@ use super::tokens::{each_level, line};
 use proc_macro2::TokenTree;
 
 /// Each crate, and the workspace crates it may import. The root package may import all.
-const IMPORTS: [(&str, &[&str]); 5] = [
+const IMPORTS: [(&str, &[&str]); 6] = [
     ("kernels", &[]),
     ("dist", &["kernels"]),
     ("tensor", &["kernels", "dist"]),
     ("autograd", &["dist", "tensor"]),
     ("nn", &["tensor", "autograd"]),
+    (TESTING, &["kernels", "dist", "tensor", "autograd"]),
 ];
+
+/// The crate of test oracles, which crates above `dist` may import as a dev-dependency.
+const TESTING: &str = "testing";
+/// Crates whose tests do not import the test oracles.
+const BELOW_TESTING: [&str; 2] = ["kernels", "dist"];
 
 /// Returns the crates that a listed crate may import.
 fn allowed(package: &str) -> Option<&'static [&'static str]> {
@@ -47,18 +53,27 @@ fn crate_order(source: &Source) -> Vec<Finding> {
     findings
 }
 
-/// A manifest lists only the crates that its crate may import, also as dev-dependencies.
+/// A manifest lists only the crates that its crate may import, also as dev-dependencies; the test oracles only as a
+/// dev-dependency.
 fn manifest_order(path: &str, text: &str) -> Vec<Finding> {
     let package = path.strip_suffix("/Cargo.toml").unwrap_or("");
     let mut findings = Vec::new();
-    let mut lists = false;
+    let mut table = "";
     for (at, row) in text.lines().enumerate() {
         if row.starts_with('[') {
-            lists = row.trim_end().ends_with("dependencies]");
+            table = row.trim_end();
         }
+        let lists = table.ends_with("dependencies]") && table != "[workspace.dependencies]";
         let Some(name) = row.strip_prefix("shardgrad-").filter(|_| lists) else { continue };
         let imported = name.split(['.', '=', ' ']).next().unwrap_or_default();
-        if let Some(advice) = refusal(package, imported) {
+        let advice = match imported {
+            TESTING if table != "[dev-dependencies]" => {
+                Some("only tests use `shardgrad-testing`; list it under [dev-dependencies]".to_string())
+            }
+            TESTING if !BELOW_TESTING.contains(&package) => None,
+            _ => refusal(package, imported),
+        };
+        if let Some(advice) = advice {
             findings.push(Finding { path: path.to_string(), line: at + 1, advice });
         }
     }
@@ -95,4 +110,12 @@ fn upward_dependency_is_found() {
     assert_eq!(lines("tensor/Cargo.toml"), [4]);
     assert_eq!(lines("autograd/Cargo.toml"), [4, 6]);
     assert!(lines("Cargo.toml").is_empty());
+}
+
+#[test]
+fn test_oracles_outside_of_dev_dependencies_are_found() {
+    let text = "[dependencies]\nshardgrad-testing.workspace = true\n[dev-dependencies]\nshardgrad-testing.workspace = true";
+    let lines = |path: &str| manifest_order(path, text).iter().map(|f| f.line).collect::<Vec<_>>();
+    assert_eq!((lines("tensor/Cargo.toml"), lines("Cargo.toml")), (vec![2], vec![2]));
+    assert_eq!(lines("dist/Cargo.toml"), [2, 4]);
 }

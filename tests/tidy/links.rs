@@ -6,8 +6,8 @@ use super::source::{Finding, nothing_in, root, texts};
 const MACHINE_FOLDERS: [&str; 8] = ["home", "root", "work", "Users", "mnt", "tmp", "scratch", "workspace"];
 
 /// Folders whose paths are checked in code spans.
-const FOLDERS: [&str; 10] =
-    ["kernels", "dist", "tensor", "autograd", "nn", "src", "tests", "benches", "examples", "docs"];
+const FOLDERS: [&str; 11] =
+    ["kernels", "dist", "tensor", "autograd", "nn", "testing", "src", "tests", "benches", "examples", "docs"];
 
 /// Returns the link targets of a Markdown text outside of code, with their lines.
 fn link_targets(text: &str) -> Vec<(usize, String)> {

@@ -73,6 +73,9 @@ impl World {
     #[doc(alias = "init_process_group")]
     #[doc(alias = "jax.distributed.initialize")]
     pub fn join<T: Send>(self, process: &Process, f: impl FnOnce(&Rank) -> Result<T> + Send) -> Result<T> {
+        if process.rank() == 0 {
+            self.warn_if_unoptimized();
+        }
         let rendezvous = Rendezvous::open(process)?;
         self.join_at(&rendezvous, f).inspect_err(|error| rendezvous.fail(error))
     }

@@ -3,10 +3,10 @@
 
 use crate::support::run;
 use shardgrad_autograd::{Tape, Var};
-use shardgrad_tensor::check::find_disagreement;
-use shardgrad_tensor::check::{GlobalTensor, layouts};
 use shardgrad_tensor::ops::Input;
 use shardgrad_tensor::{DType, Elementwise, Error, Kind, Layout, Rank, Reduction, Result, Tensor, Value};
+use shardgrad_testing::GlobalTensor;
+use shardgrad_testing::op_check::{find_disagreement, layouts};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// A name, a function, the shape of its argument, and whether it accepts every layout.

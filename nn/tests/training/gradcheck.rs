@@ -9,10 +9,10 @@ use shardgrad_nn::{
     GroupedQueryAttention, LanguageModel, LayerNorm, Linear, Llama, LlamaConfig, LlamaKind, Lora,
     MixtureOfExperts, Mlp, Model, Module, Plan, RmsNorm, cross_entropy,
 };
-use shardgrad_tensor::check::GlobalTensor;
-use shardgrad_tensor::check::find_disagreement;
 use shardgrad_tensor::ops::Input;
 use shardgrad_tensor::{DType, Rank, Result, Tensor, Value};
+use shardgrad_testing::GlobalTensor;
+use shardgrad_testing::op_check::find_disagreement;
 use std::collections::BTreeSet;
 use std::path::Path;
 

@@ -4,7 +4,6 @@ use crate::layouts::{RowSelection, cases, references, run_rows};
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::{embedding, random, reduce};
 use shardgrad_kernels::{DType, Scalar, Strides};
-use shardgrad_tensor::check::{Size, gradcheck};
 use shardgrad_tensor::op::{
     Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, infer_by_signature,
 };
@@ -20,9 +19,9 @@ use shardgrad_tensor::ops::sum::Sum;
 use shardgrad_tensor::ops::sum_squares::SumSquares;
 use shardgrad_tensor::ops::unary::Silu;
 use shardgrad_tensor::ops::{Case, Input, OpModule};
-use shardgrad_tensor::{
-    Context, Inference, Layout, LocalTensor, Placement, Refusal, Tensor, Value as _, check_op,
-};
+use shardgrad_tensor::{Context, Inference, Layout, LocalTensor, Placement, Refusal, Tensor, Value as _};
+use shardgrad_testing::check_op;
+use shardgrad_testing::op_check::{Size, gradcheck};
 use std::rc::Rc;
 
 type Forward = fn(&ForwardContext<'_>, &[&LocalTensor]) -> Result<LocalTensors>;

@@ -10,13 +10,13 @@ use std::panic::Location;
 /// The layouts of the results of every case with partial and replicated arguments, and the number of collectives.
 fn shapes(
     rank: &shardgrad_dist::Rank,
-    references: &[Vec<shardgrad_tensor::check::Reference>],
+    references: &[Vec<shardgrad_testing::op_check::Reference>],
 ) -> shardgrad_dist::Result<Vec<String>> {
     let mut lines = Vec::new();
     for (entry, references) in OPS.iter().zip(references) {
         for (case, reference) in cases(entry).iter().zip(references) {
             for mark in ["", " +a", " ~b"] {
-                let layout = |g: &shardgrad_tensor::check::GlobalTensor| {
+                let layout = |g: &shardgrad_testing::GlobalTensor| {
                     let plain = Layout::invariant(rank.mesh(), g.dtype, &g.shape).to_string();
                     // Bools have no sum.
                     let mark = if g.dtype == DType::Bool && mark == " +a" { "" } else { mark };

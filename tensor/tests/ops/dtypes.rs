@@ -3,10 +3,10 @@
 use crate::layouts::{cases, references};
 use shardgrad_dist::{Mesh, Result, World};
 use shardgrad_kernels::DType;
-use shardgrad_tensor::check::GlobalTensor;
 use shardgrad_tensor::op::DTypes;
 use shardgrad_tensor::ops::{Input, OPS};
 use shardgrad_tensor::{Layout, Tensor, op};
+use shardgrad_testing::GlobalTensor;
 use std::panic::Location;
 
 #[test]

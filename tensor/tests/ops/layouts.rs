@@ -3,11 +3,11 @@
 
 use shardgrad_dist::{Error, Kind, Mesh, Rank, Result, World};
 use shardgrad_kernels::DType;
-use shardgrad_tensor::check::{
-    LayoutCase, Reference, RowOutcome, Size, check_row, gradcheck, layouts, reference, resize,
-};
 use shardgrad_tensor::ops::{Case, OPS, OpModule};
 use shardgrad_tensor::{Context, Layout};
+use shardgrad_testing::op_check::{
+    LayoutCase, Reference, RowOutcome, Size, check_row, gradcheck, layouts, reference, resize,
+};
 use std::collections::BTreeMap;
 use std::io::Write as _;
 use std::panic::{AssertUnwindSafe, catch_unwind};

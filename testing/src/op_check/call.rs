@@ -1,14 +1,10 @@
 //! One call of an op, forward and backward, as a tape makes it.
 
-use super::GlobalTensor;
-use crate::execution::context::Context;
-use crate::execution::local_tensor::LocalTensor;
-use crate::layout::Layout;
-use crate::layout::infer::Inference;
-use crate::op::{self, Cotangents, GradAccumulator, Op, Vjp, differentiable_args};
-use crate::ops::redistribute::Redistribute;
-use crate::tensor::Tensor;
+use crate::global_tensor::GlobalTensor;
 use shardgrad_dist::{Error, Kind, Rank, Result};
+use shardgrad_tensor::op::{self, Cotangents, GradAccumulator, Op, Vjp, differentiable_args};
+use shardgrad_tensor::ops::redistribute::Redistribute;
+use shardgrad_tensor::{Context, Inference, Layout, LocalTensor, Tensor};
 use smallvec::SmallVec;
 use std::cell::RefCell;
 use std::panic::Location;

@@ -1,9 +1,9 @@
 //! Layout test and gradcheck for one op, in this crate or outside: [`check_op!`](crate::check_op!).
 
 use super::{LayoutCase, Reference, RowOutcome, check_row, gradcheck, layouts, reference};
-use crate::layout::Layout;
-use crate::ops::{Case, Input};
 use shardgrad_dist::{Error, Kind, Mesh, Result, World};
+use shardgrad_tensor::Layout;
+use shardgrad_tensor::ops::{Case, Input};
 
 /// The meshes of the layout test.
 const MESHES: [&str; 4] = ["a=2", "a=3", "a=2,b=2", "a=2,b=3"];
@@ -118,28 +118,4 @@ fn layout_cases(mesh: &Mesh, case: impl Fn() -> Case, reference: &Reference) -> 
         };
         (0..count).map(one).collect()
     })
-}
-
-/// Checks an op of yours (see [`check_op`](crate::check::check_op)): the op as a value, then its inputs (see
-/// [`Input`](crate::ops::Input)). Returns a `Result` of the numbers checked. Add `fixed` if the op was made for these
-/// extents.
-///
-/// ```
-/// use shardgrad_tensor::ops::{Input, unary::Square};
-/// use shardgrad_tensor::check_op;
-/// use std::rc::Rc;
-///
-/// let tried = check_op!(Rc::new(Square), [Input::real(&[5, 3])])?;
-/// assert!(tried.accepted > 100);
-/// # Ok::<(), shardgrad_dist::Error>(())
-/// ```
-#[doc(alias = "gradcheck")]
-#[macro_export]
-macro_rules! check_op {
-    ($op:expr, [$($input:expr),* $(,)?] $(,)?) => {
-        $crate::check::check_op(|| $crate::ops::Case::new($op, vec![$($input),*]))
-    };
-    ($op:expr, [$($input:expr),* $(,)?], fixed $(,)?) => {
-        $crate::check::check_op(|| $crate::ops::Case::fixed_shape($op, vec![$($input),*]))
-    };
 }

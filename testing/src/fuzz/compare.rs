@@ -2,11 +2,9 @@
 //! f64, whatever the float dtype of the mesh.
 
 use super::layout_pattern::LayoutPattern;
-use crate::id::Id;
-use crate::tape::Tape;
-use crate::var::Var;
+use crate::global_tensor::GlobalTensor;
+use shardgrad_autograd::{Tape, Var};
 use shardgrad_dist::{Error, Kind, Mesh, Rank, Result, World};
-use shardgrad_tensor::check::GlobalTensor;
 use shardgrad_tensor::ops::Input;
 use shardgrad_tensor::{DType, Tensor, Value};
 use std::fmt;
@@ -154,19 +152,18 @@ impl Comparison<'_> {
         };
         let vars: Vec<Var> = args.iter().zip(self.inputs).enumerate().map(var).collect();
         let outputs = (self.model)(&tape, &vars)?;
-        let mut seeds: Vec<(Id, Tensor)> = Vec::new();
-        for (i, y) in outputs.iter().enumerate() {
-            if let Some(id) = y.id() {
-                let drawn = self.draw(&Input::real(&y.shape()), self.seed + 1000 + i as u64);
-                let seed = GlobalTensor { dtype: y.dtype(), ..drawn };
-                seeds.push((id, seed.distribute(rank, &y.layout().dual())?));
-            }
+        let tensors = outputs.iter().map(|y| y.tensor().clone()).collect();
+        let mut cotangents: Vec<(Var, Tensor)> = Vec::new();
+        for (i, y) in outputs.into_iter().enumerate().filter(|(_, y)| y.requires_grad()) {
+            let drawn = self.draw(&Input::real(&y.shape()), self.seed + 1000 + i as u64);
+            let drawn = GlobalTensor { dtype: y.dtype(), ..drawn };
+            let cotangent = drawn.distribute(rank, &y.layout().dual())?;
+            cotangents.push((y, cotangent));
         }
-        let outputs = outputs.iter().map(|y| y.tensor().clone()).collect();
         drop(vars);
-        tape.backward_from(seeds);
+        tape.backward(cotangents)?;
         let mut gradients = tape.gradients();
-        Ok((outputs, (0..args.len()).map(|i| gradients.remove(&(i as u64))).collect()))
+        Ok((tensors, (0..args.len()).map(|i| gradients.remove(&(i as u64))).collect()))
     }
 
     /// The results of one rank in f64.

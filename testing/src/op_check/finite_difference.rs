@@ -1,10 +1,10 @@
 //! Gradcheck: compares cotangents with central finite differences of the forward in f64.
 
-use super::{GlobalTensor, OpCall, Reference, whole};
-use crate::op;
-use crate::ops::Case;
-use crate::tensor::Tensor;
+use super::{OpCall, Reference, whole};
+use crate::global_tensor::GlobalTensor;
 use shardgrad_dist::{Error, Kind, Mesh, Result, World};
+use shardgrad_tensor::ops::Case;
+use shardgrad_tensor::{Tensor, op};
 use std::panic::Location;
 
 /// Compares the cotangents of a case, on one rank in f64, with central differences of the forward, element by element;

@@ -2,8 +2,7 @@
 
 use super::compare::{Comparison, Results, TestInput, Verdict};
 use super::layout_pattern::LayoutPattern;
-use crate::tape::Tape;
-use crate::var::Var;
+use shardgrad_autograd::{Tape, Var};
 use shardgrad_dist::{Error, Kind, Mesh, Result};
 use shardgrad_tensor::ops::{Case, Input, OpModule};
 use shardgrad_tensor::{DType, Value};

@@ -7,10 +7,10 @@
 use super::compare::{TestInput, is_moderate};
 use super::layout_pattern::LayoutPattern;
 use super::program::{Program, Step, ValueRef, Values, case};
-use crate::tape::Tape;
+use crate::op_check::LayoutCase;
+use shardgrad_autograd::Tape;
 use shardgrad_dist::{Axis, Mesh, Rank, Result, World};
 use shardgrad_tensor::DType;
-use shardgrad_tensor::check::LayoutCase;
 use shardgrad_tensor::op::DTypes;
 use shardgrad_tensor::ops::{Case, Input, OpModule};
 use shardgrad_tensor::{Context, Layout, Placement, Tensor, Value};

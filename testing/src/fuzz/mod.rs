@@ -2,7 +2,7 @@
 //!
 //! [`programs`] generates programs over a list of ops. [`model`], or the macro [`fuzz_model!`](crate::fuzz_model!),
 //! tests a user's function on random meshes, layouts and float dtypes. Both report the smallest failing case;
-//! [`programs`] as Rust code that repeats it. [`check_op!`](shardgrad_tensor::check_op!) tests a user's op.
+//! [`programs`] as Rust code that repeats it. [`check_op!`](crate::check_op!) tests a user's op.
 
 mod layout_pattern;
 mod compare;
@@ -14,10 +14,9 @@ pub use compare::{TestInput, Verdict};
 pub use layout_pattern::LayoutPattern;
 pub use program::{Program, Step, ValueRef};
 
-use crate::tape::Tape;
-use crate::var::Var;
 use compare::Comparison;
 use draw::Rng;
+use shardgrad_autograd::{Tape, Var};
 use shardgrad_dist::{Error, Kind, Mesh, Result};
 use shardgrad_tensor::DType;
 use shardgrad_tensor::ops::{Input, OpModule};
@@ -158,27 +157,4 @@ pub fn model(inputs: &[Input], count: u64, f: impl Fn(&[Var]) -> Vec<Var> + Sync
 /// A function is valid for its shapes only.
 fn same_shapes(a: &Program, b: &Program) -> bool {
     a.inputs.iter().zip(&b.inputs).all(|(a, b)| a.input.shape() == b.input.shape())
-}
-
-/// Checks a model of yours on random meshes and layouts: its inputs (see [`Input`]), how many cases, and a function of
-/// variables. Gives what [`model`] gives.
-///
-/// ```
-/// use shardgrad_autograd::{Var, fuzz_model};
-/// use shardgrad_tensor::Value;
-/// use shardgrad_tensor::ops::Input;
-///
-/// let report = fuzz_model!(
-///     [Input::real(&[4, 3]), Input::real(&[3, 5])],
-///     30,
-///     |x: &[Var]| vec![x[0].matmul(&x[1]).tanh()]
-/// )?;
-/// assert!(report.right > 1);
-/// # Ok::<(), shardgrad_dist::Error>(())
-/// ```
-#[macro_export]
-macro_rules! fuzz_model {
-    ([$($input:expr),* $(,)?], $count:expr, $model:expr $(,)?) => {
-        $crate::fuzz::model(&[$($input),*], $count, $model)
-    };
 }
