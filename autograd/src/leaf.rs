@@ -1,32 +1,57 @@
 //! Leaves: parameters as they are stored, and derived leaves: the same parameters in the layouts they are computed in.
 
-use crate::gathered::largest_numel;
-use crate::id::{Id, Key};
+mod gathered;
+
+pub(crate) use gathered::{Regather, largest_numel};
+
+use crate::id::{Gradients, Id, Key, KeyMap};
+use crate::node::{BackwardSite, Node, add_cotangent, with_backward_site};
 use crate::program::AccumulationDType;
-use crate::tape::accumulate::add;
-use crate::tape::{Arena, BackwardSite, Leaf, Node, Tape};
-use shardgrad_dist::{Error, Kind, Result};
+use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_tensor::op::Vjp;
 use shardgrad_tensor::ops::redistribute::Redistribute;
-use shardgrad_tensor::{Layout, Tensor, unwind};
+use shardgrad_tensor::{Context, Layout, Op, PackCacheGuard, Tensor, op, unwind};
 use smallvec::SmallVec;
 use std::cell::RefCell;
 use std::panic::Location;
 use std::rc::Rc;
 
+/// A parameter in one layout: as it is stored, or derived from that by a route.
+struct Leaf {
+    key: Key,
+    layout: Layout,
+    /// Released by [`Leaves::take_gradients`], so that the optimizer can update the parameter in place.
+    tensor: Option<Tensor>,
+    /// Keeps prepacked forms of the tensor in the pack cache while rounds read it again.
+    reuse: Option<PackCacheGuard>,
+    /// The [identity](Tensor::identity) of the tensor, also after its release; 0 if the tensor was dropped for good.
+    tensor_id: usize,
+    origin: Option<(u32, Rc<dyn Op>)>,
+    /// The leaves derived from this one, one per layout.
+    derived: SmallVec<[u32; 1]>,
+    cotangent: Option<Tensor>,
+    /// The dtypes in which cotangents are accumulated: at least that of the stored parameter, which is wider than the
+    /// dtype it is computed in under mixed precision.
+    accumulation: AccumulationDType,
+    /// The name of the parameter in the model.
+    path: Rc<str>,
+    /// The caller's line.
+    site: &'static Location<'static>,
+    /// The last round that used this leaf.
+    last_used_round: Option<u32>,
+    /// The recording that made the tensor; 0 outside of recordings.
+    recording: u32,
+}
+
 impl Leaf {
     /// A leaf that is not derived from another.
-    fn new(
-        key: Key,
-        tensor: &Tensor,
-        accumulation: AccumulationDType,
-        (path, site): (Rc<str>, &'static Location<'static>),
-    ) -> Leaf {
+    fn new(parameter: Parameter<'_>, reuse: Option<PackCacheGuard>, (path, site): CallSite) -> Leaf {
+        let Parameter { key, tensor, accumulation } = parameter;
         Leaf {
             key,
             layout: tensor.layout().clone(),
             tensor: Some(tensor.clone()),
-            reuse: None,
+            reuse,
             tensor_id: tensor.identity(),
             origin: None,
             derived: SmallVec::new(),
@@ -40,7 +65,7 @@ impl Leaf {
     }
 
     /// Drops the handle of the tensor.
-    pub(crate) fn release_tensor(&mut self) {
+    fn release_tensor(&mut self) {
         (self.tensor, self.reuse) = (None, None);
     }
 
@@ -52,7 +77,129 @@ impl Leaf {
     }
 }
 
-impl Arena {
+/// A tensor that becomes a leaf: its key and the dtypes in which its cotangents are accumulated.
+#[derive(Clone, Copy)]
+pub(crate) struct Parameter<'a> {
+    pub(crate) key: Key,
+    pub(crate) tensor: &'a Tensor,
+    pub(crate) accumulation: AccumulationDType,
+}
+
+/// The path in the model and the caller's line.
+type CallSite = (Rc<str>, &'static Location<'static>);
+
+/// The leaves of a tape.
+#[derive(Default)]
+pub(crate) struct Leaves {
+    leaves: Vec<Leaf>,
+    by_key: KeyMap<u32>,
+    /// Whether several rounds read the leaves.
+    are_reused: bool,
+}
+
+impl Leaves {
+    /// Removes all leaves.
+    pub(crate) fn clear(&mut self) {
+        self.leaves.clear();
+        self.by_key.clear();
+        self.are_reused = false;
+    }
+
+    /// States whether several rounds read the leaves.
+    pub(crate) fn set_reused(&mut self, are_reused: bool) {
+        self.are_reused = are_reused;
+    }
+
+    /// The number of leaves, derived ones included.
+    pub(crate) fn len(&self) -> usize {
+        self.leaves.len()
+    }
+
+    /// The key of a leaf's parameter.
+    pub(crate) fn key(&self, at: usize) -> Key {
+        self.leaves[at].key
+    }
+
+    /// The dtypes in which the cotangents of a leaf are accumulated.
+    pub(crate) fn accumulation(&self, at: usize) -> AccumulationDType {
+        self.leaves[at].accumulation
+    }
+
+    /// The accumulated cotangent of a leaf.
+    pub(crate) fn cotangent_mut(&mut self, at: usize) -> &mut Option<Tensor> {
+        &mut self.leaves[at].cotangent
+    }
+
+    /// Adds a cotangent to the accumulated one of a leaf, in a dtype of the leaf's range.
+    pub(crate) fn add(&mut self, at: usize, cotangent: Tensor) {
+        let leaf = &mut self.leaves[at];
+        add_cotangent(&mut leaf.cotangent, unwind(leaf.accumulation.cast(cotangent)));
+    }
+
+    /// The leaf of a parameter, if it holds this tensor and accumulates in the same dtypes. Meta tensors are compared by
+    /// layout: they have nothing else.
+    pub(crate) fn find(&self, parameter: Parameter<'_>, is_meta: bool) -> Option<(Id, Tensor)> {
+        let Parameter { key, tensor, accumulation } = parameter;
+        let same = |t: &&Tensor| t.ptr_eq(tensor) || is_meta && t.layout() == tensor.layout();
+        let at = *self.by_key.get(&key)?;
+        let leaf = &self.leaves[at as usize];
+        let held = leaf.tensor.as_ref().filter(same).filter(|_| leaf.accumulation == accumulation)?;
+        Some((Id::Leaf(at), held.clone()))
+    }
+
+    /// Adds the leaf of a parameter, or replaces the tensor that it holds and drops its other layouts.
+    ///
+    /// # Errors
+    /// `Kind::Unsupported` if a pending backward pass or gradient depends on the tensor before.
+    pub(crate) fn insert(&mut self, parameter: Parameter<'_>, round: u32, site: CallSite) -> Result<Id> {
+        let reuse = self.are_reused.then(|| parameter.tensor.cache_packed());
+        let new = Leaf::new(parameter, reuse, site);
+        let at = match self.by_key.get(&parameter.key) {
+            Some(&at) => {
+                self.replace(at as usize, new, round)?;
+                at
+            }
+            None => {
+                let at = self.leaves.len() as u32;
+                self.by_key.insert(parameter.key, at);
+                self.leaves.push(new);
+                at
+            }
+        };
+        Ok(Id::Leaf(at))
+    }
+
+    /// Replaces the tensor of a parameter and drops its other layouts.
+    fn replace(&mut self, at: usize, new: Leaf, round: u32) -> Result<()> {
+        let (subtree, old) = (self.subtree(at), &self.leaves[at]);
+        let refused = |what: &str, help: &str| {
+            let mut error = Error::new(Kind::Unsupported, format!("leaf: parameter {} {what}", new.key))
+                .detail("before", format!("{}, accumulated in {}", old.layout, old.accumulation.min))
+                .detail("now", format!("{}, accumulated in {}", new.layout, new.accumulation.min));
+            if !old.path.is_empty() {
+                error = error.detail("at", old.path.to_string());
+            }
+            Err(error.detail("help", help))
+        };
+        if subtree.iter().any(|at| self.leaves[*at].last_used_round == Some(round)) {
+            let help = "call backward() before the parameter changes or its gradient is taken, or use another key for the other tensor";
+            return refused(
+                "is not the tensor that this round has used, or its gradient was taken since",
+                help,
+            );
+        }
+        let collects = subtree.iter().any(|at| self.leaves[*at].cotangent.is_some());
+        if collects && (&old.layout, old.accumulation) != (&new.layout, new.accumulation) {
+            return refused(
+                "differs in layout or dtype from its accumulated gradient",
+                "call Tape::gradients() before the parameter changes",
+            );
+        }
+        self.drop_tensors(&subtree);
+        self.leaves[at].replace_with(new);
+        Ok(())
+    }
+
     /// Whether the leaf still stands for the tensor of a variable. A leaf that released its tensor takes the tensor up
     /// again. The comparison by identity is safe: the variable has held its tensor throughout, so no later tensor has
     /// the same identity.
@@ -63,6 +210,15 @@ impl Arena {
             leaf.tensor = Some(tensor.clone());
         }
         fits
+    }
+
+    /// Marks a leaf as used in a round; returns false if its parameter is another tensor than that of the variable now.
+    pub(crate) fn mark_used(&mut self, at: usize, tensor: &Tensor, round: u32) -> bool {
+        let is_current = self.ensure_current(at, tensor);
+        if is_current {
+            self.leaves[at].last_used_round = Some(round);
+        }
+        is_current
     }
 
     /// Drops the tensors of some leaves for good.
@@ -84,12 +240,57 @@ impl Arena {
         subtree
     }
 
+    /// Another layout of a leaf, as a derived leaf; `None` if the leaf's parameter is another tensor now. `recording` is the running
+    /// recording, or 0.
+    pub(crate) fn derive(
+        &mut self,
+        (origin, stored): (u32, &Tensor),
+        to: &Layout,
+        place: (&Rank, &Context, bool),
+        recording: u32,
+        site: &'static Location<'static>,
+    ) -> Option<(Id, Tensor)> {
+        let origin_at = origin as usize;
+        if !self.ensure_current(origin_at, stored) {
+            return None;
+        }
+        let mut derived = self.leaves[origin_at].derived.iter().map(|at| *at as usize);
+        let known = derived.find(|at| self.leaves[*at].layout == *to);
+        if let Some((at, held)) = known.and_then(|at| Some((at, self.leaves[at].tensor.clone()?))) {
+            return Some((Id::Leaf(at as u32), held));
+        }
+        let op = unwind(Redistribute::between(place.0, stored.layout(), to).map_err(|e| e.at(site)));
+        let tensor = unwind(along_route(&*op, stored, place, site));
+        // What a block gathers is freed with the block: no later round reads it.
+        let is_freed = recording != 0 && largest_numel(to) > largest_numel(stored.layout());
+        let stored = &self.leaves[origin_at];
+        let (key, accumulation) = (stored.key, stored.accumulation.before_reduction());
+        let reuse = (self.are_reused && !is_freed).then(|| tensor.cache_packed());
+        let derived = Parameter { key, tensor: &tensor, accumulation };
+        let new = Leaf::new(derived, reuse, (stored.path.clone(), site));
+        let derived = Leaf { origin: Some((origin, op)), recording, ..new };
+        // A leaf whose tensor an earlier step or a checkpointed block released is filled again.
+        let at = known.unwrap_or(self.leaves.len());
+        match known {
+            Some(at) => {
+                let subtree = self.subtree(at);
+                self.drop_tensors(&subtree);
+                self.leaves[at].replace_with(derived);
+            }
+            None => {
+                self.leaves[origin_at].derived.push(at as u32);
+                self.leaves.push(derived);
+            }
+        }
+        Some((Id::Leaf(at as u32), tensor))
+    }
+
     /// Derived leaves whose gradient is complete once a node has run backward, as (node, leaf) in ascending order. Only
     /// leaves that are the only contribution to the gradient of their parameter, because the sum of one is independent
     /// of the order.
-    pub(crate) fn leaves_ready_after(&self, nodes: &[Node]) -> Vec<(usize, usize)> {
+    pub(crate) fn ready_after(&self, nodes: &[Node]) -> Vec<(usize, usize)> {
         let mut first = vec![None; self.leaves.len()];
-        for (node, inputs) in nodes.iter().map(|node| &node.inputs).enumerate() {
+        for (node, inputs) in nodes.iter().map(Node::inputs).enumerate() {
             for leaf in inputs.iter().filter_map(|id| id.and_then(Id::leaf)) {
                 first[leaf].get_or_insert(node);
             }
@@ -108,190 +309,80 @@ impl Arena {
         ready
     }
 
-    /// Replaces the tensor of a parameter and drops its other layouts.
-    fn replace(&mut self, at: usize, new: Leaf) -> Result<()> {
-        let (subtree, old) = (self.subtree(at), &self.leaves[at]);
-        let refused = |what: &str, help: &str| {
-            let mut error = Error::new(Kind::Unsupported, format!("leaf: parameter {} {what}", new.key))
-                .detail("before", format!("{}, accumulated in {}", old.layout, old.accumulation.min))
-                .detail("now", format!("{}, accumulated in {}", new.layout, new.accumulation.min));
-            if !old.path.is_empty() {
-                error = error.detail("at", old.path.to_string());
-            }
-            Err(error.detail("help", help))
-        };
-        if subtree.iter().any(|at| self.leaves[*at].last_used_round == Some(self.round)) {
-            let help = "call backward() before the parameter changes or its gradient is taken, or use another key for the other tensor";
-            return refused(
-                "is not the tensor that this round has used, or its gradient was taken since",
-                help,
-            );
-        }
-        let collects = subtree.iter().any(|at| self.leaves[*at].cotangent.is_some());
-        if collects && (&old.layout, old.accumulation) != (&new.layout, new.accumulation) {
-            return refused(
-                "differs in layout or dtype from its accumulated gradient",
-                "call Tape::gradients() before the parameter changes",
-            );
-        }
-        self.drop_tensors(&subtree);
-        self.leaves[at].replace_with(new);
-        Ok(())
-    }
-}
-
-impl Tape {
-    /// Prepares an empty tape for several rounds (gradient accumulation). With more than one round, the back end is
-    /// told that the leaves are read again ([`Tensor::cache_packed`]) until [`Tape::gradients`], and caches prepacked operands
-    /// for them. This takes memory; results are the same.
-    #[doc(alias = "gradient accumulation")]
-    #[doc(alias = "accumulation steps")]
-    #[must_use]
-    pub fn for_rounds(self, rounds: usize) -> Tape {
-        self.arena().reuses_leaves = rounds > 1;
-        self
-    }
-
-    /// The number and the tensor of the leaf of a parameter whose cotangents are accumulated in the given dtypes;
-    /// created at the first use. The number is `None` where no gradient can reach the parameter, so that the tape does
-    /// not hold the tensor when the optimizer updates it. A parameter that comes back as another tensor replaces the
-    /// one before, unless a pending backward pass or gradient depends on that.
-    pub(crate) fn parameter_leaf(
-        &self,
-        key: Key,
-        tensor: &Tensor,
-        accumulation: AccumulationDType,
-        site: &'static Location<'static>,
-    ) -> (Option<Id>, Tensor) {
-        if !self.tracks_parameters() {
-            return (None, tensor.clone());
-        }
-        let mut arena = self.arena();
-        let known = arena.by_key.get(&key).copied();
-        // Meta tensors are compared by layout: they have nothing else.
-        let same = |t: &Tensor| t.ptr_eq(tensor) || self.is_meta() && t.layout() == tensor.layout();
-        let held = known.map(|at| (at, &arena.leaves[at as usize]));
-        let held = held
-            .filter(|(_, leaf)| leaf.accumulation == accumulation && leaf.tensor.as_ref().is_some_and(same));
-        if let Some((at, Some(tensor))) = held.map(|(at, leaf)| (at, leaf.tensor.clone())) {
-            return (Some(Id::Leaf(at)), tensor);
-        }
-        if self.is_no_grad() && !self.is_recording() {
-            return (None, tensor.clone());
-        }
-        let path = self.context().path();
-        let reuse = arena.reuses_leaves.then(|| tensor.cache_packed());
-        let mut new = Leaf::new(key, tensor, accumulation, (path, site));
-        new.reuse = reuse;
-        let at = known.unwrap_or(arena.leaves.len() as u32);
-        match known {
-            Some(at) => arena.replace(at as usize, new).unwrap_or_else(|e| e.at(site).raise()),
-            None => {
-                arena.by_key.insert(key, at);
-                arena.leaves.push(new);
+    /// Starts leaves from gradients accumulated elsewhere, where a single cotangent will be added. Several cotangents of
+    /// one leaf are added to each other first, so that the sum has the same bits.
+    pub(crate) fn preload(
+        &mut self,
+        uses: impl Iterator<Item = Id>,
+        mut sum: impl FnMut(Key) -> Option<Tensor>,
+    ) {
+        let mut counts = vec![0; self.leaves.len()];
+        uses.filter_map(Id::leaf).for_each(|leaf| counts[leaf] += 1);
+        for (leaf, count) in self.leaves.iter_mut().zip(counts) {
+            let is_alone = leaf.origin.is_none() && leaf.derived.is_empty();
+            if count == 1 && is_alone && leaf.cotangent.is_none() {
+                leaf.cotangent = sum(leaf.key);
             }
         }
-        (Some(Id::Leaf(at)), tensor.clone())
-    }
-
-    /// Whether the value behind a variable is gone: for a node, after the backward pass of its round; for a leaf, when
-    /// its parameter is another tensor now. If not, marks a leaf as used in the current round.
-    pub(crate) fn is_stale(&self, id: Id, tensor: &Tensor) -> bool {
-        let mut arena = self.arena();
-        match id {
-            Id::Output { round, .. } => round != arena.round,
-            Id::Leaf(at) => {
-                let (at, round) = (at as usize, arena.round);
-                let is_current = arena.ensure_current(at, tensor);
-                let leaf = &mut arena.leaves[at];
-                if is_current {
-                    leaf.last_used_round = Some(round);
-                }
-                !is_current
-            }
-        }
-    }
-
-    /// Another layout of a leaf, as a derived leaf; `None` if the id is not a leaf, or the leaf's parameter is another
-    /// tensor now.
-    pub(crate) fn derive_leaf(
-        &self,
-        (id, stored): (Option<Id>, &Tensor),
-        to: &Layout,
-        site: &'static Location<'static>,
-    ) -> Option<(Id, Tensor)> {
-        let Some(Id::Leaf(origin)) = id else { return None };
-        let (mut arena, origin_at) = (self.arena(), origin as usize);
-        if !arena.ensure_current(origin_at, stored) {
-            return None;
-        }
-        let mut derived = arena.leaves[origin_at].derived.iter().map(|at| *at as usize);
-        let known = derived.find(|at| arena.leaves[*at].layout == *to);
-        if let Some((at, held)) = known.and_then(|at| Some((at, arena.leaves[at].tensor.clone()?))) {
-            return Some((Id::Leaf(at as u32), held));
-        }
-        let op = unwind(Redistribute::between(self.rank(), stored.layout(), to).map_err(|e| e.at(site)));
-        let tensor = unwind(self.along_route(&*op, stored, site));
-        let (key, accumulation) =
-            (arena.leaves[origin_at].key, arena.leaves[origin_at].accumulation.before_reduction());
-        let path = arena.leaves[origin_at].path.clone();
-        let recording = self.recording();
-        // What a block gathers is freed with the block: no later round reads it.
-        let is_freed = recording != 0 && largest_numel(to) > largest_numel(stored.layout());
-        let reuse = (arena.reuses_leaves && !is_freed).then(|| tensor.cache_packed());
-        let (new, origin_and_route) =
-            (Leaf::new(key, &tensor, accumulation, (path, site)), Some((origin, op)));
-        let derived_leaf = Leaf { origin: origin_and_route, reuse, recording, ..new };
-        // A leaf whose tensor an earlier step or a checkpointed block released is filled again.
-        let at = known.unwrap_or(arena.leaves.len());
-        match known {
-            Some(at) => {
-                let subtree = arena.subtree(at);
-                arena.drop_tensors(&subtree);
-                arena.leaves[at].replace_with(derived_leaf);
-            }
-            None => {
-                arena.leaves[origin_at].derived.push(at as u32);
-                arena.leaves.push(derived_leaf);
-            }
-        }
-        Some((Id::Leaf(at as u32), tensor))
     }
 
     /// Backpropagates the cotangent of a derived leaf, if there is one, along its route to the leaf it is derived from.
-    pub(crate) fn backpropagate_route(&self, arena: &mut Arena, at: usize, backward_site: &BackwardSite) {
-        let leaf = &mut arena.leaves[at];
+    pub(crate) fn backpropagate_route(
+        &mut self,
+        at: usize,
+        (rank, context): (&Rank, &Context),
+        backward_site: &BackwardSite,
+    ) {
+        let leaf = &mut self.leaves[at];
         let Some((origin, op)) = leaf.origin.clone() else { return };
         let Some(cotangent) = leaf.cotangent.take() else { return };
-        self.context().set_path(&leaf.path);
+        context.set_path(&leaf.path);
         backward_site.set(Some((leaf.site, op.name())));
         let back = op.vjp(&Vjp {
-            rank: self.rank(),
+            rank,
             inputs: &[None],
             outputs: &[None],
-            input_layouts: &[arena.leaves[origin as usize].layout.clone()],
+            input_layouts: &[self.leaves[origin as usize].layout.clone()],
             output_layouts: &[cotangent.layout().dual()],
             grads: &[Some(cotangent)],
             needs_input_grad: &[true],
             donated: RefCell::default(),
             accumulators: &[],
         });
-        let back = back.into_iter().next().flatten().expect("redistribute has a vjp");
-        add(&mut arena.leaves, &mut [], Id::Leaf(origin), back);
+        self.add(origin as usize, back.into_iter().next().flatten().expect("redistribute has a vjp"));
     }
 
-    pub(crate) fn key_of(&self, id: Id) -> Option<Key> {
-        match id {
-            Id::Leaf(at) => Some(self.arena().leaves[at as usize].key),
-            Id::Output { .. } => None,
+    /// Takes the accumulated gradients off the leaves, in the stored layouts, and releases the tensors. The adjoint of each
+    /// route runs here, once.
+    pub(crate) fn take_gradients(&mut self, (rank, context): (&Rank, &Context)) -> Gradients {
+        let mut gradients = Gradients::new();
+        for at in (0..self.leaves.len()).rev() {
+            let leaf = &mut self.leaves[at];
+            leaf.release_tensor();
+            if leaf.origin.is_some() {
+                with_backward_site(|site| self.backpropagate_route(at, (rank, context), site));
+            } else if let Some(cotangent) = leaf.cotangent.take() {
+                gradients.insert(leaf.key, cotangent);
+            }
         }
+        gradients
     }
+}
 
-    /// The dtypes in which the cotangents of a value are accumulated.
-    pub(crate) fn accumulation_dtype_of(&self, id: Option<Id>, tensor: &Tensor) -> AccumulationDType {
-        match id {
-            Some(Id::Leaf(at)) => self.arena().leaves[at as usize].accumulation,
-            _ => AccumulationDType::of(tensor.dtype()),
-        }
-    }
+/// A tensor moved along a route, on a rank with a context, or as a meta tensor.
+///
+/// # Errors
+/// Errors of the collectives, `Kind::OutOfMemory`.
+fn along_route(
+    route: &dyn Op,
+    from: &Tensor,
+    (rank, context, is_meta): (&Rank, &Context, bool),
+    site: &'static Location<'static>,
+) -> Result<Tensor> {
+    let inference = op::plan(route, (rank, context), &[from.layout()], &[], site)?;
+    let made = match is_meta {
+        true => op::meta(&inference, rank),
+        false => op::run(route, &[from.local()], &inference, (rank, context), site)?,
+    };
+    Ok(made.into_iter().next().expect("redistribute has one output"))
 }

@@ -8,17 +8,12 @@
 
 mod id;
 pub mod program;
-pub mod tape;
-mod gathered;
+mod node;
 mod leaf;
-pub mod var;
-pub mod replay;
-mod activation_checkpoint;
-mod split_backward;
+mod accumulate;
+pub mod tape;
 pub mod pipeline;
 
 pub use id::{Gradients, Key, Noise, ReplayNoise};
 pub use program::{AccumulationDType, ExternalInput, OpRecord, Program, Slot};
-pub use replay::Values;
-pub use tape::Tape;
-pub use var::Var;
+pub use tape::{Tape, Values, Var};

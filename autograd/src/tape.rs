@@ -9,96 +9,44 @@
 //! that stores a shard of a parameter and computes with all of it (FSDP) holds the whole parameter for the rest of the
 //! step; within [`Tape::checkpoint`] it holds the whole parameter for one block at a time.
 
-pub(crate) mod accumulate;
+mod var;
+mod replay;
+mod activation_checkpoint;
+mod split_backward;
 
-use crate::id::{Gradients, Id, Key, KeyMap, Noise, NoiseState};
+pub use replay::Values;
+pub(crate) use split_backward::DeferredWeightGrads;
+pub use var::Var;
+pub(crate) use var::no_gradient_error;
+
+use crate::accumulate::{add, backward_node};
+use crate::id::{Gradients, Id, Key, Noise, NoiseState};
+use crate::leaf::{Leaves, Parameter, Regather};
+use crate::node::{Node, with_backward_site};
 use crate::program::{AccumulationDType, OpRecord, Recorder, RecordingCache, Slot};
-use accumulate::add;
-use shardgrad_dist::{Error, Rank};
-use shardgrad_tensor::op::{
-    Cotangents, GradAccumulator, Vjp, check_cotangent_layouts, check_cotangents_present,
-};
-use shardgrad_tensor::{Context, Inference, Layout, Op, PackCacheGuard, Tensor};
+use shardgrad_dist::{Error, Kind, Rank, Result};
+use shardgrad_tensor::{Context, Layout, Tensor, Value};
 use smallvec::SmallVec;
 use std::cell::{Cell, RefCell, RefMut};
 use std::collections::HashSet;
 use std::fmt;
-use std::ops::Range;
-use std::panic::{AssertUnwindSafe, Location, catch_unwind, resume_unwind};
+use std::panic::Location;
 use std::rc::{Rc, Weak};
-
-/// A parameter in one layout: as it is stored, or derived from that by a route.
-pub(crate) struct Leaf {
-    pub(crate) key: Key,
-    pub(crate) layout: Layout,
-    /// Released by [`Tape::gradients`], so that the optimizer can update the parameter in place.
-    pub(crate) tensor: Option<Tensor>,
-    /// Keeps prepacked forms of the tensor in the pack cache while rounds read it again.
-    pub(crate) reuse: Option<PackCacheGuard>,
-    /// The [identity](Tensor::identity) of the tensor, also after its release; 0 if the tensor was dropped for good.
-    pub(crate) tensor_id: usize,
-    pub(crate) origin: Option<(u32, Rc<dyn Op>)>,
-    /// The leaves derived from this one, one per layout.
-    pub(crate) derived: SmallVec<[u32; 1]>,
-    pub(crate) cotangent: Option<Tensor>,
-    /// The dtypes in which cotangents are accumulated: at least that of the stored parameter, which is wider than the
-    /// dtype it is computed in under mixed precision.
-    pub(crate) accumulation: AccumulationDType,
-    /// The name of the parameter in the model.
-    pub(crate) path: Rc<str>,
-    /// The caller's line.
-    pub(crate) site: &'static Location<'static>,
-    /// The last round that used this leaf.
-    pub(crate) last_used_round: Option<u32>,
-    /// The recording that made the tensor; 0 outside of recordings.
-    pub(crate) recording: u32,
-}
-
-/// How the cotangents of a node's inputs are computed.
-pub(crate) enum NodeKind {
-    /// By the vjp of an op, whose arguments and outputs have the inferred layouts.
-    Op(Rc<dyn Op>, Rc<Inference>),
-    /// By recomputing a checkpointed block.
-    Block(Box<dyn BlockVjp>),
-}
-
-/// A block of ops that is one node of the tape.
-pub(crate) trait BlockVjp {
-    /// The cotangents of the wanted inputs from those of the outputs. Where the node took an accumulator, the cotangent
-    /// includes the sum accumulated so far.
-    fn vjp(
-        &self,
-        rank: &Rank,
-        inputs: &[Option<Tensor>],
-        cotangents: &[Option<Tensor>],
-        of: (&[bool], &[GradAccumulator]),
-    ) -> Cotangents;
-}
-
-/// A recorded operation: the tensors saved for backward, and the ids of its inputs.
-pub(crate) struct Node {
-    pub(crate) kind: NodeKind,
-    pub(crate) inputs: SmallVec<[Option<Id>; 4]>,
-    pub(crate) saved_inputs: SmallVec<[Option<Tensor>; 4]>,
-    pub(crate) saved_outputs: SmallVec<[Option<Tensor>; 2]>,
-    pub(crate) cotangents: SmallVec<[Option<Tensor>; 1]>,
-    pub(crate) path: Rc<str>,
-    /// The caller's line.
-    pub(crate) site: &'static Location<'static>,
-}
-
-/// The operation that a backward pass is in: the line that applied the op, and the name of the op.
-pub(crate) type BackwardSite = Cell<Option<(&'static Location<'static>, &'static str)>>;
 
 /// The leaves of a tape and the nodes of its current round.
 #[derive(Default)]
-pub(crate) struct Arena {
-    pub(crate) leaves: Vec<Leaf>,
-    pub(crate) by_key: KeyMap<u32>,
+struct Arena {
+    leaves: Leaves,
     nodes: Vec<Node>,
-    pub(crate) round: u32,
-    /// Whether several rounds read the leaves.
-    pub(crate) reuses_leaves: bool,
+    round: u32,
+}
+
+impl Arena {
+    /// Takes the nodes of the current round and ends the round.
+    fn take_nodes(&mut self) -> Vec<Node> {
+        self.round += 1;
+        std::mem::take(&mut self.nodes)
+    }
 }
 
 /// The emptied arena of the previous tape, reused because a rank creates one tape after another.
@@ -130,9 +78,8 @@ impl Drop for Inner {
     fn drop(&mut self) {
         let mut arena = std::mem::take(self.arena.get_mut());
         arena.leaves.clear();
-        arena.by_key.clear();
         arena.nodes.clear();
-        (arena.round, arena.reuses_leaves) = (0, false);
+        arena.round = 0;
         self.spare.0.set(Some(arena));
     }
 }
@@ -163,7 +110,7 @@ impl Tape {
     #[doc(alias = "meta device")]
     #[doc(alias = "FakeTensor")]
     #[must_use]
-    pub(crate) fn meta(rank: &Rank) -> Tape {
+    fn meta(rank: &Rank) -> Tape {
         Tape::with(rank, false, true)
     }
 
@@ -186,6 +133,17 @@ impl Tape {
         }))
     }
 
+    /// Prepares an empty tape for several rounds (gradient accumulation). With more than one round, the back end is
+    /// told that the leaves are read again ([`Tensor::cache_packed`]) until [`Tape::gradients`], and caches prepacked operands
+    /// for them. This takes memory; results are the same.
+    #[doc(alias = "gradient accumulation")]
+    #[doc(alias = "accumulation steps")]
+    #[must_use]
+    pub fn for_rounds(self, rounds: usize) -> Tape {
+        self.0.arena.borrow_mut().leaves.set_reused(rounds > 1);
+        self
+    }
+
     /// The rank of this tape.
     #[must_use]
     pub fn rank(&self) -> &Rank {
@@ -193,8 +151,13 @@ impl Tape {
     }
 
     /// The context of the rank: current path, phase, plans.
-    pub(crate) fn context(&self) -> &Context {
+    fn context(&self) -> &Context {
         &self.0.context
+    }
+
+    /// The rank and its context.
+    fn place(&self) -> (&Rank, &Context) {
+        (&self.0.rank, &self.0.context)
     }
 
     /// Sets the random numbers of the round, or with `None` turns random layers off: dropout is then the identity. A
@@ -235,13 +198,8 @@ impl Tape {
         self.0.meta
     }
 
-    /// Whether parameters are leaves.
-    pub(crate) fn tracks_parameters(&self) -> bool {
-        self.0.tracks_parameters
-    }
-
     /// Whether ops are recorded as nodes.
-    pub(crate) fn records(&self) -> bool {
+    fn records(&self) -> bool {
         self.0.records.get()
     }
 
@@ -257,12 +215,12 @@ impl Tape {
     }
 
     /// Whether [`Tape::no_grad`] is active.
-    pub(crate) fn is_no_grad(&self) -> bool {
+    fn is_no_grad(&self) -> bool {
         self.0.no_grad.get()
     }
 
     /// Runs `f` without creating nodes; an active recorder continues.
-    pub(crate) fn without_nodes<T>(&self, f: impl FnOnce() -> T) -> T {
+    fn without_nodes<T>(&self, f: impl FnOnce() -> T) -> T {
         let before = self.0.records.replace(false);
         let value = f();
         self.0.records.set(before);
@@ -270,7 +228,7 @@ impl Tape {
     }
 
     /// Runs `f` as if no block were being recorded, so that the block takes its results as external inputs.
-    pub(crate) fn outside_recording<T>(&self, f: impl FnOnce() -> T) -> T {
+    fn outside_recording<T>(&self, f: impl FnOnce() -> T) -> T {
         let (recorder, before) = (self.0.recorder.take(), self.0.records.replace(!self.is_no_grad()));
         let value = f();
         self.0.records.set(before);
@@ -279,22 +237,17 @@ impl Tape {
     }
 
     /// Whether a program is being recorded.
-    pub(crate) fn is_recording(&self) -> bool {
+    fn is_recording(&self) -> bool {
         self.0.recorder.borrow().is_some()
     }
 
     /// The number of the running recording; 0 if there is none.
-    pub(crate) fn recording(&self) -> u32 {
+    fn recording(&self) -> u32 {
         if self.is_recording() { self.0.num_recordings.get() } else { 0 }
     }
 
-    /// The number of the running recording, or else of the last one.
-    pub(crate) fn last_recording(&self) -> u32 {
-        self.0.num_recordings.get()
-    }
-
     /// Starts a recording, or ends it with `None`. Returns the previous recorder.
-    pub(crate) fn set_recorder(&self, recorder: Option<Recorder>) -> Option<Recorder> {
+    fn set_recorder(&self, recorder: Option<Recorder>) -> Option<Recorder> {
         let ended = self.recording();
         self.0.caches.take().iter().filter_map(Weak::upgrade).for_each(|cache| cache.forget(ended));
         self.0.num_recordings.set(self.0.num_recordings.get() + u32::from(recorder.is_some()));
@@ -302,63 +255,238 @@ impl Tape {
     }
 
     /// Registers a cache that drops values of the running recording when the recording ends.
-    pub(crate) fn register_cache(&self, cache: Weak<dyn RecordingCache>) {
+    fn register_cache(&self, cache: Weak<dyn RecordingCache>) {
         self.0.caches.borrow_mut().push(cache);
     }
 
     /// The active recorder. Call only while recording.
-    pub(crate) fn recorder(&self) -> RefMut<'_, Recorder> {
+    fn recorder(&self) -> RefMut<'_, Recorder> {
         let running = self.0.recorder.borrow_mut();
         RefMut::map(running, |running| &mut **running.as_mut().expect("called while recording only"))
     }
 
     /// The slot of a value that the recording takes as an external input.
-    pub(crate) fn external_slot(&self, id: Option<Id>, tensor: &Tensor) -> Slot {
+    fn external_slot(&self, id: Option<Id>, tensor: &Tensor) -> Slot {
         let (key, accumulation) = (id.and_then(|id| self.key_of(id)), self.accumulation_dtype_of(id, tensor));
         self.recorder().external((id, key), tensor, accumulation)
     }
 
     /// The number of ops recorded so far.
-    pub(crate) fn num_records(&self) -> usize {
+    fn num_records(&self) -> usize {
         self.0.recorder.borrow().as_ref().map_or(0, |r| r.program.records.len())
     }
 
-    /// Marks a range of records as a checkpointed block, to be recomputed in the backward pass.
-    pub(crate) fn record_block(&self, block: Range<usize>) {
-        self.recorder().program.blocks.push(block);
-    }
-
     /// Appends an op record and returns its index.
-    pub(crate) fn record_op(&self, record: OpRecord) -> u32 {
+    fn record_op(&self, record: OpRecord) -> u32 {
         let mut recorder = self.recorder();
         recorder.program.records.push(record);
         recorder.program.records.len() as u32 - 1
     }
 
     /// Whether two handles are of the same tape.
-    pub(crate) fn same_as(&self, other: &Tape) -> bool {
+    fn same_as(&self, other: &Tape) -> bool {
         Rc::ptr_eq(&self.0, &other.0)
     }
 
+    /// Adds a node; returns the round and the number of the node in it.
     #[inline]
-    pub(crate) fn push_node(&self, node: Node) -> (u32, u32) {
+    fn push_node(&self, node: Node) -> (u32, u32) {
         let mut arena = self.0.arena.borrow_mut();
         arena.nodes.push(node);
         (arena.round, arena.nodes.len() as u32 - 1)
     }
 
-    pub(crate) fn arena(&self) -> RefMut<'_, Arena> {
-        self.0.arena.borrow_mut()
+    /// Wraps a tensor as a constant: it has no gradient.
+    #[must_use]
+    pub fn constant(&self, tensor: Tensor) -> Var {
+        Var::new(self, tensor, None, None)
+    }
+
+    /// The leaf of a parameter; created at its first use, and the same leaf as long as the parameter is the same
+    /// tensor. A constant on a tape that does not record, and under [`Tape::no_grad`].
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::Unsupported` if the current round has used another tensor under this key, or if the layout
+    /// differs from that of the gradient accumulated under it.
+    #[doc(alias = "watch")]
+    #[doc(alias = "requires_grad")]
+    #[track_caller]
+    #[must_use]
+    pub fn leaf(&self, key: Key, tensor: &Tensor) -> Var {
+        self.leaf_accumulated_in(key, tensor, AccumulationDType::of(tensor.dtype()))
+    }
+
+    /// The leaf of a parameter whose cotangents are accumulated in dtypes no narrower than its own.
+    #[track_caller]
+    pub(crate) fn leaf_accumulated_in(
+        &self,
+        key: Key,
+        tensor: &Tensor,
+        accumulation: AccumulationDType,
+    ) -> Var {
+        let parameter = Parameter { key, tensor, accumulation };
+        let (id, tensor) = self.parameter_leaf(parameter, Location::caller());
+        let leaf = Var::new(self, tensor, id, None);
+        if self.is_no_grad() { leaf.detach() } else { leaf }
+    }
+
+    /// The id and the tensor of the leaf of a parameter; created at the first use. The id is `None` where no gradient can
+    /// reach the parameter, so that the tape does not hold the tensor when the optimizer updates it. A parameter that
+    /// comes back as another tensor replaces the one before, unless a pending backward pass or gradient depends on that.
+    fn parameter_leaf(
+        &self,
+        parameter: Parameter<'_>,
+        site: &'static Location<'static>,
+    ) -> (Option<Id>, Tensor) {
+        let constant = || (None, parameter.tensor.clone());
+        if !self.0.tracks_parameters {
+            return constant();
+        }
+        let arena = &mut *self.0.arena.borrow_mut();
+        if let Some((id, tensor)) = arena.leaves.find(parameter, self.is_meta()) {
+            return (Some(id), tensor);
+        }
+        if self.is_no_grad() && !self.is_recording() {
+            return constant();
+        }
+        let id = arena.leaves.insert(parameter, arena.round, (self.context().path(), site));
+        (Some(id.unwrap_or_else(|e| e.at(site).raise())), parameter.tensor.clone())
+    }
+
+    /// Whether the value behind a variable is gone: for a node, after the backward pass of its round; for a leaf, when
+    /// its parameter is another tensor now. If not, marks a leaf as used in the current round.
+    fn is_stale(&self, id: Id, tensor: &Tensor) -> bool {
+        let arena = &mut *self.0.arena.borrow_mut();
+        match id {
+            Id::Output { round, .. } => round != arena.round,
+            Id::Leaf(at) => !arena.leaves.mark_used(at as usize, tensor, arena.round),
+        }
+    }
+
+    /// Another layout of a leaf, as a derived leaf; `None` if the id is not a leaf, or the leaf's parameter is another
+    /// tensor now.
+    fn derive_leaf(
+        &self,
+        (id, stored): (Option<Id>, &Tensor),
+        to: &Layout,
+        site: &'static Location<'static>,
+    ) -> Option<(Id, Tensor)> {
+        let Some(Id::Leaf(origin)) = id else { return None };
+        let place = (self.rank(), self.context(), self.is_meta());
+        self.0.arena.borrow_mut().leaves.derive((origin, stored), to, place, self.recording(), site)
+    }
+
+    /// What the block that was recorded last saves of a value that it gathered, and how it gathers the value again; `None`
+    /// for all other values.
+    fn saved_ungathered(&self, id: Option<Id>) -> Option<(Tensor, Regather)> {
+        self.0.arena.borrow().leaves.saved_ungathered(self.0.num_recordings.get(), id?.leaf()?)
+    }
+
+    /// Frees the parameters that the block recorded last has gathered.
+    fn free_gathered(&self) {
+        self.0.arena.borrow_mut().leaves.free_gathered(self.0.num_recordings.get());
+    }
+
+    /// The key of a leaf.
+    fn key_of(&self, id: Id) -> Option<Key> {
+        id.leaf().map(|at| self.0.arena.borrow().leaves.key(at))
+    }
+
+    /// The dtypes in which the cotangents of a value are accumulated.
+    fn accumulation_dtype_of(&self, id: Option<Id>, tensor: &Tensor) -> AccumulationDType {
+        match id.and_then(Id::leaf) {
+            Some(at) => self.0.arena.borrow().leaves.accumulation(at),
+            None => AccumulationDType::of(tensor.dtype()),
+        }
+    }
+
+    /// Runs `block` so that the tape keeps only its arguments and the parameters it uses, and recomputes the other
+    /// values in the backward pass. Values and gradients have the same bits as without checkpointing.
+    ///
+    /// Parameters stored as shards (FSDP) and gathered in the block are kept as shards: they are freed after the block,
+    /// and gathered again by the recomputation and by the next microbatch.
+    ///
+    /// While a program is being recorded, the block becomes one of the program's blocks.
+    ///
+    /// # Errors
+    /// The error of `block`.
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::Unsupported` if the block uses a variable of another tape, or one from before the last
+    /// backward pass, that is not detached.
+    #[doc(alias = "gradient checkpointing")]
+    #[doc(alias = "activation checkpointing")]
+    #[doc(alias = "remat")]
+    #[doc(alias = "rematerialization")]
+    #[doc(alias = "recompute")]
+    #[track_caller]
+    pub fn checkpoint(
+        &self,
+        arguments: &[Var],
+        block: impl FnOnce(&[Var]) -> Result<Vec<Var>>,
+    ) -> Result<Vec<Var>> {
+        if self.is_recording() {
+            let from = self.num_records();
+            let results = block(arguments)?;
+            let to = self.num_records();
+            self.recorder().program.blocks.push(from..to);
+            return Ok(results);
+        }
+        if !self.records() {
+            return block(arguments);
+        }
+        activation_checkpoint::record_block(self, arguments, Location::caller(), block)
+    }
+
+    /// Backpropagates from several values at once, each with the cotangent given for it: adds gradients to the leaves and
+    /// consumes the graph of the round, also that of values without a cotangent.
+    ///
+    /// # Errors
+    /// `Kind::Layout` if a cotangent does not have the [dual](Layout::dual) layout of its value, `Kind::Unsupported` if a
+    /// value has no gradient.
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::Unsupported` for a variable of another tape, or of an earlier round.
+    #[doc(alias = "grad_tensors")]
+    #[doc(alias = "vjp")]
+    #[track_caller]
+    pub fn backward(&self, cotangents: Vec<(Var, Tensor)>) -> Result<()> {
+        let site = Location::caller();
+        let seed = |(value, cotangent): (Var, Tensor)| {
+            let id = value.id_on(self, site).ok_or_else(|| no_gradient_error(site))?;
+            let dual = value.layout().dual();
+            if *cotangent.layout() != dual {
+                let (value, cotangent) = (value.layout(), cotangent.layout());
+                let text = format!("backward() of a value {value} with a cotangent {cotangent}");
+                let help = format!("the cotangent has the layout {dual}");
+                return Err(Error::new(Kind::Layout, text).detail("help", help).at(site));
+            }
+            Ok((id, cotangent))
+        };
+        // Drops the variables before the pass, which may free or overwrite their values.
+        let seeds: Vec<(Id, Tensor)> = cotangents.into_iter().map(seed).collect::<Result<_>>()?;
+        self.backward_from(seeds);
+        Ok(())
+    }
+
+    /// Starts the leaves of the round from gradients accumulated elsewhere, before a backward pass from these seeds
+    /// adds to them.
+    pub(crate) fn preload_gradients(&self, seeds: &[(Id, Tensor)], sum: impl FnMut(Key) -> Option<Tensor>) {
+        if !self.context().detects_anomalies() {
+            let arena = &mut *self.0.arena.borrow_mut();
+            let inputs = arena.nodes.iter().flat_map(Node::inputs).copied().flatten();
+            arena.leaves.preload(inputs.chain(seeds.iter().map(|(id, _)| *id)), sum);
+        }
     }
 
     /// Backpropagates the given cotangents to the leaves. Consumes the nodes of the round.
     pub(crate) fn backward_from(&self, seeds: impl IntoIterator<Item = (Id, Tensor)>) {
         let context = self.context();
         let before = context.set_backward(true);
-        let mut arena = self.arena();
+        let arena = &mut *self.0.arena.borrow_mut();
         let mut nodes = arena.take_nodes();
         let mut ready =
-            if self.0.expects_gradients.take() { arena.leaves_ready_after(&nodes) } else { Vec::new() };
+            if self.0.expects_gradients.take() { arena.leaves.ready_after(&nodes) } else { Vec::new() };
         for (id, seed) in seeds {
             add(&mut arena.leaves, &mut nodes, id, seed);
         }
@@ -366,13 +494,13 @@ impl Tape {
             for at in (0..nodes.len()).rev() {
                 let (earlier, node) = nodes.split_at_mut(at);
                 let node = &mut node[0];
-                if node.cotangents.iter().any(Option::is_some) {
-                    let wanted: SmallVec<[bool; 4]> = node.inputs.iter().map(Option::is_some).collect();
-                    self.backward_node((&mut arena.leaves, earlier), node, &wanted, backward_site);
+                if node.has_cotangent() {
+                    let wanted: SmallVec<[bool; 4]> = node.inputs().iter().map(Option::is_some).collect();
+                    backward_node((&mut arena.leaves, earlier), node, &wanted, self.place(), backward_site);
                 }
                 nodes.truncate(at);
                 while let Some((_, leaf)) = ready.pop_if(|(node, _)| *node == at) {
-                    self.backpropagate_route(&mut arena, leaf, backward_site);
+                    arena.leaves.backpropagate_route(leaf, self.place(), backward_site);
                 }
             }
         });
@@ -395,17 +523,7 @@ impl Tape {
     pub fn gradients(&self) -> Gradients {
         let context = self.context();
         let before = context.set_backward(true);
-        let mut arena = self.0.arena.borrow_mut();
-        let mut gradients = Gradients::new();
-        for at in (0..arena.leaves.len()).rev() {
-            let leaf = &mut arena.leaves[at];
-            leaf.release_tensor();
-            if leaf.origin.is_some() {
-                with_backward_site(|backward_site| self.backpropagate_route(&mut arena, at, backward_site));
-            } else if let Some(cotangent) = leaf.cotangent.take() {
-                gradients.insert(leaf.key, cotangent);
-            }
-        }
+        let gradients = self.0.arena.borrow_mut().leaves.take_gradients(self.place());
         context.set_backward(before);
         gradients
     }
@@ -416,7 +534,7 @@ impl Tape {
     pub fn saved_bytes(&self) -> usize {
         let arena = self.0.arena.borrow();
         let mut seen = HashSet::new();
-        let saved = arena.nodes.iter().flat_map(|n| n.saved_inputs.iter().chain(&n.saved_outputs)).flatten();
+        let saved = arena.nodes.iter().flat_map(Node::saved);
         saved.filter(|t| seen.insert(t.local().buffer.address())).map(|t| t.local().buffer.bytes()).sum()
     }
 
@@ -425,87 +543,6 @@ impl Tape {
     pub fn num_nodes(&self) -> usize {
         self.0.arena.borrow().nodes.len()
     }
-}
-
-impl Node {
-    /// Drops the saved tensors and cotangents.
-    pub(crate) fn empty(&mut self) {
-        self.saved_inputs.clear();
-        self.saved_outputs.clear();
-        self.cotangents.clear();
-    }
-
-    /// Whether the vjp of the node can add to gradient accumulators.
-    fn accumulates_in_place(&self) -> bool {
-        match &self.kind {
-            NodeKind::Op(op, _) => op.accumulates_in_place(),
-            NodeKind::Block(_) => true,
-        }
-    }
-
-    /// The cotangents of the wanted inputs from those of the outputs. Where the node took an accumulator, the cotangent
-    /// includes the sum accumulated so far.
-    pub(crate) fn vjp(
-        &mut self,
-        rank: &Rank,
-        context: &Context,
-        (wanted, sums): (&[bool], &[GradAccumulator]),
-        backward_site: &BackwardSite,
-    ) -> Cotangents {
-        match &self.kind {
-            NodeKind::Op(op, inference) => {
-                backward_site.set(Some((self.site, op.name())));
-                let closed = context.set_in_vjp(true);
-                let donated =
-                    op.donated_input().filter(|&i| wanted[i]).and_then(|i| self.saved_inputs[i].take());
-                let cotangents = op.vjp(&Vjp {
-                    rank,
-                    inputs: &self.saved_inputs,
-                    outputs: &self.saved_outputs,
-                    input_layouts: inference.inputs(),
-                    output_layouts: &inference.outputs,
-                    grads: &self.cotangents,
-                    needs_input_grad: wanted,
-                    donated: RefCell::new(donated),
-                    accumulators: sums,
-                });
-                context.set_in_vjp(closed);
-                let lawful = check_cotangent_layouts(&**op, &cotangents, inference.inputs());
-                lawful
-                    .and_then(|()| check_cotangents_present(&**op, &cotangents, wanted))
-                    .unwrap_or_else(|e| e.raise());
-                cotangents
-            }
-            NodeKind::Block(block) => {
-                // The ops of the block set their own lines.
-                backward_site.set(None);
-                let cotangents = block.vjp(rank, &self.saved_inputs, &self.cotangents, (wanted, sums));
-                backward_site.set(Some((self.site, "checkpoint")));
-                cotangents
-            }
-        }
-    }
-}
-
-impl Arena {
-    /// Takes the nodes of the current round and ends the round.
-    pub(crate) fn take_nodes(&mut self) -> Vec<Node> {
-        self.round += 1;
-        std::mem::take(&mut self.nodes)
-    }
-}
-
-/// Runs a part of a backward pass that reports its current operation. An error in it names that op and the line of the
-/// user's program that applied it, since the lines within a vjp are the library's.
-pub(crate) fn with_backward_site<T>(part: impl FnOnce(&BackwardSite) -> T) -> T {
-    let backward_site = BackwardSite::default();
-    catch_unwind(AssertUnwindSafe(|| part(&backward_site))).unwrap_or_else(|cause| {
-        match (cause.downcast::<Error>(), backward_site.get()) {
-            (Ok(error), Some((site, op))) => error.detail("vjp", op).replace_site(site).raise(),
-            (Ok(error), None) => error.raise(),
-            (Err(cause), _) => resume_unwind(cause),
-        }
-    })
 }
 
 impl fmt::Debug for Tape {

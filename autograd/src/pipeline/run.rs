@@ -6,12 +6,9 @@ mod measure;
 use super::action::{Action, Schedule, Transfer};
 use super::stage::{GradientSlots, Stages};
 use crate::id::{Gradients, Id, Key, ReplayNoise};
+use crate::node::sum_cotangents;
 use crate::program::Slot;
-use crate::replay::Values;
-use crate::split_backward::DeferredWeightGrads;
-use crate::tape::Tape;
-use crate::tape::accumulate::sum_cotangents;
-use crate::var::Var;
+use crate::tape::{DeferredWeightGrads, Tape, Values, Var};
 use shardgrad_dist::{Axis, AxisSet, Call, Error, Kind, Origin, Phase, Rank, Result};
 use shardgrad_tensor::execution::local_tensor::LocalTensor;
 use shardgrad_tensor::training_step::anomaly_report::note_received;
@@ -342,7 +339,7 @@ impl Step<'_> {
     fn input_gradient(&mut self, stage: usize, microbatch: usize) -> Result<()> {
         let (seeds, tape, stage_inputs) = self.begin_backward(stage, microbatch)?;
         tape.preload_gradients(&seeds, |key| self.take_accumulator(key));
-        let deferred = tape.backward_inputs(seeds, |key| key >= FIRST_STAGE_INPUT);
+        let deferred = DeferredWeightGrads::backward_inputs(&tape, seeds, |key| key >= FIRST_STAGE_INPUT);
         self.store_input_gradients(stage, microbatch, &tape, &stage_inputs)?;
         self.deferred.insert((stage, microbatch), (tape, deferred));
         Ok(())
@@ -350,8 +347,8 @@ impl Step<'_> {
 
     fn weight_gradient(&mut self, stage: usize, microbatch: usize) -> Result<()> {
         let (tape, deferred) = self.deferred.remove(&(stage, microbatch)).ok_or_else(missing_value)?;
-        tape.preload_deferred_gradients(&deferred, |key| self.take_accumulator(key));
-        tape.backward_weights(deferred);
+        deferred.preload_gradients(&tape, |key| self.take_accumulator(key));
+        deferred.backward_weights(&tape);
         self.accumulate(tape.gradients())
     }
 

@@ -2,7 +2,7 @@
 
 use crate::id::Key;
 use crate::program::{Program, Slot};
-use crate::var::no_gradient_error;
+use crate::tape::no_gradient_error;
 use shardgrad_dist::{Error, Kind, Result};
 use shardgrad_tensor::{Layout, op};
 use smallvec::SmallVec;

@@ -1,9 +1,8 @@
 //! Recording a program from model code, and replaying a slice of it on other values.
 
+use super::{Tape, Var};
 use crate::id::{Noise, ReplayNoise};
 use crate::program::{Program, Recorder, Slot};
-use crate::tape::Tape;
-use crate::var::Var;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_tensor::{Context, Layout, Op, Tensor, Value};
 use smallvec::SmallVec;
@@ -16,42 +15,42 @@ use std::rc::Rc;
 pub type Values = HashMap<Slot, Var>;
 
 /// A recorded program, the variables of its external inputs, and the results of the recorded run.
-pub(crate) struct Recording {
-    pub(crate) program: Program,
-    pub(crate) external_inputs: Vec<Var>,
-    pub(crate) results: Vec<Var>,
+pub(super) struct Recording {
+    pub(super) program: Program,
+    pub(super) external_inputs: Vec<Var>,
+    pub(super) results: Vec<Var>,
 }
 
-impl Tape {
-    /// Runs model code under a recorder and without nodes. `site` is the caller's line.
-    pub(crate) fn record_program(
-        &self,
+impl Recording {
+    /// Runs model code under a recorder of a tape and without nodes. `site` is the caller's line.
+    pub(super) fn run(
+        tape: &Tape,
         arguments: &[Var],
         site: &'static Location<'static>,
         model: impl FnOnce(&[Var]) -> Result<Vec<Var>>,
     ) -> Result<Recording> {
-        if self.is_recording() {
+        if tape.is_recording() {
             return Err(Error::new(Kind::Unsupported, "a program is recorded while another recording runs"));
         }
         let mut recorder = Recorder::default();
         // Arguments are external inputs, even those that another recording made.
-        let as_external = |v: &Var| Var::new(self, v.tensor().clone(), self.checked_id_on(v, site), None);
+        let as_external = |v: &Var| Var::new(tape, v.tensor().clone(), v.id_on(tape, site), None);
         let fresh: Vec<Var> = arguments.iter().map(as_external).collect();
         for argument in &fresh {
             let (id, accumulation) =
-                (argument.id(), self.accumulation_dtype_of(argument.id(), argument.tensor()));
-            recorder.external((id, id.and_then(|id| self.key_of(id))), argument.tensor(), accumulation);
+                (argument.id(), tape.accumulation_dtype_of(argument.id(), argument.tensor()));
+            recorder.external((id, id.and_then(|id| tape.key_of(id))), argument.tensor(), accumulation);
         }
         recorder.program.num_arguments = recorder.program.external_inputs.len();
         recorder.program.external_inputs.iter_mut().for_each(|external| external.constant = None);
-        self.set_recorder(Some(recorder));
-        let results = self.without_nodes(|| model(&fresh));
-        let outputs = results.as_ref().map(|all| all.iter().map(|v| self.slot_of(v, site)).collect());
-        let recorder = self.set_recorder(None).unwrap_or_default();
+        tape.set_recorder(Some(recorder));
+        let results = tape.without_nodes(|| model(&fresh));
+        let outputs = results.as_ref().map(|all| all.iter().map(|v| v.slot_on(tape, site)).collect());
+        let recorder = tape.set_recorder(None).unwrap_or_default();
         let mut program = recorder.program;
         program.outputs = outputs.unwrap_or_default();
         let external_inputs =
-            recorder.external_inputs.into_iter().map(|(id, t)| Var::new(self, t, id, None)).collect();
+            recorder.external_inputs.into_iter().map(|(id, t)| Var::new(tape, t, id, None)).collect();
         Ok(Recording { program, external_inputs, results: results? })
     }
 }
@@ -77,7 +76,7 @@ impl Program {
         let arguments: Vec<Var> =
             arguments.iter().map(|layout| tape.constant(Tensor::meta(rank, layout))).collect();
         let before = Context::of(rank).path();
-        let recording = tape.record_program(&arguments, Location::caller(), model);
+        let recording = Recording::run(&tape, &arguments, Location::caller(), model);
         Context::of(rank).set_path(&before);
         Ok(recording?.program)
     }

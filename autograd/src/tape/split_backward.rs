@@ -3,9 +3,10 @@
 //!
 //! Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241.
 
+use super::Tape;
+use crate::accumulate::{add, backward_node};
 use crate::id::{Id, Key};
-use crate::tape::accumulate::{add, preload};
-use crate::tape::{Node, NodeKind, Tape, with_backward_site};
+use crate::node::{Node, with_backward_site};
 use shardgrad_tensor::Tensor;
 use smallvec::SmallVec;
 
@@ -18,23 +19,23 @@ pub(crate) struct DeferredWeightGrads {
     pending: Vec<Mask>,
 }
 
-impl Tape {
+impl DeferredWeightGrads {
     /// Backpropagates the given cotangents to the leaves of some keys (the inputs of the stage) and defers all
     /// cotangents that no such leaf needs. A checkpointed block gives all its cotangents now, so that it is recomputed
     /// once.
     #[doc(alias = "zero bubble")]
     #[doc(alias = "stage_backward_input")]
     pub(crate) fn backward_inputs(
-        &self,
+        tape: &Tape,
         seeds: impl IntoIterator<Item = (Id, Tensor)>,
         keys: impl Fn(Key) -> bool,
     ) -> DeferredWeightGrads {
-        let mut arena = self.arena();
+        let mut arena = tape.0.arena.borrow_mut();
         let mut nodes = arena.take_nodes();
         for (id, seed) in seeds {
             add(&mut arena.leaves, &mut nodes, id, seed);
         }
-        let targets: Vec<bool> = arena.leaves.iter().map(|leaf| keys(leaf.key)).collect();
+        let targets: Vec<bool> = (0..arena.leaves.len()).map(|at| keys(arena.leaves.key(at))).collect();
         let mut reaches: Vec<bool> = Vec::with_capacity(nodes.len());
         let mut now: Vec<Mask> = Vec::with_capacity(nodes.len());
         for node in &nodes {
@@ -43,59 +44,60 @@ impl Tape {
                 Some(Id::Output { node, .. }) => reaches[node as usize],
                 None => false,
             };
-            let mut mask: Mask = node.inputs.iter().map(reaches_target).collect();
+            let mut mask: Mask = node.inputs().iter().map(reaches_target).collect();
             reaches.push(mask.contains(&true));
-            if matches!(node.kind, NodeKind::Block(_)) && mask.contains(&true) {
-                mask = node.inputs.iter().map(Option::is_some).collect();
+            if node.op().is_none() && mask.contains(&true) {
+                mask = node.inputs().iter().map(Option::is_some).collect();
             }
             now.push(mask);
         }
         let pending = nodes.iter().zip(&now).map(|(node, now)| {
-            node.inputs.iter().zip(now).map(|(input, now)| input.is_some() && !now).collect::<Mask>()
+            node.inputs().iter().zip(now).map(|(input, now)| input.is_some() && !now).collect::<Mask>()
         });
         let mut deferred = DeferredWeightGrads { pending: pending.collect(), nodes };
         drop(arena);
-        self.backward_masked(&mut deferred, &now);
+        deferred.backward_masked(tape, &now);
         deferred
     }
 
-    /// Starts leaves from gradients accumulated elsewhere, before [`Tape::backward_weights`] adds to them.
-    pub(crate) fn preload_deferred_gradients(
-        &self,
-        deferred: &DeferredWeightGrads,
-        sum: impl FnMut(Key) -> Option<Tensor>,
-    ) {
-        if !self.context().detects_anomalies() {
-            let inputs =
-                deferred.nodes.iter().flat_map(|node| &node.inputs).zip(deferred.pending.iter().flatten());
+    /// Starts leaves from gradients accumulated elsewhere, before [`DeferredWeightGrads::backward_weights`] adds to
+    /// them.
+    pub(crate) fn preload_gradients(&self, tape: &Tape, sum: impl FnMut(Key) -> Option<Tensor>) {
+        if !tape.context().detects_anomalies() {
+            let inputs = self.nodes.iter().flat_map(Node::inputs).zip(self.pending.iter().flatten());
             let pending = inputs.filter_map(|(input, pending)| input.filter(|_| *pending));
-            preload(&mut self.arena().leaves, pending, sum);
+            tape.0.arena.borrow_mut().leaves.preload(pending, sum);
         }
     }
 
     /// Backpropagates the deferred weight gradients.
     #[doc(alias = "stage_backward_weight")]
-    pub(crate) fn backward_weights(&self, mut deferred: DeferredWeightGrads) {
-        let pending = std::mem::take(&mut deferred.pending);
-        deferred.pending = pending.iter().map(|mask| SmallVec::from_elem(false, mask.len())).collect();
-        self.backward_masked(&mut deferred, &pending);
+    pub(crate) fn backward_weights(mut self, tape: &Tape) {
+        let pending = std::mem::take(&mut self.pending);
+        self.pending = pending.iter().map(|mask| SmallVec::from_elem(false, mask.len())).collect();
+        self.backward_masked(tape, &pending);
     }
 
     /// Runs nodes backward, each for the cotangents in its mask. A node without pending cotangents drops its saved
     /// tensors.
-    fn backward_masked(&self, deferred: &mut DeferredWeightGrads, masks: &[Mask]) {
-        let context = self.context();
+    fn backward_masked(&mut self, tape: &Tape, masks: &[Mask]) {
+        let context = tape.context();
         let before = context.set_backward(true);
-        let mut arena = self.arena();
+        let arena = &mut *tape.0.arena.borrow_mut();
         with_backward_site(|backward_site| {
-            for at in (0..deferred.nodes.len()).rev() {
-                let (earlier, node) = deferred.nodes.split_at_mut(at);
+            for at in (0..self.nodes.len()).rev() {
+                let (earlier, node) = self.nodes.split_at_mut(at);
                 let node = &mut node[0];
-                let given = node.cotangents.iter().any(Option::is_some);
-                if given && masks[at].contains(&true) {
-                    self.backward_node((&mut arena.leaves, earlier), node, &masks[at], backward_site);
+                if node.has_cotangent() && masks[at].contains(&true) {
+                    backward_node(
+                        (&mut arena.leaves, earlier),
+                        node,
+                        &masks[at],
+                        tape.place(),
+                        backward_site,
+                    );
                 }
-                if !deferred.pending[at].contains(&true) {
+                if !self.pending[at].contains(&true) {
                     node.empty();
                 }
             }

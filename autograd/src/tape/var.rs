@@ -1,9 +1,10 @@
 //! A variable: a tensor on a tape.
 
-use crate::gathered::largest_numel;
-use crate::id::{Id, Key};
-use crate::program::{AccumulationDType, OpRecord, RecordingCache, Slot};
-use crate::tape::{Node, NodeKind, Tape};
+use super::Tape;
+use crate::id::Id;
+use crate::leaf::largest_numel;
+use crate::node::{Node, NodeKind, SavedTensors};
+use crate::program::{OpRecord, RecordingCache, Slot};
 use shardgrad_dist::{Error, Kind, Result};
 use shardgrad_tensor::execution::local_tensor::with_mapped;
 use shardgrad_tensor::ops::redistribute::Redistribute;
@@ -237,7 +238,7 @@ impl Var {
             with_mapped(args, |v| v.layout(), |layouts| op::plan(&*op, context, layouts, &[], site));
         let inference = planned.unwrap_or_else(|e| e.raise());
         if inference.targets.iter().all(Option::is_none) {
-            return common_tape(args).run((&op, &inference), args, site);
+            return run(common_tape(args), (&op, &inference), args, site);
         }
         let in_target_layout =
             |(v, target): (&&Var, &Option<Layout>)| target.as_ref().map(|to| v.cached_layout(to, site));
@@ -245,173 +246,27 @@ impl Var {
             args.iter().zip(&inference.targets).map(in_target_layout).collect();
         let args: SmallVec<[&Var; 4]> =
             args.iter().zip(&cached_layouts).map(|(v, cached)| cached.as_ref().unwrap_or(v)).collect();
-        common_tape(&args).run((&op, &inference), &args, site)
-    }
-}
-
-impl Tape {
-    /// Wraps a tensor as a constant: it has no gradient.
-    #[must_use]
-    pub fn constant(&self, tensor: Tensor) -> Var {
-        Var::new(self, tensor, None, None)
+        run(common_tape(&args), (&op, &inference), &args, site)
     }
 
-    /// The leaf of a parameter; created at its first use, and the same leaf as long as the parameter is the same
-    /// tensor. A constant on a tape that does not record, and under [`Tape::no_grad`].
-    ///
-    /// # Panics
-    /// Unwinds with `Kind::Unsupported` if the current round has used another tensor under this key, or if the layout
-    /// differs from that of the gradient accumulated under it.
-    #[doc(alias = "watch")]
-    #[doc(alias = "requires_grad")]
-    #[track_caller]
-    #[must_use]
-    pub fn leaf(&self, key: Key, tensor: &Tensor) -> Var {
-        self.leaf_accumulated_in(key, tensor, AccumulationDType::of(tensor.dtype()))
-    }
-
-    /// Backpropagates from several values at once, each with the cotangent given for it: adds gradients to the leaves and
-    /// consumes the graph of the round, also that of values without a cotangent.
-    ///
-    /// # Errors
-    /// `Kind::Layout` if a cotangent does not have the [dual](Layout::dual) layout of its value, `Kind::Unsupported` if a
-    /// value has no gradient.
-    ///
-    /// # Panics
-    /// Unwinds with `Kind::Unsupported` for a variable of another tape, or of an earlier round.
-    #[doc(alias = "grad_tensors")]
-    #[doc(alias = "vjp")]
-    #[track_caller]
-    pub fn backward(&self, cotangents: Vec<(Var, Tensor)>) -> Result<()> {
-        let site = Location::caller();
-        let seed = |(value, cotangent): (Var, Tensor)| {
-            let id = self.checked_id_on(&value, site).ok_or_else(|| no_gradient_error(site))?;
-            let dual = value.layout().dual();
-            if *cotangent.layout() != dual {
-                let text = format!(
-                    "backward() of a value {} with a cotangent {}",
-                    value.layout(),
-                    cotangent.layout()
-                );
-                let help = format!("the cotangent has the layout {dual}");
-                return Err(Error::new(Kind::Layout, text).detail("help", help).at(site));
-            }
-            Ok((id, cotangent))
-        };
-        // Drops the variables before the pass, which may free or overwrite their values.
-        let seeds: Vec<(Id, Tensor)> = cotangents.into_iter().map(seed).collect::<Result<_>>()?;
-        self.backward_from(seeds);
-        Ok(())
-    }
-
-    /// The leaf of a parameter whose cotangents are accumulated in dtypes no narrower than its own.
-    #[track_caller]
-    pub(crate) fn leaf_accumulated_in(
-        &self,
-        key: Key,
-        tensor: &Tensor,
-        accumulation: AccumulationDType,
-    ) -> Var {
-        let (id, tensor) = self.parameter_leaf(key, tensor, accumulation, Location::caller());
-        let leaf = Var::new(self, tensor, id, None);
-        if self.is_no_grad() { leaf.detach() } else { leaf }
-    }
-
-    /// The slot of a variable in the program being recorded. Unwinds for a variable of another tape and for a stale
-    /// one, unless it is detached.
-    pub(crate) fn slot_of(&self, var: &Var, site: &'static Location<'static>) -> Slot {
-        let own = |(recording, _): &(u32, Slot)| self.same_as(var.tape()) && *recording == self.recording();
-        var.0.slot.filter(own).map(|(_, slot)| slot).unwrap_or_else(|| {
-            let is_here =
-                || self.same_as(var.tape()) && var.0.id.is_some_and(|id| !self.is_stale(id, &var.0.tensor));
-            let id = self.checked_id_on(var, site).or_else(|| var.0.id.filter(|_| is_here()));
-            self.external_slot(id, &var.0.tensor)
+    /// The slot of the variable in the program that a tape is recording. Unwinds for a variable of another tape and for a
+    /// stale one, unless it is detached.
+    pub(super) fn slot_on(&self, tape: &Tape, site: &'static Location<'static>) -> Slot {
+        let own = |(recording, _): &(u32, Slot)| tape.same_as(self.tape()) && *recording == tape.recording();
+        self.0.slot.filter(own).map(|(_, slot)| slot).unwrap_or_else(|| {
+            let is_here = || {
+                tape.same_as(self.tape()) && self.0.id.is_some_and(|id| !tape.is_stale(id, &self.0.tensor))
+            };
+            let id = self.id_on(tape, site).or_else(|| self.0.id.filter(|_| is_here()));
+            tape.external_slot(id, &self.0.tensor)
         })
     }
 
-    /// Runs an op on arguments that have the inferred layouts, and records it on the tape and in the active recorder.
-    /// Returns the visible outputs.
-    fn run(
-        &self,
-        (op, inference): (&Rc<dyn Op>, &Rc<Inference>),
-        args: &[&Var],
-        site: &'static Location<'static>,
-    ) -> SmallVec<[Var; 2]> {
-        let context = (self.rank(), self.context());
-        let outputs = match self.is_meta() {
-            true => op::meta(inference, self.rank()),
-            false => {
-                with_mapped(args, |v| v.tensor().local(), |x| op::run(&**op, x, inference, context, site))
-                    .unwrap_or_else(|e| e.raise())
-            }
-        };
-        let visible = outputs.len() - op.num_saved();
-        let record = self.is_recording().then(|| {
-            let inputs = args.iter().map(|v| self.slot_of(v, site)).collect();
-            let outputs = outputs[..visible].iter().map(|t| t.layout().clone()).collect();
-            let stops_gradient = args.iter().map(|v| v.0.detached || self.is_no_grad()).collect();
-            self.record_op(OpRecord {
-                op: op.clone(),
-                inputs,
-                outputs,
-                path: self.context().path(),
-                site,
-                stops_gradient,
-            })
-        });
-        let id = self.records().then(|| self.make_node((op, inference), args, &outputs, site)).flatten();
-        let mut made = SmallVec::new();
-        for (out, tensor) in (0..visible as u32).zip(outputs) {
-            let id = id.filter(|_| tensor.dtype().is_float());
-            let id = id.map(|(round, node)| Id::Output { round, node, out });
-            made.push(Var::new(self, tensor, id, record.map(|record| Slot::Output { record, out })));
-        }
-        made
-    }
-
-    /// Adds the node of an op that ran; `None` if no input has a gradient.
-    fn make_node(
-        &self,
-        (op, inference): (&Rc<dyn Op>, &Rc<Inference>),
-        args: &[&Var],
-        outputs: &[Tensor],
-        site: &'static Location<'static>,
-    ) -> Option<(u32, u32)> {
-        let mut inputs: SmallVec<[Option<Id>; 4]> = SmallVec::new();
-        for (i, arg) in args.iter().enumerate() {
-            let differentiable =
-                op.differentiable().get(i).copied().unwrap_or(true) && arg.dtype().is_float();
-            inputs.push(if differentiable { self.checked_id_on(arg, site) } else { None });
-        }
-        if inputs.iter().all(Option::is_none) {
-            return None;
-        }
-        let wanted: SmallVec<[bool; 4]> = inputs.iter().map(Option::is_some).collect();
-        let keeps = op.saved_for_backward_of(&wanted);
-        let mut saved_inputs = SmallVec::new();
-        for (i, arg) in args.iter().enumerate() {
-            saved_inputs.push(keeps.inputs.contains(&i).then(|| arg.0.tensor.clone()));
-        }
-        let mut saved_outputs = SmallVec::new();
-        for (i, output) in outputs.iter().enumerate() {
-            saved_outputs.push(keeps.outputs.contains(&i).then(|| output.clone()));
-        }
-        Some(self.push_node(Node {
-            kind: NodeKind::Op(op.clone(), inference.clone()),
-            inputs,
-            saved_inputs,
-            saved_outputs,
-            cotangents: SmallVec::from_elem(None, outputs.len() - op.num_saved()),
-            path: self.context().path(),
-            site,
-        }))
-    }
-
-    /// The id of a variable on this tape; `None` for a constant, of any tape. Unwinds for a variable of another tape
-    /// and for a stale one.
-    pub(crate) fn checked_id_on(&self, var: &Var, site: &'static Location<'static>) -> Option<Id> {
-        let id = var.checked_id(site)?;
-        if !self.same_as(var.tape()) {
+    /// The id of the variable on a tape; `None` for a constant, of any tape. Unwinds for a variable of another tape and
+    /// for a stale one.
+    pub(super) fn id_on(&self, tape: &Tape, site: &'static Location<'static>) -> Option<Id> {
+        let id = self.checked_id(site)?;
+        if !tape.same_as(self.tape()) {
             Error::new(Kind::Unsupported, "one op has variables of different tapes")
                 .detail("help", "use one tape per step, or detach() the older variable")
                 .at(site)
@@ -419,6 +274,78 @@ impl Tape {
         }
         Some(id)
     }
+}
+
+/// Runs an op on arguments that have the inferred layouts, and records it on a tape and in its active recorder.
+/// Returns the visible outputs.
+fn run(
+    tape: &Tape,
+    (op, inference): (&Rc<dyn Op>, &Rc<Inference>),
+    args: &[&Var],
+    site: &'static Location<'static>,
+) -> SmallVec<[Var; 2]> {
+    let context = (tape.rank(), tape.context());
+    let outputs = match tape.is_meta() {
+        true => op::meta(inference, tape.rank()),
+        false => with_mapped(args, |v| v.tensor().local(), |x| op::run(&**op, x, inference, context, site))
+            .unwrap_or_else(|e| e.raise()),
+    };
+    let visible = outputs.len() - op.num_saved();
+    let record = tape.is_recording().then(|| {
+        let inputs = args.iter().map(|v| v.slot_on(tape, site)).collect();
+        let outputs = outputs[..visible].iter().map(|t| t.layout().clone()).collect();
+        let stops_gradient = args.iter().map(|v| v.0.detached || tape.is_no_grad()).collect();
+        tape.record_op(OpRecord {
+            op: op.clone(),
+            inputs,
+            outputs,
+            path: tape.context().path(),
+            site,
+            stops_gradient,
+        })
+    });
+    let id = tape.records().then(|| make_node(tape, (op, inference), args, &outputs, site)).flatten();
+    let mut made = SmallVec::new();
+    for (out, tensor) in (0..visible as u32).zip(outputs) {
+        let id = id.filter(|_| tensor.dtype().is_float());
+        let id = id.map(|(round, node)| Id::Output { round, node, out });
+        made.push(Var::new(tape, tensor, id, record.map(|record| Slot::Output { record, out })));
+    }
+    made
+}
+
+/// Adds the node of an op that ran; `None` if no input has a gradient.
+fn make_node(
+    tape: &Tape,
+    (op, inference): (&Rc<dyn Op>, &Rc<Inference>),
+    args: &[&Var],
+    outputs: &[Tensor],
+    site: &'static Location<'static>,
+) -> Option<(u32, u32)> {
+    let mut inputs: SmallVec<[Option<Id>; 4]> = SmallVec::new();
+    for (i, arg) in args.iter().enumerate() {
+        let differentiable = op.differentiable().get(i).copied().unwrap_or(true) && arg.dtype().is_float();
+        inputs.push(if differentiable { arg.id_on(tape, site) } else { None });
+    }
+    if inputs.iter().all(Option::is_none) {
+        return None;
+    }
+    let wanted: SmallVec<[bool; 4]> = inputs.iter().map(Option::is_some).collect();
+    let keeps = op.saved_for_backward_of(&wanted);
+    let mut saved = SavedTensors::default();
+    for (i, arg) in args.iter().enumerate() {
+        saved.inputs.push(keeps.inputs.contains(&i).then(|| arg.0.tensor.clone()));
+    }
+    for (i, output) in outputs.iter().enumerate() {
+        saved.outputs.push(keeps.outputs.contains(&i).then(|| output.clone()));
+    }
+    Some(tape.push_node(Node::new(
+        NodeKind::Op(op.clone(), inference.clone()),
+        inputs,
+        saved,
+        outputs.len() - op.num_saved(),
+        (tape.context().path(), site),
+    )))
 }
 
 /// The tape that an op goes on, whatever the order of its arguments: of several tapes, the first whose argument has a
