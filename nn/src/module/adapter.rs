@@ -18,7 +18,6 @@ use std::fmt;
 pub trait Adapter: Module {
     /// Returns what is added to x w, of the shape of x w. `x` is the layer's input, after its activation point. The result is a
     /// partial sum where x w is one, so that both are reduced together.
-    #[track_caller]
     fn forward(&self, x: &Var) -> Var;
 
     /// The fields that describe the adapter in `adapter_config.json` of PEFT; `None` if PEFT does not know the adapter, which

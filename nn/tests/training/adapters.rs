@@ -11,7 +11,7 @@ use shardgrad_nn::{
     AdamW, Adaptable, CastRule, Linear, Llama, LlamaKind, LoadFilter, Lora, Model, Module, Optimizer, Param,
     Plan, Trainer, TrainerConfig,
 };
-use shardgrad_tensor::{DType, Kind, Mesh, Phase, Rank, Result, Value as _, World};
+use shardgrad_tensor::{DType, Kind, Mesh, Phase, Rank, Result, Tensor, Value as _, World};
 use std::ops::Range;
 use std::path::Path;
 
@@ -156,6 +156,26 @@ fn adapters_train_and_are_saved_in_pipeline_stages() {
 }
 
 #[test]
+fn an_adapter_adds_its_low_rank_product_times_alpha_over_rank() {
+    run("", |rank| {
+        let layers = vec![Linear::new(2, 3)].adapt("0", |layer| Lora::new(layer, 2).alpha(6.0));
+        let model = Model::with_dtype(rank, layers, &Plan::new(), 1, DType::F64)?;
+        let set = |name: &str, values: &[f64]| -> Result<()> {
+            let param = model.param(name)?;
+            param.set_tensor(Tensor::from_host(rank, param.shape(), values)?)
+        };
+        set("0.weight", &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0])?;
+        set("0.bias", &[0.5, 0.0, -0.5])?;
+        set("0.lora_A.weight", &[1.0, 0.0, -1.0, 2.0])?;
+        set("0.lora_B.weight", &[1.0, 0.0, 2.0, 0.0, 1.0, 1.0])?;
+        let x = model.inference_tape().constant(Tensor::from_host(rank, &[1, 2], &[1.0f64, 2.0])?);
+        // x w + b = [9.5, 12, 14.5]; x a = [-1, 4]; x a b = [-1, 4, 2], times 3.
+        assert_eq!(model[0].forward(&x).tensor().to_f64()?, [6.5, 24.0, 20.5]);
+        Ok(())
+    });
+}
+
+#[test]
 fn an_adapted_model_starts_as_its_base() {
     let folder = base("lora-start");
     let loss = |adapters: bool| {
@@ -270,11 +290,17 @@ fn saved_adapters_have_the_names_and_the_config_of_peft() {
 fn misuse_of_adapters_is_an_error() {
     let refused = |f: &(dyn Fn(&Rank) -> Result<()> + Sync)| World::run(Mesh::single(), f).unwrap_err();
     let layers = || vec![Linear::new(4, 2), Linear::new(2, 2)];
-    let unmatched = refused(&|_| Ok(drop(layers().adapt("3", |layer| Lora::new(layer, 2)))));
+    let lora = |layer: &dyn Adaptable| Lora::new(layer, 2);
+    let unmatched = refused(&|_| {
+        let _ = layers().adapt("3", lora);
+        Ok(())
+    });
     assert_eq!(unmatched.message(), "no layer of the model that takes an adapter matches `3`");
     assert!(unmatched.to_string().contains("nearest") && unmatched.kind() == Kind::Config, "{unmatched}");
-    let lora = |layer: &dyn Adaptable| Lora::new(layer, 2);
-    let twice = refused(&|_| Ok(drop(layers().adapt("*", lora).adapt("1", lora))));
+    let twice = refused(&|_| {
+        let _ = layers().adapt("*", lora).adapt("1", lora);
+        Ok(())
+    });
     assert_eq!(twice.message(), "layer `1` already has an adapter");
     let stale = refused(&|rank| {
         let mut layers = layers().adapt("0", lora);
