@@ -2,7 +2,7 @@
 //!
 //! A layer that can be adapted has an [`AdapterSlot`], which is empty in most models. The slot holds a trait object, so that a
 //! model keeps plain fields (`q_proj: Linear`) whatever adapter a user writes: no type parameter of layers, no layer behind a
-//! pointer, no second copy of a model's code. An empty slot costs one comparison in a forward pass. Record 26 of the decision
+//! pointer, no second copy of a model's code. An empty slot costs one comparison in a forward pass. Record 28 of the decision
 //! records names the alternatives.
 
 use crate::module::param::Param;
