@@ -84,8 +84,9 @@ pub mod prelude {
     pub use shardgrad_dist::{Error, Kind, Mesh, Rank, Result, World};
     pub use shardgrad_kernels::DType;
     pub use shardgrad_nn::{
-        ActivationPoint, AdamW, Attention, ControlFlags, Dropout, Embedding, LayerNorm, Linear, Mlp, Model,
-        Module, Optimizer, Param, Plan, Precision, Sgd, StepArgs, StepReport, Trainer, TrainerConfig, module,
+        ActivationPoint, AdamW, Attention, ControlFlags, Dropout, Embedding, LayerNorm, Linear, Lora, Mlp,
+        Model, Module, Optimizer, Param, Plan, Precision, Sgd, StepArgs, StepReport, Trainer, TrainerConfig,
+        module,
     };
     pub use shardgrad_tensor::{
         Contraction, Elementwise, Indexing, Layout, Placement, Reduction, Resharding, Shaping, Tensor, Value,

@@ -22,7 +22,7 @@ fn check_consistency(mesh: &str, difference: Difference) -> Result<()> {
     let ended = World::run(Mesh::parse(mesh).unwrap(), |rank| {
         let difference =
             if rank.index() + 1 == rank.mesh().num_ranks() { difference } else { Difference::Nothing };
-        let plan = Plan::data_parallel("dp");
+        let plan = Plan::copies("tp").and(Plan::data_parallel("dp"));
         let read = |rank: &Rank, _: u64, rows: std::ops::Range<usize>| {
             let mut data = vec![0.5f32; rows.len() * 3];
             if difference == Difference::Data {

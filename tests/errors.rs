@@ -111,7 +111,8 @@ fn unsupported_layouts_of_ops() {
         &[OWN_LINE, HELP],
     );
     let norm = alone("dp=2,tp=2", |rank| {
-        let model = Model::new(rank, LayerNorm::new(8), &Plan::new(), 1)?;
+        let plan = Plan::copies("dp").and(Plan::copies("tp"));
+        let model = Model::new(rank, LayerNorm::new(8), &plan, 1)?;
         let x = model.tape().constant(zeros(rank, "f32[4@dp, 8@tp]")?);
         let _ = model.forward(&x);
         Ok(())

@@ -80,10 +80,11 @@ pub struct Noise {
     pub first_row: u64,
 }
 
-/// The noise of a tape, and whether it was read.
+/// The noise of a tape, and whether it was set and read.
 #[derive(Default)]
 pub(crate) struct NoiseState {
     noise: Cell<Option<Noise>>,
+    was_set: Cell<bool>,
     was_read: Cell<bool>,
     /// The number of draws by each key since the noise was set.
     counts: RefCell<KeyMap<u64>>,
@@ -93,6 +94,7 @@ impl NoiseState {
     /// Sets the noise and clears the counts.
     pub(crate) fn begin(&self, noise: Option<Noise>) {
         self.noise.set(noise);
+        self.was_set.set(true);
         self.counts.borrow_mut().clear();
     }
 
@@ -100,6 +102,11 @@ impl NoiseState {
     pub(crate) fn noise(&self) -> Option<Noise> {
         self.was_read.set(true);
         self.noise.get()
+    }
+
+    /// Whether [`NoiseState::begin`] was ever called.
+    pub(crate) fn was_set(&self) -> bool {
+        self.was_set.get()
     }
 
     /// Whether [`NoiseState::noise`] was ever called.

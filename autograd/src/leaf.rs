@@ -1,5 +1,9 @@
 //! Leaves: parameters as they are stored, and derived leaves: the same parameters in the layouts they are computed in.
 
+mod gathered;
+
+pub(crate) use gathered::{Regather, largest_numel};
+
 use crate::id::{Gradients, Id, Key, KeyMap};
 use crate::node::{BackwardSite, Node, add_cotangent, with_backward_site};
 use crate::program::AccumulationDType;
@@ -35,6 +39,8 @@ struct Leaf {
     site: &'static Location<'static>,
     /// The last round that used this leaf.
     last_used_round: Option<u32>,
+    /// The recording that made the tensor; 0 outside of recordings.
+    recording: u32,
 }
 
 impl Leaf {
@@ -54,6 +60,7 @@ impl Leaf {
             path,
             site,
             last_used_round: None,
+            recording: 0,
         }
     }
 
@@ -65,7 +72,7 @@ impl Leaf {
     /// Takes over the tensor of another leaf and the route to it. The accumulated cotangent stays.
     fn replace_with(&mut self, other: Leaf) {
         (self.tensor, self.tensor_id, self.origin) = (other.tensor, other.tensor_id, other.origin);
-        self.reuse = other.reuse;
+        (self.reuse, self.recording) = (other.reuse, other.recording);
         (self.layout, self.accumulation, self.site) = (other.layout, other.accumulation, other.site);
     }
 }
@@ -233,12 +240,14 @@ impl Leaves {
         subtree
     }
 
-    /// Another layout of a leaf, as a derived leaf; `None` if the leaf's parameter is another tensor now.
+    /// Another layout of a leaf, as a derived leaf; `None` if the leaf's parameter is another tensor now. `recording` is the running
+    /// recording, or 0.
     pub(crate) fn derive(
         &mut self,
         (origin, stored): (u32, &Tensor),
         to: &Layout,
-        (rank, context, is_meta): (&Rank, &Context, bool),
+        place: (&Rank, &Context, bool),
+        recording: u32,
         site: &'static Location<'static>,
     ) -> Option<(Id, Tensor)> {
         let origin_at = origin as usize;
@@ -250,20 +259,17 @@ impl Leaves {
         if let Some((at, held)) = known.and_then(|at| Some((at, self.leaves[at].tensor.clone()?))) {
             return Some((Id::Leaf(at as u32), held));
         }
-        let op = unwind(Redistribute::between(rank, stored.layout(), to).map_err(|e| e.at(site)));
-        let inference = unwind(op::plan(&*op, (rank, context), &[stored.layout()], &[], site));
-        let made = match is_meta {
-            true => op::meta(&inference, rank),
-            false => unwind(op::run(&*op, &[stored.local()], &inference, (rank, context), site)),
-        };
-        let tensor = made.into_iter().next().expect("redistribute has one output");
+        let op = unwind(Redistribute::between(place.0, stored.layout(), to).map_err(|e| e.at(site)));
+        let tensor = unwind(along_route(&*op, stored, place, site));
+        // What a block gathers is freed with the block: no later round reads it.
+        let is_freed = recording != 0 && largest_numel(to) > largest_numel(stored.layout());
         let stored = &self.leaves[origin_at];
         let (key, accumulation) = (stored.key, stored.accumulation.before_reduction());
-        let reuse = self.are_reused.then(|| tensor.cache_packed());
+        let reuse = (self.are_reused && !is_freed).then(|| tensor.cache_packed());
         let derived = Parameter { key, tensor: &tensor, accumulation };
-        let derived =
-            Leaf { origin: Some((origin, op)), ..Leaf::new(derived, reuse, (stored.path.clone(), site)) };
-        // A leaf whose tensor an earlier step released is filled again.
+        let new = Leaf::new(derived, reuse, (stored.path.clone(), site));
+        let derived = Leaf { origin: Some((origin, op)), recording, ..new };
+        // A leaf whose tensor an earlier step or a checkpointed block released is filled again.
         let at = known.unwrap_or(self.leaves.len());
         match known {
             Some(at) => {
@@ -361,4 +367,22 @@ impl Leaves {
         }
         gradients
     }
+}
+
+/// A tensor moved along a route, on a rank with a context, or as a meta tensor.
+///
+/// # Errors
+/// Errors of the collectives, `Kind::OutOfMemory`.
+fn along_route(
+    route: &dyn Op,
+    from: &Tensor,
+    (rank, context, is_meta): (&Rank, &Context, bool),
+    site: &'static Location<'static>,
+) -> Result<Tensor> {
+    let inference = op::plan(route, (rank, context), &[from.layout()], &[], site)?;
+    let made = match is_meta {
+        true => op::meta(&inference, rank),
+        false => op::run(route, &[from.local()], &inference, (rank, context), site)?,
+    };
+    Ok(made.into_iter().next().expect("redistribute has one output"))
 }

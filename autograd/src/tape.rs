@@ -5,8 +5,9 @@
 //! on one tape (gradient accumulation): each [`Var::backward`](crate::Var::backward) consumes the nodes and adds to the
 //! leaves, and [`Tape::gradients`] takes the adjoint of every route once, whatever the number of rounds.
 //!
-//! A derived leaf lives from its first use until [`Tape::gradients`], or until the tape is dropped. So a rank that
-//! stores a shard of a parameter and computes with all of it (FSDP) holds the whole parameter for the rest of the step.
+//! A derived leaf keeps its tensor from its first use until [`Tape::gradients`], or until the tape is dropped. So a rank
+//! that stores a shard of a parameter and computes with all of it (FSDP) holds the whole parameter for the rest of the
+//! step; within [`Tape::checkpoint`] it holds the whole parameter for one block at a time.
 
 mod var;
 mod replay;
@@ -20,7 +21,7 @@ pub(crate) use var::no_gradient_error;
 
 use crate::accumulate::{add, backward_node};
 use crate::id::{Gradients, Id, Key, Noise, NoiseState};
-use crate::leaf::{Leaves, Parameter};
+use crate::leaf::{Leaves, Parameter, Regather};
 use crate::node::{Node, with_backward_site};
 use crate::program::{AccumulationDType, OpRecord, Recorder, RecordingCache, Slot};
 use shardgrad_dist::{Error, Kind, Rank, Result};
@@ -159,8 +160,8 @@ impl Tape {
         (&self.0.rank, &self.0.context)
     }
 
-    /// Turns random ops on; with `None`, the default, dropout is the identity. A custom training loop calls this before
-    /// each round.
+    /// Sets the random numbers of the round, or with `None` turns random layers off: dropout is then the identity. A
+    /// custom training loop of a model with dropout calls this before each round.
     pub fn set_noise(&self, noise: Option<Noise>) {
         self.0.draws.begin(noise);
     }
@@ -176,6 +177,13 @@ impl Tape {
     #[must_use]
     pub fn noise(&self) -> Option<Noise> {
         self.0.draws.noise()
+    }
+
+    /// Whether this is a tape for training on which [`Tape::set_noise`] was never called: a random layer refuses it,
+    /// because the layer would be the identity unnoticed.
+    #[must_use]
+    pub fn lacks_noise(&self) -> bool {
+        self.0.tracks_parameters && !self.0.meta && !self.0.draws.was_set()
     }
 
     /// Whether [`Tape::noise`] was ever called. If so, values on this tape may depend on the step and row in it.
@@ -365,7 +373,18 @@ impl Tape {
     ) -> Option<(Id, Tensor)> {
         let Some(Id::Leaf(origin)) = id else { return None };
         let place = (self.rank(), self.context(), self.is_meta());
-        self.0.arena.borrow_mut().leaves.derive((origin, stored), to, place, site)
+        self.0.arena.borrow_mut().leaves.derive((origin, stored), to, place, self.recording(), site)
+    }
+
+    /// What the block that was recorded last saves of a value that it gathered, and how it gathers the value again; `None`
+    /// for all other values.
+    fn saved_ungathered(&self, id: Option<Id>) -> Option<(Tensor, Regather)> {
+        self.0.arena.borrow().leaves.saved_ungathered(self.0.num_recordings.get(), id?.leaf()?)
+    }
+
+    /// Frees the parameters that the block recorded last has gathered.
+    fn free_gathered(&self) {
+        self.0.arena.borrow_mut().leaves.free_gathered(self.0.num_recordings.get());
     }
 
     /// The key of a leaf.
@@ -383,6 +402,9 @@ impl Tape {
 
     /// Runs `block` so that the tape keeps only its arguments and the parameters it uses, and recomputes the other
     /// values in the backward pass. Values and gradients have the same bits as without checkpointing.
+    ///
+    /// Parameters stored as shards (FSDP) and gathered in the block are kept as shards: they are freed after the block,
+    /// and gathered again by the recomputation and by the next microbatch.
     ///
     /// While a program is being recorded, the block becomes one of the program's blocks.
     ///

@@ -29,17 +29,18 @@ pub mod trainer;
 pub use checkpoint::hf::{
     BertConfig, BertHead, ExpertsConfig, Gpt2Config, LlamaConfig, LlamaKind, ModelConfig,
 };
-pub use checkpoint::{CastCounts, CastRule, RunState, WeightSnapshot};
+pub use checkpoint::{CastCounts, CastRule, LoadFilter, RunState, WeightSnapshot};
 pub use inference::decoding::DecodingSession;
 pub use inference::inference_model::{InferenceModel, ResultRanks};
 pub use layer::kv_cache::{KvCache, LayerKvCache};
 pub use layer::{
     Attention, Block, Dropout, Embedding, EncoderAttention, FeedForward, GatedMlp, GroupedQueryAttention,
-    LayerNorm, Linear, MixtureOfExperts, Mlp, Residual, RmsNorm,
+    LayerNorm, Linear, Lora, MixtureOfExperts, Mlp, Residual, RmsNorm,
 };
 pub use loss::{CrossEntropy, bce_with_logits, cross_entropy, load_balancing_loss, mse};
 pub use model::{Bert, Gpt2, HfModel, LanguageModel, Llama};
 pub use module::activation_point::ActivationPoint;
+pub use module::adapter::{Adaptable, Adapter, AdapterSlot};
 pub use module::param::{Init, Param};
 pub use module::precision::Precision;
 pub use module::{Module, ModuleLeaf};

@@ -2,7 +2,7 @@
 
 use crate::module::activation_point::with_placements;
 use crate::module::name::{matches, nearest};
-use crate::module::param::Param;
+use crate::module::param::{Leader, Param};
 use crate::module::precision::Precision;
 use crate::module::{Module, ModuleLeaf, visit_leaves};
 use crate::plan::{Plan, RuleTarget};
@@ -26,6 +26,7 @@ pub struct Model<M> {
     rank: Rank,
     precision: Precision,
     params: Vec<Param>,
+    unmatched_rules: Vec<String>,
 }
 
 /// The next free parameter key of a rank: keys are unique over all models of the rank, so that two models can share a tape.
@@ -37,8 +38,9 @@ impl<M: Module> Model<M> {
     /// seed, name and global index only, not on the mesh.
     ///
     /// # Errors
-    /// `Kind::Config` for plan rules that cannot be parsed or match nothing, for two parameters of one name, for a parameter
-    /// that belongs to another model, and for a dim (of heads) sharded over more ranks than it has entries;
+    /// `Kind::Config` for plan rules that cannot be parsed or match nothing, for a mesh axis that the plan does not use
+    /// ([`Plan::copies`]), for two parameters of one name, for a parameter that belongs to another model, and for a dim (of
+    /// heads) sharded over more ranks than it has entries;
     /// `Kind::Layout` for a sharded dim that a parameter does not have; `Kind::OutOfMemory`.
     #[track_caller]
     pub fn new(rank: &Rank, module: M, plan: &Plan, seed: u64) -> Result<Model<M>> {
@@ -86,7 +88,8 @@ impl<M: Module> Model<M> {
         let mut used = vec![false; plan.num_rules()];
         let mut layouts = Vec::with_capacity(params.len());
         for (name, param) in &params {
-            layouts.push(param_layouts(rank, plan, name, param, precision, &mut used)?);
+            let leader = param.leader().map(|leader| (leader, name_of(&params, &leader.param)));
+            layouts.push(param_layouts(rank, plan, (name, param), leader, precision, &mut used)?);
         }
         let mut placements: HashMap<String, Vec<(Axis, Placement)>> = HashMap::with_capacity(points.len());
         for name in &points {
@@ -95,7 +98,8 @@ impl<M: Module> Model<M> {
         }
         let names: Vec<&str> = params.iter().map(|(name, _)| name.as_str()).collect();
         let point_names: Vec<&str> = points.iter().map(String::as_str).collect();
-        plan.check_all_rules_matched(&used, &names, &point_names)?;
+        let unmatched_rules = plan.check_all_rules_matched(&used, &names, &point_names)?;
+        plan.check_all_axes_used(rank.mesh(), &used)?;
         for ((name, param), (stored, compute)) in params.iter().zip(layouts) {
             param.bind(name, next_key(rank), stored, compute)?;
         }
@@ -105,7 +109,7 @@ impl<M: Module> Model<M> {
             }
         });
         let params = params.into_iter().map(|(_, param)| param).collect();
-        Ok(Model { module, rank: rank.clone(), precision, params })
+        Ok(Model { module, rank: rank.clone(), precision, params, unmatched_rules })
     }
 
     /// The rank that holds this part of the model.
@@ -126,8 +130,15 @@ impl<M: Module> Model<M> {
         self.precision
     }
 
-    /// Returns a tape that records a forward pass for backward; make a new one for each training step. Dropout is the identity
-    /// until [`Tape::set_noise`] sets the random numbers of the step.
+    /// The optional rules of the plan that match nothing in this model: in the plan of a model family, those for biases and output
+    /// layers that the model does not have.
+    #[must_use]
+    pub fn unmatched_rules(&self) -> &[String] {
+        &self.unmatched_rules
+    }
+
+    /// Returns a tape that records a forward pass for backward; make a new one for each training step. A model with dropout needs
+    /// [`Tape::set_noise`], which sets the random numbers of the step, before the forward pass.
     #[must_use]
     pub fn tape(&self) -> Tape {
         Tape::new(&self.rank)
@@ -177,6 +188,22 @@ impl<M: Module> Model<M> {
         if found.is_empty() { Err(self.unknown_param(pattern)) } else { Ok(found.len()) }
     }
 
+    /// Freezes all parameters except those whose names match a pattern, which are unfrozen: `model.freeze_all_but("*.lora_*")`
+    /// trains adapters alone. Returns the number of parameters that stay trainable.
+    ///
+    /// # Errors
+    /// `Kind::Config` with the nearest names if the pattern matches nothing; no parameter has changed then.
+    #[doc(alias = "mark_only_lora_as_trainable")]
+    pub fn freeze_all_but(&self, pattern: &str) -> Result<usize> {
+        let is_trained: Vec<bool> = self.params.iter().map(|p| matches(pattern, &p.name())).collect();
+        let count = is_trained.iter().filter(|trained| **trained).count();
+        if count == 0 {
+            return Err(self.unknown_param(pattern));
+        }
+        self.params.iter().zip(is_trained).for_each(|(p, trained)| p.set_frozen(!trained));
+        Ok(count)
+    }
+
     fn unknown_param(&self, pattern: &str) -> Error {
         let names: Vec<String> = self.params.iter().map(Param::name).collect();
         let near = nearest(pattern, names.iter().map(String::as_str)).join(", ");
@@ -224,17 +251,38 @@ fn named_leaves(module: &dyn Module) -> Result<(NamedParams, Vec<String>)> {
     Ok((params, points))
 }
 
-/// Returns the stored layout of a parameter, and its compute layout where that differs.
+/// The first name of a parameter; empty if the model does not have the parameter.
+fn name_of<'a>(params: &'a NamedParams, param: &Param) -> &'a str {
+    params.iter().find(|(_, p)| p.ptr_eq(param)).map_or("", |(name, _)| name)
+}
+
+/// Returns the stored layout of a parameter, and its compute layout where that differs. Rules by the parameter's own name override,
+/// per axis, the placements of the parameter that it is sharded like.
 fn param_layouts(
     rank: &Rank,
     plan: &Plan,
-    name: &str,
-    param: &Param,
+    (name, param): (&str, &Param),
+    leader: Option<(&Leader, &str)>,
     precision: Precision,
     used: &mut [bool],
 ) -> Result<(Layout, Option<Layout>)> {
-    let mut placements = |target| plan.placements(target, name, Some(param.shape()), rank.mesh(), used);
-    let (store, compute) = (placements(RuleTarget::Store), placements(RuleTarget::Compute));
+    let targets = [RuleTarget::Store, RuleTarget::Compute];
+    let mut placements = |name: &str, param: &Param| {
+        targets.map(|target| plan.placements(target, name, Some(param.shape()), rank.mesh(), used))
+    };
+    let own = placements(name, param);
+    let [store, compute] = match leader {
+        None => own,
+        Some((_, "")) => {
+            let text = format!("parameter `{name}` is sharded like a parameter that the model does not have");
+            let help = "adapt a model last, after the methods that return the same layer with another weight";
+            return Err(Error::new(Kind::Config, text).detail("help", help));
+        }
+        Some((leader, leader_name)) => {
+            let [store, compute] = placements(leader_name, &leader.param);
+            overridden(leader.placements_of_follower([&store, &compute]), own)
+        }
+    };
     let plain = Layout::invariant(rank.mesh(), precision.param_dtype, param.shape());
     let make = || {
         let stored = with_placements(&plain, &store)?;
@@ -247,6 +295,17 @@ fn param_layouts(
     let (stored, computed) = make().map_err(name_parameter)?;
     let computed = (computed != stored).then_some(computed);
     Ok((stored, computed))
+}
+
+/// Returns the placements by rules of a name where there are some for an axis, and else the inherited ones.
+fn overridden(
+    inherited: [Vec<(Axis, Placement)>; 2],
+    [own_store, own_compute]: [Vec<(Axis, Placement)>; 2],
+) -> [Vec<(Axis, Placement)>; 2] {
+    let [mut store, mut compute] = inherited;
+    store.retain(|(axis, _)| own_store.iter().all(|(own, _)| own != axis));
+    compute.retain(|(axis, _)| own_compute.iter().all(|(own, _)| own != axis));
+    [[store, own_store].concat(), [compute, own_compute].concat()]
 }
 
 fn next_key(rank: &Rank) -> Key {

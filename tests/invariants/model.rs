@@ -125,7 +125,8 @@ impl Sample {
     }
 
     fn plan(&self) -> Plan {
-        let mut plan = Plan::data_parallel("dp");
+        // Without the rules below, all ranks of tp do the same work.
+        let mut plan = Plan::copies("tp").and(Plan::data_parallel("dp"));
         if self.split_hidden {
             plan = plan.and(Plan::tensor_parallel("tp").column_parallel("*.up").row_parallel("*.down"));
         }

@@ -8,6 +8,7 @@
 use super::replay::{Recording, Values};
 use super::{Tape, Var};
 use crate::id::{Id, ReplayNoise};
+use crate::leaf::Regather;
 use crate::node::{BlockVjp, Node, NodeKind, SavedTensors};
 use crate::program::{Program, Slot};
 use shardgrad_dist::{Rank, Result};
@@ -27,7 +28,13 @@ pub(super) fn record_block(
     block: impl FnOnce(&[Var]) -> Result<Vec<Var>>,
 ) -> Result<Vec<Var>> {
     let Recording { mut program, external_inputs, results } = Recording::run(tape, arguments, site, block)?;
-    // The node owns the external inputs and releases them after its backward pass.
+    // The node owns the external inputs, gathered ones as they are stored, and releases them after its backward pass.
+    let saved = external_inputs.iter().map(|v| match tape.saved_ungathered(v.id()) {
+        Some((stored, regather)) => (Some(stored), Some(regather)),
+        None => (Some(v.tensor().clone()), None),
+    });
+    let (saved_inputs, regathers): (SmallVec<[Option<Tensor>; 4]>, Vec<Option<Regather>>) = saved.unzip();
+    tape.free_gathered();
     program.external_inputs.iter_mut().for_each(|external| external.constant = None);
     let inputs: SmallVec<[Option<Id>; 4]> = external_inputs.iter().map(Var::id).collect();
     // A result that the block detached is a constant outside of it too.
@@ -37,10 +44,10 @@ pub(super) fn record_block(
     if !live.contains(&true) {
         return Ok(results.into_iter().map(|v| tape.constant(v.tensor().clone())).collect());
     }
-    let saved_inputs = external_inputs.iter().map(|v| Some(v.tensor().clone())).collect();
     let saved = SavedTensors { inputs: saved_inputs, outputs: SmallVec::from_elem(None, results.len()) };
     let site = (tape.context().path(), site);
-    let node = Node::new(NodeKind::Block(Box::new(program)), inputs, saved, results.len(), site);
+    let block = CheckpointedBlock { program, regathers };
+    let node = Node::new(NodeKind::Block(Box::new(block)), inputs, saved, results.len(), site);
     let (round, node) = tape.push_node(node);
     let made = |(out, v): (usize, Var)| {
         let id = live[out].then_some(Id::Output { round, node, out: out as u32 });
@@ -49,7 +56,13 @@ pub(super) fn record_block(
     Ok(results.into_iter().enumerate().map(made).collect())
 }
 
-impl BlockVjp for Program {
+/// A checkpointed block: its program, and how to gather those of its inputs that were saved as they are stored.
+struct CheckpointedBlock {
+    program: Program,
+    regathers: Vec<Option<Regather>>,
+}
+
+impl BlockVjp for CheckpointedBlock {
     /// Replays the program on the saved inputs and backpropagates the given cotangents through it.
     fn vjp(
         &self,
@@ -58,25 +71,27 @@ impl BlockVjp for Program {
         cotangents: &[Option<Tensor>],
         (wanted, sums): (&[bool], &[GradAccumulator]),
     ) -> Cotangents {
-        let tape = Tape::new(rank);
+        let (tape, program) = (Tape::new(rank), &self.program);
         let mut values = Values::new();
-        for (i, (input, external)) in inputs.iter().zip(&self.external_inputs).enumerate() {
-            let tensor = input.as_ref().expect("a checkpoint keeps all that came from outside");
+        let context = Context::of(rank);
+        let before = context.set_backward(false);
+        for (i, (input, external)) in inputs.iter().zip(&program.external_inputs).enumerate() {
+            let saved = input.as_ref().expect("a checkpoint keeps all that came from outside");
+            let gathered = self.regathers[i].as_ref().map(|regather| regather.run(rank, context, saved));
+            let tensor = gathered.as_ref().unwrap_or(saved);
             let var = match wanted[i] {
                 true => tape.leaf_accumulated_in(i as u64, tensor, external.accumulation),
                 false => tape.constant(tensor.clone()),
             };
             values.insert(Slot::External(i as u32), var);
         }
-        let context = Context::of(rank);
-        let before = context.set_backward(false);
-        unwind(self.replay(0..self.records.len(), &mut values, ReplayNoise::Recorded));
+        unwind(program.replay(0..program.records.len(), &mut values, ReplayNoise::Recorded));
         context.set_backward(before);
         let seed = |(slot, cotangent): (&Slot, &Option<Tensor>)| {
             let id = values.get(slot).and_then(Var::id)?;
             Some((id, cotangent.clone()?))
         };
-        let seeds: Vec<(Id, Tensor)> = self.outputs.iter().zip(cotangents).filter_map(seed).collect();
+        let seeds: Vec<(Id, Tensor)> = program.outputs.iter().zip(cotangents).filter_map(seed).collect();
         drop(values);
         tape.preload_gradients(&seeds, |key| sums.get(key as usize)?.take());
         tape.backward_from(seeds);

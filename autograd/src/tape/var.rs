@@ -2,6 +2,7 @@
 
 use super::Tape;
 use crate::id::Id;
+use crate::leaf::largest_numel;
 use crate::node::{Node, NodeKind, SavedTensors};
 use crate::program::{OpRecord, RecordingCache, Slot};
 use shardgrad_dist::{Error, Kind, Result};
@@ -190,17 +191,13 @@ impl Var {
     /// memory. The block then saves that layout instead of the partial sum.
     fn is_reduced_before_block(&self, to: &Layout, recording: u32) -> bool {
         let tape = &self.0.tape;
-        // Compare sizes on the last ranks, which have the largest shards: all ranks must decide alike.
-        let mesh = self.rank().mesh();
-        let last: Vec<usize> = mesh.axes().map(|axis| mesh.size(axis) - 1).collect();
-        let numel = |layout: &Layout| layout.local_shape(&last).iter().product::<usize>();
         let is_made_in_it = self.0.slot.is_some_and(|(own, _)| own == recording);
         // A program recorded on meta tensors contains all its communication.
         recording != 0
             && !tape.is_meta()
             && !is_made_in_it
             && !self.layout().partial().is_empty()
-            && numel(to) <= numel(self.layout())
+            && largest_numel(to) <= largest_numel(self.layout())
             && !tape.recorder().is_argument(self.0.id, &self.0.tensor)
     }
 

@@ -76,6 +76,7 @@ mod tensors;
 pub mod hf;
 mod run;
 mod sharded;
+pub mod adapters;
 
 pub use atomic::commit::check_replaceable;
 pub use atomic::disk::{open_within, read_text};
@@ -85,6 +86,7 @@ pub use run::checkpoint_files::Checkpoint;
 pub use run::checkpoints::Checkpoints;
 pub use run::run_state::RunState;
 pub use sharded::cast_rule::{CastCounts, CastRule};
+pub use sharded::load_filter::LoadFilter;
 pub(crate) use sharded::param_checks::check_parameters;
 pub use sharded::save::FILE_BYTES_MAX;
 pub use sharded::weight_snapshot::WeightSnapshot;
@@ -128,7 +130,7 @@ pub fn save<M: HfModel>(
     let write = |dir: &Path| {
         model.save_folder(dir, FILE_BYTES_MAX, model.precision().param_dtype, (sidecars, Some(state.step)))
     };
-    save_as(dir, (model, &write), optim, state, &|name| model.hf_name(name))
+    save_as(dir, (model, &write), optim, state, &|name| model.file_name(name))
 }
 
 /// [`save`] for a model of any kind: tensors have the names of the parameters, and there is no `config.json`.
@@ -157,7 +159,7 @@ pub fn save_weights<M: Module>(
 #[doc(alias = "load_state_dict")]
 #[doc(alias = "load_checkpoint")]
 pub fn load<M: HfModel>(dir: &Path, model: &Model<M>, optim: &mut dyn Optimizer) -> Result<RunState> {
-    let files = load_optimizer(dir, model, optim, &|name| model.hf_name(name))?;
+    let files = load_optimizer(dir, model, optim, &|name| model.file_name(name))?;
     model.load_opened(&files.weights, CastRule::Widen)?;
     Ok(files.state)
 }

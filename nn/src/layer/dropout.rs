@@ -3,12 +3,13 @@
 use crate::module::activation_point::ActivationPoint;
 use crate::module::name::random_key;
 use crate::module::{Module, ModuleLeaf};
-use shardgrad_autograd::{Tape, Var};
+use shardgrad_autograd::{Noise, Tape, Var};
 use shardgrad_tensor::{Error, Kind, Point, Value, ops};
 use std::panic::Location;
 
-/// Dropout: y = x / (1 - p) where the random number of an element is at least p, else 0. On tapes without noise, the default,
-/// dropout is the identity; [`Tape::set_noise`] turns it on, as the trainer does.
+/// Dropout: y = x / (1 - p) where the random number of an element is at least p, else 0. [`Tape::set_noise`] sets the random numbers
+/// of a step, as the trainer does; a training tape without them is refused, because nothing would be dropped unnoticed. On inference
+/// tapes, and after `set_noise(None)`, dropout is the identity.
 ///
 /// The random number is a function of the seed of the run, the name of the layer, the count of its uses in the forward pass, the
 /// step, and the element's index in the global batch (rows are the first dim), so neither mesh nor microbatches change the mask. A
@@ -35,9 +36,36 @@ impl Dropout {
         Dropout { point: ActivationPoint::default(), p }
     }
 
+    /// The random numbers that the layer draws by on this tape; `None` if it drops nothing.
+    fn noise_at(&self, tape: &Tape, site: &'static Location<'static>) -> Option<Noise> {
+        // The noise is read only if p > 0: a program that reads the noise depends on the step.
+        if self.p == 0.0 {
+            return None;
+        }
+        if tape.lacks_noise() {
+            let name = self
+                .point
+                .name()
+                .map_or_else(|| "a dropout layer".to_string(), |name| format!("dropout layer `{name}`"));
+            let text = format!(
+                "{name} (p = {}) has no random numbers on a training tape and would drop nothing",
+                self.p
+            );
+            Error::new(Kind::Config, text)
+                .detail("help", "call tape.set_noise(Some(Noise { seed, step, first_row: 0 })) before the forward pass of each step; to train without dropout, call tape.set_noise(None)")
+                .at(site)
+                .raise();
+        }
+        tape.noise()
+    }
+
     /// Whether the layer drops elements on this tape.
+    ///
+    /// # Panics
+    /// As [`Dropout::forward`] without random numbers.
+    #[track_caller]
     pub(super) fn is_active(&self, tape: &Tape) -> bool {
-        self.p > 0.0 && tape.noise().is_some()
+        self.noise_at(tape, Location::caller()).is_some()
     }
 
     /// The end of a residual block: the addition of dropout(y) to x.
@@ -48,7 +76,8 @@ impl Dropout {
     /// Applies dropout to x, of any shape whose first dim is the rows of the batch.
     ///
     /// # Panics
-    /// Unwinds with `Kind::Config` on a tape with noise before [`Model::new`](crate::Model::new) has named the layer.
+    /// Unwinds with `Kind::Config` on a training tape on which [`Tape::set_noise`] was not called, and on a tape with noise before
+    /// [`Model::new`](crate::Model::new) has named the layer.
     #[track_caller]
     #[must_use]
     pub fn forward(&self, x: &Var) -> Var {
@@ -58,8 +87,7 @@ impl Dropout {
     /// [`Dropout::forward`] for the caller's line `site`.
     fn forward_at(&self, x: &Var, site: &'static Location<'static>) -> Var {
         let x = self.point.constrain_at(x, site);
-        // The noise is read only if p > 0: a program that reads the noise depends on the step.
-        let Some(noise) = (self.p > 0.0).then(|| x.tape().noise()).flatten() else { return x };
+        let Some(noise) = self.noise_at(x.tape(), site) else { return x };
         let name = self.point.name().unwrap_or_else(|| {
             let text = "a dropout layer is used before Model::new has named it; its mask depends on the name";
             Error::new(Kind::Config, text).at(site).raise()

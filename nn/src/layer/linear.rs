@@ -1,31 +1,34 @@
 //! Linear layer: y = x w + b, over one dim or several.
 
+mod adapted;
+
 use super::dropout::Residual;
-use crate::module;
 use crate::module::activation_point::ActivationPoint;
+use crate::module::adapter::AdapterSlot;
 use crate::module::param::{Init, Param};
 use shardgrad_autograd::Var;
 use shardgrad_tensor::Value;
 
-module! {
-    /// Linear layer, y = x w + b. The weight is `[in.., out..]`, the bias `[out..]`.
-    ///
-    /// Activation points: `input`, on x, and `out`, on the product, before bias and residual are added. With row-parallel weights the
-    /// product is a partial sum at `out`; a rule of the plan for `out` states the layout to which the sum is reduced.
-    #[doc(alias = "nn.Linear")]
-    #[doc(alias = "Dense")]
-    #[doc(alias = "ColumnParallelLinear")]
-    #[doc(alias = "RowParallelLinear")]
-    #[derive(Debug)]
-    pub struct Linear {
-        /// `[in.., out..]`.
-        pub weight: Param,
-        /// `[out..]`.
-        pub bias: Option<Param>,
-        pub(super) input: ActivationPoint,
-        pub(super) out: ActivationPoint;
-        num_in: usize,
-    }
+/// Linear layer, y = x w + b. The weight is `[in.., out..]`, the bias `[out..]`.
+///
+/// An adapter ([`Module::adapt`](crate::Module::adapt)) adds its term to x w, before `out`.
+///
+/// Activation points: `input`, on x, and `out`, on the product, before bias and residual are added. With row-parallel weights the
+/// product is a partial sum at `out`; a rule of the plan for `out` states the layout to which the sum is reduced.
+#[doc(alias = "nn.Linear")]
+#[doc(alias = "Dense")]
+#[doc(alias = "ColumnParallelLinear")]
+#[doc(alias = "RowParallelLinear")]
+#[derive(Debug)]
+pub struct Linear {
+    /// `[in.., out..]`.
+    pub weight: Param,
+    /// `[out..]`.
+    pub bias: Option<Param>,
+    pub(super) input: ActivationPoint,
+    pub(super) out: ActivationPoint,
+    adapter: AdapterSlot,
+    num_in: usize,
 }
 
 impl Linear {
@@ -51,6 +54,7 @@ impl Linear {
             bias: Some(Param::new(to).with_file_shape(&[columns])),
             input: ActivationPoint::default(),
             out: ActivationPoint::default(),
+            adapter: AdapterSlot::default(),
             num_in: from.len(),
         }
     }
@@ -116,7 +120,8 @@ impl Linear {
     pub(super) fn forward_optional_residual(&self, x: &Var, residual: Option<Residual<'_>>) -> Var {
         let (x, weight, bias) = self.operands(x);
         let (residual, branch) = Residual::parts(residual);
-        x.linear_general(&weight, self.num_in, bias.as_ref(), residual, &[&self.out, branch])
+        let out = self.adapted_out(&x);
+        x.linear_general(&weight, self.num_in, bias.as_ref(), residual, &[&out, branch])
     }
 
     /// Returns x after the point `input`, the weight and the bias.

@@ -57,10 +57,14 @@ impl Mlp {
     #[track_caller]
     fn forward_optional_residual(&self, x: &Var, residual: Option<Residual<'_>>) -> Var {
         let Mlp { c_fc, c_proj } = self;
+        if c_proj.adapter().is_some() {
+            // Its term needs the value between the products.
+            return c_proj.forward_optional_residual(&c_fc.forward(x).gelu(), residual);
+        }
         let (x, w1, b1) = c_fc.operands(x);
         let (b2, w2) = (c_proj.bias_on(&x), c_proj.weight.on(&x));
         let (residual, branch) = Residual::parts(residual);
-        let points: [&dyn Point<Var>; 4] = [&c_fc.out, &c_proj.input, &c_proj.out, branch];
+        let points: [&dyn Point<Var>; 4] = [&c_fc.adapted_out(&x), &c_proj.input, &c_proj.out, branch];
         x.mlp_general([&w1, &w2], [b1.as_ref(), b2.as_ref()], residual, &points)
     }
 }

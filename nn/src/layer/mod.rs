@@ -4,6 +4,7 @@
 pub mod kv_cache;
 mod dropout;
 mod linear;
+mod lora;
 mod layer_norm;
 mod rms_norm;
 mod embedding;
@@ -26,6 +27,7 @@ pub use gated_mlp::GatedMlp;
 pub use grouped_query_attention::GroupedQueryAttention;
 pub use layer_norm::LayerNorm;
 pub use linear::Linear;
+pub use lora::Lora;
 pub use mixture_of_experts::{GroupedExperts, MixtureOfExperts, Routing};
 pub use mlp::Mlp;
 pub use rms_norm::RmsNorm;

@@ -5,9 +5,13 @@ pub mod precision;
 pub(crate) mod watch;
 pub mod activation_point;
 pub mod param;
+pub mod adapter;
 
 use crate::module::activation_point::ActivationPoint;
+use crate::module::adapter::{Adaptable, Adapter};
+use crate::module::name::{matches, nearest};
 use crate::module::param::Param;
+use shardgrad_tensor::{Error, Kind};
 
 /// A leaf of the module tree.
 #[derive(Clone, Copy, Debug)]
@@ -29,6 +33,46 @@ pub trait Module {
     /// This module as a leaf: `Some` for a parameter or an activation point.
     fn leaf(&self) -> Option<ModuleLeaf<'_>> {
         None
+    }
+
+    /// This module as a layer that takes an adapter: `Some` for a [`Linear`](crate::Linear).
+    fn adaptable(&self) -> Option<&dyn Adaptable> {
+        None
+    }
+
+    /// Returns the same model with adapters in the layers whose paths match a pattern ([`matches`]), before
+    /// [`Model::new`](crate::Model::new): `Llama::new(&config).adapt("*.q_proj", |layer| Lora::new(layer, 8))`. All other
+    /// parameters stay trainable until [`Model::freeze_all_but`](crate::Model::freeze_all_but).
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::Config` if no layer that takes an adapter matches, or if one has an adapter already.
+    #[doc(alias = "get_peft_model")]
+    #[doc(alias = "target_modules")]
+    #[track_caller]
+    #[must_use]
+    fn adapt<A: Adapter + 'static>(self, pattern: &str, make: impl Fn(&dyn Adaptable) -> A) -> Self
+    where
+        Self: Sized,
+    {
+        let site = std::panic::Location::caller();
+        let (matching, others): (Vec<String>, Vec<String>) =
+            adapter::adaptable_layers(&self).into_iter().partition(|path| matches(pattern, path));
+        if matching.is_empty() {
+            let text = format!("no layer of the model that takes an adapter matches `{pattern}`");
+            let near = nearest(pattern, others.iter().map(String::as_str)).join(", ");
+            Error::new(Kind::Config, text).detail("nearest", near).at(site).raise();
+        }
+        visit_modules(&self, &mut |path, module| {
+            let is_matching = matching.iter().any(|matching| matching == path);
+            let Some(layer) = module.adaptable().filter(|_| is_matching) else { return };
+            if !layer.adapter_slot().set(Box::new(make(layer))) {
+                Error::new(Kind::Config, format!("layer `{path}` already has an adapter"))
+                    .detail("help", "adapt each layer once: give patterns that do not match the same layers")
+                    .at(site)
+                    .raise();
+            }
+        });
+        self
     }
 }
 
@@ -66,6 +110,10 @@ impl<M: Module> Module for Option<M> {
     fn leaf(&self) -> Option<ModuleLeaf<'_>> {
         self.as_ref().and_then(Module::leaf)
     }
+
+    fn adaptable(&self) -> Option<&dyn Adaptable> {
+        self.as_ref().and_then(Module::adaptable)
+    }
 }
 
 impl<M: Module + ?Sized> Module for Box<M> {
@@ -76,19 +124,32 @@ impl<M: Module + ?Sized> Module for Box<M> {
     fn leaf(&self) -> Option<ModuleLeaf<'_>> {
         (**self).leaf()
     }
+
+    fn adaptable(&self) -> Option<&dyn Adaptable> {
+        (**self).adaptable()
+    }
 }
 
 /// Calls `visit` with the dotted path of every leaf of a module and the leaf, depth first in the order of children.
 #[doc(alias = "named_parameters")]
 #[doc(alias = "state_dict")]
 pub fn visit_leaves(module: &dyn Module, visit: &mut dyn FnMut(&str, ModuleLeaf<'_>)) {
+    visit_modules(module, &mut |path, module| {
+        if let Some(leaf) = module.leaf() {
+            visit(path, leaf);
+        }
+    });
+}
+
+/// Calls `visit` with the dotted path of every module of a tree and the module, each before its children; the path of the root is
+/// empty.
+#[doc(alias = "named_modules")]
+pub fn visit_modules(module: &dyn Module, visit: &mut dyn FnMut(&str, &dyn Module)) {
     descend(module, "", visit);
 }
 
-fn descend(module: &dyn Module, path: &str, visit: &mut dyn FnMut(&str, ModuleLeaf<'_>)) {
-    if let Some(leaf) = module.leaf() {
-        visit(path, leaf);
-    }
+fn descend(module: &dyn Module, path: &str, visit: &mut dyn FnMut(&str, &dyn Module)) {
+    visit(path, module);
     module.children(&mut |name, child| {
         let below = if path.is_empty() { name.to_string() } else { format!("{path}.{name}") };
         descend(child, &below, visit);

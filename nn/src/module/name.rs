@@ -1,15 +1,36 @@
 //! Dotted parameter names: glob patterns, suggestions for misspelt patterns, and random keys derived from names.
 
 /// Whether a glob pattern matches `name`: `*` matches any run of characters, dots included. A pattern that does not begin with
-/// `*` also matches without the leading parts of the name: `c_fc.weight` matches `h.3.mlp.c_fc.weight`.
+/// `*` also matches without the leading parts of the name: `c_fc.weight` matches `h.3.mlp.c_fc.weight`. Patterns see through
+/// wrappers of layers ([`unwrapped`]): `c_fc.weight` matches `c_fc.base.weight`.
 ///
 /// ```
 /// use shardgrad_nn::module::name::matches;
 /// assert!(matches("c_fc.*", "h.3.mlp.c_fc.weight") && matches("h.*.bias", "h.3.mlp.c_fc.bias"));
+/// assert!(matches("q_proj.weight", "layers.0.q_proj.base.weight"));
 /// assert!(!matches("fc.weight", "h.3.mlp.c_fc.weight"));
 /// ```
 #[must_use]
 pub fn matches(pattern: &str, name: &str) -> bool {
+    matches_path(pattern, name) || unwrapped(name).is_some_and(|name| matches_path(pattern, &name))
+}
+
+/// Returns a name without its components `base`; `None` if it has none. A layer that wraps another one calls the wrapped layer
+/// `base`, so that the parameters of the wrapped layer keep their rules in plans and their names in files.
+///
+/// ```
+/// use shardgrad_nn::module::name::unwrapped;
+/// assert_eq!(unwrapped("layers.0.q_proj.base.weight").as_deref(), Some("layers.0.q_proj.weight"));
+/// assert_eq!(unwrapped("database.weight"), None);
+/// ```
+#[doc(alias = "base_layer")]
+#[must_use]
+pub fn unwrapped(name: &str) -> Option<String> {
+    let is_wrapped = name.split('.').any(|part| part == "base");
+    is_wrapped.then(|| name.split('.').filter(|part| *part != "base").collect::<Vec<_>>().join("."))
+}
+
+fn matches_path(pattern: &str, name: &str) -> bool {
     let tails = name.match_indices('.').map(|(dot, _)| &name[dot + 1..]);
     glob(pattern.as_bytes(), name.as_bytes())
         || (!pattern.starts_with('*')
@@ -109,6 +130,16 @@ mod tests {
             assert!(!matches(no, name), "{no}");
         }
         assert!(matches("a*b*c", "axbybzc") && !matches("a*b*c", "axbybz"));
+    }
+
+    #[test]
+    fn patterns_see_through_wrappers() {
+        let name = "h.0.attn.q_proj.base.weight";
+        for yes in ["q_proj.weight", "*.q_proj.weight", "q_proj.base.weight", "*.base.*", "h.*.weight"] {
+            assert!(matches(yes, name), "{yes}");
+        }
+        assert!(!matches("q_proj.base.weight", "h.0.attn.q_proj.weight"));
+        assert!(!matches("data.weight", "database.weight"));
     }
 
     #[test]

@@ -2,7 +2,9 @@
 
 use crate::module::name::random_key;
 use shardgrad_autograd::{Key, Tape, Var};
-use shardgrad_tensor::{Axis, Context, DType, Error, Kind, Layout, Rank, Resharding, Result, Tensor, Value};
+use shardgrad_tensor::{
+    Axis, Context, DType, Error, Kind, Layout, Placement, Rank, Resharding, Result, Tensor, Value,
+};
 use std::cell::{Cell, RefCell};
 use std::fmt;
 use std::panic::Location;
@@ -46,6 +48,45 @@ struct ParamSpec {
     init: Init,
     /// Dims of which every rank needs a non-empty shard, and what they count, such as heads.
     nonempty_dims: Vec<(usize, &'static str)>,
+    /// The parameter that this one is sharded like, if no rule of the plan says otherwise.
+    leader: Option<Leader>,
+}
+
+/// A parameter whose placements another one follows.
+#[derive(Clone, Debug)]
+pub(crate) struct Leader {
+    pub(crate) param: Param,
+    /// For each dim of the leader, the dim of the follower that is sharded with it.
+    dims: Vec<Option<usize>>,
+}
+
+impl Leader {
+    /// The stored and computed placements of the follower from those of the leader. Where the leader is sharded along a dim that
+    /// the follower does not have, the follower is computed as a replica: each rank uses it for its part of the work.
+    pub(crate) fn placements_of_follower(
+        &self,
+        [stored, computed]: [&[(Axis, Placement)]; 2],
+    ) -> [Vec<(Axis, Placement)>; 2] {
+        let own_dim = |dim: usize| self.dims.get(dim).copied().flatten();
+        let (mut own_stored, mut own_computed) = (Vec::new(), Vec::new());
+        for &(axis, placement) in stored {
+            match placement {
+                Placement::Shard(dim) => match own_dim(dim) {
+                    Some(dim) => own_stored.push((axis, Placement::Shard(dim))),
+                    None => own_computed.push((axis, Placement::Replicate)),
+                },
+                other => own_stored.push((axis, other)),
+            }
+        }
+        for &(axis, placement) in computed {
+            own_computed.retain(|(known, _)| *known != axis);
+            own_computed.push(match placement {
+                Placement::Shard(dim) => (axis, own_dim(dim).map_or(Placement::Replicate, Placement::Shard)),
+                other => (axis, other),
+            });
+        }
+        [own_stored, own_computed]
+    }
 }
 
 struct ParamState {
@@ -79,6 +120,7 @@ impl Param {
             file_order: None,
             init: Init::Zeros,
             nonempty_dims: Vec::new(),
+            leader: None,
         })
     }
 
@@ -122,6 +164,18 @@ impl Param {
     #[must_use]
     pub fn no_empty_shards(self, dim: usize, things: &'static str) -> Param {
         self.change(|d| d.nonempty_dims.push((dim, things)))
+    }
+
+    /// Returns the same declaration, sharded as another parameter of the model is on the axes for which the plan has no rule by its
+    /// own name. Dim d of `leader` corresponds to dim `dims[d]` of this parameter, or to none.
+    #[must_use]
+    pub fn sharded_like(self, leader: &Param, dims: &[Option<usize>]) -> Param {
+        self.change(|d| d.leader = Some(Leader { param: leader.clone(), dims: dims.to_vec() }))
+    }
+
+    /// The parameter that this one is sharded like.
+    pub(crate) fn leader(&self) -> Option<&Leader> {
+        self.0.spec.leader.as_ref()
     }
 
     /// The global shape.

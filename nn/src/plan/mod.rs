@@ -1,6 +1,8 @@
 //! Parallelism plans: which mesh axes shard which parameters and activations, as rules over their names.
 
 mod rule;
+mod unmatched;
+mod axes;
 mod parallel;
 mod pipeline;
 mod models;
@@ -8,8 +10,8 @@ mod models;
 pub use pipeline::{PipelinePlan, PipelineSchedule};
 pub(crate) use rule::RuleTarget;
 
-use crate::module::name::{matches, nearest};
-use rule::Rule;
+use crate::module::name::matches;
+use rule::{Presence, Rule};
 use shardgrad_tensor::{Axis, DType, Error, Kind, Layout, Mesh, Placement, Result};
 use std::fmt;
 
@@ -24,11 +26,12 @@ use std::fmt;
 /// | `tp~` | every rank has a copy, with a gradient of its own (replicate) |
 /// | `tp=` | every rank has the same copy and the same gradient (invariant) |
 /// | `tp+` | every rank has a partial sum |
-/// | `tp@1\|@2` | the first placement that leaves no rank with an empty shard; if none does, the one with the fewest empty shards |
+/// | `tp@1\|@2` | the first placement that leaves no rank with an empty shard; if none does, the one with the fewest empty shards. Dims that a parameter does not have are passed over: `store("*", "dp@0\|=")` covers scalars too |
 ///
 /// Several axes on one dim shard it in the order of their rules, the first axis outermost. Rules of axes that a mesh does not
-/// have are ignored, so one plan serves many meshes. Parameters without a rule are invariant (`=`); activations without a
-/// rule keep their layout.
+/// have are ignored, so one plan serves many meshes; an axis of the mesh that no rule uses is an error, since its ranks would do
+/// the same work ([`Plan::copies`] states that this is meant). Parameters without a rule are invariant (`=`); activations without
+/// a rule keep their layout.
 ///
 /// ```
 /// use shardgrad_nn::Plan;
@@ -68,7 +71,7 @@ impl Plan {
     #[doc(alias = "FullyShardedDataParallel")]
     #[must_use]
     pub fn store(self, pattern: &str, placements: &str) -> Plan {
-        self.rule(RuleTarget::Store, pattern, placements, false)
+        self.rule(RuleTarget::Store, pattern, placements, Presence::Required)
     }
 
     /// Adds a rule for the layout in which layers use parameters, where it differs from the stored one. A parameter moves there once
@@ -76,7 +79,7 @@ impl Plan {
     #[doc(alias = "FSDP")]
     #[must_use]
     pub fn compute(self, pattern: &str, placements: &str) -> Plan {
-        self.rule(RuleTarget::Compute, pattern, placements, false)
+        self.rule(RuleTarget::Compute, pattern, placements, Presence::Required)
     }
 
     /// Adds a rule for the layout of activations at [`ActivationPoint`](crate::ActivationPoint)s, for example sequence parallelism.
@@ -87,7 +90,7 @@ impl Plan {
     #[doc(alias = "PrepareModuleInput")]
     #[must_use]
     pub fn point(self, pattern: &str, placements: &str) -> Plan {
-        self.rule(RuleTarget::Point, pattern, placements, false)
+        self.rule(RuleTarget::Point, pattern, placements, Presence::Required)
     }
 
     /// Combines two plans: the rules of this plan, then those of the other.
@@ -110,14 +113,14 @@ impl Plan {
         self
     }
 
-    fn rule(mut self, target: RuleTarget, pattern: &str, placements: &str, optional: bool) -> Plan {
+    fn rule(mut self, target: RuleTarget, pattern: &str, placements: &str, presence: Presence) -> Plan {
         if placements.split_whitespace().next().is_none() {
             self.errors.push(format!(
                 "{target} {pattern}: the rule has no placement; write axis@dim, axis~, axis= or axis+"
             ));
         }
         for word in placements.split_whitespace() {
-            match Rule::read(target, pattern, word, optional) {
+            match Rule::read(target, pattern, word, presence) {
                 Ok(rule) => self.rules.push(rule),
                 Err(why) => self.errors.push(format!("{target} {pattern} {word}: {why}")),
             }
@@ -183,37 +186,6 @@ impl Plan {
     pub(crate) fn num_rules(&self) -> usize {
         self.rules.len()
     }
-
-    /// Rejects rules that match nothing. `params` and `points` are the existing names.
-    pub(crate) fn check_all_rules_matched(
-        &self,
-        used: &[bool],
-        params: &[&str],
-        points: &[&str],
-    ) -> Result<()> {
-        let unmatched: Vec<&Rule> =
-            self.rules.iter().zip(used).filter(|(r, used)| !**used && !r.optional).map(|(r, _)| r).collect();
-        if unmatched.is_empty() {
-            return Ok(());
-        }
-        let error = Error::new(
-            Kind::Config,
-            format!("{} rule(s) of the plan match nothing in the model", unmatched.len()),
-        );
-        Err(unmatched.into_iter().fold(error, |error, rule| {
-            let (what, names) = match rule.target {
-                RuleTarget::Point => ("points", points),
-                RuleTarget::Store | RuleTarget::Compute => ("parameters", params),
-            };
-            let near = nearest(&rule.pattern, names.iter().copied());
-            let near = if near.is_empty() {
-                "the model has none".to_string()
-            } else {
-                format!("nearest: {}", near.join(", "))
-            };
-            error.detail("rule", format!("{rule}: no such {what}; {near}"))
-        }))
-    }
 }
 
 /// One rule per line, in order, after the pipeline and the batch axes.
@@ -277,21 +249,5 @@ mod tests {
         assert_eq!(layout("tp=2,dp=2"), "i64[8@dp, 5]");
         assert_eq!(layout("fsdp=2,dp=2"), "i64[8@dp@fsdp, 5]");
         assert!(plan.batch_layout(&Mesh::single(), DType::I64, &[]).is_err());
-    }
-
-    #[test]
-    fn rules_without_a_match_suggest_the_nearest_names() {
-        let plan = Plan::new().store("up.wieght", "tp@1").point("dwn.out", "tp=").compute("up.weight", "dp~");
-        let mut used = vec![false; 3];
-        let _ = plan.placements(RuleTarget::Compute, "up.weight", None, &Mesh::single(), &mut used);
-        assert_eq!(used, [false, false, true]);
-        let text = plan
-            .check_all_rules_matched(&used, &["up.weight", "up.bias"], &["down.out"])
-            .unwrap_err()
-            .to_string();
-        assert!(text.contains("2 rule(s)"), "{text}");
-        assert!(text.contains("store up.wieght tp@1: no such parameters; nearest: up.weight"), "{text}");
-        assert!(text.contains("point dwn.out tp=: no such points; nearest: down.out"), "{text}");
-        assert!(plan.check_all_rules_matched(&[true; 3], &[], &[]).is_ok());
     }
 }

@@ -1,18 +1,23 @@
 //! Plans of the model families (GPT-2, Llama, BERT): how tensor parallelism shards each parameter.
+//!
+//! A model of the family has some matrix of each kind (`OneOf`): where no rule of a kind matches, layers have other names and would
+//! be copies on every rank without notice, so that the plan is refused. Biases and untied output layers are optional
+//! ([`Model::unmatched_rules`](crate::Model::unmatched_rules) lists those that a model does not have).
 
+use super::rule::Presence::{self, OneOf, Optional};
 use super::{Plan, RuleTarget};
 
 /// Parameters of GPT-2 and their stored placements. Heads and hidden units are sharded, so a block costs two all-reduces forward and
 /// two backward; the vocabulary is sharded, so no rank ever holds all logits.
-const GPT2_TENSOR: [(&str, &str); 8] = [
-    ("wte.weight", "tp@0"),
-    ("h.*.attn.c_attn.weight", "tp@2"),
-    ("h.*.attn.c_attn.bias", "tp@1"),
-    ("h.*.attn.c_proj.weight", "tp@0"),
-    ("h.*.mlp.c_fc.weight", "tp@1"),
-    ("h.*.mlp.c_fc.bias", "tp@0"),
-    ("h.*.mlp.c_proj.weight", "tp@0"),
-    ("lm_head.weight", "tp@0"),
+const GPT2_TENSOR: [(&str, &str, Presence); 8] = [
+    ("wte.weight", "tp@0", OneOf("token embedding")),
+    ("h.*.attn.c_attn.weight", "tp@2", OneOf("attention projections")),
+    ("h.*.attn.c_attn.bias", "tp@1", Optional),
+    ("h.*.attn.c_proj.weight", "tp@0", OneOf("output projections")),
+    ("h.*.mlp.c_fc.weight", "tp@1", OneOf("first layers of MLPs")),
+    ("h.*.mlp.c_fc.bias", "tp@0", Optional),
+    ("h.*.mlp.c_proj.weight", "tp@0", OneOf("second layers of MLPs")),
+    ("lm_head.weight", "tp@0", Optional),
 ];
 
 impl Plan {
@@ -21,9 +26,8 @@ impl Plan {
     pub fn gpt2() -> Plan {
         let start =
             Plan::data_parallel("dp").and(Plan::context_parallel("cp")).and(Plan::pipeline_parallel("pp"));
-        // Optional rules: without blocks, or with a tied output layer, some of these parameters do not exist.
-        GPT2_TENSOR.iter().fold(start, |plan, (pattern, placement)| {
-            plan.rule(RuleTarget::Store, pattern, placement, *pattern != "wte.weight")
+        GPT2_TENSOR.iter().fold(start, |plan, (pattern, placement, presence)| {
+            plan.rule(RuleTarget::Store, pattern, placement, *presence)
         })
     }
 }
@@ -31,21 +35,21 @@ impl Plan {
 /// Parameters of the Llama family and their stored placements. Key heads, with their groups of query heads, and hidden units are
 /// sharded, so a block costs two all-reduces forward and two backward; the vocabulary is sharded, so no rank ever holds all
 /// logits. With fewer key heads than ranks, the query heads of each group are sharded, and every rank has all keys.
-const LLAMA_TENSOR: [(&str, &str); 14] = [
-    ("model.embed_tokens.weight", "tp@0"),
-    ("*.self_attn.q_proj.weight", "tp@1|@2"),
-    ("*.self_attn.q_proj.bias", "tp@0|@1"),
-    ("*.self_attn.k_proj.weight", "tp@1|="),
-    ("*.self_attn.k_proj.bias", "tp@0|="),
-    ("*.self_attn.v_proj.weight", "tp@1|="),
-    ("*.self_attn.v_proj.bias", "tp@0|="),
-    ("*.self_attn.o_proj.weight", "tp@0|@1"),
-    ("*.mlp.gate_proj.weight", "tp@1"),
-    ("*.mlp.gate_proj.bias", "tp@0"),
-    ("*.mlp.up_proj.weight", "tp@1"),
-    ("*.mlp.up_proj.bias", "tp@0"),
-    ("*.mlp.down_proj.weight", "tp@0"),
-    ("lm_head.weight", "tp@0"),
+const LLAMA_TENSOR: [(&str, &str, Presence); 14] = [
+    ("model.embed_tokens.weight", "tp@0", OneOf("token embedding")),
+    ("*.self_attn.q_proj.weight", "tp@1|@2", OneOf("query projections")),
+    ("*.self_attn.q_proj.bias", "tp@0|@1", Optional),
+    ("*.self_attn.k_proj.weight", "tp@1|=", OneOf("key projections")),
+    ("*.self_attn.k_proj.bias", "tp@0|=", Optional),
+    ("*.self_attn.v_proj.weight", "tp@1|=", OneOf("value projections")),
+    ("*.self_attn.v_proj.bias", "tp@0|=", Optional),
+    ("*.self_attn.o_proj.weight", "tp@0|@1", OneOf("output projections")),
+    ("*.mlp.gate_proj.weight", "tp@1", OneOf("gate projections")),
+    ("*.mlp.gate_proj.bias", "tp@0", Optional),
+    ("*.mlp.up_proj.weight", "tp@1", OneOf("up projections")),
+    ("*.mlp.up_proj.bias", "tp@0", Optional),
+    ("*.mlp.down_proj.weight", "tp@0", OneOf("down projections")),
+    ("lm_head.weight", "tp@0", Optional),
 ];
 
 /// Compute placements of keys and values. Key projections that every rank has are used as replicas: their gradients are then reduced
@@ -58,10 +62,10 @@ const LLAMA_KEYS: [(&str, &str); 4] = [
 ];
 
 /// Experts: hidden units are sharded, as those of a dense MLP.
-const LLAMA_EXPERTS: [(&str, &str); 3] = [
-    ("*.mlp.experts.gate_proj", "tp@2"),
-    ("*.mlp.experts.up_proj", "tp@2"),
-    ("*.mlp.experts.down_proj", "tp@1"),
+const LLAMA_EXPERTS: [(&str, &str, Presence); 3] = [
+    ("*.mlp.experts.gate_proj", "tp@2", OneOf("gate projections")),
+    ("*.mlp.experts.up_proj", "tp@2", OneOf("up projections")),
+    ("*.mlp.experts.down_proj", "tp@1", OneOf("down projections")),
 ];
 
 impl Plan {
@@ -72,8 +76,8 @@ impl Plan {
     #[must_use]
     pub fn llama_moe() -> Plan {
         // After the other batch axes, so that `dp` is the outermost axis of the rows.
-        let plan = LLAMA_EXPERTS.iter().fold(Plan::llama(), |plan, (pattern, placement)| {
-            plan.rule(RuleTarget::Store, pattern, placement, true)
+        let plan = LLAMA_EXPERTS.iter().fold(Plan::llama(), |plan, (pattern, placement, presence)| {
+            plan.rule(RuleTarget::Store, pattern, placement, *presence)
         });
         plan.and(Plan::expert_parallel("ep"))
     }
@@ -82,34 +86,33 @@ impl Plan {
     /// vocabulary).
     #[must_use]
     pub fn llama() -> Plan {
-        // Optional rules: not every model has biases, blocks and an untied output layer.
         let start =
             Plan::data_parallel("dp").and(Plan::context_parallel("cp")).and(Plan::pipeline_parallel("pp"));
-        let plan = LLAMA_TENSOR.iter().fold(start, |plan, (pattern, placement)| {
-            plan.rule(RuleTarget::Store, pattern, placement, *pattern != "model.embed_tokens.weight")
+        let plan = LLAMA_TENSOR.iter().fold(start, |plan, (pattern, placement, presence)| {
+            plan.rule(RuleTarget::Store, pattern, placement, *presence)
         });
-        LLAMA_KEYS
-            .iter()
-            .fold(plan, |plan, (pattern, placement)| plan.rule(RuleTarget::Compute, pattern, placement, true))
+        LLAMA_KEYS.iter().fold(plan, |plan, (pattern, placement)| {
+            plan.rule(RuleTarget::Compute, pattern, placement, Optional)
+        })
     }
 }
 
 /// Parameters of BERT and their stored placements. Heads and hidden units are sharded, so a block costs two all-reduces forward and
 /// two backward; the vocabulary is sharded, so no rank ever holds all logits.
-const BERT_TENSOR: [(&str, &str); 13] = [
-    ("embeddings.word_embeddings.weight", "tp@0"),
-    ("layer.*.attention.query.weight", "tp@1"),
-    ("layer.*.attention.query.bias", "tp@0"),
-    ("layer.*.attention.key.weight", "tp@1"),
-    ("layer.*.attention.key.bias", "tp@0"),
-    ("layer.*.attention.value.weight", "tp@1"),
-    ("layer.*.attention.value.bias", "tp@0"),
-    ("layer.*.attention.dense.weight", "tp@0"),
-    ("layer.*.intermediate.weight", "tp@1"),
-    ("layer.*.intermediate.bias", "tp@0"),
-    ("layer.*.output.weight", "tp@0"),
-    ("head.decoder.weight", "tp@0"),
-    ("head.bias", "tp@0"),
+const BERT_TENSOR: [(&str, &str, Presence); 13] = [
+    ("embeddings.word_embeddings.weight", "tp@0", OneOf("token embedding")),
+    ("layer.*.attention.query.weight", "tp@1", OneOf("query projections")),
+    ("layer.*.attention.query.bias", "tp@0", Optional),
+    ("layer.*.attention.key.weight", "tp@1", OneOf("key projections")),
+    ("layer.*.attention.key.bias", "tp@0", Optional),
+    ("layer.*.attention.value.weight", "tp@1", OneOf("value projections")),
+    ("layer.*.attention.value.bias", "tp@0", Optional),
+    ("layer.*.attention.dense.weight", "tp@0", OneOf("output projections")),
+    ("layer.*.intermediate.weight", "tp@1", OneOf("first layers of MLPs")),
+    ("layer.*.intermediate.bias", "tp@0", Optional),
+    ("layer.*.output.weight", "tp@0", OneOf("second layers of MLPs")),
+    ("head.decoder.weight", "tp@0", Optional),
+    ("head.bias", "tp@0", Optional),
 ];
 
 impl Plan {
@@ -118,9 +121,8 @@ impl Plan {
     pub fn bert() -> Plan {
         let start =
             Plan::data_parallel("dp").and(Plan::context_parallel("cp")).and(Plan::pipeline_parallel("pp"));
-        // Optional rules: not every model has blocks and a head.
-        BERT_TENSOR.iter().fold(start, |plan, (pattern, placement)| {
-            plan.rule(RuleTarget::Store, pattern, placement, !pattern.starts_with("embeddings"))
+        BERT_TENSOR.iter().fold(start, |plan, (pattern, placement, presence)| {
+            plan.rule(RuleTarget::Store, pattern, placement, *presence)
         })
     }
 }

@@ -14,6 +14,7 @@
 //!   forward, an all-gather and two reduce-scatters backward. No shape depends on the routing. Lepikhin et al., "GShard", arXiv
 //!   2006.16668; dispatch as `--moe-token-dispatcher-type allgather` of Megatron-LM.
 
+use super::rule::Presence;
 use super::{Plan, RuleTarget};
 
 impl Plan {
@@ -29,7 +30,7 @@ impl Plan {
     #[must_use]
     pub fn data_parallel(axis: &str) -> Plan {
         let plan = Plan { batch: vec![(axis.to_string(), 0)], ..Plan::new() };
-        plan.rule(RuleTarget::Compute, "*", &format!("{axis}~"), true)
+        plan.rule(RuleTarget::Compute, "*", &format!("{axis}~"), Presence::Optional)
     }
 }
 
@@ -68,7 +69,7 @@ impl Plan {
                 RuleTarget::Store,
                 &format!("{layer}.{part}"),
                 &format!("{axis}@{dim}"),
-                *part == "bias",
+                if *part == "bias" { Presence::Optional } else { Presence::Required },
             )
         })
     }
@@ -89,10 +90,10 @@ impl Plan {
     #[must_use]
     pub fn context_parallel(axis: &str) -> Plan {
         let plan = Plan { batch: vec![(axis.to_string(), 1)], ..Plan::new() };
-        let plan = plan.rule(RuleTarget::Compute, "*", &format!("{axis}~"), true);
+        let plan = plan.rule(RuleTarget::Compute, "*", &format!("{axis}~"), Presence::Optional);
         // These rules are optional: a model may have no attention.
         CONTEXT_POINTS.iter().fold(plan, |plan, (point, placement)| {
-            plan.rule(RuleTarget::Point, point, &format!("{axis}{placement}"), true)
+            plan.rule(RuleTarget::Point, point, &format!("{axis}{placement}"), Presence::Optional)
         })
     }
 }
@@ -116,10 +117,15 @@ impl Plan {
         let split = format!("{axis}@0");
         let plan = EXPERT_PARAMS.iter().fold(Plan::data_parallel(axis), |plan, stack| {
             // A later rule wins: experts are used where they are stored.
-            plan.rule(RuleTarget::Store, stack, &split, true).rule(RuleTarget::Compute, stack, &split, true)
+            plan.rule(RuleTarget::Store, stack, &split, Presence::Optional).rule(
+                RuleTarget::Compute,
+                stack,
+                &split,
+                Presence::Optional,
+            )
         });
         EXPERT_POINTS.iter().fold(plan, |plan, (point, placement)| {
-            plan.rule(RuleTarget::Point, point, &format!("{axis}{placement}"), true)
+            plan.rule(RuleTarget::Point, point, &format!("{axis}{placement}"), Presence::Optional)
         })
     }
 }

@@ -14,6 +14,17 @@ pub(crate) enum RuleTarget {
     Point,
 }
 
+/// Whether a rule must match a name of the model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Presence {
+    /// The rule must match.
+    Required,
+    /// The rule may match nothing, as for the bias of a layer that may have none.
+    Optional,
+    /// At least one rule of a kind must match: dense MLPs and experts are two forms of one kind.
+    OneOf(&'static str),
+}
+
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Rule {
     pub(super) target: RuleTarget,
@@ -21,8 +32,7 @@ pub(super) struct Rule {
     pub(super) axis: String,
     /// The placements to choose from, in order of preference; usually one.
     placements: Vec<Placement>,
-    /// Whether the rule may match nothing, as for the bias of a layer that may have none.
-    pub(super) optional: bool,
+    pub(super) presence: Presence,
 }
 
 impl Rule {
@@ -31,7 +41,7 @@ impl Rule {
         target: RuleTarget,
         pattern: &str,
         word: &str,
-        optional: bool,
+        presence: Presence,
     ) -> Result<Rule, String> {
         let (axis, placements) = parse(word)
             .ok_or_else(|| format!("`{word}` is not a placement; write axis@dim, axis~, axis= or axis+"))?;
@@ -43,14 +53,15 @@ impl Rule {
         if target == RuleTarget::Point && placements.len() > 1 {
             return Err("a point takes one placement, not a choice".to_string());
         }
-        Ok(Rule { target, pattern: pattern.to_string(), axis: axis.to_string(), placements, optional })
+        Ok(Rule { target, pattern: pattern.to_string(), axis: axis.to_string(), placements, presence })
     }
 
     /// Chooses the placement for a parameter of a shape over an axis of `size` ranks: the first that leaves no rank with an empty shard,
-    /// or else the one with the fewest empty shards. Without a shape, the first.
+    /// or else the one with the fewest empty shards. A dim that the shape does not have counts as empty on every rank, so that
+    /// another placement is chosen if there is one. Without a shape, the first.
     pub(super) fn placement(&self, shape: Option<&[usize]>, size: usize) -> Placement {
         let parts = |placement: &Placement| match (placement, shape) {
-            (Placement::Shard(dim), Some(shape)) => shape.get(*dim).map_or(size, |extent| size.min(*extent)),
+            (Placement::Shard(dim), Some(shape)) => shape.get(*dim).map_or(0, |extent| size.min(*extent)),
             _ => size,
         };
         let mut best = self.placements[0];
@@ -100,7 +111,8 @@ mod tests {
     use super::*;
 
     fn chosen(word: &str, shape: &[usize], size: usize) -> String {
-        Rule::read(RuleTarget::Compute, "x", word, false).unwrap().placement(Some(shape), size).to_string()
+        let rule = Rule::read(RuleTarget::Compute, "x", word, Presence::Required).unwrap();
+        rule.placement(Some(shape), size).to_string()
     }
 
     #[test]
@@ -112,12 +124,22 @@ mod tests {
         assert_eq!(chosen("tp@1|=", &[9, 2], 4), "=");
         assert_eq!(chosen("tp@1|~", &[9, 2], 2), "@1");
         assert_eq!(chosen("tp@1", &[9, 2], 4), "@1", "a single placement");
-        assert_eq!(chosen("tp@5|~", &[9, 2], 4), "@5", "a missing dim is rejected later");
+        assert_eq!(chosen("tp@5", &[9, 2], 4), "@5", "a missing dim without a choice is rejected later");
+    }
+
+    #[test]
+    fn a_choice_passes_over_dims_that_the_parameter_does_not_have() {
+        assert_eq!(chosen("tp@5|~", &[9, 2], 4), "~");
+        assert_eq!(chosen("dp@1|=", &[9], 2), "=");
+        assert_eq!(chosen("dp@0|=", &[], 2), "=", "a scalar");
+        assert_eq!(chosen("dp@1|@0|=", &[9], 2), "@0");
+        assert_eq!(chosen("dp@2|@1", &[9, 1], 2), "@1", "one empty shard instead of no dim");
     }
 
     #[test]
     fn choices_of_states_are_parsed_and_displayed() {
-        let rule = |target, word| Rule::read(target, "a.b", word, false).map(|rule| rule.to_string());
+        let rule =
+            |target, word| Rule::read(target, "a.b", word, Presence::Required).map(|rule| rule.to_string());
         assert_eq!(rule(RuleTarget::Store, "tp@1|@2|="), Ok("store a.b tp@1|@2|=".to_string()));
         assert!(rule(RuleTarget::Store, "tp@1|~").unwrap_err().contains("sharded (axis@dim) or invariant"));
         assert!(rule(RuleTarget::Point, "tp@1|~").unwrap_err().contains("a point takes one placement"));

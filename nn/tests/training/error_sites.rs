@@ -14,7 +14,8 @@ fn is_of_this_file(error: &Error) -> bool {
 fn gradients_of_another_model_are_rejected() {
     for mesh in ["", "dp=2"] {
         run(mesh, |rank| {
-            let [first, second] = [1, 2].map(|seed| Model::new(rank, Linear::new(3, 2), &Plan::new(), seed));
+            let plan = Plan::copies("dp");
+            let [first, second] = [1, 2].map(|seed| Model::new(rank, Linear::new(3, 2), &plan, seed));
             let (first, second) = (first?, second?);
             let tape = first.tape();
             let x = tape.constant(Tensor::from_host(rank, &[1, 3], &[1.0f32, 2.0, 3.0])?);
@@ -46,7 +47,8 @@ fn step(is_frozen: bool, loss: fn(&Var) -> Var) -> Error {
             Ok(vec![Tensor::full(rank, &layout, 1.0)?])
         };
         let forward = |model: &Linear, x: &[Var]| loss(&model.forward(&x[0]));
-        let (plan, settings) = (Plan::new(), TrainerConfig { microbatches: 2, ..TrainerConfig::new(4) });
+        let (plan, settings) =
+            (Plan::data_parallel("dp"), TrainerConfig { microbatches: 2, ..TrainerConfig::new(4) });
         let mut trainer =
             Trainer::new(rank, Linear::new(3, 2), &plan, Sgd::new(0.1), settings, read, forward)?;
         if is_frozen {

@@ -117,7 +117,7 @@ fn sharding_decides_whether_the_residual_is_fused() {
     let sequence = || Plan::new().store("r", "tp@1");
     for (mesh, plan, is_fused) in [
         ("dp=2", rows(), [true, true, true]),
-        ("tp=2", Plan::new(), [true, true, true]),
+        ("tp=2", Plan::copies("tp"), [true, true, true]),
         ("tp=2", Plan::new().point("*.out", "tp="), [false, false, false]),
         ("tp=2", tensor(), [false, false, false]),
         ("tp=2", sequence(), [false, false, false]),

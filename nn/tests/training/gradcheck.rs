@@ -6,8 +6,8 @@ use shardgrad_autograd::{Key, Noise, Tape, Var};
 use shardgrad_nn::ExpertsConfig;
 use shardgrad_nn::{
     Attention, Bert, BertConfig, Block, Dropout, Embedding, EncoderAttention, GatedMlp, Gpt2, Gpt2Config,
-    GroupedQueryAttention, LanguageModel, LayerNorm, Linear, Llama, LlamaConfig, LlamaKind, MixtureOfExperts,
-    Mlp, Model, Module, Plan, RmsNorm, cross_entropy,
+    GroupedQueryAttention, LanguageModel, LayerNorm, Linear, Llama, LlamaConfig, LlamaKind, Lora,
+    MixtureOfExperts, Mlp, Model, Module, Plan, RmsNorm, cross_entropy,
 };
 use shardgrad_tensor::ops::Input;
 use shardgrad_tensor::{DType, Rank, Result, Tensor, Value};
@@ -293,6 +293,16 @@ fn language() {
     }
 }
 
+fn lora() {
+    for (from, to) in [(&[4][..], &[3][..]), (&[2, 2], &[3, 2])] {
+        let make = || {
+            let layer = Linear::general(from, to).adapt("*", |layer| Lora::new(layer, 2).alpha(3.0));
+            Subject { noise: true, ..on(layer, &[&[&[2], from].concat()], |m, x| m.forward(&x[0])) }
+        };
+        check("LoRA", make);
+    }
+}
+
 /// The file of each layer and model, and its check.
 const FILES: &[(&str, fn())] = &[
     ("layer/attention", attention),
@@ -305,6 +315,7 @@ const FILES: &[(&str, fn())] = &[
     ("layer/grouped_query_attention", grouped_query_attention),
     ("layer/layer_norm", layer_norm),
     ("layer/linear", linear),
+    ("layer/lora", lora),
     ("layer/mlp", mlp),
     ("layer/rms_norm", rms_norm),
     ("layer/encoder_attention", encoder_attention),

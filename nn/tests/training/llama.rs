@@ -29,7 +29,7 @@ fn biased() -> LlamaConfig {
 }
 
 fn outcome(config: &LlamaConfig, mesh: &str, noise: bool, recompute: bool) -> Outcome {
-    let plan = Plan::llama();
+    let plan = Llama::plan(config);
     let mut outcomes = run(mesh, |rank| {
         let module = Llama::new(config).recompute(recompute);
         let model = Model::with_dtype(rank, module, &plan, 5, DType::F64)?;
@@ -184,7 +184,7 @@ fn a_tensor_parallel_block_needs_two_all_reduces_each_way() {
 fn tensor_and_data_parallel_models_need_the_expected_collectives() {
     let step_of = |mesh: &str, config: &LlamaConfig| {
         let mut records = run(mesh, |rank| {
-            let plan = Plan::llama();
+            let plan = Llama::plan(config);
             let model = Model::with_dtype(rank, Llama::new(config), &plan, 5, DType::F64)?;
             let tape = model.tape();
             traced(rank, || {

@@ -2,6 +2,7 @@
 
 use super::model_config::ModelConfig;
 use crate::module::Module;
+use crate::module::name::unwrapped;
 
 /// A model that can be loaded from and saved to Hugging Face folders.
 #[doc(alias = "PreTrainedModel")]
@@ -12,6 +13,12 @@ pub trait HfModel: Module {
 
     /// Returns the name in files of the parameter with a dotted name.
     fn hf_name(&self, name: &str) -> String;
+
+    /// Returns the name in files of the parameter with a dotted name; a layer in a wrapper has the name of the layer alone
+    /// ([`unwrapped`]).
+    fn file_name(&self, name: &str) -> String {
+        self.hf_name(unwrapped(name).as_deref().unwrap_or(name))
+    }
 
     /// Returns the name in older files of the parameter with a dotted name, where it differs.
     fn legacy_hf_name(&self, _name: &str) -> Option<String> {

@@ -1,11 +1,13 @@
 //! Loading the weights of models from Hugging Face folders, on any mesh.
 
 use super::cast_rule::{CastCounts, CastRule, is_exact};
+use super::load_filter::LoadFilter;
 use crate::checkpoint::hf::HfModel;
 use crate::checkpoint::tensors::safetensors_header::TensorInfo;
 use crate::checkpoint::tensors::weights::Weights;
 use crate::module::Module;
 use crate::module::name::matches;
+use crate::module::param::Param;
 use crate::sharded_model::Model;
 use shardgrad_tensor::{Error, Kind, Layout, Rank, Result, Tensor};
 use std::collections::HashSet;
@@ -33,16 +35,33 @@ impl<M: HfModel> Model<M> {
     /// system refuses (`Kind::Io`). A tensor of which each rank reads only a part is verified by one rank, which
     /// alone returns the error.
     pub fn load_as(&self, dir: &Path, cast: CastRule) -> Result<CastCounts> {
-        self.load_opened(&Weights::open(dir)?, cast)
+        self.load_filtered(dir, cast, &LoadFilter::new())
+    }
+
+    /// [`Model::load_as`] except for the parameters that a filter names, such as the adapters of an adapted model.
+    ///
+    /// # Errors
+    /// As [`Model::load_as`]; `Kind::Config` if a pattern of the filter matches nothing.
+    pub fn load_filtered(&self, dir: &Path, cast: CastRule, filter: &LoadFilter) -> Result<CastCounts> {
+        self.load_opened_filtered(&Weights::open(dir)?, cast, filter)
     }
 
     /// [`Model::load_as`] from open files.
     pub(crate) fn load_opened(&self, weights: &Weights, cast: CastRule) -> Result<CastCounts> {
+        self.load_opened_filtered(weights, cast, &LoadFilter::new())
+    }
+
+    fn load_opened_filtered(
+        &self,
+        weights: &Weights,
+        cast: CastRule,
+        filter: &LoadFilter,
+    ) -> Result<CastCounts> {
         let names = |name: &str| {
-            let (usual, older) = (self.hf_name(name), self.legacy_hf_name(name));
+            let (usual, older) = (self.file_name(name), self.legacy_hf_name(name));
             [usual, name.to_string()].into_iter().chain(older).collect()
         };
-        load_into(self, weights, cast, &names, self.ignored_on_load())
+        load_into(self, weights, cast, &names, self.ignored_on_load(), filter)
     }
 }
 
@@ -53,7 +72,16 @@ impl<M: Module> Model<M> {
     /// # Errors
     /// As [`Weights::open`] and [`Model::load_weights_as`].
     pub fn load_weights(&self, dir: &Path) -> Result<CastCounts> {
-        self.load_weights_as(&Weights::open(dir)?, CastRule::Widen, &str::to_string, &[])
+        self.load_weights_filtered(dir, &LoadFilter::new())
+    }
+
+    /// [`Model::load_weights`] except for the parameters that a filter names.
+    ///
+    /// # Errors
+    /// As [`Model::load_weights`]; `Kind::Config` if a pattern of the filter matches nothing.
+    pub fn load_weights_filtered(&self, dir: &Path, filter: &LoadFilter) -> Result<CastCounts> {
+        let names = |name: &str| vec![name.to_string()];
+        load_into(self, &Weights::open(dir)?, CastRule::Widen, &names, &[], filter)
     }
 
     /// Loads the parameters from files. A parameter is the tensor with the name that `name_in_file` returns,
@@ -70,7 +98,8 @@ impl<M: Module> Model<M> {
         name_in_file: &dyn Fn(&str) -> String,
         ignored_on_load: &[&str],
     ) -> Result<CastCounts> {
-        load_into(self, weights, cast, &|name| vec![name_in_file(name), name.to_string()], ignored_on_load)
+        let names = |name: &str| vec![name_in_file(name), name.to_string()];
+        load_into(self, weights, cast, &names, ignored_on_load, &LoadFilter::new())
     }
 }
 
@@ -93,17 +122,26 @@ fn load_into<M: Module>(
     cast: CastRule,
     names_in_file: &dyn Fn(&str) -> Vec<String>,
     ignored_on_load: &[&str],
+    filter: &LoadFilter,
 ) -> Result<CastCounts> {
+    let params: Vec<String> = model.params().iter().map(Param::name).collect();
+    let tensors: Vec<&str> = weights.tensors().map(|t| t.name.as_str()).collect();
+    filter.check_all_patterns_matched(&params.iter().map(String::as_str).collect::<Vec<_>>(), &tensors)?;
     let (mut mismatches, mut casts) = (Mismatches::default(), CastCounts::default());
     let mut found = Vec::with_capacity(model.params().len());
     let mut used = HashSet::new();
     for param in model.params() {
         let candidates = names_in_file(&param.name());
         let Some(tensor) = candidates.iter().find_map(|n| weights.get(n)) else {
-            mismatches.missing.push(candidates[0].clone());
+            if !filter.accepts_missing(&param.name()) && !filter.leaves_out(&param.name()) {
+                mismatches.missing.push(candidates[0].clone());
+            }
             continue;
         };
         used.insert(tensor.name.as_str());
+        if filter.leaves_out(&param.name()) {
+            continue;
+        }
         if tensor.shape != param.file_shape() || !tensor.dtype.is_float() {
             let (name, wanted) = (&tensor.name, param.file_shape());
             mismatches
@@ -121,8 +159,12 @@ fn load_into<M: Module>(
         found.push((param, tensor));
     }
     let is_part = |name: &str| weights.stack_containing(name).is_some_and(|stack| used.contains(stack));
-    let known =
-        |name: &str| used.contains(name) || is_part(name) || ignored_on_load.iter().any(|p| matches(p, name));
+    let known = |name: &str| {
+        used.contains(name)
+            || is_part(name)
+            || filter.leaves_out(name)
+            || ignored_on_load.iter().any(|p| matches(p, name))
+    };
     mismatches.unknown.extend(weights.tensors().map(|t| t.name.clone()).filter(|name| !known(name)));
     mismatches.check(weights.path())?;
     for (param, tensor) in found.into_iter().filter(|(param, _)| param.is_local()) {

@@ -86,7 +86,7 @@ impl<M: HfModel> Model<M> {
     ) -> Result<Option<String>> {
         let config = self.model_config().with_dtype(dtype).lossless_json()?;
         let contents = FolderContents { config: Some(&config), sidecars, bytes_max, step };
-        write_folder(self, dir, &contents, dtype, &|name| self.hf_name(name))
+        write_folder(self, dir, &contents, dtype, &|name| self.file_name(name))
     }
 }
 

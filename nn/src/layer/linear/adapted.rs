@@ -1,0 +1,76 @@
+//! A linear layer as a module that takes an adapter.
+
+use super::Linear;
+use crate::module::Module;
+use crate::module::adapter::{Adaptable, Adapter, AdapterSlot};
+use crate::module::param::Param;
+use shardgrad_autograd::Var;
+use shardgrad_tensor::{Point, Value};
+use std::panic::Location;
+
+/// The parameters of an adapter come last, beside those of the layer.
+impl Module for Linear {
+    fn children(&self, visit: &mut dyn FnMut(&str, &dyn Module)) {
+        visit("weight", &self.weight);
+        visit("bias", &self.bias);
+        visit("input", &self.input);
+        visit("out", &self.out);
+        self.adapter.children(visit);
+    }
+
+    fn adaptable(&self) -> Option<&dyn Adaptable> {
+        Some(self)
+    }
+}
+
+impl Adaptable for Linear {
+    fn adapted_weight(&self) -> &Param {
+        &self.weight
+    }
+
+    fn num_in(&self) -> usize {
+        self.num_in
+    }
+
+    fn adapter_slot(&self) -> &AdapterSlot {
+        &self.adapter
+    }
+}
+
+impl Linear {
+    /// The adapter, if [`Module::adapt`] has installed one.
+    #[must_use]
+    pub fn adapter(&self) -> Option<&dyn Adapter> {
+        self.adapter.get()
+    }
+
+    /// The point `out` of the layer for an input, after the point `input`: adds the term of the adapter, if there is one.
+    pub(in crate::layer) fn adapted_out<'a>(&'a self, x: &'a Var) -> AdaptedOut<'a> {
+        AdaptedOut { layer: self, x }
+    }
+}
+
+/// The product of a layer on its way to the activation point `out`, where an adapter adds its term: partial sums of both are reduced
+/// together.
+pub(in crate::layer) struct AdaptedOut<'a> {
+    layer: &'a Linear,
+    /// The input of the product.
+    x: &'a Var,
+}
+
+impl Point<Var> for AdaptedOut<'_> {
+    fn is_identity(&self, x: &Var) -> bool {
+        self.layer.adapter().is_none() && self.layer.out.is_identity(x)
+    }
+
+    fn pass(&self, value: &Var, site: &'static Location<'static>) -> Var {
+        match self.layer.adapter() {
+            Some(adapter) => self.layer.out.pass(&value.add(&adapter.forward(self.x)), site),
+            None => self.layer.out.pass(value, site),
+        }
+    }
+
+    fn enter(&self, x: &Var) {
+        self.layer.out.enter(x);
+    }
+}
