@@ -20,7 +20,7 @@ struct Chunk {
 };
 
 // An infinite product of gates becomes the largest f64: times a carry of zero it is zero and not NaN.
-__device__ __forceinline__ double finite(double p) {
+__device__ __forceinline__ double bounded(double p) {
     const double largest = 1.7976931348623157e308;
     return p > largest ? largest : p < -largest ? -largest : p;
 }
@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gated_scan_summary(const T
         p *= gate;
         c = REVERSED ? gate * (c + value) : gate * c + value;
     }
-    summaries[own.number * 2 * lanes + own.lane] = finite(p);
+    summaries[own.number * 2 * lanes + own.lane] = bounded(p);
     summaries[(own.number * 2 + 1) * lanes + own.lane] = c;
 }
 
@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gated_scan_total(const dou
         p *= gate;
         c = gate * c + summaries[(number * 2 + 1) * lanes + lane];
     }
-    total[lane] = finite(p);
+    total[lane] = bounded(p);
     total[lanes + lane] = c;
 }
 
