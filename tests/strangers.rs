@@ -43,6 +43,7 @@ fn left_token(port: u16) -> Option<String> {
 }
 
 #[test]
+#[allow(clippy::print_stdout, reason = "a test that is skipped says so")]
 fn another_user_of_the_machine_cannot_join() {
     let is_root = fs::metadata("/proc/self").is_ok_and(|found| found.uid() == 0);
     if !is_root {
@@ -100,6 +101,7 @@ fn resident_bytes(child: &Child) -> usize {
 }
 
 #[test]
+#[allow(clippy::print_stdout, reason = "the figure is a result")]
 fn memory_of_a_rank_under_hostile_connections_is_bounded() {
     const NUM_CONNECTIONS: usize = 200;
     const BYTES_MAX: usize = 8 << 20;
@@ -171,6 +173,7 @@ fn run_apart(
 }
 
 #[test]
+#[allow(clippy::print_stdout, reason = "a test that is skipped says so")]
 fn ranks_on_several_machines_need_a_token() {
     let folder = Folder::new("apart");
     let (data, out) = (write_text(&folder), folder.path("out"));
@@ -199,7 +202,7 @@ fn ranks_on_several_machines_need_a_token() {
     let token = ("SHARDGRAD_TOKEN", "0123456789abcdef0123456789abcdef");
     let (codes, messages) = run_apart([&[]; 2], &[token], &generate);
     assert_eq!(codes, [Some(0); 2], "{messages:?}");
-    let file = folder.file("token", "fedcba98765432100123456789abcdef\n".to_string());
+    let file = folder.file("token", "fedcba98765432100123456789abcdef\n");
     use std::os::unix::fs::PermissionsExt;
     fs::set_permissions(&file, fs::Permissions::from_mode(0o600)).unwrap();
     let (codes, messages) = run_apart([&["--token-file", &file]; 2], &[token], &generate);

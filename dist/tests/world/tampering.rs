@@ -201,6 +201,7 @@ fn names_the_connection(error: &Error) -> bool {
 }
 
 #[test]
+#[allow(clippy::print_stdout, reason = "the counts are a result")]
 fn changes_on_the_way_end_the_world_with_an_error() {
     const NUM_TRIALS: usize = 500;
     let start = Instant::now();

@@ -52,7 +52,7 @@ const CALLS_MAX: usize = 2000;
 const SHAPES: [[usize; 2]; 3] = [[4, 4], [64, 64], [1024, 1024]];
 
 /// Rounds over the kinds of links: each round measures each kind, so that a change of the machine's load meets all of them.
-const NUM_LINK_ROUNDS: usize = 5;
+const NUM_LINK_ROUNDS: usize = 3;
 /// Shapes of the tensors over links, f32: 64 B to 64 MiB.
 const LINK_SHAPES: [[usize; 2]; 4] = [[4, 4], [64, 64], [1024, 1024], [4096, 4096]];
 

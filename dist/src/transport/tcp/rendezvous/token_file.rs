@@ -194,9 +194,9 @@ fn run_time_folder() -> Result<PathBuf> {
         Error::new(Kind::Io, why).detail("help", help)
     };
     match DirBuilder::new().mode(0o700).create(&folder) {
-        Err(e) if e.kind() != ErrorKind::AlreadyExists => return Err(failed(e.to_string())),
+        Err(e) if e.kind() != ErrorKind::AlreadyExists => Err(failed(e.to_string())),
         _ if !is_own(&folder) => {
-            return Err(failed("it is not a folder of this user that only this user can write".to_string()));
+            Err(failed("it is not a folder of this user that only this user can write".to_string()))
         }
         _ => Ok(folder),
     }
