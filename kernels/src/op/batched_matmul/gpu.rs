@@ -11,6 +11,7 @@ pub(super) const SOURCE: &str = concat!(include_str!("../gpu_tile_product.cu"), 
 
 /// Equals the constants in the CUDA source.
 const THREADS: usize = 256;
+#[cfg(any(test, feature = "cuda"))]
 const TILE: usize = 64;
 
 pub(super) fn batched_matmul(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
@@ -28,6 +29,7 @@ pub(super) fn batched_matmul(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Resu
     Ok(())
 }
 
+#[cfg(any(test, feature = "cuda"))]
 pub(super) fn tiled(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let [g, m, n] = [0, 1, 2].map(|d| launch.outputs[0].view.shape[d]);
     let args = vec![GridArg::Input(0), GridArg::Input(1), GridArg::Output(0), layout(launch)];

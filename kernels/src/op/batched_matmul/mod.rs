@@ -36,6 +36,7 @@ pub static BATCHED_MATMUL: Kernel = Kernel {
 };
 
 /// [`BATCHED_MATMUL`] in plain arithmetic on GPUs, for products that the library of the device refuses. Sums are accumulated in the order of k.
+#[cfg(any(test, feature = "cuda"))]
 pub(crate) static TILED_MATMUL: Kernel =
     Kernel { gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::tiled }), ..BATCHED_MATMUL };
 
