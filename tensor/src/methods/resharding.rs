@@ -99,7 +99,8 @@ mod tests {
 
     #[test]
     fn misuse_is_refused_with_the_source_line() {
-        let cases: [(u32, fn(&Tensor) -> Tensor); 2] = [
+        type Case = fn(&Tensor) -> Tensor;
+        let cases: [(u32, Case); 2] = [
             (line!(), |x| x.whole_along(1)),
             (line!(), |x| x.to_layout(&Layout::invariant(x.layout().mesh(), x.dtype(), &[3]))),
         ];
