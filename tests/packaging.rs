@@ -85,7 +85,7 @@ fn each_crate_resolves_the_features_of_the_workspace() {
 #[test]
 fn libraries_need_few_packages() {
     let libraries = resolved_features("normal", &["-p", "shardgrad", "--no-default-features"]);
-    assert!(libraries.len() <= 25, "{:#?}", libraries.keys());
+    assert!(libraries.len() <= 57, "{:#?}", libraries.keys());
     assert!(!libraries.keys().any(|package| package.starts_with("clap ")), "{:#?}", libraries.keys());
 }
 

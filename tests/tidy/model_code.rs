@@ -43,8 +43,9 @@ pub(super) fn reads_no_layout(source: &Source) -> Vec<Finding> {
         for at in 1..level.len() {
             let is_method = is_mark(level, at - 1, '.') || at > 1 && is_path_mark(level, at - 2);
             let is_call = is_method && group(level, at + 1, Delimiter::Parenthesis).is_some();
-            // Dropout is a point of fused ops itself.
-            let is_point = source.path == "nn/src/layer/dropout.rs"
+            // Dropout, and the product of a layer with an adapter, are points of fused ops themselves.
+            let is_point = ["nn/src/layer/dropout.rs", "nn/src/layer/linear/adapted.rs"]
+                .contains(&source.path.as_str())
                 && word(level, at).is_some_and(|name| name == "is_identity");
             let is_forbidden =
                 |name: &String| is_call && !is_point && LAYOUT_METHODS.contains(&name.as_str());
