@@ -40,7 +40,7 @@ pub trait Module {
         None
     }
 
-    /// Returns the same model with adapters in the layers whose paths match a pattern ([`matches`]), before
+    /// Returns the same model with adapters in the layers whose paths match a pattern ([`matches`](name::matches())), before
     /// [`Model::new`](crate::Model::new): `Llama::new(&config).adapt("*.q_proj", |layer| Lora::new(layer, 8))`. All other
     /// parameters stay trainable until [`Model::freeze_all_but`](crate::Model::freeze_all_but).
     ///

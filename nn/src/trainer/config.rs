@@ -16,7 +16,7 @@ pub struct TrainerConfig {
     pub microbatches: usize,
     /// Seed of the initial parameter values and of random ops such as dropout.
     pub seed: u64,
-    /// Compute dtype. With f16 the loss is scaled ([`LossScale`]).
+    /// Compute dtype. With f16 the loss is scaled ([`LossScale`](crate::LossScale)).
     #[doc(alias = "amp")]
     #[doc(alias = "mixed precision")]
     #[doc(alias = "autocast")]
