@@ -133,9 +133,8 @@ impl Tape {
         }))
     }
 
-    /// Prepares an empty tape for several rounds (gradient accumulation). With more than one round, the back end is
-    /// told that the leaves are read again ([`Tensor::cache_packed`]) until [`Tape::gradients`], and caches prepacked operands
-    /// for them. This takes memory; results are the same.
+    /// Prepares an empty tape for several rounds (gradient accumulation). With more than one round, the back end
+    /// caches prepacked operands of the leaves ([`Tensor::cache_packed`]) until [`Tape::gradients`], because each round reads them. This takes memory; results are the same.
     #[doc(alias = "gradient accumulation")]
     #[doc(alias = "accumulation steps")]
     #[must_use]

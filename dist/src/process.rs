@@ -91,7 +91,7 @@ impl Process {
         Process { token: Some(token), is_insecure: false, ..self }
     }
 
-    /// Connects without a token: whoever reaches the ports of the ranks can take a rank, read and change what is sent, and end the run.
+    /// Connects without a token: anyone who reaches the ports of the ranks can take a rank, read and change what is sent, and end the run.
     #[must_use]
     pub fn insecure(self) -> Process {
         Process { token: None, is_insecure: true, ..self }

@@ -46,7 +46,7 @@ pub(crate) fn main() -> ExitCode {
     if let Some(process) = process.as_ref().filter(|process| process.is_insecure() && process.rank() == 0) {
         let (host, port) = (process.host(), process.port());
         eprintln!(
-            "--insecure: connections are neither authenticated nor encrypted; whoever reaches {host}:{port} or a port of another rank can \
+            "--insecure: connections are neither authenticated nor encrypted; anyone who reaches {host}:{port} or a port of another rank can \
              take a rank, read and change gradients and weights, and end the run"
         );
     }

@@ -4,7 +4,7 @@
 //! checkpointing trades time for memory, and so it does here: what a block gathers from a shard is freed with the block's
 //! activations, and the recomputation gathers it again. The leaf itself stays, so that gradients are accumulated and reduced once
 //! per step. Parameters that are used outside of blocks, and compute layouts that take no more memory than the stored ones, are kept
-//! as ever.
+//! for the step.
 
 use super::{Leaves, along_route};
 use shardgrad_dist::Rank;

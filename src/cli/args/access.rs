@@ -22,7 +22,7 @@ pub(crate) struct AccessArgs {
     /// that rank 0 leaves in --out until all ranks are connected; on one machine, in the user's run-time folder]
     #[arg(long, value_name = "FILE", conflicts_with = "insecure")]
     token_file: Option<PathBuf>,
-    /// Connect processes without a token: whoever reaches their ports can take a rank, read and change gradients and weights, and end
+    /// Connect processes without a token: anyone who reaches their ports can take a rank, read and change gradients and weights, and end
     /// the run
     #[arg(long)]
     insecure: bool,

@@ -46,7 +46,7 @@ impl KeySource {
                 Ok(KeySource::LeftFile(run_time_folder()?.join(name)))
             }
             None => {
-                let why = "ranks on several machines need a token: without it, whoever reaches their ports could take a rank";
+                let why = "ranks on several machines need a token: without it, anyone who reaches their ports could take a rank";
                 let help = "set SHARDGRAD_TOKEN to the same secret on all machines (as from `openssl rand -hex 32`), or give --token-file FILE; \
                             --insecure connects without";
                 Err(Error::new(Kind::Config, why).detail("help", help))
@@ -100,7 +100,7 @@ impl LeftFile {
         if let Some(folder) = self.path.parent() {
             fs::create_dir_all(folder)?;
         }
-        // A name that nobody can guess: whoever else may write to the folder cannot be there first.
+        // The name cannot be guessed, so another user who may write to the folder cannot create the file first.
         let mut name = self.path.clone().into_os_string();
         name.push(format!(".{}", blake3::hash(self.text.as_bytes()).to_hex()));
         let new = PathBuf::from(name);
