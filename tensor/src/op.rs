@@ -19,7 +19,7 @@ use crate::tensor::Tensor;
 use apply::apply_with_options;
 pub use apply::{OpHandle, apply, meta, run};
 pub(crate) use apply::{OutputOptions, apply_first};
-pub use decomposition::{Decomposition, Operand, Point, select_form};
+pub use decomposition::{Decomposition, Operand, Point};
 pub use error_text::suggested_repairs;
 pub use forward_context::ForwardContext;
 pub use grad_accumulator::GradAccumulator;
@@ -182,15 +182,6 @@ pub trait Op: fmt::Debug + 'static {
             )
             .raise()
     }
-}
-
-/// How an op computes on arguments of some layouts.
-#[derive(Debug)]
-pub enum Form {
-    /// By its own kernel.
-    Kernel(Rc<Inference>),
-    /// By simpler ops.
-    Decomposed(Decomposition),
 }
 
 /// Infers steps and output layouts from the signature of an op, as the default of [`Op::infer`]; results are cached.

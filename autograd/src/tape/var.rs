@@ -7,7 +7,6 @@ use crate::node::{Node, NodeKind, SavedTensors};
 use crate::program::{OpRecord, RecordingCache, Slot};
 use shardgrad_dist::{Error, Kind, Result};
 use shardgrad_tensor::execution::local_tensor::with_mapped;
-use shardgrad_tensor::op::Form;
 use shardgrad_tensor::ops::redistribute::Redistribute;
 use shardgrad_tensor::{Inference, Layout, Op, Point, Tensor, Value, op};
 use smallvec::SmallVec;
@@ -376,19 +375,15 @@ impl Value for Var {
         let context = (tape.rank(), tape.context());
         let are_identities: SmallVec<[bool; 4]> =
             points.iter().map(|point| point.is_identity(args[0])).collect();
-        let form = with_mapped(
-            args,
-            |v| v.layout(),
-            |layouts| op::select_form(&*op, context, layouts, &are_identities, site),
-        );
-        let inference = match form.unwrap_or_else(|e| e.raise()) {
-            Form::Kernel(inference) => inference,
-            Form::Decomposed(parts) => {
-                return parts.run(args, points, site, |op, args, points| {
-                    Var::apply_at(op.clone(), args, points, site)
-                });
-            }
-        };
+        if let Some(parts) = with_mapped(args, |v| v.layout(), |layouts| op.decompose(layouts, &are_identities))
+        {
+            return parts.run(args, points, site, |op, args, points| {
+                Var::apply_at(op.clone(), args, points, site)
+            });
+        }
+        let inference =
+            with_mapped(args, |v| v.layout(), |layouts| op::plan(&*op, context, layouts, &[], site))
+                .unwrap_or_else(|e| e.raise());
         if inference.targets.iter().all(Option::is_none) {
             return run(common_tape(args), (&op, &inference), args, site);
         }

@@ -1,9 +1,6 @@
 //! Decompositions: a fused op as a composition of simpler ops, for the layouts that its kernel does not compute.
 
-use super::{Form, Op, plan};
-use crate::execution::context::Context;
-use crate::layout::Layout;
-use shardgrad_dist::{Rank, Result};
+use super::Op;
 use smallvec::{SmallVec, smallvec};
 use std::ops::Range;
 use std::panic::Location;
@@ -128,24 +125,5 @@ impl Decomposition {
             outputs.push(made);
         }
         outputs.pop().expect("a decomposition has a step")
-    }
-}
-
-/// Selects the form of an op on arguments of some layouts: its kernel, planned, or its decomposition. `points` states for each
-/// point of the call whether values pass the point unchanged.
-///
-/// # Errors
-/// As [`plan`].
-#[inline]
-pub fn select_form(
-    op: &dyn Op,
-    rank_context: (&Rank, &Context),
-    args: &[&Layout],
-    points: &[bool],
-    site: &'static Location<'static>,
-) -> Result<Form> {
-    match op.decompose(args, points) {
-        Some(parts) => Ok(Form::Decomposed(parts)),
-        None => Ok(Form::Kernel(plan(op, rank_context, args, &[], site)?)),
     }
 }
