@@ -5,6 +5,7 @@ use crate::program::Program;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_tensor::{Layout, op};
 use smallvec::SmallVec;
+use std::fmt;
 use std::str::FromStr;
 
 /// Where a program is cut into stages.
@@ -46,6 +47,21 @@ impl FromStr for Cut {
         }
         let counts: Option<Vec<usize>> = parts.iter().map(|p| p.parse().ok()).collect();
         Ok(counts.map_or_else(|| Cut::At(parts.iter().map(|p| (*p).to_string()).collect()), Cut::Layers))
+    }
+}
+
+/// The text that [`FromStr`] parses.
+impl fmt::Display for Cut {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Cut::Balanced => f.write_str("balanced"),
+            Cut::Measured => f.write_str("measured"),
+            Cut::Layers(counts) => {
+                let counts: Vec<String> = counts.iter().map(usize::to_string).collect();
+                f.write_str(&counts.join(","))
+            }
+            Cut::At(paths) => f.write_str(&paths.join(",")),
+        }
     }
 }
 

@@ -375,11 +375,11 @@ impl Value for Var {
         let context = (tape.rank(), tape.context());
         let are_identities: SmallVec<[bool; 4]> =
             points.iter().map(|point| point.is_identity(args[0])).collect();
-        if let Some(parts) = with_mapped(args, |v| v.layout(), |layouts| op.decompose(layouts, &are_identities))
+        if let Some(parts) =
+            with_mapped(args, |v| v.layout(), |layouts| op.decompose(layouts, &are_identities))
         {
-            return parts.run(args, points, site, |op, args, points| {
-                Var::apply_at(op.clone(), args, points, site)
-            });
+            return parts
+                .run(args, points, site, |op, args, points| Var::apply_at(op.clone(), args, points, site));
         }
         let inference =
             with_mapped(args, |v| v.layout(), |layouts| op::plan(&*op, context, layouts, &[], site))

@@ -76,6 +76,6 @@ mod tests {
         assert!(check(&Plan::new(), "dp=2", true).unwrap_err().to_string().contains("none"));
         let stated = plan.and(Plan::copies("ddp"));
         assert!(check(&stated, "ddp=2,dp=2", true).is_ok());
-        assert!(stated.to_string().ends_with("store * ddp=\n"));
+        assert!(stated.to_string().ends_with("store * ddp= optional\n"));
     }
 }

@@ -5,6 +5,7 @@ mod unmatched;
 mod axes;
 mod parallel;
 mod pipeline;
+mod text;
 mod models;
 
 pub use pipeline::{PipelinePlan, PipelineSchedule};
@@ -13,7 +14,6 @@ pub(crate) use rule::RuleTarget;
 use crate::module::name::matches;
 use rule::{Presence, Rule};
 use shardgrad_tensor::{Axis, DType, Error, Kind, Layout, Mesh, Placement, Result};
-use std::fmt;
 
 /// A parallelism plan: how mesh axes shard parameters and activations (DP, TP, SP, CP, EP, PP, FSDP).
 ///
@@ -37,8 +37,19 @@ use std::fmt;
 /// use shardgrad_nn::Plan;
 /// let tensor = Plan::tensor_parallel("tp").column_parallel("up").row_parallel("down");
 /// let plan = Plan::data_parallel("dp").and(tensor).point("down.out", "tp@0");
-/// # let _ = plan;
+/// let text = plan.to_string();
+/// assert_eq!(text.parse::<Plan>().unwrap().to_string(), text);
 /// ```
+///
+/// A plan prints as text that [`str::parse`] reads: one item per line, `#` begins a comment.
+///
+/// | line | item |
+/// |---|---|
+/// | `store PATTERN WORD..` | [`Plan::store`]; so for `compute` and `point` |
+/// | `store PATTERN WORD.. optional` | a rule that may match nothing |
+/// | `store PATTERN WORD.. one-of KIND` | a rule of a kind, of which at least one must match |
+/// | `batch AXIS@DIM` | an axis that shards batches: rows are dim 0, tokens dim 1 |
+/// | `pipeline AXIS SCHEDULE CUT` | [`Plan::pipeline_parallel`]; a schedule given as action lists prints as its name |
 #[doc(alias = "DeviceMesh")]
 #[doc(alias = "parallelize_plan")]
 #[doc(alias = "sharding rules")]
@@ -120,7 +131,7 @@ impl Plan {
             ));
         }
         for word in placements.split_whitespace() {
-            match Rule::read(target, pattern, word, presence) {
+            match Rule::read(target, pattern, word, presence.clone()) {
                 Ok(rule) => self.rules.push(rule),
                 Err(why) => self.errors.push(format!("{target} {pattern} {word}: {why}")),
             }
@@ -185,15 +196,6 @@ impl Plan {
     /// The number of rules.
     pub(crate) fn num_rules(&self) -> usize {
         self.rules.len()
-    }
-}
-
-/// One rule per line, in order, after the pipeline and the batch axes.
-impl fmt::Display for Plan {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.pipeline.iter().try_for_each(|pipeline| writeln!(f, "{pipeline}"))?;
-        self.batch.iter().try_for_each(|(axis, dim)| writeln!(f, "batch {axis}@{dim}"))?;
-        self.rules.iter().try_for_each(|rule| writeln!(f, "{rule}"))
     }
 }
 

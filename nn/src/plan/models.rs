@@ -1,22 +1,22 @@
 //! Plans of the model families (GPT-2, Llama, BERT): how tensor parallelism shards each parameter.
 //!
-//! A model of the family has some matrix of each kind (`OneOf`): where no rule of a kind matches, layers have other names and would
+//! A model of the family has some matrix of each kind (`Presence::OneOf`): where no rule of a kind matches, layers have other names and would
 //! be copies on every rank without notice, so that the plan is refused. Biases and untied output layers are optional
 //! ([`Model::unmatched_rules`](crate::Model::unmatched_rules) lists those that a model does not have).
 
-use super::rule::Presence::{self, OneOf, Optional};
+use super::rule::Presence::{self, Optional};
 use super::{Plan, RuleTarget};
 
 /// Parameters of GPT-2 and their stored placements. Heads and hidden units are sharded, so a block costs two all-reduces forward and
 /// two backward; the vocabulary is sharded, so no rank ever holds all logits.
 const GPT2_TENSOR: [(&str, &str, Presence); 8] = [
-    ("wte.weight", "tp@0", OneOf("token embedding")),
-    ("h.*.attn.c_attn.weight", "tp@2", OneOf("attention projections")),
+    ("wte.weight", "tp@0", Presence::one_of("token embedding")),
+    ("h.*.attn.c_attn.weight", "tp@2", Presence::one_of("attention projections")),
     ("h.*.attn.c_attn.bias", "tp@1", Optional),
-    ("h.*.attn.c_proj.weight", "tp@0", OneOf("output projections")),
-    ("h.*.mlp.c_fc.weight", "tp@1", OneOf("first layers of MLPs")),
+    ("h.*.attn.c_proj.weight", "tp@0", Presence::one_of("output projections")),
+    ("h.*.mlp.c_fc.weight", "tp@1", Presence::one_of("first layers of MLPs")),
     ("h.*.mlp.c_fc.bias", "tp@0", Optional),
-    ("h.*.mlp.c_proj.weight", "tp@0", OneOf("second layers of MLPs")),
+    ("h.*.mlp.c_proj.weight", "tp@0", Presence::one_of("second layers of MLPs")),
     ("lm_head.weight", "tp@0", Optional),
 ];
 
@@ -27,7 +27,7 @@ impl Plan {
         let start =
             Plan::data_parallel("dp").and(Plan::context_parallel("cp")).and(Plan::pipeline_parallel("pp"));
         GPT2_TENSOR.iter().fold(start, |plan, (pattern, placement, presence)| {
-            plan.rule(RuleTarget::Store, pattern, placement, *presence)
+            plan.rule(RuleTarget::Store, pattern, placement, presence.clone())
         })
     }
 }
@@ -36,19 +36,19 @@ impl Plan {
 /// sharded, so a block costs two all-reduces forward and two backward; the vocabulary is sharded, so no rank ever holds all
 /// logits. With fewer key heads than ranks, the query heads of each group are sharded, and every rank has all keys.
 const LLAMA_TENSOR: [(&str, &str, Presence); 14] = [
-    ("model.embed_tokens.weight", "tp@0", OneOf("token embedding")),
-    ("*.self_attn.q_proj.weight", "tp@1|@2", OneOf("query projections")),
+    ("model.embed_tokens.weight", "tp@0", Presence::one_of("token embedding")),
+    ("*.self_attn.q_proj.weight", "tp@1|@2", Presence::one_of("query projections")),
     ("*.self_attn.q_proj.bias", "tp@0|@1", Optional),
-    ("*.self_attn.k_proj.weight", "tp@1|=", OneOf("key projections")),
+    ("*.self_attn.k_proj.weight", "tp@1|=", Presence::one_of("key projections")),
     ("*.self_attn.k_proj.bias", "tp@0|=", Optional),
-    ("*.self_attn.v_proj.weight", "tp@1|=", OneOf("value projections")),
+    ("*.self_attn.v_proj.weight", "tp@1|=", Presence::one_of("value projections")),
     ("*.self_attn.v_proj.bias", "tp@0|=", Optional),
-    ("*.self_attn.o_proj.weight", "tp@0|@1", OneOf("output projections")),
-    ("*.mlp.gate_proj.weight", "tp@1", OneOf("gate projections")),
+    ("*.self_attn.o_proj.weight", "tp@0|@1", Presence::one_of("output projections")),
+    ("*.mlp.gate_proj.weight", "tp@1", Presence::one_of("gate projections")),
     ("*.mlp.gate_proj.bias", "tp@0", Optional),
-    ("*.mlp.up_proj.weight", "tp@1", OneOf("up projections")),
+    ("*.mlp.up_proj.weight", "tp@1", Presence::one_of("up projections")),
     ("*.mlp.up_proj.bias", "tp@0", Optional),
-    ("*.mlp.down_proj.weight", "tp@0", OneOf("down projections")),
+    ("*.mlp.down_proj.weight", "tp@0", Presence::one_of("down projections")),
     ("lm_head.weight", "tp@0", Optional),
 ];
 
@@ -63,9 +63,9 @@ const LLAMA_KEYS: [(&str, &str); 4] = [
 
 /// Experts: hidden units are sharded, as those of a dense MLP.
 const LLAMA_EXPERTS: [(&str, &str, Presence); 3] = [
-    ("*.mlp.experts.gate_proj", "tp@2", OneOf("gate projections")),
-    ("*.mlp.experts.up_proj", "tp@2", OneOf("up projections")),
-    ("*.mlp.experts.down_proj", "tp@1", OneOf("down projections")),
+    ("*.mlp.experts.gate_proj", "tp@2", Presence::one_of("gate projections")),
+    ("*.mlp.experts.up_proj", "tp@2", Presence::one_of("up projections")),
+    ("*.mlp.experts.down_proj", "tp@1", Presence::one_of("down projections")),
 ];
 
 impl Plan {
@@ -77,7 +77,7 @@ impl Plan {
     pub fn llama_moe() -> Plan {
         // After the other batch axes, so that `dp` is the outermost axis of the rows.
         let plan = LLAMA_EXPERTS.iter().fold(Plan::llama(), |plan, (pattern, placement, presence)| {
-            plan.rule(RuleTarget::Store, pattern, placement, *presence)
+            plan.rule(RuleTarget::Store, pattern, placement, presence.clone())
         });
         plan.and(Plan::expert_parallel("ep"))
     }
@@ -89,7 +89,7 @@ impl Plan {
         let start =
             Plan::data_parallel("dp").and(Plan::context_parallel("cp")).and(Plan::pipeline_parallel("pp"));
         let plan = LLAMA_TENSOR.iter().fold(start, |plan, (pattern, placement, presence)| {
-            plan.rule(RuleTarget::Store, pattern, placement, *presence)
+            plan.rule(RuleTarget::Store, pattern, placement, presence.clone())
         });
         LLAMA_KEYS.iter().fold(plan, |plan, (pattern, placement)| {
             plan.rule(RuleTarget::Compute, pattern, placement, Optional)
@@ -100,17 +100,17 @@ impl Plan {
 /// Parameters of BERT and their stored placements. Heads and hidden units are sharded, so a block costs two all-reduces forward and
 /// two backward; the vocabulary is sharded, so no rank ever holds all logits.
 const BERT_TENSOR: [(&str, &str, Presence); 13] = [
-    ("embeddings.word_embeddings.weight", "tp@0", OneOf("token embedding")),
-    ("layer.*.attention.query.weight", "tp@1", OneOf("query projections")),
+    ("embeddings.word_embeddings.weight", "tp@0", Presence::one_of("token embedding")),
+    ("layer.*.attention.query.weight", "tp@1", Presence::one_of("query projections")),
     ("layer.*.attention.query.bias", "tp@0", Optional),
-    ("layer.*.attention.key.weight", "tp@1", OneOf("key projections")),
+    ("layer.*.attention.key.weight", "tp@1", Presence::one_of("key projections")),
     ("layer.*.attention.key.bias", "tp@0", Optional),
-    ("layer.*.attention.value.weight", "tp@1", OneOf("value projections")),
+    ("layer.*.attention.value.weight", "tp@1", Presence::one_of("value projections")),
     ("layer.*.attention.value.bias", "tp@0", Optional),
-    ("layer.*.attention.dense.weight", "tp@0", OneOf("output projections")),
-    ("layer.*.intermediate.weight", "tp@1", OneOf("first layers of MLPs")),
+    ("layer.*.attention.dense.weight", "tp@0", Presence::one_of("output projections")),
+    ("layer.*.intermediate.weight", "tp@1", Presence::one_of("first layers of MLPs")),
     ("layer.*.intermediate.bias", "tp@0", Optional),
-    ("layer.*.output.weight", "tp@0", OneOf("second layers of MLPs")),
+    ("layer.*.output.weight", "tp@0", Presence::one_of("second layers of MLPs")),
     ("head.decoder.weight", "tp@0", Optional),
     ("head.bias", "tp@0", Optional),
 ];
@@ -122,7 +122,7 @@ impl Plan {
         let start =
             Plan::data_parallel("dp").and(Plan::context_parallel("cp")).and(Plan::pipeline_parallel("pp"));
         BERT_TENSOR.iter().fold(start, |plan, (pattern, placement, presence)| {
-            plan.rule(RuleTarget::Store, pattern, placement, *presence)
+            plan.rule(RuleTarget::Store, pattern, placement, presence.clone())
         })
     }
 }

@@ -138,7 +138,10 @@ mod tests {
     #[test]
     fn column_and_row_parallel_layers_become_rules() {
         let plan = Plan::tensor_parallel("tp").column_parallel("up").row_parallel("down");
-        assert_eq!(plan.to_string(), "store up.weight tp@1\nstore up.bias tp@0\nstore down.weight tp@0\n");
+        assert_eq!(
+            plan.to_string(),
+            "store up.weight tp@1\nstore up.bias tp@0 optional\nstore down.weight tp@0\n"
+        );
         let error = Plan::new().column_parallel("up").check().unwrap_err();
         assert!(
             error.to_string().contains("column_parallel up: begin the plan with Plan::tensor_parallel(axis)"),
@@ -159,7 +162,7 @@ mod tests {
         assert_eq!(layout("tp=2", &[8, 65]), "i64[8, 65]");
         assert_eq!(
             plan.to_string(),
-            "batch dp@0\nbatch cp@1\ncompute * dp~\ncompute * cp~\npoint keys cp~\npoint values cp~\npoint mask cp=\n"
+            "batch dp@0\nbatch cp@1\ncompute * dp~ optional\ncompute * cp~ optional\npoint keys cp~ optional\npoint values cp~ optional\npoint mask cp= optional\n"
         );
     }
 

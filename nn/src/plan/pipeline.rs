@@ -85,6 +85,6 @@ impl fmt::Display for PipelinePlan {
             PipelineSchedule::Named(name) => name,
             PipelineSchedule::Actions(lists) => &lists.name,
         };
-        write!(f, "pipeline {} {name} {:?}", self.axis, self.cut)
+        write!(f, "pipeline {} {name} {}", self.axis, self.cut)
     }
 }

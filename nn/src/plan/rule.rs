@@ -1,6 +1,7 @@
 //! One rule of a plan: a target, a name pattern, an axis and a placement, or several placements to choose from by shape.
 
 use shardgrad_tensor::Placement;
+use std::borrow::Cow;
 use std::fmt;
 
 /// What a rule applies to.
@@ -15,14 +16,21 @@ pub(crate) enum RuleTarget {
 }
 
 /// Whether a rule must match a name of the model.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Presence {
     /// The rule must match.
     Required,
     /// The rule may match nothing, as for the bias of a layer that may have none.
     Optional,
     /// At least one rule of a kind must match: dense MLPs and experts are two forms of one kind.
-    OneOf(&'static str),
+    OneOf(Cow<'static, str>),
+}
+
+impl Presence {
+    /// At least one rule of a kind must match.
+    pub(super) const fn one_of(kind: &'static str) -> Presence {
+        Presence::OneOf(Cow::Borrowed(kind))
+    }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -14,11 +14,11 @@ impl Plan {
         params: &[&str],
         points: &[&str],
     ) -> Result<Vec<String>> {
-        let has_kind = |kind: &'static str| {
-            let of_kind = |(rule, used): (&Rule, &bool)| *used && rule.presence == Presence::OneOf(kind);
-            self.rules.iter().zip(used).any(of_kind)
+        let has_kind = |kind: &str| {
+            let is_of_kind = |rule: &Rule| matches!(&rule.presence, Presence::OneOf(other) if other == kind);
+            self.rules.iter().zip(used).any(|(rule, used)| *used && is_of_kind(rule))
         };
-        let is_missing = |rule: &&Rule| match rule.presence {
+        let is_missing = |rule: &&Rule| match &rule.presence {
             Presence::Required => true,
             Presence::Optional => false,
             Presence::OneOf(kind) => !has_kind(kind),
@@ -42,7 +42,7 @@ impl Plan {
             };
             error.detail("rule", format!("{rule}: no such {what}; {near}"))
         });
-        let kind = missing.iter().find_map(|rule| match rule.presence {
+        let kind = missing.iter().find_map(|rule| match &rule.presence {
             Presence::OneOf(kind) => Some(kind),
             Presence::Required | Presence::Optional => None,
         });
@@ -80,8 +80,8 @@ mod tests {
     #[test]
     fn one_rule_of_a_kind_must_match() {
         let rule = |plan: Plan, pattern, presence| plan.rule(RuleTarget::Store, pattern, "tp@0", presence);
-        let plan = rule(Plan::new(), "dense", Presence::OneOf("mlp"));
-        let plan = rule(plan, "experts", Presence::OneOf("mlp"));
+        let plan = rule(Plan::new(), "dense", Presence::one_of("mlp"));
+        let plan = rule(plan, "experts", Presence::one_of("mlp"));
         let plan = rule(plan, "bias", Presence::Optional);
         let check = |used: [bool; 3]| plan.check_all_rules_matched(&used, &["dens"], &[]);
         assert_eq!(check([true, false, true]).unwrap(), ["store experts tp@0"]);
