@@ -4,6 +4,7 @@ mod rule;
 mod unmatched;
 mod axes;
 mod parallel;
+mod sharded_data;
 mod pipeline;
 mod models;
 
@@ -12,6 +13,7 @@ pub(crate) use rule::RuleTarget;
 
 use crate::module::name::matches;
 use rule::{Presence, Rule};
+use sharded_data::{ZeroAxis, best_dim};
 use shardgrad_tensor::{Axis, DType, Error, Kind, Layout, Mesh, Placement, Result};
 use std::fmt;
 
@@ -27,8 +29,9 @@ use std::fmt;
 /// | `tp=` | every rank has the same copy and the same gradient (invariant) |
 /// | `tp+` | every rank has a partial sum |
 /// | `tp@1\|@2` | the first placement that leaves no rank with an empty shard; if none does, the one with the fewest empty shards. Dims that a parameter does not have are passed over: `store("*", "dp@0\|=")` covers scalars too |
+/// | `dp@*` | the largest dim that the axis divides and that no other axis shards, or else the least uneven one; scalars are copies |
 ///
-/// Several axes on one dim shard it in the order of their rules, the first axis outermost. Rules of axes that a mesh does not
+/// Several axes on one dim shard it in the order of their rules, the first axis outermost, and axes with `@*` innermost. Rules of axes that a mesh does not
 /// have are ignored, so one plan serves many meshes; an axis of the mesh that no rule uses is an error, since its ranks would do
 /// the same work ([`Plan::copies`] states that this is meant). Parameters without a rule are invariant (`=`); activations without
 /// a rule keep their layout.
@@ -51,6 +54,10 @@ pub struct Plan {
     batch: Vec<(String, usize)>,
     /// The axis of `column_parallel` and `row_parallel`.
     tensor_axis: Option<String>,
+    /// The axes over which the storage of parameters is sharded, with their stages.
+    zero: Vec<ZeroAxis>,
+    /// Patterns of modules whose parameters are gathered together in stage 3.
+    gather_groups: Vec<String>,
     /// Pipeline parallelism, if any.
     pipeline: Option<PipelinePlan>,
     /// Errors in the texts of rules, reported when the plan is used.
@@ -107,6 +114,11 @@ impl Plan {
                 None => self.batch.push((axis, dim)),
             }
         }
+        for zero in other.zero {
+            self.zero.retain(|known| known.axis != zero.axis);
+            self.zero.push(zero);
+        }
+        self.gather_groups.extend(other.gather_groups);
         self.tensor_axis = other.tensor_axis.or(self.tensor_axis);
         self.pipeline = other.pipeline.or(self.pipeline);
         self.errors.extend(other.errors);
@@ -169,6 +181,7 @@ impl Plan {
         used: &mut [bool],
     ) -> Vec<(Axis, Placement)> {
         let mut placements: Vec<(Axis, Placement)> = Vec::new();
+        let mut any_dim: Vec<Axis> = Vec::new();
         for (rule, used) in self.rules.iter().zip(used) {
             if rule.target != target || !matches(&rule.pattern, name) {
                 continue;
@@ -176,8 +189,16 @@ impl Plan {
             *used = true;
             if let Some(axis) = mesh.axis(&rule.axis).filter(|a| mesh.size(*a) > 1) {
                 placements.retain(|(a, _)| *a != axis);
-                placements.push((axis, rule.placement(shape, mesh.size(axis))));
+                any_dim.retain(|a| *a != axis);
+                match rule.placement(shape, mesh.size(axis)) {
+                    Some(placement) => placements.push((axis, placement)),
+                    None => any_dim.push(axis),
+                }
             }
+        }
+        // The choice depends on the dims that other axes shard.
+        for axis in any_dim {
+            placements.push((axis, best_dim(shape.unwrap_or_default(), axis, &placements, mesh)));
         }
         placements
     }
@@ -188,11 +209,13 @@ impl Plan {
     }
 }
 
-/// One rule per line, in order, after the pipeline and the batch axes.
+/// One rule per line, in order, after the pipeline, the batch axes, the stages of ZeRO and the gather groups.
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.pipeline.iter().try_for_each(|pipeline| writeln!(f, "{pipeline}"))?;
         self.batch.iter().try_for_each(|(axis, dim)| writeln!(f, "batch {axis}@{dim}"))?;
+        self.zero.iter().try_for_each(|zero| writeln!(f, "{zero}"))?;
+        self.gather_groups.iter().try_for_each(|modules| writeln!(f, "gather_group {modules}"))?;
         self.rules.iter().try_for_each(|rule| writeln!(f, "{rule}"))
     }
 }
