@@ -193,7 +193,7 @@ fn run_leaves_metrics_plot_and_model_readable_on_another_mesh() {
     // Ranks of an axis that a command does not shard over would all do the same work.
     let generate = ["generate", "--model", &model, "--prompt", "The ", "--mesh", "cp=2"];
     let (code, message) = exit_code_and_stderr(&generate);
-    let (why, axes) = ("generation does not support cp", "use dp, pp, ep or tp; weights");
+    let (why, axes) = ("generation does not support cp", "use dp, fsdp, pp, ep or tp; weights");
     assert!(code == 2 && message.contains(why) && message.contains(axes), "{message}");
     let generate = ["generate", "--model", &model, "--prompt", "The ", "--tokens", "5", "--greedy", "--json"];
     let texts =

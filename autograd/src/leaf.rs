@@ -1,7 +1,10 @@
 //! Leaves: parameters as they are stored, and derived leaves: the same parameters in the layouts they are computed in.
 
 mod gathered;
+mod gather_groups;
 
+pub(crate) use gather_groups::GatherGroups;
+pub use gather_groups::{GatherMember, GatherOrder, GatherPolicy, GatheredLifetime};
 pub(crate) use gathered::{Regather, largest_numel};
 
 use crate::id::{Gradients, Id, Key, KeyMap};
@@ -26,6 +29,8 @@ struct Leaf {
     reuse: Option<PackCacheGuard>,
     /// The [identity](Tensor::identity) of the tensor, also after its release; 0 if the tensor was dropped for good.
     tensor_id: usize,
+    /// The identities of the same value, gathered before and freed.
+    former_ids: SmallVec<[usize; 2]>,
     origin: Option<(u32, Rc<dyn Op>)>,
     /// The leaves derived from this one, one per layout.
     derived: SmallVec<[u32; 1]>,
@@ -33,6 +38,7 @@ struct Leaf {
     /// The dtypes in which cotangents are accumulated: at least that of the stored parameter, which is wider than the
     /// dtype it is computed in under mixed precision.
     accumulation: AccumulationDType,
+    policy: GatherPolicy,
     /// The name of the parameter in the model.
     path: Rc<str>,
     /// The caller's line.
@@ -46,17 +52,19 @@ struct Leaf {
 impl Leaf {
     /// A leaf that is not derived from another.
     fn new(parameter: Parameter<'_>, reuse: Option<PackCacheGuard>, (path, site): CallSite) -> Leaf {
-        let Parameter { key, tensor, accumulation } = parameter;
+        let Parameter { key, tensor, accumulation, policy } = parameter;
         Leaf {
             key,
             layout: tensor.layout().clone(),
             tensor: Some(tensor.clone()),
             reuse,
             tensor_id: tensor.identity(),
+            former_ids: SmallVec::new(),
             origin: None,
             derived: SmallVec::new(),
             cotangent: None,
             accumulation,
+            policy,
             path,
             site,
             last_used_round: None,
@@ -69,8 +77,19 @@ impl Leaf {
         (self.tensor, self.reuse) = (None, None);
     }
 
+    /// Holds the same value in another tensor, after the tensor before was freed. Variables of that tensor stay valid.
+    fn hold_again(&mut self, tensor: Tensor) {
+        let before = std::mem::replace(&mut self.tensor_id, tensor.identity());
+        if !self.former_ids.contains(&before) {
+            self.former_ids.push(before);
+        }
+        self.tensor = Some(tensor);
+    }
+
     /// Takes over the tensor of another leaf and the route to it. The accumulated cotangent stays.
     fn replace_with(&mut self, other: Leaf) {
+        self.former_ids.clear();
+        self.policy = other.policy;
         (self.tensor, self.tensor_id, self.origin) = (other.tensor, other.tensor_id, other.origin);
         (self.reuse, self.recording) = (other.reuse, other.recording);
         (self.layout, self.accumulation, self.site) = (other.layout, other.accumulation, other.site);
@@ -83,6 +102,7 @@ pub(crate) struct Parameter<'a> {
     pub(crate) key: Key,
     pub(crate) tensor: &'a Tensor,
     pub(crate) accumulation: AccumulationDType,
+    pub(crate) policy: GatherPolicy,
 }
 
 /// The path in the model and the caller's line.
@@ -95,6 +115,11 @@ pub(crate) struct Leaves {
     by_key: KeyMap<u32>,
     /// Whether several rounds read the leaves.
     are_reused: bool,
+    groups: GatherGroups,
+    /// Whether a leaf is gathered with a group.
+    has_groups: bool,
+    /// Whether a leaf has its gradient reduced in each round.
+    reduces_each_round: bool,
 }
 
 impl Leaves {
@@ -102,7 +127,13 @@ impl Leaves {
     pub(crate) fn clear(&mut self) {
         self.leaves.clear();
         self.by_key.clear();
-        self.are_reused = false;
+        (self.are_reused, self.has_groups, self.reduces_each_round) = (false, false, false);
+        self.groups = GatherGroups::default();
+    }
+
+    /// Sets the groups in which parameters are gathered.
+    pub(crate) fn set_groups(&mut self, groups: GatherGroups) {
+        self.groups = groups;
     }
 
     /// States whether several rounds read the leaves.
@@ -139,7 +170,7 @@ impl Leaves {
     /// The leaf of a parameter, if it holds this tensor and accumulates in the same dtypes. Meta tensors are compared by
     /// layout: they have nothing else.
     pub(crate) fn find(&self, parameter: Parameter<'_>, is_meta: bool) -> Option<(Id, Tensor)> {
-        let Parameter { key, tensor, accumulation } = parameter;
+        let Parameter { key, tensor, accumulation, .. } = parameter;
         let same = |t: &&Tensor| t.ptr_eq(tensor) || is_meta && t.layout() == tensor.layout();
         let at = *self.by_key.get(&key)?;
         let leaf = &self.leaves[at as usize];
@@ -153,6 +184,8 @@ impl Leaves {
     /// `Kind::Unsupported` if a pending backward pass or gradient depends on the tensor before.
     pub(crate) fn insert(&mut self, parameter: Parameter<'_>, round: u32, site: CallSite) -> Result<Id> {
         let reuse = self.are_reused.then(|| parameter.tensor.cache_packed());
+        self.has_groups |= matches!(parameter.policy.lifetime, GatheredLifetime::Group(_));
+        self.reduces_each_round |= parameter.policy.reduces_each_round;
         let new = Leaf::new(parameter, reuse, site);
         let at = match self.by_key.get(&parameter.key) {
             Some(&at) => {
@@ -205,8 +238,10 @@ impl Leaves {
     /// the same identity.
     fn ensure_current(&mut self, at: usize, tensor: &Tensor) -> bool {
         let leaf = &mut self.leaves[at];
-        let fits = leaf.tensor_id == tensor.identity();
+        let identity = tensor.identity();
+        let fits = leaf.tensor_id == identity || leaf.former_ids.contains(&identity);
         if fits && leaf.tensor.is_none() {
+            leaf.tensor_id = identity;
             leaf.tensor = Some(tensor.clone());
         }
         fits
@@ -226,6 +261,7 @@ impl Leaves {
         for at in subtree {
             self.leaves[*at].release_tensor();
             self.leaves[*at].tensor_id = 0;
+            self.leaves[*at].former_ids.clear();
         }
     }
 
@@ -241,8 +277,27 @@ impl Leaves {
     }
 
     /// Another layout of a leaf, as a derived leaf; `None` if the leaf's parameter is another tensor now. `recording` is the running
-    /// recording, or 0.
+    /// recording, or 0. Brings the gather group of the leaf into use.
     pub(crate) fn derive(
+        &mut self,
+        (origin, stored): (u32, &Tensor),
+        to: &Layout,
+        place: (&Rank, &Context, bool),
+        (round, recording): (u32, u32),
+        site: &'static Location<'static>,
+    ) -> Option<(Id, Tensor)> {
+        let (rank, context, is_meta) = place;
+        let lifetime = self.leaves[origin as usize].policy.lifetime;
+        if let (GatheredLifetime::Group(group), false) = (lifetime, is_meta) {
+            self.use_group(group, (rank, context), round, site);
+        }
+        // Only leaves without a lifetime of their own belong to a checkpointed block.
+        let recording = if lifetime == GatheredLifetime::StepOrBlock { recording } else { 0 };
+        self.derive_one((origin, stored), to, place, recording, site)
+    }
+
+    /// Another layout of a leaf, as a derived leaf.
+    fn derive_one(
         &mut self,
         (origin, stored): (u32, &Tensor),
         to: &Layout,
@@ -263,10 +318,19 @@ impl Leaves {
         let tensor = unwind(along_route(&*op, stored, place, site));
         // What a block gathers is freed with the block: no later round reads it.
         let is_freed = recording != 0 && largest_numel(to) > largest_numel(stored.layout());
+        let policy = self.leaves[origin_at].policy;
+        let is_freed = is_freed || matches!(policy.lifetime, GatheredLifetime::Group(_));
+        // Nodes and variables refer to the leaf of a group that was freed.
+        if let Some(at) =
+            known.filter(|at| self.gathered_group(*at).is_some() && self.leaves[*at].tensor_id != 0)
+        {
+            self.leaves[at].hold_again(tensor.clone());
+            return Some((Id::Leaf(at as u32), tensor));
+        }
         let stored = &self.leaves[origin_at];
         let (key, accumulation) = (stored.key, stored.accumulation.before_reduction());
         let reuse = (self.are_reused && !is_freed).then(|| tensor.cache_packed());
-        let derived = Parameter { key, tensor: &tensor, accumulation };
+        let derived = Parameter { key, tensor: &tensor, accumulation, policy };
         let new = Leaf::new(derived, reuse, (stored.path.clone(), site));
         let derived = Leaf { origin: Some((origin, op)), recording, ..new };
         // A leaf whose tensor an earlier step or a checkpointed block released is filled again.
@@ -285,10 +349,13 @@ impl Leaves {
         Some((Id::Leaf(at as u32), tensor))
     }
 
-    /// Derived leaves whose gradient is complete once a node has run backward, as (node, leaf) in ascending order. Only
-    /// leaves that are the only contribution to the gradient of their parameter, because the sum of one is independent
-    /// of the order.
-    pub(crate) fn ready_after(&self, nodes: &[Node]) -> Vec<(usize, usize)> {
+    /// Derived leaves whose gradient is reduced once a node has run backward, as (node, leaf) in ascending order: all leaves
+    /// whose gradient is reduced in each round; and, in the last round, the leaves that are the only contribution to the
+    /// gradient of their parameter, because the sum of one is independent of the order.
+    pub(crate) fn ready_after(&self, nodes: &[Node], is_last_round: bool) -> Vec<(usize, usize)> {
+        if !is_last_round && !self.reduces_each_round {
+            return Vec::new();
+        }
         let mut first = vec![None; self.leaves.len()];
         for (node, inputs) in nodes.iter().map(Node::inputs).enumerate() {
             for leaf in inputs.iter().filter_map(|id| id.and_then(Id::leaf)) {
@@ -301,6 +368,13 @@ impl Leaves {
         };
         let ready_after = |(at, leaf): (usize, &Leaf)| {
             let (origin, _) = leaf.origin.as_ref()?;
+            if leaf.policy.reduces_each_round {
+                // After its derived leaves, which have higher numbers.
+                return Some((self.subtree(at).into_iter().filter_map(|at| first[at]).min()?, at));
+            }
+            if !is_last_round {
+                return None;
+            }
             // A leaf with derived leaves of its own receives their gradients last.
             Some((first[at].filter(|_| leaf.derived.is_empty() && is_only_derived(*origin as usize))?, at))
         };
@@ -356,6 +430,7 @@ impl Leaves {
     /// route runs here, once.
     pub(crate) fn take_gradients(&mut self, (rank, context): (&Rank, &Context)) -> Gradients {
         let mut gradients = Gradients::new();
+        self.groups.release();
         for at in (0..self.leaves.len()).rev() {
             let leaf = &mut self.leaves[at];
             leaf.release_tensor();

@@ -17,5 +17,6 @@ mod resharding;
 pub mod pipeline;
 
 pub use id::{Gradients, Key, Noise, ReplayNoise};
+pub use leaf::{GatherMember, GatherOrder, GatherPolicy, GatheredLifetime};
 pub use program::{AccumulationDType, ExternalInput, OpRecord, Program, Slot};
 pub use tape::{Tape, Values, Var};

@@ -37,6 +37,8 @@ pub(crate) trait BlockVjp {
 pub(crate) struct SavedTensors {
     pub(crate) inputs: SmallVec<[Option<Tensor>; 4]>,
     pub(crate) outputs: SmallVec<[Option<Tensor>; 2]>,
+    /// Inputs that are leaves of gather groups, as (input, leaf): their tensors are filled in before the vjp.
+    pub(crate) leaves: SmallVec<[(u32, u32); 1]>,
 }
 
 /// A recorded operation: the tensors saved for backward, and the ids of its inputs.
@@ -80,6 +82,18 @@ impl Node {
     /// The name of the parameter or checkpoint used last before the node.
     pub(crate) fn path(&self) -> &Rc<str> {
         &self.path
+    }
+
+    /// The inputs that were saved as the number of a leaf: (input, leaf).
+    pub(crate) fn saved_leaves(&self) -> &[(u32, u32)] {
+        &self.saved.leaves
+    }
+
+    /// Fills in the tensors of the inputs that were saved as the number of a leaf.
+    pub(crate) fn fill_saved_leaves(&mut self, mut tensor: impl FnMut(u32) -> Tensor) {
+        for (input, leaf) in std::mem::take(&mut self.saved.leaves) {
+            self.saved.inputs[input as usize] = Some(tensor(leaf));
+        }
     }
 
     /// The tensors saved for backward.

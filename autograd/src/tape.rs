@@ -7,7 +7,7 @@
 //!
 //! A derived leaf keeps its tensor from its first use until [`Tape::gradients`], or until the tape is dropped. So a rank
 //! that stores a shard of a parameter and computes with all of it (FSDP) holds the whole parameter for the rest of the
-//! step; within [`Tape::checkpoint`] it holds the whole parameter for one block at a time.
+//! step; within [`Tape::checkpoint`] it holds the whole parameter for one block at a time. A [`GatherPolicy`] states otherwise.
 
 mod var;
 mod replay;
@@ -21,7 +21,7 @@ pub(crate) use var::no_gradient_error;
 
 use crate::accumulate::{add, backward_node};
 use crate::id::{Gradients, Id, Key, Noise, NoiseState};
-use crate::leaf::{Leaves, Parameter, Regather};
+use crate::leaf::{GatherGroups, GatherMember, GatherOrder, GatherPolicy, Leaves, Parameter, Regather};
 use crate::node::{Node, with_backward_site};
 use crate::program::{AccumulationDType, OpRecord, Recorder, RecordingCache, Slot};
 use shardgrad_dist::{Error, Kind, Rank, Result};
@@ -140,6 +140,15 @@ impl Tape {
     #[must_use]
     pub fn for_rounds(self, rounds: usize) -> Tape {
         self.0.arena.borrow_mut().leaves.set_reused(rounds > 1);
+        self
+    }
+
+    /// Gathers parameters in groups on an empty tape: the first use of a parameter gathers all members of its group, and those of
+    /// the group that comes next in `order`. [`GatherPolicy::lifetime`] of a member is its index in `groups`.
+    #[doc(alias = "forward_prefetch")]
+    #[must_use]
+    pub fn with_gather_groups(self, groups: Vec<Vec<GatherMember>>, order: &Rc<GatherOrder>) -> Tape {
+        self.0.arena.borrow_mut().leaves.set_groups(GatherGroups::new(groups, order.clone()));
         self
     }
 
@@ -315,6 +324,17 @@ impl Tape {
         self.leaf_accumulated_in(key, tensor, AccumulationDType::of(tensor.dtype()))
     }
 
+    /// The leaf of a parameter, as [`Tape::leaf`], with a policy for its gathered form and its gradient.
+    ///
+    /// # Panics
+    /// As [`Tape::leaf`].
+    #[track_caller]
+    #[must_use]
+    pub fn leaf_with_policy(&self, key: Key, tensor: &Tensor, policy: GatherPolicy) -> Var {
+        let accumulation = AccumulationDType::of(tensor.dtype());
+        self.leaf_of(Parameter { key, tensor, accumulation, policy })
+    }
+
     /// The leaf of a parameter whose cotangents are accumulated in dtypes no narrower than its own.
     #[track_caller]
     pub(crate) fn leaf_accumulated_in(
@@ -323,7 +343,11 @@ impl Tape {
         tensor: &Tensor,
         accumulation: AccumulationDType,
     ) -> Var {
-        let parameter = Parameter { key, tensor, accumulation };
+        self.leaf_of(Parameter { key, tensor, accumulation, policy: GatherPolicy::default() })
+    }
+
+    #[track_caller]
+    fn leaf_of(&self, parameter: Parameter<'_>) -> Var {
         let (id, tensor) = self.parameter_leaf(parameter, Location::caller());
         let leaf = Var::new(self, tensor, id, None);
         if self.is_no_grad() { leaf.detach() } else { leaf }
@@ -372,7 +396,16 @@ impl Tape {
     ) -> Option<(Id, Tensor)> {
         let Some(Id::Leaf(origin)) = id else { return None };
         let place = (self.rank(), self.context(), self.is_meta());
-        self.0.arena.borrow_mut().leaves.derive((origin, stored), to, place, self.recording(), site)
+        let arena = &mut *self.0.arena.borrow_mut();
+        arena.leaves.derive((origin, stored), to, place, (arena.round, self.recording()), site)
+    }
+
+    /// The number of the leaf of a gather group that a value is, for a node that saves the number in place of the tensor; `None`
+    /// for all other values.
+    fn saved_by_number(&self, id: Option<Id>, tensor: &Tensor) -> Option<u32> {
+        let leaf = id?.leaf()?;
+        let arena = &mut *self.0.arena.borrow_mut();
+        arena.leaves.save_by_number(leaf, tensor, arena.round)
     }
 
     /// What the block that was recorded last saves of a value that it gathered, and how it gathers the value again; `None`
@@ -484,8 +517,8 @@ impl Tape {
         let before = context.set_backward(true);
         let arena = &mut *self.0.arena.borrow_mut();
         let mut nodes = arena.take_nodes();
-        let mut ready =
-            if self.0.expects_gradients.take() { arena.leaves.ready_after(&nodes) } else { Vec::new() };
+        let mut ready = arena.leaves.ready_after(&nodes, self.0.expects_gradients.take());
+        let mut groups = arena.leaves.begin_backward(&nodes);
         for (id, seed) in seeds {
             add(&mut arena.leaves, &mut nodes, id, seed);
         }
@@ -495,6 +528,7 @@ impl Tape {
                 let node = &mut node[0];
                 if node.has_cotangent() {
                     let wanted: SmallVec<[bool; 4]> = node.inputs().iter().map(Option::is_some).collect();
+                    arena.leaves.prepare_backward(&mut groups, (at, node), self.place());
                     backward_node((&mut arena.leaves, earlier), node, &wanted, self.place(), backward_site);
                 }
                 nodes.truncate(at);
@@ -503,8 +537,21 @@ impl Tape {
                 }
             }
         });
+        arena.leaves.end_backward();
         // The next round reuses the allocation.
         arena.nodes = nodes;
+        context.set_backward(before);
+    }
+
+    /// Adds a cotangent to a derived leaf and takes the adjoint of its route, so that the sum is in the layout of its origin.
+    pub(crate) fn backward_from_leaf(&self, id: Id, cotangent: Tensor) {
+        let context = self.context();
+        let before = context.set_backward(true);
+        let arena = &mut *self.0.arena.borrow_mut();
+        if let Some(leaf) = id.leaf() {
+            arena.leaves.add(leaf, cotangent);
+            with_backward_site(|site| arena.leaves.backpropagate_route(leaf, self.place(), site));
+        }
         context.set_backward(before);
     }
 

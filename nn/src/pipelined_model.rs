@@ -48,7 +48,7 @@ impl PipelinedModel {
         let program = Program::record(rank, &layouts, Some(Noise { seed, ..TRACING_NOISE }), forward)?;
         let (schedule, starts) =
             stage_partition::choose(model, pipeline, axis, seed, num_microbatches, &program, arguments)?;
-        let stages = Stages::new(program, &starts);
+        let stages = Stages::new(program, &starts).reducing_each_pass(keys_reduced_each_pass(model));
         let links = stages.links();
         let schedule = schedule.with_transfers(&links);
         schedule.verify(&links)?;
@@ -182,6 +182,11 @@ pub(crate) fn init_params<M: Module>(
         param.init_value(model.rank(), seed, Some(StageOwners { axis, ranks, own_rank }))?;
     }
     Ok(())
+}
+
+/// Returns the parameters whose gradients are summed over microbatches as shards.
+fn keys_reduced_each_pass<M: Module>(model: &Model<M>) -> impl Iterator<Item = u64> + '_ {
+    model.params().iter().filter(|p| p.gather_policy().reduces_each_round).map(Param::key)
 }
 
 /// Returns the lookup of parameter values by key. A lookup also sets the parameter's name as the path of the following op.

@@ -6,12 +6,13 @@ use crate::module::param::{Leader, Param};
 use crate::module::precision::Precision;
 use crate::module::{Module, ModuleLeaf, visit_leaves};
 use crate::plan::{Plan, RuleTarget};
-use shardgrad_autograd::{Key, Tape};
+use shardgrad_autograd::{GatherOrder, GatherPolicy, GatheredLifetime, Key, Tape};
 use shardgrad_tensor::{Axis, DType, Error, Kind, Layout, Placement, Rank, Result};
 use std::cell::Cell;
 use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::ops::Deref;
+use std::rc::Rc;
 
 /// A sharded model: this rank's part of a module whose parameters are laid out on the mesh by a [`Plan`]. It derefs to the module,
 /// so `model.forward(..)` calls the module.
@@ -27,7 +28,12 @@ pub struct Model<M> {
     precision: Precision,
     params: Vec<Param>,
     unmatched_rules: Vec<String>,
+    gather_groups: GroupedParams,
+    gather_order: Rc<GatherOrder>,
 }
+
+/// The parameters of each gather group, in traversal order, under the path of the module that the group is named after.
+type GroupedParams = Vec<(String, Vec<Param>)>;
 
 /// The next free parameter key of a rank: keys are unique over all models of the rank, so that two models can share a tape.
 #[derive(Default)]
@@ -100,16 +106,23 @@ impl<M: Module> Model<M> {
         let point_names: Vec<&str> = points.iter().map(String::as_str).collect();
         let unmatched_rules = plan.check_all_rules_matched(&used, &names, &point_names)?;
         plan.check_all_axes_used(rank.mesh(), &used)?;
+        let mut gather_groups = GroupedParams::new();
         for ((name, param), (stored, compute)) in params.iter().zip(layouts) {
-            param.bind(name, next_key(rank), stored, compute)?;
+            let policy = match &compute {
+                Some(compute) => policy_in_group(plan, &mut gather_groups, (name, param), [&stored, compute]),
+                None => GatherPolicy::default(),
+            };
+            param.bind(name, next_key(rank), stored, compute, policy)?;
         }
+        let gather_order = Rc::new(GatherOrder::of_groups(gather_groups.len()));
         visit_leaves(&module, &mut |path, leaf| {
             if let ModuleLeaf::Point(point) = leaf {
                 point.bind(path, placements.remove(path).unwrap_or_default());
             }
         });
         let params = params.into_iter().map(|(_, param)| param).collect();
-        Ok(Model { module, rank: rank.clone(), precision, params, unmatched_rules })
+        let rank = rank.clone();
+        Ok(Model { module, rank, precision, params, unmatched_rules, gather_groups, gather_order })
     }
 
     /// The rank that holds this part of the model.
@@ -141,7 +154,21 @@ impl<M: Module> Model<M> {
     /// [`Tape::set_noise`], which sets the random numbers of the step, before the forward pass.
     #[must_use]
     pub fn tape(&self) -> Tape {
-        Tape::new(&self.rank)
+        let tape = Tape::new(&self.rank);
+        if self.gather_groups.is_empty() {
+            return tape;
+        }
+        let members = |params: &[Param]| params.iter().filter_map(Param::gather_member).collect();
+        let groups = self.gather_groups.iter().map(|(_, params)| members(params)).collect();
+        tape.with_gather_groups(groups, &self.gather_order)
+    }
+
+    /// The groups in which the model gathers parameters that are stored as shards, in the order of the model: the module that a
+    /// group is named after, and the names of its parameters. Empty unless the plan has stage 3 of [`Plan::zero`].
+    #[must_use]
+    pub fn gather_groups(&self) -> Vec<(&str, Vec<String>)> {
+        let names = |params: &[Param]| params.iter().map(Param::name).collect();
+        self.gather_groups.iter().map(|(module, params)| (module.as_str(), names(params))).collect()
     }
 
     /// Returns a tape that records nothing, for inference and validation.
@@ -249,6 +276,25 @@ fn named_leaves(module: &dyn Module) -> Result<(NamedParams, Vec<String>)> {
         return Err(error.detail("help", "give each child a different name in Module::children"));
     }
     Ok((params, points))
+}
+
+/// How a tape treats a parameter of these stored and computed layouts. Adds the parameter to its gather group, if it has one.
+fn policy_in_group(
+    plan: &Plan,
+    groups: &mut GroupedParams,
+    (name, param): (&str, &Param),
+    [stored, computed]: [&Layout; 2],
+) -> GatherPolicy {
+    let module = plan.gather_group_of(name);
+    let group = groups.iter().position(|(known, _)| known == module).unwrap_or(groups.len());
+    let policy = plan.gather_policy(stored, computed, group as u32);
+    if matches!(policy.lifetime, GatheredLifetime::Group(_)) {
+        if group == groups.len() {
+            groups.push((module.to_string(), Vec::new()));
+        }
+        groups[group].1.push(param.clone());
+    }
+    policy
 }
 
 /// The first name of a parameter; empty if the model does not have the parameter.

@@ -6,6 +6,7 @@ mod values;
 mod access;
 mod axes;
 mod pipeline;
+mod parallelism;
 mod plan;
 mod checkpoints;
 mod train;
@@ -19,6 +20,7 @@ pub(crate) use access::AccessArgs;
 pub(crate) use checkpoints::CheckpointArgs;
 pub(crate) use defaults::CHECK_EVERY;
 pub(crate) use generate::{GenerateArgs, SamplingArgs};
+pub(crate) use parallelism::ParallelismArgs;
 pub(crate) use pipeline::PipelineArgs;
 pub(crate) use plan::PlanArgs;
 pub(crate) use tools::{BenchArgs, BenchChoice, DoctorArgs, InspectArgs, OpsArgs};
@@ -207,8 +209,8 @@ fn widths() -> impl TypedValueParser<Value = TokenWidth> {
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Execution")]
 pub(crate) struct RunArgs {
-    /// Device mesh, as in dp=2,tp=2; axes: pp (pipeline), dp (data), ep (expert), cp (context), tp (tensor parallelism), each 1 if
-    /// omitted
+    /// Device mesh, as in dp=2,tp=2; axes: pp (pipeline), dp (data), fsdp (fully sharded data), ep (expert), cp (context), tp (tensor
+    /// parallelism), each 1 if omitted
     #[arg(
         long, value_name = "AXES", default_value = "", hide_default_value = true,
         value_parser = values::mesh
@@ -419,6 +421,8 @@ pub(crate) struct EvalArgs {
     pub(crate) model: PathBuf,
     #[command(flatten)]
     pub(crate) run: RunArgs,
+    #[command(flatten)]
+    pub(crate) parallelism: ParallelismArgs,
     /// Sequences per batch; the result does not depend on it
     #[arg(
         long, value_name = "N", default_value = defaults::EVAL_BATCH, value_parser = values::count,
@@ -451,8 +455,8 @@ impl EvalArgs {
 pub(crate) struct ExplainArgs {
     #[command(flatten)]
     pub(crate) model: ModelArgs,
-    /// Device mesh, as in dp=2,tp=2; axes: pp (pipeline), dp (data), ep (expert), cp (context), tp (tensor parallelism), each 1 if
-    /// omitted
+    /// Device mesh, as in dp=2,tp=2; axes: pp (pipeline), dp (data), fsdp (fully sharded data), ep (expert), cp (context), tp (tensor
+    /// parallelism), each 1 if omitted
     #[arg(
         long, value_name = "AXES", default_value = "", hide_default_value = true,
         value_parser = values::mesh, help_heading = "Execution"
@@ -467,6 +471,8 @@ pub(crate) struct ExplainArgs {
     /// Sequence length in tokens [default: the positions of the model, at most 1024]
     #[arg(long, value_name = "N", value_parser = values::count, help_heading = "Training step")]
     pub(crate) seq: Option<usize>,
+    #[command(flatten)]
+    pub(crate) parallelism: ParallelismArgs,
     #[command(flatten)]
     pub(crate) pipeline: PipelineArgs,
     /// Compute dtype; bf16 and f16 are mixed precision (see --param-dtype)

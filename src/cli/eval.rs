@@ -26,7 +26,9 @@ pub(crate) fn run(args: &EvalArgs, startup: &Startup) -> Result<()> {
     let seq = args.seq(&config)?;
     let ranks = args.run.evaluation_world()?.started_by(startup);
     check_experts(&args.run.mesh, &config)?;
-    check_model(&args.run, &args.model, &config)?;
+    args.parallelism.check(&args.run.mesh)?;
+    let plan = args.parallelism.inference_plan(LanguageModel::plan(&config));
+    check_model(&args.run, &args.model, &config, &plan)?;
     let (windows, what) = match &args.source.tokens {
         Some(path) => {
             let file = super::token_rows(path, &config)?.checked()?;
@@ -52,9 +54,8 @@ pub(crate) fn run(args: &EvalArgs, startup: &Startup) -> Result<()> {
         )?;
     }
     let ranks = consistency::with_input_hashes(&ranks, &config, Some(&args.model), Some(&windows))?;
-    let plan = LanguageModel::plan(&config);
     let losses = ranks.launch(|rank| {
-        let model = super::inference_model(rank, &config, args.run.dtype)?;
+        let model = super::inference_model(rank, &config, &plan, args.run.dtype)?;
         super::load(model.model(), &args.model, args.run.cast())?;
         if let Some(path) = &args.logits {
             super::collective_io(rank, || write_logits(&model, &plan, &windows, args.batch, path))?;

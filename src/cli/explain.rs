@@ -126,12 +126,13 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
     check_experts(&mesh, &config)?;
     let precision = args.stored.precision(args.dtype);
     let faults = args.pipeline.faults(&mesh, args.batch).into_iter().chain(args.stored.fault(args.dtype));
+    let faults = faults.chain(args.parallelism.fault(&mesh));
     if let Some(fault) = faults.into_iter().next() {
         return Err(Error::new(Kind::Config, fault));
     }
     let seq = args.seq(&config)?;
     check_tokens(args.batch, seq)?;
-    let plan = args.pipeline.plan(LanguageModel::plan(&config));
+    let plan = args.parallelism.plan(args.pipeline.plan(LanguageModel::plan(&config)));
     let microbatches = args.pipeline.microbatches(&mesh, args.batch);
     let spec = StepSpec { config: &config, plan: &plan, batch: args.batch, seq, microbatches, precision };
     // A limit of 1 byte drops prepacked operands: their sizes depend on the CPU, and this output must not.

@@ -25,7 +25,9 @@ pub(crate) fn run(args: &GenerateArgs, startup: &Startup) -> Result<()> {
     refuse_encoders(&config)?;
     let ranks = args.run.generation_world()?.started_by(startup);
     check_experts(&args.run.mesh, &config)?;
-    check_model(&args.run, &args.model, &config)?;
+    args.parallelism.check(&args.run.mesh)?;
+    let plan = args.parallelism.inference_plan(LanguageModel::plan(&config));
+    check_model(&args.run, &args.model, &config, &plan)?;
     let tokenizer = Tokenizer::for_model(Some(&args.model), &config)?;
     let mut ends = config.eos_token_ids_in(&args.model)?;
     // With byte tokens, no token id marks the end of a text.
@@ -49,7 +51,7 @@ pub(crate) fn run(args: &GenerateArgs, startup: &Startup) -> Result<()> {
         }
     };
     let mut results = ranks.launch(|rank| {
-        let model = super::inference_model(rank, &config, args.run.dtype)?;
+        let model = super::inference_model(rank, &config, &plan, args.run.dtype)?;
         super::load(model.model(), &args.model, args.run.cast())?;
         if rank.world().index() != 0 {
             return generate_tokens(&model, &prompt, args.tokens, &args.sampling, |_| Ok(())).map(|()| None);
@@ -170,7 +172,8 @@ mod tests {
             let config = ModelConfig::preset(preset).unwrap();
             let results = |mesh: &str, sampling: &SamplingArgs, ends: &[usize]| {
                 let ranks = World::run(Mesh::parse(mesh).unwrap(), |rank| {
-                    let model = crate::cli::inference_model(rank, &config, DType::F64)?;
+                    let plan = LanguageModel::plan(&config);
+                    let model = crate::cli::inference_model(rank, &config, &plan, DType::F64)?;
                     let mut results = Vec::new();
                     let prompt = Prompt::new(&prompt, &Tokenizer::Bytes, ends.to_vec())?;
                     generate_tokens(&model, &prompt, 12, sampling, |token| {

@@ -112,14 +112,14 @@ pub(super) fn check_training(run: &RunArgs, mesh: &Mesh, name: &str, step: &Step
 ///
 /// # Errors
 /// As [`check_training`].
-pub(super) fn check_model(run: &RunArgs, name: &Path, config: &ModelConfig) -> Result<()> {
+pub(super) fn check_model(run: &RunArgs, name: &Path, config: &ModelConfig, plan: &Plan) -> Result<()> {
     if !run.is_on_host() {
         return Ok(());
     }
     let mesh = &run.mesh;
     let peak_of = |rank: usize| {
         World::new(mesh.clone()).dry_run(rank, |rank| {
-            let _model = inference_model(rank, config, run.dtype)?;
+            let _model = inference_model(rank, config, plan, run.dtype)?;
             Ok(rank.backend().memory().peak_bytes as u64)
         })
     };

@@ -21,7 +21,7 @@ use shardgrad::autograd::Var;
 use shardgrad::dist::{Process, Rank, Rendezvous};
 use shardgrad::kernels::DType;
 use shardgrad::nn::checkpoint::Weights;
-use shardgrad::nn::{CastRule, InferenceModel, LanguageModel, Model, ModelConfig};
+use shardgrad::nn::{CastRule, InferenceModel, LanguageModel, Model, ModelConfig, Plan};
 use shardgrad::tensor::training_step::control::world_sum;
 use shardgrad::{Error, Kind, Result};
 use std::ffi::OsString;
@@ -210,14 +210,18 @@ fn collective_io<T>(rank: &Rank, f: impl FnOnce() -> Result<T>) -> Result<T> {
 const RECORDED_TOKENS: usize = 128;
 
 /// Builds a language model for inference, without loading weights.
-fn inference_model(rank: &Rank, config: &ModelConfig, dtype: DType) -> Result<InferenceModel<LanguageModel>> {
-    let plan = LanguageModel::plan(config);
+fn inference_model(
+    rank: &Rank,
+    config: &ModelConfig,
+    plan: &Plan,
+    dtype: DType,
+) -> Result<InferenceModel<LanguageModel>> {
     let ids = |rank: &Rank| {
         let shape = [1, RECORDED_TOKENS.min(config.max_positions())];
         Ok(vec![plan.batch_layout(rank.mesh(), DType::I64, &shape)?])
     };
     let forward = |model: &LanguageModel, ids: &[Var]| Ok(vec![model.forward_from_batch(ids)]);
-    InferenceModel::new(rank, LanguageModel::new(config), &plan, 0, dtype, ids, forward)
+    InferenceModel::new(rank, LanguageModel::new(config), plan, 0, dtype, ids, forward)
 }
 
 /// Loads the weights of a model from a folder; rank 0 reports which were converted from another dtype. Collective.

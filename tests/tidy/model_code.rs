@@ -7,7 +7,7 @@ use proc_macro2::{Delimiter, TokenTree};
 /// Folders of layers and models.
 const MODEL_FOLDERS: [&str; 2] = ["nn/src/layer", "nn/src/model"];
 /// Axis names, as they appear in string literals.
-const AXES: [&str; 5] = ["dp", "tp", "pp", "cp", "ep"];
+const AXES: [&str; 6] = ["dp", "fsdp", "tp", "pp", "cp", "ep"];
 /// Methods of mesh, ranks and collectives.
 const PARALLEL_METHODS: [&str; 7] =
     ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "Rank", "Mesh"];

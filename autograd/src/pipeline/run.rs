@@ -404,6 +404,9 @@ impl Step<'_> {
     fn accumulate(&mut self, gradients: Gradients) -> Result<()> {
         for (external, gradient) in gradients {
             let external = external as u32;
+            if self.reduce_at_once(external, &gradient) {
+                continue;
+            }
             let sum = match self.sums.remove(&external) {
                 None => gradient,
                 Some(sum) => sum_cotangents(sum, gradient)?,

@@ -20,6 +20,8 @@ pub struct Stages {
     num_losses: usize,
     /// The slots with a gradient if all parameters are trained.
     gradient_slots: GradientSlots,
+    /// The parameters whose gradients are reduced after each backward pass.
+    reduced_each_pass: BTreeSet<Key>,
 }
 
 /// The slots with a gradient in a step, whose cotangents stages send back.
@@ -75,7 +77,20 @@ impl Stages {
             }
         }
         let gradient_slots = program.gradient_slots(num_losses, |_| true);
-        Stages { program, stages, num_losses, gradient_slots }
+        Stages { program, stages, num_losses, gradient_slots, reduced_each_pass: BTreeSet::new() }
+    }
+
+    /// The same stages, which reduce the gradients of some parameters to the stored layout after each backward pass, so that the sums
+    /// over microbatches are sharded (ZeRO 2 and 3). All other gradients are reduced once per step.
+    #[must_use]
+    pub fn reducing_each_pass(self, keys: impl IntoIterator<Item = Key>) -> Stages {
+        Stages { reduced_each_pass: keys.into_iter().collect(), ..self }
+    }
+
+    /// Whether the gradient of an external input is reduced after each backward pass.
+    pub(super) fn reduces_each_pass(&self, external: u32) -> bool {
+        let key = self.program.external_inputs[external as usize].key;
+        key.is_some_and(|key| self.reduced_each_pass.contains(&key))
     }
 
     /// The results that are losses.
@@ -202,7 +217,8 @@ impl Stages {
             starts.resize(stage, at);
         }
         starts.resize(keys.len() - 1, program.records.len());
-        Ok(Stages::with_losses(program, &starts, self.num_losses))
+        let stages = Stages::with_losses(program, &starts, self.num_losses);
+        Ok(stages.reducing_each_pass(self.reduced_each_pass.iter().copied()))
     }
 }
 

@@ -28,10 +28,17 @@ pub(super) fn record_block(
     block: impl FnOnce(&[Var]) -> Result<Vec<Var>>,
 ) -> Result<Vec<Var>> {
     let Recording { mut program, external_inputs, results } = Recording::run(tape, arguments, site, block)?;
-    // The node owns the external inputs, gathered ones as they are stored, and releases them after its backward pass.
-    let saved = external_inputs.iter().map(|v| match tape.saved_ungathered(v.id()) {
-        Some((stored, regather)) => (Some(stored), Some(regather)),
-        None => (Some(v.tensor().clone()), None),
+    // The node owns the external inputs, gathered ones as they are stored or by number, and releases them after its backward pass.
+    let mut saved_leaves = SmallVec::new();
+    let saved = external_inputs.iter().enumerate().map(|(i, v)| {
+        if let Some(leaf) = tape.saved_by_number(v.id(), v.tensor()) {
+            saved_leaves.push((i as u32, leaf));
+            return (None, None);
+        }
+        match tape.saved_ungathered(v.id()) {
+            Some((stored, regather)) => (Some(stored), Some(regather)),
+            None => (Some(v.tensor().clone()), None),
+        }
     });
     let (saved_inputs, regathers): (SmallVec<[Option<Tensor>; 4]>, Vec<Option<Regather>>) = saved.unzip();
     tape.free_gathered();
@@ -44,7 +51,8 @@ pub(super) fn record_block(
     if !live.contains(&true) {
         return Ok(results.into_iter().map(|v| tape.constant(v.tensor().clone())).collect());
     }
-    let saved = SavedTensors { inputs: saved_inputs, outputs: SmallVec::from_elem(None, results.len()) };
+    let outputs = SmallVec::from_elem(None, results.len());
+    let saved = SavedTensors { inputs: saved_inputs, outputs, leaves: saved_leaves };
     let site = (tape.context().path(), site);
     let block = CheckpointedBlock { program, regathers };
     let node = Node::new(NodeKind::Block(Box::new(block)), inputs, saved, results.len(), site);

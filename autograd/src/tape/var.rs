@@ -319,7 +319,10 @@ fn make_node(
     let keeps = op.saved_for_backward_of(&wanted);
     let mut saved = SavedTensors::default();
     for (i, arg) in args.iter().enumerate() {
-        saved.inputs.push(keeps.inputs.contains(&i).then(|| arg.0.tensor.clone()));
+        let kept = keeps.inputs.contains(&i);
+        let leaf = tape.saved_by_number(arg.0.id.filter(|_| kept && tape.same_as(arg.tape())), &arg.0.tensor);
+        saved.leaves.extend(leaf.map(|leaf| (i as u32, leaf)));
+        saved.inputs.push((kept && leaf.is_none()).then(|| arg.0.tensor.clone()));
     }
     for (i, output) in outputs.iter().enumerate() {
         saved.outputs.push(keeps.outputs.contains(&i).then(|| output.clone()));

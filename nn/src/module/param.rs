@@ -1,7 +1,7 @@
 //! Parameters: declared by layers; named, sharded and initialized by [`Model`](crate::Model).
 
 use crate::module::name::random_key;
-use shardgrad_autograd::{Key, Tape, Var};
+use shardgrad_autograd::{GatherMember, GatherPolicy, Key, Tape, Var};
 use shardgrad_tensor::{
     Axis, Context, DType, Error, Kind, Layout, Placement, Rank, Resharding, Result, Tensor, Value,
 };
@@ -96,6 +96,7 @@ struct ParamState {
     /// `None` before initialization, on ranks of other pipeline stages, and after a failed update.
     stored: Option<Tensor>,
     compute_layout: Option<Layout>,
+    gather_policy: GatherPolicy,
     owners: Option<StageOwners>,
 }
 
@@ -287,15 +288,15 @@ impl Param {
     #[must_use]
     pub fn on_tape(&self, tape: &Tape) -> Var {
         let site = Location::caller();
-        let (key, stored, compute_layout) = self.with(site, |state| {
+        let (key, stored, compute_layout, policy) = self.with(site, |state| {
             Context::of(tape.rank()).set_path(&state.name);
             let stored = match tape.is_meta() {
                 true => Tensor::meta(tape.rank(), &state.layout),
                 false => state.value().clone(),
             };
-            (state.key, stored, state.compute_layout.clone())
+            (state.key, stored, state.compute_layout.clone(), state.gather_policy)
         });
-        let leaf = tape.leaf(key, &stored);
+        let leaf = tape.leaf_with_policy(key, &stored, policy);
         // A frozen parameter is a leaf too, so that its compute layout is made once per tape.
         let leaf = if self.is_frozen() && !tape.is_meta() { leaf.detach() } else { leaf };
         match compute_layout {
@@ -372,6 +373,21 @@ impl Param {
         self.with(Location::caller(), |state| state.compute_layout.clone())
     }
 
+    /// How long a tape keeps the gathered form, and when it reduces the gradient.
+    #[track_caller]
+    pub(crate) fn gather_policy(&self) -> GatherPolicy {
+        self.with(Location::caller(), |state| state.gather_policy)
+    }
+
+    /// The parameter as a member of its gather group; `None` on ranks that do not hold it.
+    pub(crate) fn gather_member(&self) -> Option<GatherMember> {
+        self.with(Location::caller(), |state| {
+            let (stored, computed) = (state.stored.clone()?, state.compute_layout.clone()?);
+            let (key, policy, path) = (state.key, state.gather_policy, state.name.clone());
+            Some(GatherMember { key, stored, computed, policy, path })
+        })
+    }
+
     /// Replaces the stored tensor.
     ///
     /// # Errors
@@ -437,6 +453,7 @@ impl Param {
         key: Key,
         layout: Layout,
         compute_layout: Option<Layout>,
+        gather_policy: GatherPolicy,
     ) -> Result<()> {
         let mut state = self.0.state.borrow_mut();
         if let Some(before) = state.as_ref() {
@@ -444,8 +461,8 @@ impl Param {
             return Err(Error::new(Kind::Config, text)
                 .detail("help", "make new layers for each model instead of sharing them between models"));
         }
-        *state =
-            Some(ParamState { name: name.into(), key, layout, stored: None, compute_layout, owners: None });
+        let (name, stored, owners) = (name.into(), None, None);
+        *state = Some(ParamState { name, key, layout, stored, compute_layout, gather_policy, owners });
         Ok(())
     }
 

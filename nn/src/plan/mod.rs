@@ -4,6 +4,7 @@ mod rule;
 mod unmatched;
 mod axes;
 mod parallel;
+mod sharded_data;
 mod pipeline;
 mod text;
 mod models;
@@ -13,6 +14,7 @@ pub(crate) use rule::RuleTarget;
 
 use crate::module::name::matches;
 use rule::{Presence, Rule};
+use sharded_data::{ZeroAxis, best_dim};
 use shardgrad_tensor::{Axis, DType, Error, Kind, Layout, Mesh, Placement, Result};
 
 /// A parallelism plan: how mesh axes shard parameters and activations (DP, TP, SP, CP, EP, PP, FSDP).
@@ -27,8 +29,9 @@ use shardgrad_tensor::{Axis, DType, Error, Kind, Layout, Mesh, Placement, Result
 /// | `tp=` | every rank has the same copy and the same gradient (invariant) |
 /// | `tp+` | every rank has a partial sum |
 /// | `tp@1\|@2` | the first placement that leaves no rank with an empty shard; if none does, the one with the fewest empty shards. Dims that a parameter does not have are passed over: `store("*", "dp@0\|=")` covers scalars too |
+/// | `dp@*` | the largest dim that the axis divides and that no other axis shards, or else the least uneven one; scalars are copies |
 ///
-/// Several axes on one dim shard it in the order of their rules, the first axis outermost. Rules of axes that a mesh does not
+/// Several axes on one dim shard it in the order of their rules, the first axis outermost, and axes with `@*` innermost. Rules of axes that a mesh does not
 /// have are ignored, so one plan serves many meshes; an axis of the mesh that no rule uses is an error, since its ranks would do
 /// the same work ([`Plan::copies`] states that this is meant). Parameters without a rule are invariant (`=`); activations without
 /// a rule keep their layout.
@@ -49,6 +52,8 @@ use shardgrad_tensor::{Axis, DType, Error, Kind, Layout, Mesh, Placement, Result
 /// | `store PATTERN WORD.. optional` | a rule that may match nothing |
 /// | `store PATTERN WORD.. one-of KIND` | a rule of a kind, of which at least one must match |
 /// | `batch AXIS@DIM` | an axis that shards batches: rows are dim 0, tokens dim 1 |
+/// | `zero STAGE AXIS` | how long gathered parameters and whole gradients live where rules shard the storage over the axis, as `store * dp@*` does ([`Plan::zero`]) |
+/// | `gather_group PATTERN` | [`Plan::gather_group`] |
 /// | `pipeline AXIS SCHEDULE CUT` | [`Plan::pipeline_parallel`]; a schedule given as action lists prints as its name |
 #[doc(alias = "DeviceMesh")]
 #[doc(alias = "parallelize_plan")]
@@ -62,6 +67,10 @@ pub struct Plan {
     batch: Vec<(String, usize)>,
     /// The axis of `column_parallel` and `row_parallel`.
     tensor_axis: Option<String>,
+    /// The axes over which the storage of parameters is sharded, with their stages.
+    zero: Vec<ZeroAxis>,
+    /// Patterns of modules whose parameters are gathered together in stage 3.
+    gather_groups: Vec<String>,
     /// Pipeline parallelism, if any.
     pipeline: Option<PipelinePlan>,
     /// Errors in the texts of rules, reported when the plan is used.
@@ -118,6 +127,11 @@ impl Plan {
                 None => self.batch.push((axis, dim)),
             }
         }
+        for zero in other.zero {
+            self.zero.retain(|known| known.axis != zero.axis);
+            self.zero.push(zero);
+        }
+        self.gather_groups.extend(other.gather_groups);
         self.tensor_axis = other.tensor_axis.or(self.tensor_axis);
         self.pipeline = other.pipeline.or(self.pipeline);
         self.errors.extend(other.errors);
@@ -180,6 +194,7 @@ impl Plan {
         used: &mut [bool],
     ) -> Vec<(Axis, Placement)> {
         let mut placements: Vec<(Axis, Placement)> = Vec::new();
+        let mut any_dim: Vec<Axis> = Vec::new();
         for (rule, used) in self.rules.iter().zip(used) {
             if rule.target != target || !matches(&rule.pattern, name) {
                 continue;
@@ -187,8 +202,16 @@ impl Plan {
             *used = true;
             if let Some(axis) = mesh.axis(&rule.axis).filter(|a| mesh.size(*a) > 1) {
                 placements.retain(|(a, _)| *a != axis);
-                placements.push((axis, rule.placement(shape, mesh.size(axis))));
+                any_dim.retain(|a| *a != axis);
+                match rule.placement(shape, mesh.size(axis)) {
+                    Some(placement) => placements.push((axis, placement)),
+                    None => any_dim.push(axis),
+                }
             }
+        }
+        // The choice depends on the dims that other axes shard.
+        for axis in any_dim {
+            placements.push((axis, best_dim(shape.unwrap_or_default(), axis, &placements, mesh)));
         }
         placements
     }

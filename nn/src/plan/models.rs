@@ -7,6 +7,12 @@
 use super::rule::Presence::{self, Optional};
 use super::{Plan, RuleTarget};
 
+/// The axes of all families besides `tp`. `dp` is the outermost axis of the rows, before `fsdp` and `ep`.
+fn family_axes() -> Plan {
+    let rows = Plan::data_parallel("dp").and(Plan::fsdp("fsdp"));
+    rows.and(Plan::context_parallel("cp")).and(Plan::pipeline_parallel("pp"))
+}
+
 /// Parameters of GPT-2 and their stored placements. Heads and hidden units are sharded, so a block costs two all-reduces forward and
 /// two backward; the vocabulary is sharded, so no rank ever holds all logits.
 const GPT2_TENSOR: [(&str, &str, Presence); 8] = [
@@ -21,11 +27,11 @@ const GPT2_TENSOR: [(&str, &str, Presence); 8] = [
 ];
 
 impl Plan {
-    /// Plan of GPT-2 on axes `pp` (layers), `dp` (rows of the batch), `cp` (tokens of a row) and `tp` (heads, hidden units, vocabulary).
+    /// Plan of GPT-2 on axes `pp` (layers), `dp` (rows of the batch), `fsdp` (rows, with sharded storage), `cp` (tokens of a row) and
+    /// `tp` (heads, hidden units, vocabulary).
     #[must_use]
     pub fn gpt2() -> Plan {
-        let start =
-            Plan::data_parallel("dp").and(Plan::context_parallel("cp")).and(Plan::pipeline_parallel("pp"));
+        let start = family_axes();
         GPT2_TENSOR.iter().fold(start, |plan, (pattern, placement, presence)| {
             plan.rule(RuleTarget::Store, pattern, placement, presence.clone())
         })
@@ -75,19 +81,18 @@ impl Plan {
     #[doc(alias = "Mixtral")]
     #[must_use]
     pub fn llama_moe() -> Plan {
-        // After the other batch axes, so that `dp` is the outermost axis of the rows.
+        // After the other batch axes, because `ep` leaves the rows first.
         let plan = LLAMA_EXPERTS.iter().fold(Plan::llama(), |plan, (pattern, placement, presence)| {
             plan.rule(RuleTarget::Store, pattern, placement, presence.clone())
         });
         plan.and(Plan::expert_parallel("ep"))
     }
 
-    /// Plan of the Llama family on axes `pp` (layers), `dp` (rows of the batch), `cp` (tokens of a row) and `tp` (heads, hidden units,
-    /// vocabulary).
+    /// Plan of the Llama family on axes `pp` (layers), `dp` (rows of the batch), `fsdp` (rows, with sharded storage), `cp` (tokens of a
+    /// row) and `tp` (heads, hidden units, vocabulary).
     #[must_use]
     pub fn llama() -> Plan {
-        let start =
-            Plan::data_parallel("dp").and(Plan::context_parallel("cp")).and(Plan::pipeline_parallel("pp"));
+        let start = family_axes();
         let plan = LLAMA_TENSOR.iter().fold(start, |plan, (pattern, placement, presence)| {
             plan.rule(RuleTarget::Store, pattern, placement, presence.clone())
         });
@@ -116,11 +121,11 @@ const BERT_TENSOR: [(&str, &str, Presence); 13] = [
 ];
 
 impl Plan {
-    /// Plan of BERT on axes `pp` (layers), `dp` (rows of the batch), `cp` (tokens of a row) and `tp` (heads, hidden units, vocabulary).
+    /// Plan of BERT on axes `pp` (layers), `dp` (rows of the batch), `fsdp` (rows, with sharded storage), `cp` (tokens of a row) and
+    /// `tp` (heads, hidden units, vocabulary).
     #[must_use]
     pub fn bert() -> Plan {
-        let start =
-            Plan::data_parallel("dp").and(Plan::context_parallel("cp")).and(Plan::pipeline_parallel("pp"));
+        let start = family_axes();
         BERT_TENSOR.iter().fold(start, |plan, (pattern, placement, presence)| {
             plan.rule(RuleTarget::Store, pattern, placement, presence.clone())
         })

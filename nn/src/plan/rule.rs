@@ -38,9 +38,17 @@ pub(super) struct Rule {
     pub(super) target: RuleTarget,
     pub(super) pattern: String,
     pub(super) axis: String,
-    /// The placements to choose from, in order of preference; usually one.
-    placements: Vec<Placement>,
+    choice: Choice,
     pub(super) presence: Presence,
+}
+
+/// The placements that a rule allows.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Choice {
+    /// The listed ones, in order of preference; usually one.
+    Listed(Vec<Placement>),
+    /// A shard of any dim, or a copy.
+    AnyDim,
 }
 
 impl Rule {
@@ -51,39 +59,44 @@ impl Rule {
         word: &str,
         presence: Presence,
     ) -> Result<Rule, String> {
-        let (axis, placements) = parse(word)
+        let (axis, choice) = parse(word)
             .ok_or_else(|| format!("`{word}` is not a placement; write axis@dim, axis~, axis= or axis+"))?;
         let is_stored =
             |placement: &Placement| !matches!(placement, Placement::Partial | Placement::Replicate);
-        if target == RuleTarget::Store && !placements.iter().all(is_stored) {
-            return Err("stored parameters are sharded (axis@dim) or invariant (axis=)".to_string());
+        match &choice {
+            Choice::Listed(listed) if target == RuleTarget::Store && !listed.iter().all(is_stored) => {
+                return Err("stored parameters are sharded (axis@dim) or invariant (axis=)".to_string());
+            }
+            Choice::Listed(listed) if listed.len() == 1 => {}
+            Choice::Listed(_) | Choice::AnyDim if target == RuleTarget::Point => {
+                return Err("a point takes one placement, not a choice".to_string());
+            }
+            Choice::Listed(_) | Choice::AnyDim => {}
         }
-        if target == RuleTarget::Point && placements.len() > 1 {
-            return Err("a point takes one placement, not a choice".to_string());
-        }
-        Ok(Rule { target, pattern: pattern.to_string(), axis: axis.to_string(), placements, presence })
+        Ok(Rule { target, pattern: pattern.to_string(), axis: axis.to_string(), choice, presence })
     }
 
     /// Chooses the placement for a parameter of a shape over an axis of `size` ranks: the first that leaves no rank with an empty shard,
     /// or else the one with the fewest empty shards. A dim that the shape does not have counts as empty on every rank, so that
-    /// another placement is chosen if there is one. Without a shape, the first.
-    pub(super) fn placement(&self, shape: Option<&[usize]>, size: usize) -> Placement {
+    /// another placement is chosen if there is one. Without a shape, the first. `None` if the rule allows any dim.
+    pub(super) fn placement(&self, shape: Option<&[usize]>, size: usize) -> Option<Placement> {
+        let Choice::Listed(placements) = &self.choice else { return None };
         let parts = |placement: &Placement| match (placement, shape) {
             (Placement::Shard(dim), Some(shape)) => shape.get(*dim).map_or(0, |extent| size.min(*extent)),
             _ => size,
         };
-        let mut best = self.placements[0];
-        for placement in &self.placements[1..] {
+        let mut best = placements[0];
+        for placement in &placements[1..] {
             if parts(placement) > parts(&best) {
                 best = *placement;
             }
         }
-        best
+        Some(best)
     }
 }
 
-/// Parses an axis and `@dim`, `~`, `=` or `+`, or several of these separated by `|`.
-fn parse(word: &str) -> Option<(&str, Vec<Placement>)> {
+/// Parses an axis and `@*`, or `@dim`, `~`, `=` or `+`, or several of these separated by `|`.
+fn parse(word: &str) -> Option<(&str, Choice)> {
     let (axis, placements) = word.split_at(word.find(['@', '~', '=', '+'])?);
     let parse_placement = |text: &str| match (text, text.strip_prefix('@')) {
         (_, Some(dim)) => dim.parse().ok().map(Placement::Shard),
@@ -92,9 +105,12 @@ fn parse(word: &str) -> Option<(&str, Vec<Placement>)> {
         ("+", _) => Some(Placement::Partial),
         _ => None,
     };
-    let placements: Option<Vec<Placement>> = placements.split('|').map(parse_placement).collect();
+    let choice = match placements {
+        "@*" => Some(Choice::AnyDim),
+        listed => listed.split('|').map(parse_placement).collect::<Option<_>>().map(Choice::Listed),
+    };
     let is_name = !axis.is_empty() && axis.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
-    Some((axis, placements?)).filter(|_| is_name)
+    Some((axis, choice?)).filter(|_| is_name)
 }
 
 impl fmt::Display for RuleTarget {
@@ -109,8 +125,11 @@ impl fmt::Display for RuleTarget {
 
 impl fmt::Display for Rule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let placements: Vec<String> = self.placements.iter().map(Placement::to_string).collect();
-        write!(f, "{} {} {}{}", self.target, self.pattern, self.axis, placements.join("|"))
+        let choice = match &self.choice {
+            Choice::Listed(listed) => listed.iter().map(Placement::to_string).collect::<Vec<_>>().join("|"),
+            Choice::AnyDim => "@*".to_string(),
+        };
+        write!(f, "{} {} {}{choice}", self.target, self.pattern, self.axis)
     }
 }
 
@@ -120,7 +139,7 @@ mod tests {
 
     fn chosen(word: &str, shape: &[usize], size: usize) -> String {
         let rule = Rule::read(RuleTarget::Compute, "x", word, Presence::Required).unwrap();
-        rule.placement(Some(shape), size).to_string()
+        rule.placement(Some(shape), size).unwrap().to_string()
     }
 
     #[test]
@@ -149,9 +168,11 @@ mod tests {
         let rule =
             |target, word| Rule::read(target, "a.b", word, Presence::Required).map(|rule| rule.to_string());
         assert_eq!(rule(RuleTarget::Store, "tp@1|@2|="), Ok("store a.b tp@1|@2|=".to_string()));
+        assert_eq!(rule(RuleTarget::Store, "tp@*"), Ok("store a.b tp@*".to_string()));
+        assert!(rule(RuleTarget::Point, "tp@*").unwrap_err().contains("a point takes one placement"));
         assert!(rule(RuleTarget::Store, "tp@1|~").unwrap_err().contains("sharded (axis@dim) or invariant"));
         assert!(rule(RuleTarget::Point, "tp@1|~").unwrap_err().contains("a point takes one placement"));
-        for bad in ["tp@1|", "tp|@1", "tp@1|2", "tp@1||@2", "tp=~", "|"] {
+        for bad in ["tp@1|", "tp|@1", "tp@1|2", "tp@1||@2", "tp=~", "|", "tp@*|="] {
             assert!(rule(RuleTarget::Compute, bad).unwrap_err().contains("is not a placement"), "{bad}");
         }
     }

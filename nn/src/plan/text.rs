@@ -1,6 +1,7 @@
 //! The text form of a plan: one item per line, printed by `Display` and read by `FromStr`.
 
 use super::rule::{Presence, Rule};
+use super::sharded_data::ZeroAxis;
 use super::{Plan, RuleTarget};
 use crate::module::name::nearest;
 use shardgrad_autograd::pipeline::{Cut, Schedule};
@@ -9,17 +10,19 @@ use std::fmt;
 use std::str::FromStr;
 
 /// The words with which a line begins.
-const ITEMS: [&str; 5] = ["store", "compute", "point", "batch", "pipeline"];
+const ITEMS: [&str; 7] = ["store", "compute", "point", "batch", "zero", "gather_group", "pipeline"];
 /// The mark of a rule that may match nothing.
 const OPTIONAL: &str = "optional";
 /// The mark of a rule of a kind.
 const ONE_OF: &str = "one-of";
 
-/// One item per line: the pipeline, the batch axes, the rules in order.
+/// One item per line: the pipeline, the batch axes, the stages of ZeRO, the gather groups, the rules in order.
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.pipeline.iter().try_for_each(|pipeline| writeln!(f, "{pipeline}"))?;
         self.batch.iter().try_for_each(|(axis, dim)| writeln!(f, "batch {axis}@{dim}"))?;
+        self.zero.iter().try_for_each(|zero| writeln!(f, "{zero}"))?;
+        self.gather_groups.iter().try_for_each(|modules| writeln!(f, "gather_group {modules}"))?;
         let write_rule = |rule: &Rule| match &rule.presence {
             Presence::Required => writeln!(f, "{rule}"),
             Presence::Optional => writeln!(f, "{rule} {OPTIONAL}"),
@@ -71,6 +74,11 @@ fn parse_item(line: &str) -> Result<Plan, String> {
         "compute" => parse_rule(RuleTarget::Compute, &words),
         "point" => parse_rule(RuleTarget::Point, &words),
         "batch" => parse_batch(&words),
+        "zero" => parse_zero(&words),
+        "gather_group" => match *words {
+            [modules] => Ok(Plan::new().gather_group(modules)),
+            _ => Err("write `gather_group PATTERN`, as in `gather_group h.*.attn`".to_string()),
+        },
         "pipeline" => parse_pipeline(&words),
         _ => {
             let near = nearest(item, ITEMS)
@@ -116,6 +124,17 @@ fn parse_batch(words: &[&str]) -> Result<Plan, String> {
     }
 }
 
+/// Parses `STAGE AXIS`.
+fn parse_zero(words: &[&str]) -> Result<Plan, String> {
+    match *words {
+        [stage @ ("1" | "2" | "3"), axis] if is_axis_name(axis) => {
+            let zero = ZeroAxis { axis: axis.to_string(), stage: stage.parse().unwrap_or_default() };
+            Ok(Plan { zero: vec![zero], ..Plan::new() })
+        }
+        _ => Err("write `zero STAGE AXIS` with stage 1, 2 or 3, as in `zero 3 fsdp`".to_string()),
+    }
+}
+
 /// Parses `AXIS [SCHEDULE [CUT]]`.
 fn parse_pipeline(words: &[&str]) -> Result<Plan, String> {
     let (axis, schedule, cut) = match *words {
@@ -154,7 +173,10 @@ mod tests {
             .point("h.*.out", "x+ y@0");
         let cut_at =
             Plan::pipeline_parallel("stages").pipeline_cut(Cut::At(vec!["h.2".into(), "head".into()]));
-        for plan in [Plan::new(), Plan::gpt2(), Plan::llama(), Plan::llama_moe(), Plan::bert(), own, cut_at] {
+        let sharded = Plan::gpt2().and(Plan::zero(2, "dp")).and(Plan::fsdp("fsdp")).gather_group("h.*.attn");
+        for plan in
+            [Plan::new(), Plan::gpt2(), Plan::llama(), Plan::llama_moe(), Plan::bert(), own, cut_at, sharded]
+        {
             assert_eq!(plan.to_string().parse::<Plan>().unwrap(), plan, "{plan}");
         }
     }
@@ -164,7 +186,7 @@ mod tests {
         let text = Plan::gpt2().to_string();
         assert!(text.contains("store wte.weight tp@0 one-of token embedding\n"), "{text}");
         assert!(text.contains("store lm_head.weight tp@0 optional\n"), "{text}");
-        assert!(text.starts_with("pipeline pp 1f1b balanced\nbatch dp@0\nbatch cp@1\n"), "{text}");
+        assert!(text.starts_with("pipeline pp 1f1b balanced\nbatch dp@0\n"), "{text}");
     }
 
     #[test]
@@ -203,6 +225,10 @@ mod tests {
         assert_eq!(fault("batch dp"), "`dp` is not axis@dim");
         assert_eq!(fault("batch dp@1"), "batch dp@1: the axis already shards dim 0 of batches");
         assert!(fault("pipeline").contains("pipeline AXIS SCHEDULE CUT"));
+        assert!(
+            fault("zero 4 dp").contains("with stage 1, 2 or 3") && fault("zero 1").contains("STAGE AXIS")
+        );
+        assert!(fault("gather_group").contains("gather_group PATTERN"));
         assert!(fault("pipeline p-p").contains("`p-p` is not the name of an axis"));
         assert!(fault("pipeline pp 2f2b").contains("2f2b"));
         assert!(fault("pipeline pp 1f1b 3,,5").contains("is not a list of cuts"));

@@ -24,6 +24,7 @@ mod dropout;
 mod save_and_load;
 mod plans;
 mod sharded_storage;
+mod zero;
 mod sequence_parallel;
 mod adapters;
 mod failed_saves;

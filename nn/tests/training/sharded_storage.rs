@@ -8,23 +8,23 @@ use shardgrad_nn::{AdamW, Linear, Model, Optimizer, Param, Plan, module};
 use shardgrad_tensor::{DType, Phase, Rank, Result, Tensor, Value};
 use std::collections::BTreeMap;
 
-const WIDTH: usize = 64;
-const LAYERS: usize = 6;
+pub(crate) const WIDTH: usize = 64;
+pub(crate) const LAYERS: usize = 6;
 /// Bytes of one weight in f64.
 const WEIGHT: usize = WIDTH * WIDTH * 8;
 
 module! {
     /// Linear layers in a row, and a scalar by which the result is scaled.
-    struct Deep { layers: Vec<Linear>, scale: Param }
+    pub(crate) struct Deep { pub(crate) layers: Vec<Linear>, scale: Param }
 }
 
 impl Deep {
-    fn new() -> Deep {
+    pub(crate) fn new() -> Deep {
         let layers = (0..LAYERS).map(|_| Linear::new(WIDTH, WIDTH)).collect();
         Deep { layers, scale: Param::new(&[]).init(shardgrad_nn::Init::Ones) }
     }
 
-    fn forward(&self, x: &Var, recompute: bool) -> Result<Var> {
+    pub(crate) fn forward(&self, x: &Var, recompute: bool) -> Result<Var> {
         let mut x = x.clone();
         for layer in &self.layers {
             let block = |x: &Var| layer.forward(x).gelu().add(x);

@@ -11,14 +11,14 @@ pub(super) struct SupportedAxes {
     names: &'static [&'static str],
 }
 
-/// Training supports all axes: layers (pp), rows (dp), experts (ep), tokens of a row (cp) and parameters (tp).
+/// Training supports all axes: layers (pp), rows (dp, fsdp), experts (ep), tokens of a row (cp) and parameters (tp).
 pub(super) const TRAINING: SupportedAxes =
-    SupportedAxes { computation: "training", names: &["dp", "pp", "ep", "cp", "tp"] };
+    SupportedAxes { computation: "training", names: &["dp", "fsdp", "pp", "ep", "cp", "tp"] };
 /// Evaluation shards as training does.
 pub(super) const EVALUATION: SupportedAxes = SupportedAxes { computation: "evaluation", ..TRAINING };
 /// Generation does not shard the growing sequence over its tokens.
 pub(super) const GENERATION: SupportedAxes =
-    SupportedAxes { computation: "generation", names: &["dp", "pp", "ep", "tp"] };
+    SupportedAxes { computation: "generation", names: &["dp", "fsdp", "pp", "ep", "tp"] };
 
 /// Rejects axes that a computation does not support: all ranks of such an axis would do the same work.
 pub(super) fn check_axes(mesh: &Mesh, supported: &SupportedAxes) -> Result<()> {
@@ -69,14 +69,17 @@ mod tests {
             check_axes(&Mesh::parse(mesh).unwrap(), supported)
                 .map_err(|e| e.to_string().replace("\n  help       ", "; "))
         };
-        assert_eq!(error_text("pp=2,dp=3,cp=2,tp=2", &TRAINING), Ok(()));
+        assert_eq!(error_text("pp=2,dp=3,fsdp=2,cp=2,tp=2", &TRAINING), Ok(()));
         assert_eq!(error_text("pp=2,dp=3,cp=2", &EVALUATION), Ok(()));
         assert_eq!(
             error_text("sp=2,cp=2", &EVALUATION).unwrap_err(),
-            "evaluation does not support sp; use dp, pp, ep, cp or tp"
+            "evaluation does not support sp; use dp, fsdp, pp, ep, cp or tp"
         );
         let of = |mesh: &str| error_text(mesh, &GENERATION).unwrap_err();
-        assert_eq!(of("sp=2,tp=2"), "generation does not support sp; use dp, pp, ep or tp");
-        assert!(of("cp=2,tp=2").starts_with("generation does not support cp; use dp, pp, ep or tp; weights"));
+        assert_eq!(of("sp=2,tp=2"), "generation does not support sp; use dp, fsdp, pp, ep or tp");
+        assert!(
+            of("cp=2,tp=2")
+                .starts_with("generation does not support cp; use dp, fsdp, pp, ep or tp; weights")
+        );
     }
 }

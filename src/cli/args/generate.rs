@@ -1,6 +1,6 @@
 //! Options of `generate`.
 
-use super::{RunArgs, defaults, values};
+use super::{ParallelismArgs, RunArgs, defaults, values};
 use clap::Args;
 use clap::builder::NonEmptyStringValueParser;
 use std::path::PathBuf;
@@ -24,6 +24,8 @@ pub(crate) struct GenerateArgs {
     pub(crate) sampling: SamplingArgs,
     #[command(flatten)]
     pub(crate) run: RunArgs,
+    #[command(flatten)]
+    pub(crate) parallelism: ParallelismArgs,
     /// Print one JSON object on stdout and nothing else
     #[arg(long, help_heading = "Output")]
     pub(crate) json: bool,

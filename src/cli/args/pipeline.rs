@@ -57,9 +57,9 @@ impl PipelineArgs {
     /// Returns the number of microbatches on a mesh: as given; else that of the schedule file; else the largest divisor of the batch
     /// up to twice the stages that gives each data rank equally many rows, or at least one.
     pub(crate) fn microbatches(&self, mesh: &Mesh, batch: usize) -> usize {
-        let [stages, dp, ep] =
-            ["pp", "dp", "ep"].map(|name| mesh.axis(name).map_or(1, |axis| mesh.size(axis)));
-        let shares = dp * ep;
+        let [stages, dp, fsdp, ep] =
+            ["pp", "dp", "fsdp", "ep"].map(|name| mesh.axis(name).map_or(1, |axis| mesh.size(axis)));
+        let shares = dp * fsdp * ep;
         let most = if stages > 1 { 2 * stages } else { 1 };
         let order = self.pass_order();
         let runs = |m: usize| match &order {

@@ -1,6 +1,9 @@
 //! Options of `train`.
 
-use super::{CheckpointArgs, DataArgs, ModelArgs, PipelineArgs, RunArgs, StoredArgs, defaults, seq, values};
+use super::{
+    CheckpointArgs, DataArgs, ModelArgs, ParallelismArgs, PipelineArgs, RunArgs, StoredArgs, defaults, seq,
+    values,
+};
 use clap::{Args, ValueEnum};
 use shardgrad::dist::Mesh;
 use shardgrad::kernels::DType;
@@ -46,6 +49,8 @@ pub(crate) struct TrainArgs {
     stored: StoredArgs,
     #[command(flatten)]
     pub(crate) steps: StepsArgs,
+    #[command(flatten)]
+    pub(crate) parallelism: ParallelismArgs,
     #[command(flatten)]
     pub(crate) pipeline: PipelineArgs,
     #[command(flatten)]
@@ -206,7 +211,7 @@ impl TrainArgs {
             ("no-shuffle", self.no_shuffle.to_string()),
             ("param-dtype", param_dtype.to_string()),
         ];
-        let free = vec![
+        let mut free = vec![
             ("steps", steps.to_string()),
             ("lr", lr.to_string()),
             ("lr-schedule", lr_schedule.name().to_string()),
@@ -223,6 +228,7 @@ impl TrainArgs {
             ("mesh", axes.join(",")),
             ("microbatches", self.microbatches().to_string()),
         ];
+        free.extend(self.parallelism.zero().map(|stage| ("zero", stage.to_string())));
         [fixed, free]
     }
 
@@ -241,6 +247,7 @@ impl TrainArgs {
         let StepsArgs { steps, batch, .. } = self.steps;
         let OptimArgs { lr, min_lr, lr_schedule, warmup, .. } = self.optim;
         faults.extend(self.pipeline.faults(&self.run.mesh, batch));
+        faults.extend(self.parallelism.fault(&self.mesh()));
         faults.extend(self.stored.fault(self.run.dtype));
         faults.extend(self.checkpoints.fault());
         if self.run.cast() == CastRule::Round && self.model.dir().is_none() {

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// Mesh axes in their fixed order, outermost first.
-pub(crate) const AXES: [&str; 5] = ["pp", "dp", "ep", "cp", "tp"];
+pub(crate) const AXES: [&str; 6] = ["pp", "dp", "fsdp", "ep", "cp", "tp"];
 
 /// Maximum of counts; steps times batch then fit 64 bits.
 const COUNT_MAX: usize = 1 << 31;
@@ -142,6 +142,12 @@ pub(super) fn count(text: &str) -> Result<usize, String> {
     }
 }
 
+/// Parses a stage of ZeRO.
+pub(super) fn zero_stage(text: &str) -> Result<usize, String> {
+    let stage = text.parse().ok().filter(|stage| (1..=3).contains(stage));
+    stage.ok_or_else(|| "the stages are 1, 2 and 3".to_string())
+}
+
 /// Parses an integer of at least 0.
 pub(super) fn count_or_none(text: &str) -> Result<usize, String> {
     if text == "0" { Ok(0) } else { count(text).map_err(|why| why.replace("at least 1", "at least 0")) }
@@ -229,7 +235,7 @@ mod tests {
             ("", "mesh()"),
             ("tp=2", "mesh(tp=2)"),
             ("tp=2, dp=3", "mesh(dp=3, tp=2)"),
-            ("tp=2,cp=1,ep=2,dp=3,pp=4", "mesh(pp=4, dp=3, ep=2, cp=1, tp=2)"),
+            ("tp=2,cp=1,ep=2,fsdp=2,dp=3,pp=4", "mesh(pp=4, dp=3, fsdp=2, ep=2, cp=1, tp=2)"),
         ] {
             assert_eq!(mesh(text).unwrap().to_string(), shown);
         }
@@ -244,9 +250,9 @@ mod tests {
         };
         assert_eq!(
             error_text("dp=2,tq=2"),
-            "unknown mesh axis `tq`; did you mean `tp`? the axes are pp, dp, ep, cp, tp"
+            "unknown mesh axis `tq`; did you mean `tp`? the axes are pp, dp, fsdp, ep, cp, tp"
         );
-        assert_eq!(error_text("model=2"), "unknown mesh axis `model`; the axes are pp, dp, ep, cp, tp");
+        assert_eq!(error_text("model=2"), "unknown mesh axis `model`; the axes are pp, dp, fsdp, ep, cp, tp");
         assert_eq!(error_text("tp=2,tp=2"), "axis `tp` is named twice in the mesh");
         assert_eq!(error_text("tp=0"), "axis `tp` has size 0; leave it out or give it size 1");
         assert_eq!(error_text("tp"), "`tp` is not a mesh axis: write axis=size, as in dp=2,tp=2");

@@ -1,0 +1,379 @@
+//! ZeRO 1, 2 and 3, FSDP and hybrid sharding: losses, gradients and checkpoints as on one rank; collectives and bytes by formula.
+
+use crate::llama;
+use crate::save_and_load::Folder;
+use crate::sharded_storage::{Deep, LAYERS, WIDTH};
+use crate::support::{ROWS, batch, config, max_difference, run};
+use crate::traces::traced;
+use shardgrad_autograd::{Gradients, Tape, Var};
+use shardgrad_nn::{
+    AdamW, ExpertsConfig, LanguageModel, LlamaConfig, LlamaKind, Model, ModelConfig, Optimizer, Plan,
+    Precision, Sgd, Trainer, TrainerConfig, checkpoint,
+};
+use shardgrad_tensor::{DType, Phase, Rank, Record, Result, Tensor, Value};
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::path::Path;
+
+/// A run of a model on a mesh.
+#[derive(Clone)]
+struct Run {
+    config: ModelConfig,
+    /// Added to the plan of the model.
+    plan: Plan,
+    mesh: &'static str,
+    microbatches: usize,
+    recompute: bool,
+}
+
+impl Run {
+    fn new(config: impl Into<ModelConfig>, plan: Plan, mesh: &'static str) -> Run {
+        Run { config: config.into(), plan, mesh, microbatches: 2, recompute: false }
+    }
+
+    fn alone(&self) -> Run {
+        Run { plan: Plan::new(), mesh: "", ..self.clone() }
+    }
+
+    /// Losses, and the parameters after the last step.
+    fn train<O: Optimizer + Clone + Sync>(
+        &self,
+        optim: &O,
+        clip: Option<f64>,
+        (from, steps, to): (Option<&Path>, usize, Option<&Path>),
+    ) -> (Vec<f64>, BTreeMap<String, Vec<f64>>) {
+        let plan = LanguageModel::plan(&self.config).and(self.plan.clone());
+        let ranks = run(self.mesh, |rank| {
+            let read = |rank: &Rank, step: u64, rows: Range<usize>| {
+                let first = step as usize;
+                Ok(vec![batch(rank, &plan, rows.clone(), first)?, batch(rank, &plan, rows, first + 1)?])
+            };
+            let settings = TrainerConfig {
+                microbatches: self.microbatches,
+                dtype: DType::F64,
+                clip,
+                ..TrainerConfig::new(ROWS)
+            };
+            let loss = |model: &LanguageModel, x: &[Var]| model.loss_from_batch(x);
+            let module = LanguageModel::new(&self.config).recompute(self.recompute);
+            let mut trainer = Trainer::new(rank, module, &plan, optim.clone(), settings, read, loss)?;
+            if let Some(dir) = from {
+                trainer.resume(dir)?;
+            }
+            let losses: Vec<f64> = (0..steps).map(|_| Ok(trainer.step()?.loss)).collect::<Result<_>>()?;
+            if let Some(dir) = to {
+                checkpoint::save(dir, trainer.model(), trainer.optim(), &trainer.state(), &[])?;
+            }
+            let here = trainer.model().params().iter().filter(|param| param.is_local());
+            let values: Result<BTreeMap<_, _>> = here.map(|p| Ok((p.name(), p.tensor().to_f64()?))).collect();
+            Ok((losses, values?))
+        });
+        let (losses, mut params) = (ranks[0].0.clone(), BTreeMap::new());
+        for (others, values) in ranks {
+            assert_eq!(losses, others, "{}: ranks disagree", self.mesh);
+            for (name, value) in values {
+                let known = params.entry(name).or_insert_with(|| value.clone());
+                assert_eq!(*known, value, "{}: ranks disagree", self.mesh);
+            }
+        }
+        (losses, params)
+    }
+
+    /// The initial parameters minus the gradients.
+    fn after_one_plain_step(&self) -> BTreeMap<String, Vec<f64>> {
+        self.train(&Sgd::new(1.0), None, (None, 1, None)).1
+    }
+
+    fn losses(&self, steps: usize) -> Vec<f64> {
+        self.train(&AdamW::new(0.01).weight_decay(0.1), Some(1.0), (None, steps, None)).0
+    }
+
+    /// Fails unless the gradients of a step, and the losses of many, are those of one rank.
+    fn assert_like_one_rank(&self) {
+        let what = format!("{} with\n{}", self.mesh, self.plan);
+        let (alone, many) = (self.alone().after_one_plain_step(), self.after_one_plain_step());
+        assert_eq!(alone.len(), many.len(), "{what}");
+        for (name, values) in &alone {
+            let worst = max_difference(values, &many[name]);
+            assert!(worst < 1e-12, "{what}: the gradient of {name} differs by {worst:e}");
+        }
+        let (alone, many) = (self.alone().losses(20), self.losses(20));
+        let worst = max_difference(&alone, &many);
+        assert!(worst < 1e-9, "{what}: losses differ by {worst:e}");
+        assert!(alone[0] != alone[19], "{what}: nothing was trained");
+    }
+}
+
+fn mixtral() -> LlamaConfig {
+    LlamaConfig { experts: Some(ExpertsConfig::new(4, 2, 9)), ..llama::config(LlamaKind::Mixtral) }
+}
+
+/// Plans and meshes, on which no dim of the models is divisible by all axes.
+fn styles() -> Vec<(Plan, &'static str)> {
+    let zero = |stage| Plan::zero(stage, "dp");
+    vec![
+        (zero(1), "dp=2"),
+        (zero(2), "dp=2"),
+        (zero(3), "dp=2"),
+        (zero(2), "dp=3"),
+        (zero(3), "dp=3"),
+        (Plan::new(), "fsdp=2"),
+        (Plan::new(), "fsdp=4"),
+        (Plan::new(), "dp=2,fsdp=2"),
+        (zero(1), "dp=2,tp=2"),
+        (zero(2), "dp=2,tp=2"),
+        (Plan::new(), "fsdp=2,tp=2"),
+        (Plan::new(), "fsdp=2,cp=2"),
+        (zero(1), "pp=2,dp=2"),
+        (zero(2), "pp=2,dp=2"),
+        (zero(3), "pp=2,dp=2"),
+        (Plan::new().pipeline_schedule("zb-h1"), "pp=2,fsdp=2"),
+        (Plan::new(), "pp=2,dp=2,fsdp=2"),
+    ]
+}
+
+#[test]
+fn gpt2_trains_as_on_one_rank() {
+    for (plan, mesh) in styles() {
+        Run::new(config(), plan, mesh).assert_like_one_rank();
+    }
+    for (plan, mesh) in
+        [(Plan::zero(1, "dp"), "dp=2"), (Plan::zero(2, "dp"), "dp=2"), (Plan::new(), "fsdp=2")]
+    {
+        Run { recompute: true, ..Run::new(config(), plan, mesh) }.assert_like_one_rank();
+    }
+}
+
+#[test]
+fn llama_trains_as_on_one_rank() {
+    for (plan, mesh) in styles() {
+        Run::new(llama::config(LlamaKind::Llama), plan, mesh).assert_like_one_rank();
+    }
+}
+
+#[test]
+fn mixtral_trains_as_on_one_rank() {
+    for (plan, mesh) in [
+        (Plan::zero(1, "dp"), "dp=2,ep=2"),
+        (Plan::zero(2, "dp"), "dp=2,ep=2"),
+        (Plan::new(), "fsdp=2,ep=2"),
+        (Plan::new(), "fsdp=3"),
+        (Plan::new(), "fsdp=2,ep=2,tp=2"),
+        (Plan::zero(2, "dp"), "pp=2,dp=2,ep=2"),
+    ] {
+        Run::new(mixtral(), plan, mesh).assert_like_one_rank();
+    }
+}
+
+#[test]
+fn checkpoints_resume_in_another_style() {
+    let folder = Folder::new("zero");
+    let optim = AdamW::new(0.02).weight_decay(0.1);
+    let whole = Run::new(config(), Plan::new(), "").train(&optim, Some(1.0), (None, 6, None));
+    let styles = [
+        (Plan::zero(3, "dp"), "dp=2"),
+        (Plan::zero(1, "dp"), "dp=3"),
+        (Plan::new(), "pp=2,fsdp=2"),
+        (Plan::new(), "dp=2,fsdp=2"),
+        (Plan::zero(2, "dp"), "dp=2,tp=2"),
+        (Plan::new(), ""),
+    ];
+    for (i, (plan, mesh)) in styles.iter().enumerate() {
+        let (next_plan, next_mesh) = &styles[(i + 1) % styles.len()];
+        let dir = folder.0.join(format!("checkpoint-{i}"));
+        let first = Run::new(config(), plan.clone(), mesh);
+        let (mut losses, _) = first.train(&optim, Some(1.0), (None, 3, Some(&dir)));
+        let second = Run::new(config(), next_plan.clone(), next_mesh);
+        let (rest, params) = second.train(&optim, Some(1.0), (Some(&dir), 3, None));
+        losses.extend(rest);
+        let what = format!("{mesh}, then {next_mesh}");
+        assert!(max_difference(&losses, &whole.0) < 1e-10, "{what}: {losses:?}");
+        for (name, values) in &whole.1 {
+            assert!(max_difference(values, &params[name]) < 1e-9, "{what}: {name}");
+        }
+    }
+}
+
+/// The number of elements of the sharded parameters of the layers.
+const PARAMS: usize = LAYERS * (WIDTH * WIDTH + WIDTH);
+/// The elements of one layer, which is a gather group.
+const GROUP: usize = PARAMS / LAYERS;
+
+fn deep(rank: &Rank, plan: &Plan, precision: Precision) -> Result<Model<Deep>> {
+    Model::with_precision(rank, Deep::new(), plan, 1, precision)
+}
+
+/// Runs forward and backward of a microbatch of `rows` rows.
+fn microbatch(model: &Model<Deep>, plan: &Plan, tape: &Tape, rows: usize, recompute: bool) -> Result<()> {
+    let layout = plan.batch_layout(model.rank().mesh(), model.dtype(), &[rows, WIDTH])?;
+    let x = Tensor::from_fn(model.rank(), &layout, |i| (i % 13) as f64 / 13.0)?;
+    model.forward(&tape.constant(x), recompute)?.backward()
+}
+
+/// The collectives of a step on rank 0: phase, op, number of calls and bytes.
+fn collectives(plan: &Plan, mesh: &str, microbatches: usize, recompute: bool) -> Vec<(String, usize, u64)> {
+    let plan = Plan::data_parallel("dp").and(plan.clone());
+    let mut records = run(mesh, |rank| {
+        let model = deep(rank, &plan, Precision::of(DType::F64))?;
+        traced(rank, || {
+            let tape = model.tape().for_rounds(microbatches);
+            for _ in 0..microbatches {
+                microbatch(&model, &plan, &tape, ROWS, recompute)?;
+            }
+            assert_eq!(tape.gradients().len(), model.params().len());
+            Ok(())
+        })
+    })
+    .swap_remove(0);
+    // The scalar is a copy on every rank.
+    records.retain(|r: &Record| r.phase != Phase::Control && r.numel() > 1);
+    let mut totals: BTreeMap<String, (usize, u64)> = BTreeMap::new();
+    for record in &records {
+        let total = totals.entry(format!("{:?} {}", record.phase, record.op).to_lowercase()).or_default();
+        *total = (total.0 + 1, total.1 + record.bytes);
+    }
+    totals.into_iter().map(|(name, (calls, bytes))| (name, calls, bytes)).collect()
+}
+
+/// Bytes of `params` elements in f64 that a rank of N receives in an all-gather, or sends in a reduce-scatter.
+fn moved(params: usize, ranks: usize) -> u64 {
+    (params * 8 / ranks * (ranks - 1)) as u64
+}
+
+#[test]
+fn collectives_and_bytes_follow_closed_formulas() {
+    let tensors = 2 * LAYERS;
+    let line = |name: &str, calls: usize, bytes: u64| (name.to_string(), calls, bytes);
+    let weights = PARAMS - LAYERS * WIDTH;
+    for (mesh, n) in [("dp=2", 2), ("dp=4", 4)] {
+        for m in [1, 2, 3] {
+            let of = |stage, recompute| collectives(&Plan::zero(stage, "dp"), mesh, m, recompute);
+            let once = moved(PARAMS, n);
+            let scattered =
+                |times: usize| line("backward reduce_scatter", times * tensors, times as u64 * once);
+            let gathered = |times: usize| line("forward all_gather", times * tensors, times as u64 * once);
+            for recompute in [false, true] {
+                assert_eq!(
+                    of(1, recompute),
+                    [scattered(1), gathered(1)],
+                    "stage 1, {mesh}, {m}, {recompute}"
+                );
+                assert_eq!(
+                    of(2, recompute),
+                    [scattered(m), gathered(1)],
+                    "stage 2, {mesh}, {m}, {recompute}"
+                );
+            }
+            // Backward gathers neither biases, nor the first weight, whose input has no gradient, nor the last group, which is still
+            // there.
+            let again = m as u64 * moved(weights / LAYERS * (LAYERS - 2), n);
+            let again = line("backward all_gather", m * (LAYERS - 2), again);
+            assert_eq!(of(3, false), [again, scattered(m), gathered(m)], "stage 3, {mesh}, {m}");
+            // A recomputed block needs all its parameters.
+            let again = m as u64 * moved(GROUP * (LAYERS - 1), n);
+            let again = line("backward all_gather", 2 * m * (LAYERS - 1), again);
+            assert_eq!(of(3, true), [again, scattered(m), gathered(m)], "stage 3 with blocks, {mesh}, {m}");
+        }
+    }
+    // Hybrid: shards travel over fsdp, and the gradients of shards over dp.
+    let hybrid = collectives(&Plan::fsdp("fsdp"), "dp=2,fsdp=2", 1, false);
+    let names: Vec<&str> = hybrid.iter().map(|(name, ..)| name.as_str()).collect();
+    assert_eq!(
+        names,
+        ["backward all_gather", "backward all_reduce", "backward reduce_scatter", "forward all_gather"]
+    );
+    assert_eq!(
+        (hybrid[1].1, hybrid[1].2),
+        (tensors, (PARAMS / 2 * 8) as u64),
+        "2 (N - 1) / N of half the gradients"
+    );
+    assert_eq!((hybrid[2].1, hybrid[2].2), (tensors, moved(PARAMS, 2)));
+}
+
+#[test]
+fn one_group_is_gathered_ahead() {
+    let plan = Plan::fsdp("fsdp");
+    let paths = run("fsdp=2", |rank| {
+        let model = deep(rank, &plan, Precision::of(DType::F64))?;
+        let groups = model.gather_groups();
+        assert_eq!(
+            (groups[1].0, &groups[1].1[..]),
+            ("layers.1", &["layers.1.weight".to_string(), "layers.1.bias".into()][..])
+        );
+        assert_eq!(groups.len(), LAYERS, "a scalar is not sharded");
+        let layout = plan.batch_layout(rank.mesh(), DType::F64, &[ROWS, WIDTH])?;
+        let tape = model.tape();
+        let mut x = tape.constant(Tensor::full(rank, &layout, 0.5)?);
+        let mut paths = Vec::new();
+        // Out of order in the first pass: the expected order is then that of the pass before.
+        for order in [[1, 0, 2, 4], [1, 0, 2, 4]] {
+            for layer in order {
+                let records = traced(rank, || {
+                    x = model.layers[layer].forward(&x);
+                    Ok(())
+                })?;
+                let weights = records.iter().filter_map(|r| r.path.strip_suffix(".weight"));
+                paths.push((layer, weights.map(String::from).collect::<Vec<_>>()));
+            }
+            x.square().mean().backward()?;
+            x = tape.constant(Tensor::full(rank, &layout, 0.5)?);
+        }
+        Ok(paths)
+    })
+    .swap_remove(0);
+    let of = |layer: usize, names: &[&str]| {
+        (layer, names.iter().map(|n| format!("layers.{n}")).collect::<Vec<_>>())
+    };
+    assert_eq!(paths[..4], [of(1, &["1", "2"]), of(0, &["0"]), of(2, &["2", "3"]), of(4, &["4", "5"])]);
+    assert_eq!(paths[4..], [of(1, &["1", "0"]), of(0, &["2"]), of(2, &["4"]), of(4, &[])]);
+}
+
+/// Bytes that a rank holds, counted by its allocator: between two microbatches of a step, and at the peak of the step.
+fn held(plan: &Plan, mesh: &str) -> (usize, usize) {
+    let plan = Plan::data_parallel("dp").and(plan.clone());
+    let held = |rank: &Rank| {
+        let before = rank.backend().memory().in_use_bytes;
+        let model = deep(rank, &plan, Precision::mixed(DType::BF16))?;
+        let mut optim = AdamW::new(1e-3);
+        let mut between = 0;
+        for _ in 0..2 {
+            // The second step holds the optimizer state, which the first one makes.
+            let tape = model.tape();
+            microbatch(&model, &plan, &tape, ROWS, true)?;
+            between = rank.backend().memory().in_use_bytes - before;
+            microbatch(&model, &plan, &tape, ROWS, true)?;
+            let gradients: Gradients = tape.gradients();
+            optim.update(&model, gradients)?;
+        }
+        Ok((between, rank.backend().memory().peak_bytes - before))
+    };
+    run(mesh, held).into_iter().max().expect("a mesh has a rank")
+}
+
+#[test]
+fn bytes_per_rank_follow_closed_formulas() {
+    // Parameters, gradients and two moments in f32, and the computed form in bf16.
+    let near = |bytes: usize, formula: usize| bytes >= formula && bytes < formula + 2048;
+    let p = PARAMS;
+    for (mesh, n) in [("dp=2", 2), ("dp=4", 4)] {
+        let [none, one, two, three] = [
+            held(&Plan::new(), mesh),
+            held(&Plan::zero(1, "dp"), mesh),
+            held(&Plan::zero(2, "dp"), mesh),
+            held(&Plan::zero(3, "dp"), mesh),
+        ];
+        let formulas = [18 * p, 6 * p + 12 * p / n, 2 * p + 16 * p / n, 16 * p / n];
+        for ((bytes, _), formula) in [none, one, two, three].into_iter().zip(formulas) {
+            assert!(near(bytes, formula), "{mesh}: {bytes} bytes, by formula {formula}");
+        }
+        let peaks = [none, one, two, three].map(|(_, peak)| peak);
+        // A gradient on its way: in bf16, in f32, packed for the collective, and its shard.
+        let passing = WIDTH * WIDTH * (2 + 4 + 4 + 4) + 8192;
+        assert!(peaks[0] >= formulas[0], "{mesh}: {peaks:?}");
+        for (peak, formula) in peaks[1..].iter().zip([formulas[1], formulas[2], formulas[3] + 2 * 2 * GROUP])
+        {
+            assert!(*peak < formula + passing, "{mesh}: {peaks:?}, by formula {formula} and {passing}");
+        }
+        assert!(peaks.is_sorted_by(|a, b| a > b), "{mesh}: {peaks:?}");
+    }
+}
