@@ -86,6 +86,6 @@ mod tests {
         let [train, infer] = plans(Some(2));
         assert!(train.contains("zero 2 dp\n") && infer == Plan::gpt2().to_string());
         let [train, infer] = plans(Some(3));
-        assert!(train.contains("store * dp@*\n") && infer == train);
+        assert!(train.contains("store * dp@* optional\n") && infer == train);
     }
 }
