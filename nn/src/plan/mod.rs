@@ -4,6 +4,7 @@ mod rule;
 mod unmatched;
 mod axes;
 mod parallel;
+mod experts;
 mod pipeline;
 mod models;
 
@@ -51,6 +52,8 @@ pub struct Plan {
     batch: Vec<(String, usize)>,
     /// The axis of `column_parallel` and `row_parallel`.
     tensor_axis: Option<String>,
+    /// The axis of `exchange` and `gather` of experts.
+    expert_axis: Option<String>,
     /// Pipeline parallelism, if any.
     pipeline: Option<PipelinePlan>,
     /// Errors in the texts of rules, reported when the plan is used.
@@ -108,6 +111,7 @@ impl Plan {
             }
         }
         self.tensor_axis = other.tensor_axis.or(self.tensor_axis);
+        self.expert_axis = other.expert_axis.or(self.expert_axis);
         self.pipeline = other.pipeline.or(self.pipeline);
         self.errors.extend(other.errors);
         self
