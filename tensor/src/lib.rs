@@ -44,6 +44,7 @@ pub use op::{
     Cotangents, Decomposition, ForwardContext, LocalTensors, Op, Operand, Point, SavedForBackward, Vjp,
     unwind,
 };
+pub use ops::experts::RowsToExperts;
 pub use shardgrad_dist::{
     Axis, AxisSet, Call, Error, Kind, Mesh, Origin, Phase, Rank, Record, Result, World,
 };

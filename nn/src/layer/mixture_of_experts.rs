@@ -5,7 +5,7 @@ use crate::module;
 use crate::module::activation_point::ActivationPoint;
 use crate::module::param::{Init, Param};
 use shardgrad_autograd::Var;
-use shardgrad_tensor::{Contraction, Indexing, Value};
+use shardgrad_tensor::{Contraction, Indexing, Point, RowsToExperts, Value};
 
 module! {
     /// Mixture of experts with top-k routing: the sum over the k experts of a token of p_e (silu(x wg_e) * (x wu_e)) wd_e. The router
@@ -31,7 +31,9 @@ module! {
     /// The weights of all experts, stacked into one parameter per matrix.
     ///
     /// Activation points: `rows`, `index` and `shares` (the tokens, the indices of their experts, and the weights of these), before
-    /// the experts; and `out`, after them. Sharded experts leave a partial sum at `out`.
+    /// the experts; and `out`, after them. Sharded experts leave a partial sum at `out`, unless their axes also shard rows. Then
+    /// token-expert pairs are exchanged if the plan states the layout of `rows`; if it does not, rows are gathered or pairs exchanged,
+    /// whichever moves fewer bytes.
     #[doc(alias = "GroupedMLP")]
     #[doc(alias = "grouped_gemm")]
     #[derive(Debug)]
@@ -129,9 +131,12 @@ impl GroupedExperts {
 
     #[track_caller]
     fn forward(&self, x: &Var, index: &Var, shares: &Var) -> Var {
-        let (x, index, shares) =
-            (self.rows.constrain(x), self.index.constrain(index), self.shares.constrain(shares));
-        let [gate, up, down] = [self.gate_proj.on(&x), self.up_proj.on(&x), self.down_proj.on(&x)];
-        self.out.constrain(&x.experts(&index, &shares, &gate, &up, &down))
+        let [gate, up, down] = [self.gate_proj.on(x), self.up_proj.on(x), self.down_proj.on(x)];
+        let rows = match self.rows.has_rule() {
+            true => RowsToExperts::AsStated,
+            false => RowsToExperts::Cheapest,
+        };
+        let points: [&dyn Point<Var>; 4] = [&self.rows, &self.index, &self.shares, &self.out];
+        x.experts_general([index, shares], [&gate, &up, &down], rows, points)
     }
 }

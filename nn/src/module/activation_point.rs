@@ -58,6 +58,12 @@ impl ActivationPoint {
         hooks.watch(name, &x)
     }
 
+    /// Whether the plan states a layout for this point, on an axis of several ranks.
+    #[must_use]
+    pub(crate) fn has_rule(&self) -> bool {
+        self.binding.borrow().as_ref().is_some_and(|binding| !binding.placements.is_empty())
+    }
+
     /// The dotted name; `None` before [`Model::new`](crate::Model::new) has named the point.
     #[must_use]
     pub fn name(&self) -> Option<Rc<str>> {

@@ -5,6 +5,7 @@ mod unmatched;
 mod axes;
 mod parallel;
 mod sharded_data;
+mod experts;
 mod pipeline;
 mod text;
 mod models;
@@ -71,6 +72,8 @@ pub struct Plan {
     zero: Vec<ZeroAxis>,
     /// Patterns of modules whose parameters are gathered together in stage 3.
     gather_groups: Vec<String>,
+    /// The axis of `exchange` and `gather` of experts.
+    expert_axis: Option<String>,
     /// Pipeline parallelism, if any.
     pipeline: Option<PipelinePlan>,
     /// Errors in the texts of rules, reported when the plan is used.
@@ -133,6 +136,7 @@ impl Plan {
         }
         self.gather_groups.extend(other.gather_groups);
         self.tensor_axis = other.tensor_axis.or(self.tensor_axis);
+        self.expert_axis = other.expert_axis.or(self.expert_axis);
         self.pipeline = other.pipeline.or(self.pipeline);
         self.errors.extend(other.errors);
         self

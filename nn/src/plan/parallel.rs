@@ -1,4 +1,4 @@
-//! Data, tensor, context and expert parallelism as plans over one mesh axis.
+//! Data, tensor and context parallelism as plans over one mesh axis.
 //!
 //! - **Data parallelism** shards the rows of a batch; every rank holds all parameters. One all-reduce of each gradient per step.
 //! - **Tensor parallelism** shards linear layers by their outputs (column parallel), then by their inputs (row parallel). Such a
@@ -8,11 +8,6 @@
 //!   and values are gathered before attention, so a block costs two all-gathers forward and two reduce-scatters backward; each
 //!   gradient of a parameter is reduced once per step. Grattafiori et al., "The Llama 3 Herd of Models", arXiv 2407.21783,
 //!   section 3.3.2.
-//! - **Expert parallelism** shards the experts of a layer; each rank of the axis also has its own rows, as under
-//!   [`Plan::data_parallel`]. A mixture-of-experts layer gathers the rows of all ranks, each rank applies its experts, and the
-//!   partial sums are reduced to the rows of each rank: three all-gathers (rows, expert indices, weights) and a reduce-scatter
-//!   forward, an all-gather and two reduce-scatters backward. No shape depends on the routing. Lepikhin et al., "GShard", arXiv
-//!   2006.16668; dispatch as `--moe-token-dispatcher-type allgather` of Megatron-LM.
 
 use super::rule::Presence;
 use super::{Plan, RuleTarget};
@@ -98,38 +93,6 @@ impl Plan {
     }
 }
 
-/// The parameters of experts, stored and used sharded.
-const EXPERT_PARAMS: [&str; 3] = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"];
-
-/// The activation points of a mixture of experts, and their placements.
-const EXPERT_POINTS: [(&str, &str); 4] =
-    [("experts.rows", "~"), ("experts.index", "="), ("experts.shares", "~"), ("experts.out", "@0")];
-
-impl Plan {
-    /// Expert parallelism (EP): shards the rows of batches and the experts of mixture-of-experts layers over an axis; every rank holds
-    /// all other parameters. Experts may be sharded unevenly, also with ranks that have none.
-    #[doc(alias = "EP")]
-    #[doc(alias = "expert parallel")]
-    #[doc(alias = "MoE")]
-    #[doc(alias = "GShard")]
-    #[must_use]
-    pub fn expert_parallel(axis: &str) -> Plan {
-        let split = format!("{axis}@0");
-        let plan = EXPERT_PARAMS.iter().fold(Plan::data_parallel(axis), |plan, stack| {
-            // A later rule wins: experts are used where they are stored.
-            plan.rule(RuleTarget::Store, stack, &split, Presence::Optional).rule(
-                RuleTarget::Compute,
-                stack,
-                &split,
-                Presence::Optional,
-            )
-        });
-        EXPERT_POINTS.iter().fold(plan, |plan, (point, placement)| {
-            plan.rule(RuleTarget::Point, point, &format!("{axis}{placement}"), Presence::Optional)
-        })
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -173,20 +136,5 @@ mod tests {
         let error = plan.check().unwrap_err().to_string();
         assert!(error.contains("batch dp@1: the axis already shards dim 0 of batches"), "{error}");
         assert!(Plan::context_parallel("cp").and(Plan::context_parallel("cp")).check().is_ok());
-    }
-
-    #[test]
-    fn expert_parallelism_shards_rows_and_experts() {
-        let plan = Plan::data_parallel("dp").and(Plan::expert_parallel("ep"));
-        let layout = |mesh: &str| {
-            let mesh = Mesh::parse(mesh).unwrap();
-            plan.batch_layout(&mesh, DType::I64, &[8, 65]).unwrap().to_string()
-        };
-        assert_eq!(layout("dp=2,ep=2,tp=2"), "i64[8@dp@ep, 65]");
-        assert_eq!(layout("ep=3"), "i64[8@ep, 65]");
-        assert!(plan.check().is_ok());
-        let text = plan.to_string();
-        let [all, own] = ["compute * ep~", "compute experts.up_proj ep@0"].map(|rule| text.find(rule));
-        assert!(all.is_some() && all < own, "{text}");
     }
 }

@@ -100,6 +100,16 @@ impl Inference {
         self
     }
 
+    /// Returns the same inference with other layouts after the steps, for an op whose rule changes what its signature gives.
+    pub(crate) fn with_layouts(
+        &self,
+        targets: SmallVec<[Option<Layout>; 2]>,
+        outputs: SmallVec<[Layout; 1]>,
+    ) -> Inference {
+        let (steps, labels) = (self.steps.clone(), self.labels.clone());
+        Inference { steps, targets, labels, ..Inference::direct(0, outputs) }
+    }
+
     /// Returns the global extent of a label and the range of it that the rank at a coordinate holds.
     ///
     /// # Panics

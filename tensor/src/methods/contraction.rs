@@ -1,10 +1,12 @@
 //! Tensor contractions of every [`Value`]: einsum of any number of tensors, and mixture-of-experts layers.
 
+use crate::methods::resharding::Resharding;
 use crate::methods::value::Value;
-use crate::op::unwind;
+use crate::op::{Point, unwind};
 use crate::ops::einsum::Einsum;
-use crate::ops::experts::Experts;
+use crate::ops::experts::{Experts, RowsToExperts, cheaper_gathered, scattered};
 use shardgrad_dist::{Error, Kind, Result};
+use std::panic::Location;
 use std::rc::Rc;
 
 /// Products of tensors, summed over labels that the result lacks.
@@ -48,14 +50,57 @@ pub trait Contraction: Value {
     /// Mixture-of-experts layer: sum over s of p_(m, s) E(x_m), where `index` (i64) selects the expert of each term,
     /// and E(x) = (silu(x gate_e) * (x up_e)) down_e: `[..m, d]`, indices and p `[..m, s]`, gate and up `[e, d, h]`,
     /// down `[e, h, o]` give `[..m, o]`. d, s and o must be unsharded; the result is a partial sum where experts or
-    /// hidden units are sharded (expert parallelism).
+    /// hidden units are sharded (expert parallelism). Where one mesh axis shards rows and experts, rows are gathered to
+    /// the experts, or token-expert pairs exchanged, whichever moves fewer bytes.
     #[doc(alias = "moe")]
     #[doc(alias = "mixture_of_experts")]
     #[doc(alias = "grouped_mm")]
     #[track_caller]
     #[must_use]
-    fn experts(&self, index: &Self, p: &Self, gate: &Self, up: &Self, down: &Self) -> Self {
-        Self::apply_one(Experts, &[self, index, p, gate, up, down])
+    fn experts(&self, index: &Self, p: &Self, gate: &Self, up: &Self, down: &Self) -> Self
+    where
+        Self: Resharding,
+    {
+        let points: [&dyn Point<Self>; 4] = [&(), &(), &(), &()];
+        self.experts_general([index, p], [gate, up, down], RowsToExperts::Cheapest, points)
+    }
+
+    /// [`Contraction::experts`] with the points [`Experts::ROWS`], [`Experts::INDEX`], [`Experts::SHARES`] and [`Experts::OUT`].
+    /// `rows` says how rows reach the experts where one mesh axis shards both after these points.
+    #[track_caller]
+    #[must_use]
+    fn experts_general(
+        &self,
+        [index, p]: [&Self; 2],
+        [gate, up, down]: [&Self; 3],
+        rows: RowsToExperts,
+        points: [&dyn Point<Self>; 4],
+    ) -> Self
+    where
+        Self: Resharding,
+    {
+        let site = Location::caller();
+        let x = points[Experts::ROWS].pass(self, site);
+        let index = points[Experts::INDEX].pass(index, site);
+        let p = points[Experts::SHARES].pass(p, site);
+        let gathered = match rows {
+            RowsToExperts::AsStated => None,
+            RowsToExperts::Cheapest => cheaper_gathered(&[&x, &index, &p, gate, up, down].map(Self::layout)),
+        };
+        let Some([to_rows, to_index, to_shares]) = gathered else {
+            points[Experts::ROWS].enter(&x);
+            let y = Self::apply_one(Experts, &[&x, &index, &p, gate, up, down]);
+            return points[Experts::OUT].pass(&y, site);
+        };
+        points[Experts::ROWS].enter(&x);
+        let rows = x.to_layout(&to_rows);
+        points[Experts::INDEX].enter(&x);
+        let index = index.to_layout(&to_index);
+        points[Experts::SHARES].enter(&x);
+        let p = p.to_layout(&to_shares);
+        let y = Self::apply_one(Experts, &[&rows, &index, &p, gate, up, down]);
+        points[Experts::OUT].enter(&x);
+        points[Experts::OUT].pass(&y.to_layout(&scattered(y.layout(), x.layout())), site)
     }
 }
 

@@ -2,22 +2,29 @@
 //! index_(m, s), where E_e(x) = (silu(x wg_e) * (x wu_e)) wd_e. Shazeer et al., arXiv 1701.06538; no token is dropped,
 //! whatever the load of the experts.
 
+mod token_expert_pairs;
+mod exchange;
+mod rows_to_experts;
+
 use super::embedding::check_index;
 use super::{Case, Input};
+use crate::execution::context::Context;
 use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::layout::Layout;
+use crate::layout::infer::Inference;
+use crate::layout::refusal::Refusal;
 use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, common_float};
 use crate::tensor::Tensor;
-use shardgrad_dist::{Rank, Result};
-use shardgrad_kernels::op::batched_matmul::BATCHED_MATMUL;
-use shardgrad_kernels::op::binary::{ADD, MUL};
-use shardgrad_kernels::op::grouped_matmul::{FORWARD, WEIGHT_GRAD};
-use shardgrad_kernels::op::index::{GATHER, SCATTER_ADD};
-use shardgrad_kernels::op::sort_by_group::SORT_BY_GROUP;
+use exchange::{Exchange, exchange_axes};
+pub use rows_to_experts::RowsToExperts;
+pub(crate) use rows_to_experts::{cheaper_gathered, scattered};
+use shardgrad_dist::Result;
+use shardgrad_kernels::DType;
+use shardgrad_kernels::op::binary::ADD;
 use shardgrad_kernels::op::swiglu;
-use shardgrad_kernels::{DType, Kernel, Scalar, Strides};
-use smallvec::SmallVec;
+use smallvec::{SmallVec, smallvec};
 use std::rc::Rc;
+use token_expert_pairs::{TokenExpertPairs, flatten_rows, transposed};
 
 /// Dropless mixture-of-experts layer of SwiGLU experts, computed by grouped matrix products.
 ///
@@ -25,10 +32,16 @@ use std::rc::Rc;
 /// router weights p, and the matrices wg, wu and wd of all experts; x, p and the matrices have one float dtype. y_m =
 /// the sum over s of p_(m, s) E_e(x_m) with e = index_(m, s) and E_e(x) = (silu(x wg_e) * (x wu_e)) wd_e.
 ///
-/// Token-expert pairs are sorted by expert on the device (token permutation), so no shape depends on the routing and no
-/// capacity is needed. A rank computes the pairs whose expert it holds (expert parallelism); where experts or hidden
-/// units are sharded the result is a partial sum. The experts of a token are added in their order in the accumulator
-/// dtype, each rounded before.
+/// Token-expert pairs are sorted by expert on the device (token permutation), so no capacity is needed. A rank computes the
+/// pairs whose expert it holds (expert parallelism). The experts of a token are added in their order in the accumulator dtype,
+/// each rounded before.
+///
+/// - Where experts or hidden units are sharded, and rows are not, the result is a partial sum; no shape depends on the
+///   routing.
+/// - Where the axes of the experts also shard rows, pairs are exchanged: the ranks exchange the number of pairs of each
+///   expert, then rows, and the results travel back, three all-to-alls in all. The rank of a token adds its experts in the
+///   same order, so that the bits are those of one rank. Only local shapes inside of the op depend on the routing. The
+///   backward exchanges rows, cotangents and weights in one all-to-all, and the cotangents of rows and weights in another.
 ///
 /// Gradient, with h = silu(x wg) * (x wu) of a pair and g' = g wd^T: dp = g' h; dwd = the sum of p h^T g; dh = p g',
 /// from which the cotangents of both products follow as for [`SwiGlu`](super::swiglu::SwiGlu), and from these dx, dwg
@@ -60,149 +73,32 @@ enum GradPart {
     Weights,
 }
 
-/// The token-expert pairs of this rank, sorted by expert (token permutation).
-struct TokenExpertPairs<'a> {
-    rank: &'a Rank,
-    /// The index of each sorted pair in the order of rows.
-    order: LocalTensor,
-    /// The row (token) of each sorted pair.
-    row: LocalTensor,
-    /// The position in sorted order of each pair: the inverse of `order`.
-    inverse_order: LocalTensor,
-    /// The first sorted pair of each local expert.
-    starts: LocalTensor,
-    num_rows: usize,
-    /// The number of experts on all ranks.
-    num_experts: usize,
-}
-
-impl<'a> TokenExpertPairs<'a> {
-    fn of(local: &ForwardContext<'a>, index: &LocalTensor) -> Result<TokenExpertPairs<'a>> {
-        let (rank, count) = (local.rank, index.numel());
-        let [num_rows, per_row] = rows_and_width(index);
-        let (num_experts, here) = local.label("e");
-        let index = flatten(&index.contiguous(rank)?);
-        let line = |n: usize| LocalTensor::alloc(rank, DType::I64, &[n]);
-        let [mut order, mut row, mut inverse_order] = [line(count)?, line(count)?, line(count)?];
-        let mut starts = line(here.len() + 1)?;
-        let scalars = [here.start, num_experts, per_row.max(1)].map(|n| Scalar::Int(n as i64));
-        launch(
-            rank,
-            &SORT_BY_GROUP,
-            &[&index],
-            &mut [&mut order, &mut row, &mut inverse_order, &mut starts],
-            &scalars,
-        )?;
-        Ok(TokenExpertPairs { rank, order, row, inverse_order, starts, num_rows, num_experts })
-    }
-
-    fn count(&self) -> usize {
-        self.order.numel()
-    }
-
-    /// The row of a matrix for each pair, in sorted order.
-    fn gather_rows(&self, x: &LocalTensor) -> Result<LocalTensor> {
-        self.gather(x, &self.row)
-    }
-
-    /// Reorders one number per pair from the order of rows to sorted order.
-    fn permute(&self, p: &LocalTensor) -> Result<LocalTensor> {
-        let column = flatten(&p.contiguous(self.rank)?);
-        self.gather(&column.with_view(column.view.unsqueeze(1)), &self.order)
-    }
-
-    /// Reorders one number per pair from sorted order to the order of rows.
-    fn unpermute(&self, p: &LocalTensor) -> Result<LocalTensor> {
-        self.gather(p, &self.inverse_order)
-    }
-
-    fn gather(&self, x: &LocalTensor, index: &LocalTensor) -> Result<LocalTensor> {
-        let (n, width) = (x.view.shape[0], x.view.shape[1]);
-        let mut y = LocalTensor::alloc(self.rank, x.dtype, &[1, index.numel(), width])?;
-        let x = x.with_view(Strides::contiguous(&[1, n, width]).at(x.view.offset));
-        let scalars = [Scalar::Int(0), Scalar::Int(n as i64)];
-        launch(self.rank, &GATHER, &[&x, index], &mut [&mut y], &scalars)?;
-        Ok(y.with_view(Strides::contiguous(&[index.numel(), width])))
-    }
-
-    /// Sums the pairs of each row.
-    fn combine(&self, x: &LocalTensor, y: &mut LocalTensor) -> Result<()> {
-        let (n, width) = (x.view.shape[0], x.view.shape[1]);
-        let x = x.with_view(Strides::contiguous(&[1, n, width]));
-        let view = std::mem::replace(&mut y.view, Strides::contiguous(&[1, self.num_rows, width]).into());
-        let scalars = [Scalar::Int(0), Scalar::Int(self.num_rows as i64)];
-        launch(self.rank, &SCATTER_ADD, &[&self.row, &x], &mut [&mut *y], &scalars)?;
-        y.view = view;
-        Ok(())
-    }
-
-    /// Multiplies each pair with the matrix of its expert (grouped GEMM).
-    fn grouped_matmul(&self, x: &LocalTensor, w: &LocalTensor) -> Result<LocalTensor> {
-        let mut y = LocalTensor::alloc(self.rank, x.dtype, &[self.count(), w.view.shape[2]])?;
-        launch(self.rank, &FORWARD, &[x, w, &self.starts], &mut [&mut y], &self.scalars())?;
-        Ok(y)
-    }
-
-    /// The gradients of the matrices of a grouped product.
-    fn weight_gradient(&self, x: &LocalTensor, dy: &LocalTensor, dw: &mut LocalTensor) -> Result<()> {
-        launch(self.rank, &WEIGHT_GRAD, &[x, dy, &self.starts], &mut [dw], &self.scalars())
-    }
-
-    fn scalars(&self) -> [Scalar; 1] {
-        [Scalar::Int(self.num_experts as i64)]
-    }
-
-    /// Runs an elementwise kernel on two tensors of one shape.
-    fn binary(&self, kernel: &Kernel, a: &LocalTensor, b: &LocalTensor) -> Result<LocalTensor> {
-        let mut y = LocalTensor::alloc(self.rank, a.dtype, &a.view.shape)?;
-        launch(self.rank, kernel, &[a, b], &mut [&mut y], &[])?;
-        Ok(y)
-    }
-
-    /// Multiplies each row with a number.
-    fn scale_rows(&self, x: &LocalTensor, by: &LocalTensor) -> Result<LocalTensor> {
-        let repeated = by.view.broadcast(&x.view.shape).expect("a column repeats to any width");
-        self.binary(&MUL, x, &by.with_view(repeated))
-    }
-
-    /// The dot product of each row of a with the same row of b.
-    fn row_dots(&self, a: &LocalTensor, b: &LocalTensor) -> Result<LocalTensor> {
-        let (n, width) = (a.view.shape[0], a.view.shape[1]);
-        let mut y = LocalTensor::alloc(self.rank, a.dtype, &[n, 1, 1])?;
-        let (a, b) = (a.with_view(a.view.unsqueeze(1)), b.with_view(b.view.unsqueeze(2)));
-        debug_assert_eq!(b.view.shape[..], [n, width, 1], "both are (n, width)");
-        launch(self.rank, &BATCHED_MATMUL, &[&a, &b], &mut [&mut y], &[])?;
-        Ok(y.with_view(Strides::contiguous(&[n, 1])))
-    }
-}
-
-/// The number of rows and the extent of the last dim.
-fn rows_and_width(x: &LocalTensor) -> [usize; 2] {
-    let (width, dims) = x.view.shape.split_last().expect("the signature names a last dim");
-    [dims.iter().product(), *width]
-}
-
-/// A contiguous tensor as one dim.
-fn flatten(x: &LocalTensor) -> LocalTensor {
-    x.with_view(Strides::contiguous(&[x.numel()]).at(x.view.offset))
-}
-
-/// A tensor as a contiguous matrix of rows of its last dim.
-fn flatten_rows(rank: &Rank, x: &LocalTensor) -> Result<LocalTensor> {
-    let x = x.contiguous(rank)?;
-    Ok(x.with_view(Strides::contiguous(&rows_and_width(&x)).at(x.view.offset)))
-}
-
-/// A view of batched matrices, transposed.
-fn transposed(w: &LocalTensor) -> LocalTensor {
-    w.with_view(w.view.permute(&[0, 2, 1]))
-}
-
 /// Multiply-adds of the three products for all token-expert pairs.
 fn volume(args: &[&Layout]) -> usize {
     let (gate, down) = (args[3], args[5]);
     let per_pair = gate.extent(2).saturating_mul(2 * gate.extent(1) + down.extent(2));
     args[1].numel().saturating_mul(per_pair)
+}
+
+impl Experts {
+    /// The point of the rows, before the experts.
+    pub const ROWS: usize = 0;
+    /// The point of the indices of experts.
+    pub const INDEX: usize = 1;
+    /// The point of the router weights.
+    pub const SHARES: usize = 2;
+    /// The point after the experts.
+    pub const OUT: usize = 3;
+}
+
+/// The result of its expert for each pair, in the order of the pairs.
+fn expert_results(
+    pairs: &TokenExpertPairs<'_>,
+    rows: &LocalTensor,
+    [gate, up, down]: [&LocalTensor; 3],
+) -> Result<LocalTensor> {
+    let (gates, ups) = (pairs.grouped_matmul(rows, gate)?, pairs.grouped_matmul(rows, up)?);
+    pairs.grouped_matmul(&pairs.binary(&swiglu::FORWARD, &gates, &ups)?, down)
 }
 
 impl Op for Experts {
@@ -233,18 +129,30 @@ impl Op for Experts {
         volume(args)
     }
 
+    fn infer(
+        &self,
+        context: &Context,
+        args: &[&Layout],
+        dtypes: &[DType],
+        want: &[Option<Layout>],
+    ) -> Result<Rc<Inference>, Refusal> {
+        exchange::infer(self, context, args, dtypes, want, 0..0)
+    }
+
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
-        let pairs = TokenExpertPairs::of(local, x[1])?;
-        let rows = pairs.gather_rows(&flatten_rows(local.rank, x[0])?)?;
-        let hidden = pairs.binary(
-            &swiglu::FORWARD,
-            &pairs.grouped_matmul(&rows, x[3])?,
-            &pairs.grouped_matmul(&rows, x[4])?,
-        )?;
-        let weighted = pairs.scale_rows(&pairs.grouped_matmul(&hidden, x[5])?, &pairs.permute(x[2])?)?;
+        let (own, stacks) = (TokenExpertPairs::of(local, x[1])?, [x[3], x[4], x[5]]);
+        let rows = own.gather_rows(&flatten_rows(local.rank, x[0])?)?;
+        let results = match exchange_axes(&local.inputs.iter().collect::<SmallVec<[&Layout; 6]>>()) {
+            None => expert_results(&own, &rows, stacks)?,
+            Some(axes) => {
+                let exchange = Exchange::of(local, x, axes, &own)?;
+                let rows = exchange.dispatch(rows)?;
+                exchange.combine(&expert_results(&exchange.pairs, &rows, stacks)?)?
+            }
+        };
         let mut y = local.output(0)?;
-        pairs.combine(&weighted, &mut y)?;
-        Ok([y].into_iter().collect())
+        own.combine(&own.scale_rows(&results, &own.permute(x[2])?)?, &mut y)?;
+        Ok(smallvec![y])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
@@ -304,34 +212,83 @@ impl Op for ExpertsBackward {
         volume(args).saturating_mul(2)
     }
 
+    fn infer(
+        &self,
+        context: &Context,
+        args: &[&Layout],
+        dtypes: &[DType],
+        want: &[Option<Layout>],
+    ) -> Result<Rc<Inference>, Refusal> {
+        let stacks = self.num_input_grads()..dtypes.len();
+        exchange::infer(self, context, args, dtypes, want, stacks)
+    }
+
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
-        let (rank, pairs) = (local.rank, TokenExpertPairs::of(local, x[1])?);
-        let (rows, g) =
-            (pairs.gather_rows(&flatten_rows(rank, x[0])?)?, pairs.gather_rows(&flatten_rows(rank, x[6])?)?);
-        let (gate, up) = (pairs.grouped_matmul(&rows, x[3])?, pairs.grouped_matmul(&rows, x[4])?);
-        let hidden = pairs.binary(&swiglu::FORWARD, &gate, &up)?;
-        let (p, back) = (pairs.permute(x[2])?, pairs.grouped_matmul(&g, &transposed(x[5]))?);
-        let dh = pairs.scale_rows(&back, &p)?;
-        let [mut dgate, mut dup] = [gate.alloc_like(rank, gate.dtype)?, up.alloc_like(rank, up.dtype)?];
-        launch(rank, &swiglu::BACKWARD, &[&gate, &up, &dh], &mut [&mut dgate, &mut dup], &[])?;
+        let (rank, own) = (local.rank, TokenExpertPairs::of(local, x[1])?);
+        let gather_rows = |x: &LocalTensor| own.gather_rows(&flatten_rows(rank, x)?);
+        let (rows, g, p) = (gather_rows(x[0])?, gather_rows(x[6])?, own.permute(x[2])?);
         let mut outputs: LocalTensors =
             (0..local.inference.outputs.len()).map(|i| local.output(i)).collect::<Result<_>>()?;
-        let (of_inputs, of_weights) = outputs.split_at_mut(if self.0 == GradPart::Weights { 0 } else { 2 });
-        if let [dx, dp] = of_inputs {
-            let (a, b) = (
-                pairs.grouped_matmul(&dgate, &transposed(x[3]))?,
-                pairs.grouped_matmul(&dup, &transposed(x[4]))?,
-            );
-            pairs.combine(&pairs.binary(&ADD, &a, &b)?, dx)?;
-            let dp_rows = pairs.unpermute(&pairs.row_dots(&hidden, &back)?)?;
+        let (of_inputs, of_weights) = outputs.split_at_mut(self.num_input_grads());
+        let stacks = [x[3], x[4], x[5]];
+        let grads = match exchange_axes(&local.inputs.iter().collect::<SmallVec<[&Layout; 7]>>()) {
+            None => self.pair_grads(&own, [&rows, &g, &p], stacks, of_weights)?,
+            Some(axes) => {
+                let exchange = Exchange::of(local, x, axes, &own)?;
+                let widths = [&rows, &g, &p].map(|part| part.view.shape[1]);
+                let received = exchange.dispatch(own.join_columns(&[&rows, &g, &p])?)?;
+                let [rows, g, p] = exchange.pairs.split_columns(&received, widths)?;
+                let grads = self.pair_grads(&exchange.pairs, [&rows, &g, &p], stacks, of_weights)?;
+                grads
+                    .map(|[dx, dp]| {
+                        let returned = exchange.combine(&exchange.pairs.join_columns(&[&dx, &dp])?)?;
+                        own.split_columns(&returned, [widths[0], 1])
+                    })
+                    .transpose()?
+            }
+        };
+        if let ([dx, dp], Some([dx_pairs, dp_pairs])) = (of_inputs, grads) {
+            own.combine(&dx_pairs, dx)?;
+            let dp_rows = own.unpermute(&dp_pairs)?;
             *dp = LocalTensor { lineage: dp.lineage, ..dp_rows.with_view(dp.view.clone()) };
         }
-        if let [dwg, dwu, dwd] = of_weights {
-            pairs.weight_gradient(&rows, &dgate, dwg)?;
-            pairs.weight_gradient(&rows, &dup, dwu)?;
-            pairs.weight_gradient(&pairs.scale_rows(&hidden, &p)?, &g, dwd)?;
-        }
         Ok(outputs)
+    }
+}
+
+impl ExpertsBackward {
+    /// The number of outputs that are cotangents of x and p.
+    fn num_input_grads(&self) -> usize {
+        if self.0 == GradPart::Weights { 0 } else { 2 }
+    }
+
+    /// Writes the gradients of the stacks, if `of_weights` asks for them, and returns the cotangents of the rows and weights of the
+    /// pairs, if the op asks for them. `rows`, `g` and `p` are those of the pairs, in their order.
+    fn pair_grads(
+        &self,
+        pairs: &TokenExpertPairs<'_>,
+        [rows, g, p]: [&LocalTensor; 3],
+        [gate, up, down]: [&LocalTensor; 3],
+        of_weights: &mut [LocalTensor],
+    ) -> Result<Option<[LocalTensor; 2]>> {
+        let rank = pairs.rank();
+        let (gates, ups) = (pairs.grouped_matmul(rows, gate)?, pairs.grouped_matmul(rows, up)?);
+        let hidden = pairs.binary(&swiglu::FORWARD, &gates, &ups)?;
+        let back = pairs.grouped_matmul(g, &transposed(down))?;
+        let dh = pairs.scale_rows(&back, p)?;
+        let [mut dgate, mut dup] = [gates.alloc_like(rank, gates.dtype)?, ups.alloc_like(rank, ups.dtype)?];
+        launch(rank, &swiglu::BACKWARD, &[&gates, &ups, &dh], &mut [&mut dgate, &mut dup], &[])?;
+        if let [dwg, dwu, dwd] = of_weights {
+            pairs.weight_gradient(rows, &dgate, dwg)?;
+            pairs.weight_gradient(rows, &dup, dwu)?;
+            pairs.weight_gradient(&pairs.scale_rows(&hidden, p)?, g, dwd)?;
+        }
+        if self.num_input_grads() == 0 {
+            return Ok(None);
+        }
+        let (a, b) =
+            (pairs.grouped_matmul(&dgate, &transposed(gate))?, pairs.grouped_matmul(&dup, &transposed(up))?);
+        Ok(Some([pairs.binary(&ADD, &a, &b)?, pairs.row_dots(&hidden, &back)?]))
     }
 }
 
@@ -357,7 +314,7 @@ mod tests {
     use super::*;
     use crate::methods::contraction::Contraction;
     use crate::op;
-    use shardgrad_dist::{Kind, Mesh, World};
+    use shardgrad_dist::{Kind, Mesh, Rank, World};
     use std::panic::Location;
 
     /// Two rows of width 1 and three experts of one hidden unit with gate ln 3: silu(ln 3) = 3/4 ln 3.

@@ -96,6 +96,24 @@ pub fn all_gather(
     Ok(LocalTensor::from_buffer(buffer, x.dtype, &shape))
 }
 
+/// Sends pieces of unequal size to all ranks of some axes, for ops that exchange rows by a rule of their own: `sent[j]` elements to
+/// member j, `received[i]` from member i, both in group order. Returns the received elements as one dim.
+///
+/// # Errors
+/// Errors of the collective, also where two ranks disagree about the size of a piece.
+pub fn all_to_all(
+    rank: &Rank,
+    x: LocalTensor,
+    axes: AxisSet,
+    [sent, received]: [&[usize]; 2],
+    site: &'static Location<'static>,
+) -> Result<LocalTensor> {
+    let flat = x.flat(rank)?;
+    let call_context = CollectiveContext { axes, dtype: x.dtype, lineage: x.lineage, site };
+    let buffer = call_context.of(rank, |call| rank.all_to_all(call, &flat.buffer, sent, received))?;
+    Ok(LocalTensor::from_buffer(buffer, x.dtype, &[received.iter().sum()]))
+}
+
 /// What a collective call reports besides the state of the context.
 struct CollectiveContext {
     axes: AxisSet,
