@@ -29,7 +29,7 @@ pub(crate) use train::TrainArgs;
 use super::ranks::{Ranks, process};
 use crate::data::{ReadOptions, Split, TokenWidth, is_source_file};
 pub(crate) use axes::check_experts;
-use axes::{EVALUATION, GENERATION, TRAINING, check_axes};
+use axes::{EVALUATION, GENERATION, TRAINING};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
 use shardgrad::dist::{Mesh, World};
@@ -320,8 +320,8 @@ impl RunArgs {
     ///
     /// # Errors
     /// As [`RunArgs::evaluation_world`].
-    pub(crate) fn training_world(&self, mesh: &Mesh) -> Result<Ranks> {
-        check_axes(mesh, &TRAINING)?;
+    pub(crate) fn training_world(&self, mesh: &Mesh, styles: &ParallelismArgs) -> Result<Ranks> {
+        styles.check_axes(mesh, &TRAINING)?;
         RunArgs { mesh: mesh.clone(), ..self.clone() }.ranks()
     }
 
@@ -330,8 +330,8 @@ impl RunArgs {
     /// # Errors
     /// `Kind::Config` for too many ranks in one process; `Kind::Unsupported` for mesh axes that the command does not shard over, and
     /// for a device that this machine or build does not have.
-    pub(crate) fn evaluation_world(&self) -> Result<Ranks> {
-        check_axes(&self.mesh, &EVALUATION)?;
+    pub(crate) fn evaluation_world(&self, styles: &ParallelismArgs) -> Result<Ranks> {
+        styles.check_axes(&self.mesh, &EVALUATION)?;
         self.ranks()
     }
 
@@ -339,8 +339,8 @@ impl RunArgs {
     ///
     /// # Errors
     /// As [`RunArgs::evaluation_world`].
-    pub(crate) fn generation_world(&self) -> Result<Ranks> {
-        check_axes(&self.mesh, &GENERATION)?;
+    pub(crate) fn generation_world(&self, styles: &ParallelismArgs) -> Result<Ranks> {
+        styles.check_axes(&self.mesh, &GENERATION)?;
         self.ranks()
     }
 
@@ -483,12 +483,26 @@ pub(crate) struct ExplainArgs {
     pub(crate) dtype: DType,
     #[command(flatten)]
     pub(crate) stored: StoredArgs,
+    /// Compare the step under two plans: files, or `family` for the plan of the model's family
+    #[arg(
+        long, num_args = 2, value_names = ["PLAN1", "PLAN2"], value_parser = values::plan_choice,
+        conflicts_with_all = ["plan", "zero", "experts"], help_heading = "Output"
+    )]
+    diff: Option<Vec<values::PlanChoice>>,
+    /// Print the plan as text, for --plan, and nothing else
+    #[arg(long, conflicts_with_all = ["json", "diff"], help_heading = "Output")]
+    pub(crate) show_plan: bool,
     /// Print one JSON object per line
     #[arg(long, help_heading = "Output")]
     pub(crate) json: bool,
 }
 
 impl ExplainArgs {
+    /// Returns the plans that `--diff` compares.
+    pub(crate) fn compared_plans(&self) -> Option<&[values::PlanChoice; 2]> {
+        self.diff.as_deref()?.try_into().ok()
+    }
+
     /// Returns the sequence length.
     ///
     /// # Errors
@@ -502,7 +516,7 @@ impl ExplainArgs {
     /// # Errors
     /// `Kind::Unsupported` for axes that no plan shards over; `Kind::Config` for too many ranks.
     pub(crate) fn mesh(&self) -> Result<&Mesh> {
-        check_axes(&self.mesh, &TRAINING)?;
+        self.parallelism.check_axes(&self.mesh, &TRAINING)?;
         let (num_ranks, most) = (self.mesh.num_ranks(), defaults::EXPLAINED_MAX);
         if num_ranks > most {
             let why = format!("--mesh has {num_ranks} ranks; `explain` supports at most {most}");

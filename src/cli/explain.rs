@@ -1,5 +1,9 @@
 //! `explain`: layouts, collectives, memory and FLOPs of one training step on a mesh, from a dry run.
 
+mod plan_diff;
+
+use plan_diff::PlanDiff;
+
 use super::args::{CHECK_EVERY, ExplainArgs, check_experts, check_tokens};
 use crate::data::Batch;
 use crate::train::{RunFlags, batch};
@@ -19,6 +23,7 @@ const ESTIMATED: &str = "stages and schedule are estimates: pass times are taken
                          its schedule to schedule.txt";
 
 /// The configuration of a training step for a dry run.
+#[derive(Clone, Copy)]
 pub(super) struct StepSpec<'a> {
     pub(super) config: &'a ModelConfig,
     pub(super) plan: &'a Plan,
@@ -29,7 +34,12 @@ pub(super) struct StepSpec<'a> {
     pub(super) precision: Precision,
 }
 
-impl StepSpec<'_> {
+impl<'a> StepSpec<'a> {
+    /// The same step under another plan.
+    fn with_plan(self, plan: &'a Plan) -> StepSpec<'a> {
+        StepSpec { plan, ..self }
+    }
+
     /// Builds a trainer for the step on one rank of a mesh, without memory and arithmetic, and returns what `f` computes from it. With
     /// a memory limit (0: none) prepacked operands are dropped when they do not fit.
     pub(super) fn dry_run<T>(
@@ -132,9 +142,18 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
     }
     let seq = args.seq(&config)?;
     check_tokens(args.batch, seq)?;
-    let plan = args.parallelism.plan(args.pipeline.plan(LanguageModel::plan(&config)));
+    let family = LanguageModel::plan(&config);
+    let plan = args.pipeline.plan(args.parallelism.plan(family.clone()));
+    if args.show_plan {
+        print!("{plan}");
+        return Ok(());
+    }
     let microbatches = args.pipeline.microbatches(&mesh, args.batch);
     let spec = StepSpec { config: &config, plan: &plan, batch: args.batch, seq, microbatches, precision };
+    if let Some([before, after]) = args.compared_plans() {
+        let [before, after] = [before, after].map(|plan| args.pipeline.plan(plan.plan_or(&family)));
+        return diff(args, &mesh, [&spec.with_plan(&before), &spec.with_plan(&after)]);
+    }
     // A limit of 1 byte drops prepacked operands: their sizes depend on the CPU, and this output must not.
     let summary_of = |rank: usize| spec.dry_run(&mesh, rank, 1, summarize);
     let steps: Vec<StepSummary> = largest_ranks(&mesh).into_iter().map(summary_of).collect::<Result<_>>()?;
@@ -160,6 +179,28 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
             println!();
         }
         print!("{}", text(&mesh, step));
+    }
+    Ok(())
+}
+
+/// Compares the step under two plans, for each pipeline stage.
+fn diff(args: &ExplainArgs, mesh: &Mesh, specs: [&StepSpec<'_>; 2]) -> Result<()> {
+    let summary_of = |spec: &StepSpec<'_>, rank: usize| spec.dry_run(mesh, rank, 1, summarize);
+    if !args.json {
+        let StepSpec { batch, seq, precision, microbatches, .. } = specs[0];
+        let name = args.model.name();
+        println!(
+            "one training step of {name} on {mesh}, batch {batch} x {seq}, {precision}, {microbatches} microbatch(es), under two plans"
+        );
+        println!("bytes are per rank");
+    }
+    for rank in largest_ranks(mesh) {
+        let [before, after] = [summary_of(specs[0], rank)?, summary_of(specs[1], rank)?];
+        let diff = PlanDiff::between(mesh, [&before, &after]);
+        match args.json {
+            true => diff.print_json(),
+            false => print!("\n{}", diff.text(mesh)),
+        }
     }
     Ok(())
 }

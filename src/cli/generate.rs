@@ -23,7 +23,7 @@ pub(crate) fn run(args: &GenerateArgs, startup: &Startup) -> Result<()> {
     end_at_signals("generate", has_launcher())?;
     let config = config_of(&args.model)?;
     refuse_encoders(&config)?;
-    let ranks = args.run.generation_world()?.started_by(startup);
+    let ranks = args.run.generation_world(&args.parallelism)?.started_by(startup);
     check_experts(&args.run.mesh, &config)?;
     args.parallelism.check(&args.run.mesh)?;
     let plan = args.parallelism.inference_plan(LanguageModel::plan(&config));

@@ -196,7 +196,7 @@ pub(super) fn run(args: &TrainArgs, startup: &Startup) -> Result<(), Failure> {
     args.check()?;
     check_eps(args)?;
     let mesh = args.mesh();
-    let ranks = args.run.training_world(&mesh)?.started_by(startup);
+    let ranks = args.run.training_world(&mesh, &args.parallelism)?.started_by(startup);
     let Some(job) = prepare(args)? else { return Ok(consistency::check_all_are_done(&ranks)?) };
     let ranks = with_consistency_checks(ranks, &job)?;
     let text = format!(

@@ -1,5 +1,7 @@
 //! Mesh axes that each command supports.
 
+use super::nearest::nearest;
+use super::values::AXES;
 use shardgrad::dist::{Axis, Mesh};
 use shardgrad::nn::ModelConfig;
 use shardgrad::{Error, Kind, Result};
@@ -20,8 +22,13 @@ pub(super) const EVALUATION: SupportedAxes = SupportedAxes { computation: "evalu
 pub(super) const GENERATION: SupportedAxes =
     SupportedAxes { computation: "generation", names: &["dp", "fsdp", "pp", "ep", "tp"] };
 
-/// Rejects axes that a computation does not support: all ranks of such an axis would do the same work.
+/// Rejects axes that are unknown, or that a computation does not support: all ranks of such an axis would do the same work.
 pub(super) fn check_axes(mesh: &Mesh, supported: &SupportedAxes) -> Result<()> {
+    if let Some(name) = mesh.axes().map(|axis| mesh.name(axis)).find(|name| !AXES.contains(name)) {
+        let near = nearest(name, AXES).map_or(String::new(), |near| format!("did you mean `{near}`? "));
+        let help = format!("{near}the axes are {}; a plan file (--plan) names its own", AXES.join(", "));
+        return Err(Error::new(Kind::Mesh, format!("unknown mesh axis `{name}`")).detail("help", help));
+    }
     let SupportedAxes { computation, names } = supported;
     let idle = |axis: &Axis| mesh.size(*axis) > 1 && !names.contains(&mesh.name(*axis));
     let Some(axis) = mesh.axes().find(idle) else { return Ok(()) };
@@ -72,11 +79,11 @@ mod tests {
         assert_eq!(error_text("pp=2,dp=3,fsdp=2,cp=2,tp=2", &TRAINING), Ok(()));
         assert_eq!(error_text("pp=2,dp=3,cp=2", &EVALUATION), Ok(()));
         assert_eq!(
-            error_text("sp=2,cp=2", &EVALUATION).unwrap_err(),
-            "evaluation does not support sp; use dp, fsdp, pp, ep, cp or tp"
+            error_text("dp=2,tq=2", &EVALUATION).unwrap_err(),
+            "unknown mesh axis `tq`; did you mean `tp`? the axes are pp, dp, fsdp, ep, cp, tp; a plan file (--plan) names its own"
         );
         let of = |mesh: &str| error_text(mesh, &GENERATION).unwrap_err();
-        assert_eq!(of("sp=2,tp=2"), "generation does not support sp; use dp, fsdp, pp, ep or tp");
+        assert!(of("model=2").starts_with("unknown mesh axis `model`; the axes are pp"));
         assert!(
             of("cp=2,tp=2")
                 .starts_with("generation does not support cp; use dp, fsdp, pp, ep or tp; weights")

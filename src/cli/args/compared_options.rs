@@ -59,6 +59,10 @@ fn canonical(id: &str, value: &str) -> String {
         let text = read_small(path, super::values::LISTS_BYTES_MAX).unwrap_or_default();
         return format!("schedule file with hash {}", hash(text.as_bytes()));
     }
+    if id == "plan" {
+        let text = read_small(path, super::values::PLAN_BYTES_MAX).unwrap_or_default();
+        return format!("plan file with hash {}", hash(text.as_bytes()));
+    }
     match value.parse::<f64>() {
         _ if value.parse::<u64>().is_ok() => value.to_string(),
         Ok(x) if x.fract() == 0.0 && x.abs() < 1e15 => format!("{x:.0}"),

@@ -1,10 +1,21 @@
 //! Options that choose styles of parallelism besides the mesh.
 
-use super::values;
-use clap::Args;
+use super::axes::{SupportedAxes, check_axes};
+use super::values::{self, PlanArg};
+use clap::{Args, ValueEnum};
 use shardgrad::dist::Mesh;
 use shardgrad::nn::Plan;
 use shardgrad::{Error, Kind, Result};
+use std::path::Path;
+
+/// How rows reach the experts of other ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum ExpertsArg {
+    /// Every rank gathers the rows of all ranks of ep
+    Gather,
+    /// Each row travels to the ranks of its experts and back
+    Exchange,
+}
 
 /// Parallelism options.
 #[derive(Args, Clone, Debug, Default)]
@@ -14,20 +25,47 @@ pub(crate) struct ParallelismArgs {
     /// use (3); needs dp in --mesh. The mesh axis fsdp means stage 3. `eval` and `generate` shard parameters in stage 3 only
     #[arg(long, value_name = "STAGE", value_parser = values::zero_stage)]
     zero: Option<usize>,
+    /// How rows reach the experts of other ranks of ep [default: by fewer bytes, for each layer]
+    #[arg(long, value_name = "HOW", value_enum)]
+    experts: Option<ExpertsArg>,
+    /// File with the plan, as `explain --show-plan` prints it, in place of the plan of the model's family (docs/plans.md)
+    #[arg(long, value_name = "FILE", value_parser = values::plan)]
+    plan: Option<PlanArg>,
 }
 
 impl ParallelismArgs {
-    /// Adds the styles to a plan.
-    pub(crate) fn plan(&self, plan: Plan) -> Plan {
+    /// Returns the plan of a run: the file of `--plan`, or else the plan of the model's family, with the styles.
+    pub(crate) fn plan(&self, family: Plan) -> Plan {
+        let experts = |plan: Plan| match self.experts {
+            Some(ExpertsArg::Gather) => plan.and(Plan::expert_parallel("ep").gather()),
+            Some(ExpertsArg::Exchange) => plan.and(Plan::expert_parallel("ep").exchange()),
+            None => plan,
+        };
+        let plan = experts(self.plan.as_ref().map_or(family, |plan| plan.plan.clone()));
         match self.zero {
             Some(stage) => plan.and(Plan::zero(stage, "dp")),
             None => plan,
         }
     }
 
+    /// Returns the plan file, if given.
+    pub(crate) fn plan_file(&self) -> Option<&Path> {
+        self.plan.as_ref().map(|plan| plan.file.as_path())
+    }
+
+    /// Rejects axes that a computation does not support. A plan file names its own axes, so that the model refuses those that it
+    /// does not use.
+    ///
+    /// # Errors
+    /// `Kind::Unsupported`.
+    pub(super) fn check_axes(&self, mesh: &Mesh, supported: &SupportedAxes) -> Result<()> {
+        if self.plan.is_some() { Ok(()) } else { check_axes(mesh, supported) }
+    }
+
     /// Adds the styles to a plan of a model in inference, which has no gradients and no optimizer state to shard.
     pub(crate) fn inference_plan(&self, plan: Plan) -> Plan {
-        if self.zero == Some(3) { self.plan(plan) } else { plan }
+        let zero = self.zero.filter(|stage| *stage == 3);
+        ParallelismArgs { zero, ..self.clone() }.plan(plan)
     }
 
     /// Returns the ZeRO stage over `dp`, if given.
@@ -37,8 +75,11 @@ impl ParallelismArgs {
 
     /// Returns an error text for options that do not fit the mesh.
     pub(crate) fn fault(&self, mesh: &Mesh) -> Option<String> {
-        let stage = self.zero?;
         let size = |name| mesh.axis(name).map(|axis| mesh.size(axis));
+        if self.experts.is_some() && size("ep").is_none() {
+            return Some("--experts needs an ep axis; add ep=2 to --mesh, or omit --experts".to_string());
+        }
+        let stage = self.zero?;
         match (size("dp"), size("fsdp")) {
             (_, Some(fsdp)) if fsdp > 1 => Some(format!(
                 "--zero {stage} shards over dp, but the mesh shards parameters over fsdp={fsdp} already; omit --zero for hybrid sharding, or fsdp in --mesh"
@@ -65,7 +106,9 @@ mod tests {
 
     #[test]
     fn zero_needs_a_data_axis_without_shards() {
-        let fault = |zero, mesh: &str| ParallelismArgs { zero }.fault(&Mesh::parse(mesh).unwrap());
+        let fault = |zero, mesh: &str| {
+            ParallelismArgs { zero, ..Default::default() }.fault(&Mesh::parse(mesh).unwrap())
+        };
         for mesh in ["dp=2", "dp=1", "pp=2,dp=2,tp=2", "dp=2,fsdp=1"] {
             assert_eq!(fault(Some(2), mesh), None, "{mesh}");
         }
@@ -77,9 +120,31 @@ mod tests {
     }
 
     #[test]
+    fn experts_need_an_expert_axis() {
+        let args = ParallelismArgs { experts: Some(ExpertsArg::Exchange), ..Default::default() };
+        assert!(args.fault(&Mesh::parse("dp=2").unwrap()).unwrap().contains("--experts needs an ep axis"));
+        assert_eq!(args.fault(&Mesh::parse("ep=2").unwrap()), None);
+        let text = args.plan(Plan::llama_moe()).to_string();
+        assert!(text.contains("point experts.rows ep@0 optional\n"), "{text}");
+    }
+
+    #[test]
+    fn a_plan_file_replaces_the_plan_of_the_family_and_names_its_own_axes() {
+        let plan = Plan::data_parallel("rows");
+        let file = Some(PlanArg { plan: plan.clone(), file: "a.plan".into() });
+        let args = ParallelismArgs { plan: file, ..Default::default() };
+        assert_eq!(args.plan(Plan::gpt2()), plan);
+        assert_eq!(args.inference_plan(Plan::gpt2()), plan);
+        let mesh = Mesh::parse("rows=2").unwrap();
+        let supported = &super::super::axes::TRAINING;
+        assert!(args.check_axes(&mesh, supported).is_ok());
+        assert!(ParallelismArgs::default().check_axes(&mesh, supported).is_err());
+    }
+
+    #[test]
     fn inference_shards_in_stage_3_only() {
         let plans = |zero| {
-            let args = ParallelismArgs { zero };
+            let args = ParallelismArgs { zero, ..Default::default() };
             [args.plan(Plan::gpt2()), args.inference_plan(Plan::gpt2())].map(|plan| plan.to_string())
         };
         assert_eq!(plans(None), [Plan::gpt2().to_string(), Plan::gpt2().to_string()]);

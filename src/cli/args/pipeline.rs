@@ -27,12 +27,13 @@ pub(crate) struct PipelineArgs {
 }
 
 impl PipelineArgs {
-    /// Adds the stage cut and the schedule to a plan.
+    /// Adds the stage cut and the schedule to a plan, where they are given.
     pub(crate) fn plan(&self, plan: Plan) -> Plan {
-        let plan = plan.pipeline_cut(self.cut.clone().unwrap_or(Cut::Balanced));
-        match self.pass_order() {
-            PipelineSchedule::Named(name) => plan.pipeline_schedule(&name),
-            PipelineSchedule::Actions(lists) => plan.pipeline_actions(lists),
+        let plan = self.cut.clone().into_iter().fold(plan, Plan::pipeline_cut);
+        match self.schedule.as_ref().map(|order| order.passes.clone()) {
+            Some(PipelineSchedule::Named(name)) => plan.pipeline_schedule(&name),
+            Some(PipelineSchedule::Actions(lists)) => plan.pipeline_actions(lists),
+            None => plan,
         }
     }
 

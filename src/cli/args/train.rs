@@ -229,6 +229,7 @@ impl TrainArgs {
             ("microbatches", self.microbatches().to_string()),
         ];
         free.extend(self.parallelism.zero().map(|stage| ("zero", stage.to_string())));
+        free.extend(self.parallelism.plan_file().map(|file| ("plan", file.display().to_string())));
         [fixed, free]
     }
 

@@ -5,8 +5,8 @@ use crate::outputs::io_error;
 use shardgrad::autograd::pipeline::{Cut, NAMES, PassTimes, Schedule};
 use shardgrad::dist::Mesh;
 use shardgrad::kernels::Device;
-use shardgrad::nn::ModelConfig;
 use shardgrad::nn::plan::PipelineSchedule;
+use shardgrad::nn::{ModelConfig, Plan};
 use shardgrad::{Error, Kind, Result};
 use std::fs::{self, File};
 use std::io::Read as _;
@@ -29,23 +29,13 @@ pub(super) const LISTS_BYTES_MAX: u64 = 64 << 20;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Bytes(pub(crate) u64);
 
-/// Parses a mesh such as `dp=2,tp=2` and sorts its axes into their fixed order; omitted axes have size 1.
+/// Parses a mesh such as `dp=2,tp=2` and sorts its axes into their fixed order; omitted axes have size 1. Axes of other names, of a
+/// plan file, come last, in the order given.
 pub(super) fn mesh(text: &str) -> Result<Mesh> {
     let read = Mesh::parse(text)?;
-    for axis in read.axes() {
-        let name = read.name(axis);
-        if AXES.contains(&name) {
-            continue;
-        }
-        let help = match nearest(name, AXES) {
-            Some(near) => format!("did you mean `{near}`? "),
-            None => String::new(),
-        };
-        let error = Error::new(Kind::Mesh, format!("unknown mesh axis `{name}`"));
-        return Err(error.detail("help", format!("{help}the axes are {}", AXES.join(", "))));
-    }
-    let axes: Vec<(&str, usize)> =
-        AXES.iter().filter_map(|name| read.axis(name).map(|axis| (*name, read.size(axis)))).collect();
+    let known = AXES.iter().filter_map(|name| read.axis(name));
+    let own = read.axes().filter(|axis| !AXES.contains(&read.name(*axis)));
+    let axes: Vec<(&str, usize)> = known.chain(own).map(|axis| (read.name(axis), read.size(axis))).collect();
     Mesh::new(&axes)
 }
 
@@ -65,6 +55,9 @@ pub(super) fn preset(text: &str) -> Result<String, String> {
     let names: Vec<&str> = ModelConfig::preset_names().collect();
     Err(format!("unknown preset; {near}presets are {}", names.join(", ")))
 }
+
+/// The largest plan file.
+pub(super) const PLAN_BYTES_MAX: u64 = 1 << 20;
 
 /// Parses how layers are partitioned into stages.
 pub(super) fn cut(text: &str) -> Result<Cut> {
@@ -99,6 +92,44 @@ pub(super) fn schedule(text: &str) -> Result<ScheduleArg> {
     }
     let lists = Schedule::from_text(&read_small(path, LISTS_BYTES_MAX)?)?;
     Ok(ScheduleArg { passes: PipelineSchedule::Actions(lists), file: Some(path.to_path_buf()) })
+}
+
+/// A parallelism plan, and the file it was read from.
+#[derive(Clone, Debug)]
+pub(crate) struct PlanArg {
+    pub(crate) plan: Plan,
+    pub(crate) file: PathBuf,
+}
+
+/// Reads a plan file.
+pub(super) fn plan(text: &str) -> Result<PlanArg> {
+    let file = PathBuf::from(text);
+    let plan = read_small(&file, PLAN_BYTES_MAX)?.parse()?;
+    Ok(PlanArg { plan, file })
+}
+
+/// A plan that `explain --diff` compares.
+#[derive(Clone, Debug)]
+pub(crate) enum PlanChoice {
+    /// The plan of the model's family.
+    Family,
+    /// The plan of a file.
+    File(PlanArg),
+}
+
+impl PlanChoice {
+    /// Returns the plan; `family` is that of the model's family.
+    pub(crate) fn plan_or(&self, family: &Plan) -> Plan {
+        match self {
+            PlanChoice::Family => family.clone(),
+            PlanChoice::File(file) => file.plan.clone(),
+        }
+    }
+}
+
+/// Parses `family`, or reads a plan file.
+pub(super) fn plan_choice(text: &str) -> Result<PlanChoice> {
+    if text == "family" { Ok(PlanChoice::Family) } else { plan(text).map(PlanChoice::File) }
 }
 
 /// Parses three times: forward, input gradients, weight gradients.
@@ -248,11 +279,6 @@ mod tests {
             assert_eq!(error.kind(), Kind::Mesh);
             error.to_string().replace("\n  help       ", "; ")
         };
-        assert_eq!(
-            error_text("dp=2,tq=2"),
-            "unknown mesh axis `tq`; did you mean `tp`? the axes are pp, dp, fsdp, ep, cp, tp"
-        );
-        assert_eq!(error_text("model=2"), "unknown mesh axis `model`; the axes are pp, dp, fsdp, ep, cp, tp");
         assert_eq!(error_text("tp=2,tp=2"), "axis `tp` is named twice in the mesh");
         assert_eq!(error_text("tp=0"), "axis `tp` has size 0; leave it out or give it size 1");
         assert_eq!(error_text("tp"), "`tp` is not a mesh axis: write axis=size, as in dp=2,tp=2");

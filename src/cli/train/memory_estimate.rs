@@ -43,7 +43,7 @@ fn job(dir: &Scratch, given: &str, limit: Option<u64>) -> (Mesh, crate::cli::ran
         config::parse(named.map(String::from).into_iter().chain(given).map(Into::into).collect()).unwrap();
     let Command::Train(args) = cli.command else { panic!("train") };
     let job = prepare(&args).unwrap().unwrap();
-    (args.mesh(), args.run.training_world(&args.mesh()).unwrap(), job)
+    (args.mesh(), args.run.training_world(&args.mesh(), &args.parallelism).unwrap(), job)
 }
 
 /// Calls a function with the step specification of a job.

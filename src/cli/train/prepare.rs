@@ -70,7 +70,7 @@ pub(super) fn prepare(args: &TrainArgs) -> Result<Option<Job>> {
     let train_config = train_config(args, found.seq);
     let TrainConfig { batch, seq, microbatches, precision, .. } = train_config;
     check_tokens(batch, seq)?;
-    let plan = args.parallelism.plan(args.pipeline.plan(LanguageModel::plan(&config)));
+    let plan = args.pipeline.plan(args.parallelism.plan(LanguageModel::plan(&config)));
     let step = StepSpec { config: &config, plan: &plan, batch, seq, microbatches, precision };
     check_training(&args.run, &args.mesh(), &args.model.name(), &step)?;
     let out = if is_rank_zero() { OutFolder::open(&args.out)? } else { OutFolder::of_rank_zero(&args.out) };

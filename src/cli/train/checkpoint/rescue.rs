@@ -122,7 +122,7 @@ mod tests {
         let cli = config::parse(named.iter().chain(&given).map(Into::into).collect()).unwrap();
         let Command::Train(args) = cli.command else { panic!("train") };
         let job = prepare(&args).unwrap().unwrap();
-        let ranks = args.run.training_world(&args.mesh()).unwrap();
+        let ranks = args.run.training_world(&args.mesh(), &args.parallelism).unwrap();
         let (_, failed) = launch(&ranks.with(|world| world.memory_limit(MEMORY)), &job, steps);
         (failed, fs::read(out.join("model/model.safetensors")).ok())
     }
@@ -164,7 +164,7 @@ mod tests {
         let cli = config::parse(named.iter().chain(&given).map(Into::into).collect()).unwrap();
         let Command::Train(args) = cli.command else { panic!("train") };
         let job = prepare(&args).unwrap().unwrap();
-        let world = args.run.training_world(&args.mesh()).unwrap();
+        let world = args.run.training_world(&args.mesh(), &args.parallelism).unwrap();
         let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let failing = move |trainer: &mut Trainer<'_, LanguageModel>,
                             prefetcher: &Prefetcher<'_>,

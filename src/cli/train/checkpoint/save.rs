@@ -131,7 +131,7 @@ mod tests {
         let cli = config::parse(all.map(Into::into).collect()).unwrap();
         let Command::Train(args) = cli.command else { panic!("train") };
         let job = prepare(&args).unwrap().unwrap();
-        let world = args.run.training_world(&args.mesh()).unwrap();
+        let world = args.run.training_world(&args.mesh(), &args.parallelism).unwrap();
         let outcome = launch(&world, &job, &move |trainer, prefetcher, is_rank_zero, job| {
             if is_rank_zero {
                 task(job);
