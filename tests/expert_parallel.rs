@@ -60,7 +60,7 @@ fn losses_of_exchanged_experts_match_one_rank() {
         ("pp=2,dp=2,ep=2", 1, false),
     ];
     for (mesh, microbatches, recompute) in cases {
-        let many = Run { microbatches, recompute, plan: run.plan.clone().exchange(), ..run.clone() };
+        let many = Run { microbatches, recompute, plan: run.plan.clone().exchange_experts(), ..run.clone() };
         same(&one, &many.losses(mesh), 1e-9, &format!("exchanged on {mesh} in {microbatches}"));
     }
 }
@@ -70,7 +70,7 @@ fn split_backward_schedules_support_expert_parallel() {
     let run = Run { microbatches: 3, steps: 4, ..run(LlamaKind::Mixtral, ExpertsConfig::new(4, 2, 10)) };
     let one = run.losses("");
     for schedule in ["gpipe", "zb-h1", "zb-v"] {
-        for plan in [run.plan.clone().gather(), run.plan.clone().exchange()] {
+        for plan in [run.plan.clone().gather_experts(), run.plan.clone().exchange_experts()] {
             let many = Run { plan: plan.pipeline_schedule(schedule), ..run.clone() };
             same(&one, &many.losses("pp=2,ep=2"), 1e-10, schedule);
         }

@@ -174,7 +174,6 @@ impl MixtureOfExperts {
         let Some(bias) = self.e_score_correction_bias.as_ref().filter(|bias| bias.is_local()) else {
             return Ok(());
         };
-        let (tokens, stored) = (tokens_per_expert.gathered().to_f64()?, bias.tensor());
         if tokens_per_expert.shape()[..] != [self.num_experts()] {
             let text = format!(
                 "the bias of {} experts cannot be updated from token counts of shape {:?}",
@@ -184,10 +183,10 @@ impl MixtureOfExperts {
             let help = "pass one count for each expert: Routing::tokens_per_expert";
             return Err(Error::new(Kind::Shape, text).detail("help", help).at(Location::caller()));
         }
+        let tokens = tokens_per_expert.gathered().to_f64()?;
         let mean = tokens.iter().sum::<f64>() / tokens.len() as f64;
         let steps: Vec<f64> = tokens.iter().map(|tokens| self.bias_step * sign_of(mean - tokens)).collect();
-        let steps = Tensor::from_host(stored.rank(), &[steps.len()], &steps)?.cast(stored.dtype());
-        bias.set_tensor(stored.add(&steps.to_layout(stored.layout())))
+        bias.add_values(&steps)
     }
 }
 

@@ -52,7 +52,7 @@ pub struct Plan {
     batch: Vec<(String, usize)>,
     /// The axis of `column_parallel` and `row_parallel`.
     tensor_axis: Option<String>,
-    /// The axis of `exchange` and `gather` of experts.
+    /// The axis of `exchange_experts` and `gather_experts`.
     expert_axis: Option<String>,
     /// Pipeline parallelism, if any.
     pipeline: Option<PipelinePlan>,

@@ -15,7 +15,7 @@ fn layer() -> MixtureOfExperts {
 }
 
 fn model(rank: &Rank, layer: MixtureOfExperts) -> Result<Model<MixtureOfExperts>> {
-    let plan = Plan::data_parallel("dp").and(Plan::expert_parallel("ep").exchange());
+    let plan = Plan::data_parallel("dp").and(Plan::expert_parallel("ep").exchange_experts());
     Model::with_dtype(rank, layer, &plan, 3, DType::F64)
 }
 

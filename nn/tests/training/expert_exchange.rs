@@ -41,7 +41,9 @@ fn exchanged_and_gathered_rows_match_one_rank() {
         let plan = LanguageModel::plan(&case.config);
         let alone = outcome(&case, "", &plan);
         for mesh in MESHES {
-            for (way, plan) in [("exchanged", plan.clone().exchange()), ("gathered", plan.clone().gather())] {
+            for (way, plan) in
+                [("exchanged", plan.clone().exchange_experts()), ("gathered", plan.clone().gather_experts())]
+            {
                 let many = outcome(&case, mesh, &plan);
                 let what = format!("{:?} on {mesh}, {way}", case.config);
                 let far = (alone.loss - many.loss).abs().max((alone.norm - many.norm).abs());
@@ -57,7 +59,7 @@ fn exchanged_and_gathered_rows_match_one_rank() {
 
 #[test]
 fn activation_checkpointing_exchanges_the_same_pairs() {
-    let plan = LanguageModel::plan(&llama::config(LlamaKind::Mixtral).into()).exchange();
+    let plan = LanguageModel::plan(&llama::config(LlamaKind::Mixtral).into()).exchange_experts();
     let text =
         |recompute| TrainingCase { recompute, ..TrainingCase::new(llama::config(LlamaKind::Mixtral), 7) };
     let [kept, again] = [false, true].map(|recompute| outcome(&text(recompute), "ep=2", &plan));
@@ -84,7 +86,7 @@ fn trace(plan: &Plan, mesh: &str) -> Vec<Record> {
 #[test]
 fn a_block_exchanges_counts_rows_and_results() {
     let plan = LanguageModel::plan(&llama::config(LlamaKind::Mixtral).into());
-    let records = trace(&plan.clone().exchange(), "ep=2");
+    let records = trace(&plan.clone().exchange_experts(), "ep=2");
     // Two blocks; 17 parameters that every rank has.
     assert_eq!(counts(&records), ["backward all_reduce 17", "backward all_to_all 6", "forward all_to_all 6"]);
     let first: Vec<&Record> = records.iter().filter(|r| r.op == "all_to_all").take(3).collect();
@@ -93,10 +95,10 @@ fn a_block_exchanges_counts_rows_and_results() {
     // One of two rows of 8 tokens with two experts each, of width 10.
     assert_eq!((first[1].numel(), first[1].dtype), (8 * 2 * 10, DType::F64));
     // A layer without a choice takes the cheaper way: few ranks gather, many exchange.
-    assert_eq!(counts(&trace(&plan, "ep=2")), counts(&trace(&plan.clone().gather(), "ep=2")));
-    assert_eq!(counts(&trace(&plan, "ep=4")), counts(&trace(&plan.clone().exchange(), "ep=4")));
+    assert_eq!(counts(&trace(&plan, "ep=2")), counts(&trace(&plan.clone().gather_experts(), "ep=2")));
+    assert_eq!(counts(&trace(&plan, "ep=4")), counts(&trace(&plan.clone().exchange_experts(), "ep=4")));
     // The gradients of experts are reduced over `dp` alone.
-    let both = trace(&plan.exchange(), "dp=2,ep=2");
+    let both = trace(&plan.exchange_experts(), "dp=2,ep=2");
     assert_eq!(counts(&both), ["backward all_reduce 23", "backward all_to_all 6", "forward all_to_all 6"]);
 }
 
@@ -104,8 +106,8 @@ fn a_block_exchanges_counts_rows_and_results() {
 fn exchanged_rows_are_not_saved_for_backward() {
     let case = TrainingCase::new(llama::config(LlamaKind::Mixtral), 8);
     let plan = LanguageModel::plan(&case.config);
-    let [exchanged, gathered] =
-        [plan.clone().exchange(), plan.gather()].map(|plan| outcome(&case, "ep=2", &plan).saved_bytes);
+    let [exchanged, gathered] = [plan.clone().exchange_experts(), plan.gather_experts()]
+        .map(|plan| outcome(&case, "ep=2", &plan).saved_bytes);
     // In each of two blocks: two rows of 8 tokens of width 10, with two indices and two weights each, of 8 bytes.
     assert_eq!(gathered - exchanged, 2 * 2 * 8 * (10 + 2 + 2) * 8);
 }
