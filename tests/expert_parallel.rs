@@ -45,12 +45,35 @@ fn losses_match_one_rank_on_every_combination_of_axes() {
 }
 
 #[test]
+fn losses_of_exchanged_experts_match_one_rank() {
+    let run = Run { steps: 20, ..run(LlamaKind::Mixtral, ExpertsConfig::new(5, 2, 10)) };
+    let one = run.losses("");
+    let cases = [
+        ("ep=2", 1, false),
+        ("ep=3", 2, true),
+        ("ep=4", 1, false),
+        ("ep=6", 1, false),
+        ("dp=2,ep=2", 1, false),
+        ("ep=2,tp=2", 3, false),
+        ("ep=2,cp=2", 1, true),
+        ("pp=2,ep=2", 3, false),
+        ("pp=2,dp=2,ep=2", 1, false),
+    ];
+    for (mesh, microbatches, recompute) in cases {
+        let many = Run { microbatches, recompute, plan: run.plan.clone().exchange_experts(), ..run.clone() };
+        same(&one, &many.losses(mesh), 1e-9, &format!("exchanged on {mesh} in {microbatches}"));
+    }
+}
+
+#[test]
 fn split_backward_schedules_support_expert_parallel() {
     let run = Run { microbatches: 3, steps: 4, ..run(LlamaKind::Mixtral, ExpertsConfig::new(4, 2, 10)) };
     let one = run.losses("");
     for schedule in ["gpipe", "zb-h1", "zb-v"] {
-        let many = Run { plan: run.plan.clone().pipeline_schedule(schedule), ..run.clone() };
-        same(&one, &many.losses("pp=2,ep=2"), 1e-10, schedule);
+        for plan in [run.plan.clone().gather_experts(), run.plan.clone().exchange_experts()] {
+            let many = Run { plan: plan.pipeline_schedule(schedule), ..run.clone() };
+            same(&one, &many.losses("pp=2,ep=2"), 1e-10, schedule);
+        }
     }
 }
 

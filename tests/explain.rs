@@ -40,7 +40,7 @@ fn explain_snapshots_on_every_axis() {
     for (family, folder, meshes) in [
         ("gpt2", gpt2, &MESHES[..]),
         ("llama", llama, &MESHES),
-        ("mixtral", mixtral, &["ep=2", "dp=2,ep=2,tp=2"]),
+        ("mixtral", mixtral, &["ep=2", "ep=4", "dp=2,ep=2,tp=2"]),
     ] {
         for mesh in meshes {
             let name = format!("{family}_{}", mesh.replace(['=', ','], "_"));

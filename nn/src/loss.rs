@@ -100,6 +100,21 @@ pub fn load_balancing_loss(usage: &[[Var; 2]], rows: usize) -> Var {
     taken.mul(&scores).sum().scale(count)
 }
 
+/// Load imbalance of experts: the tokens of the expert with most tokens divided by the mean over all experts, a scalar from 1 (balanced) to
+/// the number of experts; NaN without tokens. `tokens_per_expert` is `[e]`, as
+/// [`Routing::tokens_per_expert`](crate::layer::Routing::tokens_per_expert) returns it, or a sum of such. Without gradient; one
+/// all-reduce of e numbers where rows are sharded.
+///
+/// # Panics
+/// Unwinds with an error for a scalar.
+#[doc(alias = "load_balance")]
+#[track_caller]
+#[must_use]
+pub fn expert_imbalance(tokens_per_expert: &Var) -> Var {
+    let tokens = tokens_per_expert.detach();
+    tokens.max_last().div(&tokens.sum()).scale(tokens.layout().numel() as f64)
+}
+
 /// Mean squared error: the mean of (prediction - target)^2 over all elements, a scalar in the accumulator type; shapes as
 /// [`Value::sub`].
 ///

@@ -22,6 +22,10 @@ use std::rc::Rc;
 const ESTIMATED: &str = "stages and schedule are estimates: pass times are taken from FLOPs and bytes; a run measures them and writes \
                          its schedule to schedule.txt";
 
+/// Note printed when rows are exchanged between experts, so that bytes depend on the routing.
+const BALANCED: &str =
+    "bytes and memory of exchanged experts assume balanced routing: equally many tokens for each expert";
+
 /// The configuration of a training step for a dry run.
 #[derive(Clone, Copy)]
 pub(super) struct StepSpec<'a> {
@@ -129,6 +133,11 @@ struct StepSummary {
     peak_bytes: u64,
 }
 
+/// Whether the bytes of a collective depend on which experts the router picks.
+fn depends_on_routing(record: &Record) -> bool {
+    record.op == "all_to_all" && record.path.ends_with("experts.rows")
+}
+
 /// Runs the command.
 pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
     let config = args.model.config()?;
@@ -171,6 +180,9 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
     println!("bytes are per rank");
     if args.pipeline.uses_measured_times() {
         println!("{ESTIMATED}");
+    }
+    if steps.iter().flat_map(|step| &step.records).any(depends_on_routing) {
+        println!("{BALANCED}");
     }
     for (stage, step) in steps.iter().enumerate() {
         if steps.len() > 1 {

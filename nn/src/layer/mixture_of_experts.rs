@@ -1,17 +1,25 @@
 //! Mixture of experts (MoE): many small MLPs, of which a router selects some for each token.
 
+use super::gated_mlp::GatedMlp;
 use super::linear::Linear;
+use crate::loss::expert_imbalance;
 use crate::module;
 use crate::module::activation_point::ActivationPoint;
 use crate::module::param::{Init, Param};
 use shardgrad_autograd::Var;
-use shardgrad_tensor::{Contraction, Indexing, Point, RowsToExperts, Value};
+use shardgrad_tensor::{
+    Contraction, Error, Indexing, Kind, Point, Resharding, Result, RowsToExperts, Tensor, Value,
+};
+use std::panic::Location;
 
 module! {
     /// Mixture of experts with top-k routing: the sum over the k experts of a token of p_e (silu(x wg_e) * (x wu_e)) wd_e. The router
     /// scores all experts by softmax(x gate) in the accumulator type and selects the k largest scores as p, optionally renormalized
     /// to sum to one. No token is dropped (no capacity limit). Shazeer et al., arXiv 1701.06538; Jiang et al., "Mixtral of Experts",
     /// arXiv 2401.04088.
+    ///
+    /// Options: experts for all tokens ([`MixtureOfExperts::with_shared_experts`]), and balancing without a loss
+    /// ([`MixtureOfExperts::with_bias_balancing`]).
     #[doc(alias = "MoE")]
     #[doc(alias = "MoELayer")]
     #[doc(alias = "SparseMoeBlock")]
@@ -21,9 +29,14 @@ module! {
         /// The router, `[d]` to `[experts]`.
         pub gate: Linear,
         /// The experts.
-        pub experts: GroupedExperts;
+        pub experts: GroupedExperts,
+        /// The experts that all tokens use, as one MLP.
+        pub shared_experts: Option<GatedMlp>,
+        /// A number for each expert that is added to its scores for the selection alone: `[experts]`. Without gradient.
+        pub e_score_correction_bias: Option<Param>;
         top_k: usize,
         renormalize: bool,
+        bias_step: f64,
     }
 }
 
@@ -68,13 +81,54 @@ impl MixtureOfExperts {
         };
         let gate = Linear::new(d, count).with_transposed_file_shape().without_bias();
         let [up, down] = [d, hidden].map(|from| Init::Uniform(1.0 / (from.max(1) as f64).sqrt()));
-        MixtureOfExperts { gate, experts: experts.init([up, up, down]), top_k, renormalize }
+        MixtureOfExperts {
+            gate,
+            experts: experts.init([up, up, down]),
+            shared_experts: None,
+            e_score_correction_bias: None,
+            top_k,
+            renormalize,
+            bias_step: 0.0,
+        }
+    }
+
+    /// Returns the same layer with shared experts, which all tokens use besides their own: one gated MLP of `hidden` units, the units of
+    /// all shared experts together. Dai et al., "DeepSeekMoE", arXiv 2401.06066.
+    #[doc(alias = "n_shared_experts")]
+    #[must_use]
+    pub fn with_shared_experts(self, hidden: usize) -> MixtureOfExperts {
+        let d = self.gate.weight.shape()[0];
+        MixtureOfExperts { shared_experts: Some(GatedMlp::new(d, hidden, false)), ..self }
+    }
+
+    /// Returns the same layer with bias-based load balancing: the experts of a token are those with the largest scores plus bias, and
+    /// their weights are the scores without bias. [`MixtureOfExperts::update_bias`] moves each bias by `step` once per training step.
+    /// DeepSeek-AI, "DeepSeek-V3", arXiv 2412.19437, section 2.1.2 (with a step of 0.001).
+    ///
+    /// The bias is a frozen parameter, which checkpoints hold, and which every mesh updates to the same bits.
+    #[doc(alias = "auxiliary-loss-free")]
+    #[doc(alias = "expert_bias")]
+    #[doc(alias = "moe_router_enable_expert_bias")]
+    #[must_use]
+    pub fn with_bias_balancing(self, step: f64) -> MixtureOfExperts {
+        let bias = Param::new(&[self.num_experts()]);
+        bias.set_frozen(true);
+        MixtureOfExperts { e_score_correction_bias: Some(bias), bias_step: step, ..self }
+    }
+
+    fn num_experts(&self) -> usize {
+        self.gate.weight.shape()[1]
     }
 
     /// Returns the same layer with another initializer of the weights.
     #[must_use]
     pub fn init(self, init: Init) -> MixtureOfExperts {
-        MixtureOfExperts { gate: self.gate.init(init), experts: self.experts.init([init; 3]), ..self }
+        MixtureOfExperts {
+            gate: self.gate.init(init),
+            experts: self.experts.init([init; 3]),
+            shared_experts: self.shared_experts.map(|shared| shared.init(init)),
+            ..self
+        }
     }
 
     /// Applies the experts: `[.., d]` to `[.., d]`; also returns the routing, with scores in the accumulator type.
@@ -87,13 +141,58 @@ impl MixtureOfExperts {
         let logits = self.gate.forward(x);
         let scores = logits.cast(x.dtype().accumulator()).softmax();
         let last = scores.shape().len() - 1;
-        let (mut shares, index) = scores.top_k(last, self.top_k, true);
+        let (mut shares, index) = self.select(&scores);
         if self.renormalize {
             shares = shares.div(&shares.sum_dims(&[last]).expand(last, self.top_k));
         }
         let y = self.experts.forward(x, &index, &shares.cast(x.dtype()));
+        let y = match &self.shared_experts {
+            Some(shared) => y.add(&shared.forward(x)),
+            None => y,
+        };
         (y, Routing { scores, index })
     }
+
+    /// The scores of the experts of each row, and their indices.
+    #[track_caller]
+    fn select(&self, scores: &Var) -> (Var, Var) {
+        let last = scores.shape().len() - 1;
+        let Some(bias) = &self.e_score_correction_bias else { return scores.top_k(last, self.top_k, true) };
+        let bias = bias.on(scores).detach().cast(scores.dtype());
+        let (_, index) = scores.detach().add(&bias).top_k(last, self.top_k, true);
+        (scores.gather(last, &index), index)
+    }
+
+    /// Moves the bias of each expert by the step of [`MixtureOfExperts::with_bias_balancing`]: up if the expert got fewer tokens than
+    /// the mean, down if more. `tokens_per_expert` counts the tokens of a whole step ([`Routing::tokens_per_expert`], summed over
+    /// microbatches). Call it once per step, on every rank. Does nothing without a bias, or on a pipeline stage without this layer.
+    ///
+    /// # Errors
+    /// `Kind::Shape` unless there is one count for each expert; `Kind::OutOfMemory`.
+    #[track_caller]
+    pub fn update_bias(&self, tokens_per_expert: &Tensor) -> Result<()> {
+        let Some(bias) = self.e_score_correction_bias.as_ref().filter(|bias| bias.is_local()) else {
+            return Ok(());
+        };
+        if tokens_per_expert.shape()[..] != [self.num_experts()] {
+            let text = format!(
+                "the bias of {} experts cannot be updated from token counts of shape {:?}",
+                self.num_experts(),
+                tokens_per_expert.shape()
+            );
+            let help = "pass one count for each expert: Routing::tokens_per_expert";
+            return Err(Error::new(Kind::Shape, text).detail("help", help).at(Location::caller()));
+        }
+        let tokens = tokens_per_expert.gathered().to_f64()?;
+        let mean = tokens.iter().sum::<f64>() / tokens.len() as f64;
+        let steps: Vec<f64> = tokens.iter().map(|tokens| self.bias_step * sign_of(mean - tokens)).collect();
+        bias.add_values(&steps)
+    }
+}
+
+/// -1, 0 or 1.
+fn sign_of(x: f64) -> f64 {
+    if x == 0.0 { 0.0 } else { x.signum() }
 }
 
 /// The routing of tokens to experts.
@@ -111,11 +210,26 @@ impl Routing {
     #[track_caller]
     #[must_use]
     pub fn expert_usage(&self) -> [Var; 2] {
-        let shape = self.scores.shape();
-        let rows: Vec<usize> = (0..shape.len() - 1).collect();
-        let count = shape[rows.len()];
-        let selected = self.index.one_hot(count, self.scores.dtype());
-        [selected.sum_dims(&[&rows[..], &[rows.len()]].concat()), self.scores.sum_dims(&rows)]
+        let rows: Vec<usize> = (0..self.scores.shape().len() - 1).collect();
+        [self.tokens_per_expert(), self.scores.sum_dims(&rows)]
+    }
+
+    /// Returns the number of rows routed to each expert, `[experts]`, in the dtype of the scores: a partial sum where rows are sharded.
+    #[track_caller]
+    #[must_use]
+    pub fn tokens_per_expert(&self) -> Var {
+        let dims: Vec<usize> = (0..self.scores.shape().len()).collect();
+        let count = self.scores.shape()[dims.len() - 1];
+        self.index.one_hot(count, self.scores.dtype()).sum_dims(&dims)
+    }
+
+    /// Returns the load imbalance of the experts over the whole batch: the rows of the expert with most rows divided by the mean, a
+    /// scalar from 1 to the number of experts.
+    #[doc(alias = "load balance")]
+    #[track_caller]
+    #[must_use]
+    pub fn imbalance(&self) -> Var {
+        expert_imbalance(&self.tokens_per_expert())
     }
 }
 

@@ -261,17 +261,40 @@ impl Llama {
     #[track_caller]
     #[must_use]
     pub fn loss(&self, ids: &Var, targets: &Var) -> Var {
+        self.loss_with_usage(ids, targets, self.is_balanced_by_loss()).0
+    }
+
+    /// [`Llama::loss`], and the number of tokens routed to each expert of each block with experts, `[experts]`, partial sums where rows
+    /// are sharded: for [`expert_imbalance`](crate::expert_imbalance) and [`MixtureOfExperts::update_bias`].
+    ///
+    /// # Panics
+    /// As [`Llama::loss`].
+    #[doc(alias = "tokens_per_expert")]
+    #[track_caller]
+    #[must_use]
+    pub fn loss_with_tokens_per_expert(&self, ids: &Var, targets: &Var) -> (Var, Vec<Var>) {
+        let (loss, usage) = self.loss_with_usage(ids, targets, true);
+        (loss, usage.into_iter().map(|[tokens, _]| tokens).collect())
+    }
+
+    #[track_caller]
+    fn loss_with_usage(&self, ids: &Var, targets: &Var, wants_usage: bool) -> (Var, Vec<[Var; 2]>) {
         check_ids(ids, 0, self.config.max_position_embeddings);
-        let balanced = self.config.experts.as_ref().filter(|experts| experts.output_router_logits);
-        let (logits, usage) = self.forward_checked(ids, balanced.is_some());
+        let (logits, usage) = self.forward_checked(ids, wants_usage);
         let loss = cross_entropy(&logits, targets).mean();
-        match balanced {
-            Some(experts) if !usage.is_empty() => {
+        match &self.config.experts {
+            Some(experts) if self.is_balanced_by_loss() && !usage.is_empty() => {
                 let rows = ids.shape().iter().product::<usize>() * usage.len();
-                loss.add(&load_balancing_loss(&usage, rows).scale(experts.router_aux_loss_coef))
+                let balance = load_balancing_loss(&usage, rows).scale(experts.router_aux_loss_coef);
+                (loss.add(&balance), usage)
             }
-            _ => loss,
+            _ => (loss, usage),
         }
+    }
+
+    /// Whether the loss includes the load-balancing loss.
+    fn is_balanced_by_loss(&self) -> bool {
+        self.config.experts.as_ref().is_some_and(|experts| experts.output_router_logits)
     }
 }
 

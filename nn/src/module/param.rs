@@ -408,6 +408,17 @@ impl Param {
         Ok(())
     }
 
+    /// Adds one number to each element, in row-major order of the global shape. Every rank that holds the parameter calls this together.
+    ///
+    /// # Errors
+    /// `Kind::Shape` for another number of elements; `Kind::OutOfMemory`.
+    #[track_caller]
+    pub(crate) fn add_values(&self, values: &[f64]) -> Result<()> {
+        let stored = self.tensor();
+        let change = Tensor::from_host(stored.rank(), self.shape(), values)?.cast(stored.dtype());
+        self.set_tensor(stored.add(&change.to_layout(stored.layout())))
+    }
+
     /// Replaces the stored tensors of several parameters by a function of them. The function owns the model's only handles, so that
     /// it can update in place; it returns the tensors in the same order, also when it fails.
     pub(crate) fn update_all<'a>(

@@ -29,8 +29,8 @@ impl Plan {
     /// Expert parallelism (EP): shards the rows of batches and the experts of mixture-of-experts layers over an axis; every rank holds
     /// all other parameters. Experts may be sharded unevenly, also with ranks that have none.
     ///
-    /// Rows are gathered to the experts, or token-expert pairs exchanged, whichever moves fewer bytes; [`Plan::gather`] and
-    /// [`Plan::exchange`] choose.
+    /// Rows are gathered to the experts, or token-expert pairs exchanged, whichever moves fewer bytes; [`Plan::gather_experts`] and
+    /// [`Plan::exchange_experts`] choose.
     #[doc(alias = "EP")]
     #[doc(alias = "expert parallel")]
     #[doc(alias = "MoE")]
@@ -55,15 +55,15 @@ impl Plan {
     #[doc(alias = "all_to_all")]
     #[doc(alias = "moe_token_dispatcher_type")]
     #[must_use]
-    pub fn exchange(self) -> Plan {
-        self.expert_points("exchange", |_| "@0")
+    pub fn exchange_experts(self) -> Plan {
+        self.expert_points("exchange_experts", |_| "@0")
     }
 
     /// Gathers the rows of all ranks to the experts of [`Plan::expert_parallel`].
     #[doc(alias = "all_gather")]
     #[must_use]
-    pub fn gather(self) -> Plan {
-        self.expert_points("gather", |gathered| gathered)
+    pub fn gather_experts(self) -> Plan {
+        self.expert_points("gather_experts", |gathered| gathered)
     }
 
     /// States the placements of the points of experts, from those where rows are gathered.
@@ -109,12 +109,15 @@ mod tests {
         let plan = || Plan::data_parallel("dp").and(Plan::expert_parallel("ep"));
         let exchanged =
             ["rows", "index", "shares", "out"].map(|point| format!("point experts.{point} ep@0 optional"));
-        assert_eq!(points(plan().exchange()), exchanged);
+        assert_eq!(points(plan().exchange_experts()), exchanged);
         assert_eq!(
-            points(plan().gather())[..2],
+            points(plan().gather_experts())[..2],
             ["point experts.rows ep~ optional", "point experts.index ep= optional"]
         );
-        let error = Plan::data_parallel("dp").exchange().check().unwrap_err().to_string();
-        assert!(error.contains("exchange: begin the plan with Plan::expert_parallel(axis)"), "{error}");
+        let error = Plan::data_parallel("dp").exchange_experts().check().unwrap_err().to_string();
+        assert!(
+            error.contains("exchange_experts: begin the plan with Plan::expert_parallel(axis)"),
+            "{error}"
+        );
     }
 }

@@ -72,7 +72,7 @@ pub struct Plan {
     zero: Vec<ZeroAxis>,
     /// Patterns of modules whose parameters are gathered together in stage 3.
     gather_groups: Vec<String>,
-    /// The axis of `exchange` and `gather` of experts.
+    /// The axis of `exchange_experts` and `gather_experts`.
     expert_axis: Option<String>,
     /// Pipeline parallelism, if any.
     pipeline: Option<PipelinePlan>,

@@ -15,6 +15,8 @@ mod traces;
 mod llama;
 mod context_parallel;
 mod mixture_of_experts;
+mod expert_exchange;
+mod expert_balancing;
 mod decoding;
 mod optimizer_steps;
 mod custom_optimizers;

@@ -37,8 +37,8 @@ impl ParallelismArgs {
     /// Returns the plan of a run: the file of `--plan`, or else the plan of the model's family, with the styles.
     pub(crate) fn plan(&self, family: Plan) -> Plan {
         let experts = |plan: Plan| match self.experts {
-            Some(ExpertsArg::Gather) => plan.and(Plan::expert_parallel("ep").gather()),
-            Some(ExpertsArg::Exchange) => plan.and(Plan::expert_parallel("ep").exchange()),
+            Some(ExpertsArg::Gather) => plan.and(Plan::expert_parallel("ep").gather_experts()),
+            Some(ExpertsArg::Exchange) => plan.and(Plan::expert_parallel("ep").exchange_experts()),
             None => plan,
         };
         let plan = experts(self.plan.as_ref().map_or(family, |plan| plan.plan.clone()));

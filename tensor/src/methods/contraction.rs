@@ -4,7 +4,7 @@ use crate::methods::resharding::Resharding;
 use crate::methods::value::Value;
 use crate::op::{Point, unwind};
 use crate::ops::einsum::Einsum;
-use crate::ops::experts::{Experts, RowsToExperts, cheaper_gathered, scattered};
+use crate::ops::experts::{Experts, RowsToExperts, cheaper_gathered, exchange_axes, scattered};
 use shardgrad_dist::{Error, Kind, Result};
 use std::panic::Location;
 use std::rc::Rc;
@@ -88,8 +88,10 @@ pub trait Contraction: Value {
             RowsToExperts::Cheapest => cheaper_gathered(&[&x, &index, &p, gate, up, down].map(Self::layout)),
         };
         let Some([to_rows, to_index, to_shares]) = gathered else {
-            points[Experts::ROWS].enter(&x);
-            let y = Self::apply_one(Experts, &[&x, &index, &p, gate, up, down]);
+            // An exchange belongs to the rows, a partial sum to the result.
+            let exchanges = exchange_axes(&[&x, &index, &p, gate, up, down].map(Self::layout)).is_some();
+            points[if exchanges { Experts::ROWS } else { Experts::OUT }].enter(&x);
+            let y = Self::apply_one(Experts::default(), &[&x, &index, &p, gate, up, down]);
             return points[Experts::OUT].pass(&y, site);
         };
         points[Experts::ROWS].enter(&x);
@@ -98,8 +100,8 @@ pub trait Contraction: Value {
         let index = index.to_layout(&to_index);
         points[Experts::SHARES].enter(&x);
         let p = p.to_layout(&to_shares);
-        let y = Self::apply_one(Experts, &[&rows, &index, &p, gate, up, down]);
         points[Experts::OUT].enter(&x);
+        let y = Self::apply_one(Experts::default(), &[&rows, &index, &p, gate, up, down]);
         points[Experts::OUT].pass(&y.to_layout(&scattered(y.layout(), x.layout())), site)
     }
 }

@@ -13,9 +13,12 @@ use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::layout::Layout;
 use crate::layout::infer::Inference;
 use crate::layout::refusal::Refusal;
-use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, common_float};
+use crate::op::{
+    Cotangents, DTypes, ForwardContext, LocalTensors, Op, PlanKey, SavedForBackward, Vjp, common_float,
+};
 use crate::tensor::Tensor;
-use exchange::{Exchange, exchange_axes};
+use exchange::Exchange;
+pub(crate) use exchange::exchange_axes;
 pub use rows_to_experts::RowsToExperts;
 pub(crate) use rows_to_experts::{cheaper_gathered, scattered};
 use shardgrad_dist::Result;
@@ -23,6 +26,8 @@ use shardgrad_kernels::DType;
 use shardgrad_kernels::op::binary::ADD;
 use shardgrad_kernels::op::swiglu;
 use smallvec::{SmallVec, smallvec};
+use std::cell::Cell;
+use std::panic::Location;
 use std::rc::Rc;
 use token_expert_pairs::{TokenExpertPairs, flatten_rows, transposed};
 
@@ -56,8 +61,11 @@ use token_expert_pairs::{TokenExpertPairs, flatten_rows, transposed};
 #[doc(alias = "grouped_mm")]
 #[doc(alias = "ragged_dot")]
 #[doc(alias = "expert parallelism")]
-#[derive(Debug)]
-pub struct Experts;
+#[derive(Debug, Default)]
+pub struct Experts {
+    /// The line of the caller, set by the forward: the collectives and errors of the backward name the same line.
+    site: Cell<Option<&'static Location<'static>>>,
+}
 
 /// Backward of [`Experts`]: the cotangents that its part names, linear in g.
 #[derive(Debug)]
@@ -72,6 +80,8 @@ enum GradPart {
     /// Of wg, wu and wd.
     Weights,
 }
+
+const SIGNATURE: &str = "..m d!, ..m s!, ..m s!, [e] d! h, [e] d! h, [e] h o! -> ..m o!";
 
 /// Multiply-adds of the three products for all token-expert pairs.
 fn volume(args: &[&Layout]) -> usize {
@@ -107,7 +117,12 @@ impl Op for Experts {
     }
 
     fn signature(&self) -> &str {
-        "..m d!, ..m s!, ..m s!, [e] d! h, [e] d! h, [e] h o! -> ..m o!"
+        SIGNATURE
+    }
+
+    /// The line of the caller determines no layout.
+    fn plan_key(&self) -> Option<PlanKey> {
+        Some(PlanKey::of::<Experts>(SIGNATURE))
     }
 
     fn differentiable(&self) -> &'static [bool] {
@@ -140,6 +155,7 @@ impl Op for Experts {
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
+        self.site.set(Some(local.site));
         let (own, stacks) = (TokenExpertPairs::of(local, x[1])?, [x[3], x[4], x[5]]);
         let rows = own.gather_rows(&flatten_rows(local.rank, x[0])?)?;
         let results = match exchange_axes(&local.inputs.iter().collect::<SmallVec<[&Layout; 6]>>()) {
@@ -166,7 +182,8 @@ impl Op for Experts {
         };
         let (saved, g): (Vec<&Tensor>, _) = ((0..6).map(|i| cx.input(i)).collect(), cx.grad(0));
         let args: Vec<&Tensor> = saved.into_iter().chain([&g]).collect();
-        let grads = Tensor::apply(ExpertsBackward(part), &args);
+        let site = self.site.get().unwrap_or(Location::caller());
+        let grads = Tensor::apply_at(Rc::new(ExpertsBackward(part)), &args, &[], site);
         // The cotangents of x and p come first, if they are computed.
         let first = if part == GradPart::Weights { 0 } else { 2 };
         cx.cotangents(|i| match i {
@@ -304,7 +321,7 @@ pub(super) fn cases() -> Vec<Case> {
             real(&[e, d, h]),
             real(&[e, h, o]),
         ];
-        Case::new(Rc::new(Experts), inputs)
+        Case::new(Rc::new(Experts::default()), inputs)
     };
     vec![case(&[5], 2, [3, 4, 7, 6]), case(&[2, 3], 1, [5, 4, 7, 6])]
 }
@@ -315,7 +332,6 @@ mod tests {
     use crate::methods::contraction::Contraction;
     use crate::op;
     use shardgrad_dist::{Kind, Mesh, Rank, World};
-    use std::panic::Location;
 
     /// Two rows of width 1 and three experts of one hidden unit with gate ln 3: silu(ln 3) = 3/4 ln 3.
     fn by_hand(rank: &Rank) -> Result<[Tensor; 6]> {
@@ -373,10 +389,10 @@ mod tests {
                 real(&[3, 5, 2], 4)?,
             ];
             let g = real(&[3, 2], 5)?;
-            let outputs = op::apply(&Experts, &inputs.each_ref(), Location::caller())?;
+            let outputs = op::apply(&Experts::default(), &inputs.each_ref(), Location::caller())?;
             let layouts = |tensors: &[Tensor]| tensors.iter().map(|t| t.layout().clone()).collect::<Vec<_>>();
             let backward = |requested: [bool; 6]| -> Vec<Option<Vec<f64>>> {
-                let cotangents = Experts.vjp(&Vjp {
+                let cotangents = Experts::default().vjp(&Vjp {
                     rank,
                     inputs: &inputs.clone().map(Some),
                     outputs: &[],

@@ -21,7 +21,7 @@ pub(super) const STACKS: Range<usize> = 3..6;
 
 /// The axes over which pairs are exchanged: those that shard the experts, if all of them also shard rows; `None` if no pair leaves
 /// its rank, or the signature refuses the layouts. `args` are the arguments of an op on experts, with or without a cotangent.
-pub(super) fn exchange_axes(args: &[&Layout]) -> Option<AxisSet> {
+pub(crate) fn exchange_axes(args: &[&Layout]) -> Option<AxisSet> {
     let experts = args[STACKS.start].dims().first()?.axes;
     let rows: AxisSet = (args.iter().enumerate())
         .filter(|(i, _)| !STACKS.contains(i))
