@@ -117,6 +117,19 @@ fn misuse_exits_with_2_and_help() {
         (&["eval", "--model", "/no/such/model", "--data", &data], &["/no/such/model"]),
         (&["generate", "--model", "/no/such/model", "--prompt", "x"], &["/no/such/model"]),
         (&["generate"], &["--prompt"]),
+        (&["train", "--data", &data, "--zero", "4"], &["--zero", "the stages are 1, 2 and 3"]),
+        (
+            &["train", "--data", &data, "--zero", "2", "--mesh", "tp=2"],
+            &["--zero 2 shards over dp, and the mesh has no dp axis"],
+        ),
+        (
+            &["train", "--data", &data, "--zero", "1", "--mesh", "dp=2,fsdp=2"],
+            &[
+                "--zero 1 shards over dp, but the mesh shards parameters over fsdp=2 already",
+                "hybrid sharding",
+            ],
+        ),
+        (&["explain", "--zero", "3", "--mesh", "pp=2"], &["--zero 3 shards over dp"]),
     ];
     for (args, parts) in cases {
         let mut args = args.to_vec();
@@ -182,9 +195,21 @@ fn run_leaves_metrics_plot_and_model_readable_on_another_mesh() {
     assert_eq!(metrics.lines().count(), 12);
     assert!(fs::read_to_string(Path::new(&out).join("loss.svg")).unwrap().contains("<svg"));
     let model = format!("{out}/model");
-    let losses = ["", "tp=2", "dp=2", "dp=3,tp=2", "cp=2", "dp=2,cp=3", "pp=2,tp=2"].map(|mesh| {
-        let eval = ["eval", "--model", &model, "--data", &data, "--mesh", mesh, "--seq", "16", "--json"];
-        let output = shardgrad(&eval);
+    let losses = [
+        "",
+        "tp=2",
+        "dp=2",
+        "dp=3,tp=2",
+        "cp=2",
+        "dp=2,cp=3",
+        "pp=2,tp=2",
+        "dp=2,fsdp=2",
+        "pp=2,fsdp=2",
+        "dp=2 --zero 3",
+    ]
+    .map(|mesh| {
+        let eval = ["eval", "--model", &model, "--data", &data, "--seq", "16", "--json", "--mesh"];
+        let output = shardgrad(&eval.into_iter().chain(mesh.split(' ')).collect::<Vec<_>>());
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         let line: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
         line["loss"].as_f64().unwrap()
@@ -196,8 +221,8 @@ fn run_leaves_metrics_plot_and_model_readable_on_another_mesh() {
     let (why, axes) = ("generation does not support cp", "use dp, fsdp, pp, ep or tp; weights");
     assert!(code == 2 && message.contains(why) && message.contains(axes), "{message}");
     let generate = ["generate", "--model", &model, "--prompt", "The ", "--tokens", "5", "--greedy", "--json"];
-    let texts =
-        ["", "tp=2", "pp=2"].map(|mesh| shardgrad(&[&generate[..], &["--mesh", mesh]].concat()).stdout);
+    let texts = ["", "tp=2", "pp=2", "fsdp=2"]
+        .map(|mesh| shardgrad(&[&generate[..], &["--mesh", mesh]].concat()).stdout);
     assert!(texts.iter().all(|text| *text == texts[0]), "generation does not depend on the mesh");
 }
 

@@ -36,7 +36,7 @@ fn explain_snapshots_on_every_axis() {
     let mixtral = Folder::new("explain-mixtral");
     let config = LlamaConfig::new(LlamaKind::Mixtral, 50, 16, [24, 64], 2, [4, 2]);
     ModelConfig::from(config).write(mixtral.path("").as_ref()).unwrap();
-    const MESHES: [&str; 5] = ["dp=2", "cp=2", "tp=2", "pp=2", "pp=2,dp=2,tp=2"];
+    const MESHES: [&str; 6] = ["dp=2", "fsdp=2", "cp=2", "tp=2", "pp=2", "pp=2,dp=2,tp=2"];
     for (family, folder, meshes) in [
         ("gpt2", gpt2, &MESHES[..]),
         ("llama", llama, &MESHES),

@@ -5,7 +5,7 @@ mod gather_groups;
 
 pub(crate) use gather_groups::GatherGroups;
 pub use gather_groups::{GatherMember, GatherOrder, GatherPolicy, GatheredLifetime};
-pub(crate) use gathered::{Regather, largest_numel};
+pub(crate) use gathered::{Regather, largest_numel, layout_of_sums};
 
 use crate::id::{Gradients, Id, Key, KeyMap};
 use crate::node::{BackwardSite, Node, add_cotangent, with_backward_site};
@@ -293,7 +293,50 @@ impl Leaves {
         }
         // Only leaves without a lifetime of their own belong to a checkpointed block.
         let recording = if lifetime == GatheredLifetime::StepOrBlock { recording } else { 0 };
+        self.derive_by_steps((origin, stored), to, place, recording, site)
+    }
+
+    /// Another layout of a leaf; where its gradient is reduced in each round, by way of the layout in which the sums are kept.
+    fn derive_by_steps(
+        &mut self,
+        (origin, stored): (u32, &Tensor),
+        to: &Layout,
+        place: (&Rank, &Context, bool),
+        recording: u32,
+        site: &'static Location<'static>,
+    ) -> Option<(Id, Tensor)> {
+        let leaf = &self.leaves[origin as usize];
+        if leaf.policy.reduces_each_round && leaf.origin.is_none() && !place.2 {
+            let summed = layout_of_sums(stored.layout(), to);
+            if summed != *stored.layout() && summed != *to {
+                let (id, stored) = self.derive_one((origin, stored), &summed, place, recording, site)?;
+                let origin = id.leaf().expect("a derived leaf is a leaf") as u32;
+                return self.derive_one((origin, &stored), to, place, recording, site);
+            }
+        }
         self.derive_one((origin, stored), to, place, recording, site)
+    }
+
+    /// Adds the leaf of a parameter that is gathered already, with its stored form as its origin. Each backward pass reduces its
+    /// gradient.
+    pub(crate) fn insert_gathered(
+        &mut self,
+        parameter: Parameter<'_>,
+        gathered: &Tensor,
+        (rank, round): (&Rank, u32),
+        (path, site): CallSite,
+    ) -> Result<Id> {
+        let route = Redistribute::between(rank, parameter.tensor.layout(), gathered.layout())?;
+        let (key, accumulation) = (parameter.key, parameter.accumulation.before_reduction());
+        let policy = parameter.policy;
+        let origin =
+            self.insert(parameter, round, (path.clone(), site))?.leaf().expect("a parameter is a leaf");
+        let derived = Parameter { key, tensor: gathered, accumulation, policy };
+        let at = self.leaves.len() as u32;
+        let leaf = Leaf::new(derived, None, (path, site));
+        self.leaves.push(Leaf { origin: Some((origin as u32, route)), ..leaf });
+        self.leaves[origin].derived.push(at);
+        Ok(Id::Leaf(at))
     }
 
     /// Another layout of a leaf, as a derived leaf.
@@ -368,7 +411,7 @@ impl Leaves {
         };
         let ready_after = |(at, leaf): (usize, &Leaf)| {
             let (origin, _) = leaf.origin.as_ref()?;
-            if leaf.policy.reduces_each_round {
+            if leaf.policy.reduces_each_round && (is_last_round || self.is_gathered(at)) {
                 // After its derived leaves, which have higher numbers.
                 return Some((self.subtree(at).into_iter().filter_map(|at| first[at]).min()?, at));
             }

@@ -21,7 +21,9 @@ pub(crate) use var::no_gradient_error;
 
 use crate::accumulate::{add, backward_node};
 use crate::id::{Gradients, Id, Key, Noise, NoiseState};
-use crate::leaf::{GatherGroups, GatherMember, GatherOrder, GatherPolicy, Leaves, Parameter, Regather};
+use crate::leaf::{
+    GatherGroups, GatherMember, GatherOrder, GatherPolicy, GatheredLifetime, Leaves, Parameter, Regather,
+};
 use crate::node::{Node, with_backward_site};
 use crate::program::{AccumulationDType, OpRecord, Recorder, RecordingCache, Slot};
 use shardgrad_dist::{Error, Kind, Rank, Result};
@@ -353,6 +355,20 @@ impl Tape {
         if self.is_no_grad() { leaf.detach() } else { leaf }
     }
 
+    /// The leaf of a parameter that was gathered from a stored tensor, as `gathered`. Its gradient has the layout of the stored one, to
+    /// which each backward pass reduces it.
+    #[track_caller]
+    pub(crate) fn gathered_leaf(&self, key: Key, stored: &Tensor, gathered: &Tensor) -> Result<Var> {
+        let lifetime = GatheredLifetime::Step;
+        let policy = GatherPolicy { lifetime, reduces_each_round: true };
+        let accumulation = AccumulationDType::of(stored.dtype());
+        let parameter = Parameter { key, tensor: stored, accumulation, policy };
+        let arena = &mut *self.0.arena.borrow_mut();
+        let (round, call_site) = (arena.round, (self.context().path(), Location::caller()));
+        let id = arena.leaves.insert_gathered(parameter, gathered, (self.rank(), round), call_site)?;
+        Ok(Var::new(self, gathered.clone(), Some(id), None))
+    }
+
     /// The id and the tensor of the leaf of a parameter; created at the first use. The id is `None` where no gradient can
     /// reach the parameter, so that the tape does not hold the tensor when the optimizer updates it. A parameter that
     /// comes back as another tensor replaces the one before, unless a pending backward pass or gradient depends on that.
@@ -540,18 +556,6 @@ impl Tape {
         arena.leaves.end_backward();
         // The next round reuses the allocation.
         arena.nodes = nodes;
-        context.set_backward(before);
-    }
-
-    /// Adds a cotangent to a derived leaf and takes the adjoint of its route, so that the sum is in the layout of its origin.
-    pub(crate) fn backward_from_leaf(&self, id: Id, cotangent: Tensor) {
-        let context = self.context();
-        let before = context.set_backward(true);
-        let arena = &mut *self.0.arena.borrow_mut();
-        if let Some(leaf) = id.leaf() {
-            arena.leaves.add(leaf, cotangent);
-            with_backward_site(|site| arena.leaves.backpropagate_route(leaf, self.place(), site));
-        }
         context.set_backward(before);
     }
 

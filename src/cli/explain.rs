@@ -119,9 +119,46 @@ fn in_flight_bytes(rank: &Rank) -> u64 {
     sends.map(|record| record.bytes).max().unwrap_or(0) * num_stages
 }
 
+/// How the parameters of a rank are gathered from shards (ZeRO).
+struct Gathering {
+    stage: usize,
+    axis: String,
+    /// The modules whose parameters are gathered together, in stage 3 without a pipeline.
+    groups: Vec<String>,
+}
+
+impl Gathering {
+    /// Returns how the trainer of a plan gathers parameters; `None` if they are stored whole.
+    fn of(plan: &Plan, trainer: &Trainer<'_, LanguageModel>) -> Option<Gathering> {
+        let (stage, axis) = plan.zero_on(trainer.rank().mesh())?;
+        let groups = match trainer.pipeline_schedule() {
+            Some(_) => Vec::new(),
+            None => trainer.model().gather_groups().iter().map(|(module, _)| (*module).to_string()).collect(),
+        };
+        Some(Gathering { stage, axis: axis.to_string(), groups })
+    }
+
+    /// Describes when parameters are gathered and gradients reduced.
+    fn text(&self) -> String {
+        let Gathering { stage, axis, groups } = self;
+        let gathered = match groups.len() {
+            0 => "gathered once per step and kept".to_string(),
+            count => format!(
+                "gathered in {count} groups, one group ahead, freed after use and gathered again for the backward pass: {}",
+                groups.join(", ")
+            ),
+        };
+        let reduced = if *stage == 1 { "once per step" } else { "in each backward pass" };
+        format!(
+            "sharded data\n  stage {stage} of ZeRO over {axis}\n  parameters: {gathered}\n  gradients: reduced {reduced}\n"
+        )
+    }
+}
+
 /// The step as seen from one rank.
 struct StepSummary {
     rank: usize,
+    gathering: Option<Gathering>,
     /// Name, layout and local bytes of the parameters on this rank.
     parameters: Vec<(String, Layout, u64)>,
     /// Module path and layout of each activation of the forward pass of a microbatch, in order.
@@ -164,7 +201,8 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
         return diff(args, &mesh, [&spec.with_plan(&before), &spec.with_plan(&after)]);
     }
     // A limit of 1 byte drops prepacked operands: their sizes depend on the CPU, and this output must not.
-    let summary_of = |rank: usize| spec.dry_run(&mesh, rank, 1, summarize);
+    let summary_of =
+        |rank: usize| spec.dry_run(&mesh, rank, 1, |rank, trainer| summarize(rank, trainer, &plan));
     let steps: Vec<StepSummary> = largest_ranks(&mesh).into_iter().map(summary_of).collect::<Result<_>>()?;
     if args.json {
         steps.iter().for_each(|step| print_json(&mesh, step));
@@ -218,7 +256,8 @@ fn diff(args: &ExplainArgs, mesh: &Mesh, specs: [&StepSpec<'_>; 2]) -> Result<()
 }
 
 /// Runs a step of a trainer on a rank of a dry run and collects layouts, collectives, cost and peak memory.
-fn summarize(rank: &Rank, trainer: &mut Trainer<'_, LanguageModel>) -> Result<StepSummary> {
+fn summarize(rank: &Rank, trainer: &mut Trainer<'_, LanguageModel>, plan: &Plan) -> Result<StepSummary> {
+    let gathering = Gathering::of(plan, trainer);
     let bytes = |layout: &Layout| {
         let here = layout.local_shape(trainer.rank().coordinates());
         (here.iter().product::<usize>() * layout.dtype().size()) as u64
@@ -236,7 +275,8 @@ fn summarize(rank: &Rank, trainer: &mut Trainer<'_, LanguageModel>) -> Result<St
     // The first step creates the optimizer state after activations are freed; from the second step on both exist at once.
     trainer.step_with(RunFlags::default().to_control())?;
     let peak_bytes = rank.backend().memory().peak_bytes as u64;
-    Ok(StepSummary { rank: rank.index(), parameters, activations, records, checks, cost, peak_bytes })
+    let rank = rank.index();
+    Ok(StepSummary { rank, gathering, parameters, activations, records, checks, cost, peak_bytes })
 }
 
 /// Keeps the last layout of consecutive ops with the same module path.
@@ -287,6 +327,12 @@ fn print_json(mesh: &Mesh, step: &StepSummary) {
             "bytes": r.bytes, "line": line})
         );
     }
+    if let Some(Gathering { stage, axis, groups }) = &step.gathering {
+        println!(
+            "{}",
+            json!({"kind": "sharded_data", "rank": rank, "stage": stage, "axis": axis, "gather_groups": groups})
+        );
+    }
     println!(
         "{}",
         json!({"kind": "total", "rank": rank, "flops": step.cost.flops, "memory_bytes": step.cost.bytes,
@@ -311,6 +357,9 @@ fn text(mesh: &Mesh, step: &StepSummary) -> String {
     }
     let total = step.parameters.iter().map(|(_, _, bytes)| bytes).sum();
     let _ = writeln!(out, "  {:<width$} {:<32} {:>10}\n", "total", "", format_bytes(total));
+    if let Some(gathering) = &step.gathering {
+        let _ = writeln!(out, "{}", gathering.text());
+    }
     out.push_str("activations per microbatch\n");
     let width = step.activations.iter().map(|(path, _)| path.len()).max().unwrap_or(0);
     for (path, layout) in &step.activations {

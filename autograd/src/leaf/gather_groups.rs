@@ -192,7 +192,7 @@ impl Leaves {
                 }
             };
             place.1.set_path(path);
-            self.derive_one((at, stored), computed, (place.0, place.1, false), 0, site);
+            self.derive_by_steps((at, stored), computed, (place.0, place.1, false), 0, site);
         }
         self.groups.members = members;
     }

@@ -7,8 +7,8 @@
 //! for the step.
 
 use super::{Leaves, along_route};
-use shardgrad_dist::Rank;
-use shardgrad_tensor::{Context, Layout, Op, Tensor, unwind};
+use shardgrad_dist::{Axis, Rank};
+use shardgrad_tensor::{Context, Layout, Op, Placement, Tensor, unwind};
 use smallvec::SmallVec;
 use std::panic::Location;
 use std::rc::Rc;
@@ -38,7 +38,26 @@ pub(crate) fn largest_numel(layout: &Layout) -> usize {
     layout.local_shape(&last).iter().product()
 }
 
+/// The layout in which gradients are summed that each backward pass reduces: as sharded as the stored one. Axes over which a parameter
+/// is stored as copies and computed as replicas are reduced once, at the end, so that they move one sum of shards (hybrid sharding).
+pub(crate) fn layout_of_sums(stored: &Layout, computed: &Layout) -> Layout {
+    let is_reduced_last = |axis: &Axis| {
+        (stored.placement(*axis), computed.placement(*axis)) == (Placement::Invariant, Placement::Replicate)
+    };
+    let axes = stored.mesh().axes().filter(is_reduced_last);
+    axes.fold(stored.clone(), |layout, axis| layout.with_placement(axis, Placement::Replicate))
+}
+
 impl Leaves {
+    /// Whether a leaf is larger than the stored form of its parameter.
+    pub(super) fn is_gathered(&self, leaf: usize) -> bool {
+        let mut stored = leaf;
+        while let Some((origin, _)) = &self.leaves[stored].origin {
+            stored = *origin as usize;
+        }
+        largest_numel(&self.leaves[leaf].layout) > largest_numel(&self.leaves[stored].layout)
+    }
+
     /// What a checkpointed block with this recording saves of a leaf which the block gathered: the tensor from which it was gathered,
     /// and the way to gather it again. `None` for all other leaves, which the block saves as they are.
     pub(crate) fn saved_ungathered(&self, recording: u32, leaf: usize) -> Option<(Tensor, Regather)> {

@@ -6,6 +6,7 @@ mod measure;
 use super::action::{Action, Schedule, Transfer};
 use super::stage::{GradientSlots, Stages};
 use crate::id::{Gradients, Id, Key, ReplayNoise};
+use crate::leaf::layout_of_sums;
 use crate::node::sum_cotangents;
 use crate::program::Slot;
 use crate::tape::{DeferredWeightGrads, Tape, Values, Var};
@@ -79,6 +80,15 @@ type StageInputs = Vec<(Slot, Layout)>;
 /// The start of a backward pass: cotangents of the stage's outputs, its tape, and its inputs.
 type BackwardInputs = (Vec<(Id, Tensor)>, Tape, StageInputs);
 
+/// A parameter in the layout in which a stage computes with it.
+struct ComputeParameter {
+    computed: Var,
+    /// The parameter in the layout in which its gradients are summed: the computed one, or a sharded one.
+    summed: Var,
+    /// Keeps prepacked forms of the computed tensor in the pack cache.
+    _reuse: Option<PackCacheGuard>,
+}
+
 /// A microbatch in a stage between forward and backward pass.
 struct InFlight {
     tape: Tape,
@@ -96,7 +106,7 @@ struct Step<'a> {
     gradient_slots: &'a GradientSlots,
     /// Holds the parameters in their compute layouts, made once and used by all microbatches.
     tape: Tape,
-    compute_parameters: HashMap<u32, (Var, Option<PackCacheGuard>)>,
+    compute_parameters: HashMap<u32, ComputeParameter>,
     /// The gradients of those parameters, accumulated over the microbatches.
     sums: BTreeMap<u32, Tensor>,
     in_flight: HashMap<(usize, usize), InFlight>,
@@ -296,10 +306,14 @@ impl Step<'_> {
                 let given = arguments.iter().flatten().nth(external as usize).ok_or_else(missing_value)?;
                 tape.constant(check_argument(external, microbatch, given, &declared.layout)?)
             } else if let Some(key) = declared.key {
-                let computed = self.compute_parameter(stage, external, key);
-                let leaf = computed.requires_grad() && self.trains;
+                let trains = self.trains;
+                let ComputeParameter { computed, summed, .. } = self.compute_parameter(stage, external, key);
+                let leaf = computed.requires_grad() && trains;
                 let tensor = computed.tensor();
                 match leaf {
+                    true if summed.layout() != computed.layout() => {
+                        tape.gathered_leaf(Key::from(external), summed.tensor(), tensor)?
+                    }
                     true => tape.leaf_accumulated_in(Key::from(external), tensor, declared.accumulation),
                     false => tape.constant(tensor.clone()),
                 }
@@ -312,21 +326,24 @@ impl Step<'_> {
     }
 
     /// A parameter in the layout in which the stage computes with it; redistributed once per step.
-    fn compute_parameter(&mut self, stage: usize, external: u32, key: Key) -> Var {
+    fn compute_parameter(&mut self, stage: usize, external: u32, key: Key) -> &ComputeParameter {
         let (tape, inputs, stages) = (&self.tape, self.inputs, self.runner.stages);
         let is_reused = self.results.len() > 1;
         let redistribute = || {
             let stored = (inputs.parameter)(key);
             let leaf = if (inputs.is_trained)(key) { tape.leaf(key, &stored) } else { tape.constant(stored) };
-            let program = stages.program();
-            let computed = leaf.to_layout_at(
-                &program.external_inputs[external as usize].layout,
+            let (to, site) = (
+                &stages.program().external_inputs[external as usize].layout,
                 stages.first_use(stage, external),
             );
+            let sums = stages.reduces_each_pass(external).then(|| layout_of_sums(leaf.layout(), to));
+            let origin = sums.map_or_else(|| leaf.clone(), |sums| leaf.to_layout_at(&sums, site));
+            let computed = origin.to_layout_at(to, site);
+            let summed = if stages.reduces_each_pass(external) { origin } else { computed.clone() };
             let reuse = is_reused.then(|| computed.tensor().cache_packed());
-            (computed, reuse)
+            ComputeParameter { computed, summed, _reuse: reuse }
         };
-        self.compute_parameters.entry(external).or_insert_with(redistribute).0.clone()
+        self.compute_parameters.entry(external).or_insert_with(redistribute)
     }
 
     fn backward(&mut self, stage: usize, microbatch: usize) -> Result<()> {
@@ -404,9 +421,6 @@ impl Step<'_> {
     fn accumulate(&mut self, gradients: Gradients) -> Result<()> {
         for (external, gradient) in gradients {
             let external = external as u32;
-            if self.reduce_at_once(external, &gradient) {
-                continue;
-            }
             let sum = match self.sums.remove(&external) {
                 None => gradient,
                 Some(sum) => sum_cotangents(sum, gradient)?,

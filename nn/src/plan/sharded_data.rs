@@ -79,6 +79,14 @@ impl Plan {
         self
     }
 
+    /// The highest stage of ZeRO on a mesh, and its axis; `None` if no axis of several ranks has a stage.
+    #[must_use]
+    pub fn zero_on(&self, mesh: &Mesh) -> Option<(usize, &str)> {
+        let is_sharded = |zero: &&ZeroAxis| mesh.axis(&zero.axis).is_some_and(|axis| mesh.size(axis) > 1);
+        let zero = self.zero.iter().filter(is_sharded).max_by_key(|zero| zero.stage)?;
+        Some((zero.stage, &zero.axis))
+    }
+
     /// The module with which a parameter is gathered.
     pub(crate) fn gather_group_of<'a>(&self, name: &'a str) -> &'a str {
         let modules = || name.match_indices('.').map(|(dot, _)| &name[..dot]);
@@ -248,6 +256,10 @@ mod tests {
             kept,
             "the later stage counts"
         );
+        let both = Plan::zero(1, "dp").and(Plan::fsdp("fsdp"));
+        assert_eq!(both.zero_on(&mesh), Some((3, "fsdp")));
+        assert_eq!(both.zero_on(&Mesh::parse("dp=2,fsdp=1").unwrap()), Some((1, "dp")));
+        assert_eq!(both.zero_on(&Mesh::parse("tp=2").unwrap()), None);
         let error = Plan::zero(4, "dp").check().unwrap_err().to_string();
         assert!(error.contains("zero 4 dp: the stages of ZeRO are 1, 2 and 3"), "{error}");
     }

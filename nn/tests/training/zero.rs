@@ -35,6 +35,24 @@ impl Run {
         Run { plan: Plan::new(), mesh: "", ..self.clone() }
     }
 
+    fn trainer<'t>(
+        &self,
+        rank: &Rank,
+        plan: &'t Plan,
+        optim: impl Optimizer + 't,
+        clip: Option<f64>,
+    ) -> Result<Trainer<'t, LanguageModel>> {
+        let read = move |rank: &Rank, step: u64, rows: Range<usize>| {
+            let first = step as usize;
+            Ok(vec![batch(rank, plan, rows.clone(), first)?, batch(rank, plan, rows, first + 1)?])
+        };
+        let microbatches = self.microbatches;
+        let settings = TrainerConfig { microbatches, dtype: DType::F64, clip, ..TrainerConfig::new(ROWS) };
+        let loss = |model: &LanguageModel, x: &[Var]| model.loss_from_batch(x);
+        let module = LanguageModel::new(&self.config).recompute(self.recompute);
+        Trainer::new(rank, module, plan, optim, settings, read, loss)
+    }
+
     /// Losses, and the parameters after the last step.
     fn train<O: Optimizer + Clone + Sync>(
         &self,
@@ -44,19 +62,7 @@ impl Run {
     ) -> (Vec<f64>, BTreeMap<String, Vec<f64>>) {
         let plan = LanguageModel::plan(&self.config).and(self.plan.clone());
         let ranks = run(self.mesh, |rank| {
-            let read = |rank: &Rank, step: u64, rows: Range<usize>| {
-                let first = step as usize;
-                Ok(vec![batch(rank, &plan, rows.clone(), first)?, batch(rank, &plan, rows, first + 1)?])
-            };
-            let settings = TrainerConfig {
-                microbatches: self.microbatches,
-                dtype: DType::F64,
-                clip,
-                ..TrainerConfig::new(ROWS)
-            };
-            let loss = |model: &LanguageModel, x: &[Var]| model.loss_from_batch(x);
-            let module = LanguageModel::new(&self.config).recompute(self.recompute);
-            let mut trainer = Trainer::new(rank, module, &plan, optim.clone(), settings, read, loss)?;
+            let mut trainer = self.trainer(rank, &plan, optim.clone(), clip)?;
             if let Some(dir) = from {
                 trainer.resume(dir)?;
             }
@@ -275,19 +281,37 @@ fn collectives_and_bytes_follow_closed_formulas() {
             assert_eq!(of(3, true), [again, scattered(m), gathered(m)], "stage 3 with blocks, {mesh}, {m}");
         }
     }
-    // Hybrid: shards travel over fsdp, and the gradients of shards over dp.
-    let hybrid = collectives(&Plan::fsdp("fsdp"), "dp=2,fsdp=2", 1, false);
-    let names: Vec<&str> = hybrid.iter().map(|(name, ..)| name.as_str()).collect();
-    assert_eq!(
-        names,
-        ["backward all_gather", "backward all_reduce", "backward reduce_scatter", "forward all_gather"]
-    );
-    assert_eq!(
-        (hybrid[1].1, hybrid[1].2),
-        (tensors, (PARAMS / 2 * 8) as u64),
-        "2 (N - 1) / N of half the gradients"
-    );
-    assert_eq!((hybrid[2].1, hybrid[2].2), (tensors, moved(PARAMS, 2)));
+    // Hybrid: shards travel over fsdp with each microbatch, and the sums of their gradients over dp once.
+    let m = 3;
+    let hybrid = collectives(&Plan::fsdp("fsdp"), "dp=2,fsdp=2", m, false);
+    let again = m as u64 * moved(weights / LAYERS * (LAYERS - 2), 2);
+    let expected = [
+        line("backward all_gather", m * (LAYERS - 2), again),
+        // 2 (N - 1) / N of the gradients of a shard.
+        line("backward all_reduce", tensors, (PARAMS / 2 * 8) as u64),
+        line("backward reduce_scatter", m * tensors, m as u64 * moved(PARAMS, 2)),
+        line("forward all_gather", m * tensors, m as u64 * moved(PARAMS, 2)),
+    ];
+    assert_eq!(hybrid, expected);
+}
+
+#[test]
+fn pipeline_stages_gather_once_and_reduce_as_stated() {
+    for (stage, zero) in [(1, Plan::zero(1, "dp")), (2, Plan::zero(2, "dp")), (3, Plan::zero(3, "dp"))] {
+        let case = Run::new(config(), zero, "pp=2,dp=2");
+        let plan = LanguageModel::plan(&case.config).and(case.plan.clone());
+        let counts = run(case.mesh, |rank| {
+            let mut trainer = case.trainer(rank, &plan, Sgd::new(0.1), None)?;
+            let records = traced(rank, || trainer.step().map(drop))?;
+            let of = |op: &str| records.iter().filter(|r| r.op == op && r.numel() > 1).count();
+            let here = trainer.model().params().iter().filter(|p| p.is_local()).count();
+            Ok((here, of("all_gather"), of("reduce_scatter")))
+        });
+        let times = if stage == 1 { 1 } else { case.microbatches };
+        for (here, gathers, reductions) in counts {
+            assert_eq!((gathers, reductions), (here, times * here), "stage {stage}");
+        }
+    }
 }
 
 #[test]

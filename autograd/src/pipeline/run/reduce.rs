@@ -2,7 +2,6 @@
 
 use super::{Step, missing_value, receive};
 use crate::id::{Id, Key};
-use crate::node::sum_cotangents;
 use shardgrad_dist::{Phase, Result};
 use shardgrad_tensor::{Context, Tensor};
 use std::collections::{BTreeMap, BTreeSet};
@@ -23,40 +22,19 @@ impl Step<'_> {
         let external_inputs = &runner.stages.program().external_inputs;
         let ready =
             |external: &u32| external_inputs[*external as usize].key.is_some_and(|key| !waits.contains(&key));
-        let (sums, left): (BTreeMap<u32, Tensor>, BTreeMap<u32, Tensor>) =
+        let (ready, left) =
             std::mem::take(&mut self.sums).into_iter().partition(|(external, _)| ready(external));
         self.sums = left;
+        let ready: BTreeMap<u32, Tensor> = ready;
         let mut seeds: Vec<(Id, Tensor)> = Vec::new();
-        for (external, sum) in sums {
+        for (external, sum) in ready {
             seeds.extend(
-                self.compute_parameters.remove(&external).and_then(|(var, _)| var.id()).map(|id| (id, sum)),
+                self.compute_parameters.remove(&external).and_then(|p| p.summed.id()).map(|id| (id, sum)),
             );
         }
         self.tape.backward_from(seeds);
-        self.compute_parameters
-            .retain(|external, _| !runner.stages.reduces_each_pass(*external) || !ready(external));
-        for (key, gradient) in self.tape.gradients() {
-            // A parameter whose gradient is reduced in parts gets the other parts from later stages of this rank.
-            let sum = match self.gradients.remove(&key) {
-                None => gradient,
-                Some(sum) => sum_cotangents(sum, gradient)?,
-            };
-            self.gradients.insert(key, sum);
-        }
+        self.gradients.extend(self.tape.gradients());
         Ok(())
-    }
-
-    /// Reduces the gradient of a microbatch to the stored layout of its parameter, if that is where it is accumulated; returns whether
-    /// it was.
-    pub(super) fn reduce_at_once(&mut self, external: u32, gradient: &Tensor) -> bool {
-        if !self.runner.stages.reduces_each_pass(external) {
-            return false;
-        }
-        let id = self.compute_parameters.get(&external).and_then(|(var, _)| var.id());
-        if let Some(id) = id {
-            self.tape.backward_from_leaf(id, gradient.clone());
-        }
-        id.is_some()
     }
 
     /// Sums the gradients of parameters that several pipeline ranks share (tied weights).
