@@ -54,6 +54,7 @@ impl StepSpec<'_> {
                 microbatches,
                 dtype: precision.dtype,
                 param_dtype: Some(precision.param_dtype),
+                copies_checked_every: 0,
                 ..TrainerConfig::new(self.batch)
             };
             let loss = |model: &LanguageModel, x: &[Var]| model.loss_from_batch(x);
