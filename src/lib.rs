@@ -88,6 +88,7 @@ pub mod prelude {
         Model, Module, Optimizer, Param, Plan, Precision, Sgd, StepArgs, StepReport, Trainer, TrainerConfig,
         module,
     };
+    pub use shardgrad_nn::{Ema, Muon, Optimizers};
     pub use shardgrad_tensor::{
         Contraction, Elementwise, Indexing, Layout, Placement, Reduction, Resharding, Shaping, Tensor, Value,
     };

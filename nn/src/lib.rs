@@ -44,7 +44,7 @@ pub use module::adapter::{Adaptable, Adapter, AdapterSlot};
 pub use module::param::{Init, Param};
 pub use module::precision::Precision;
 pub use module::{Module, ModuleLeaf};
-pub use optim::{AdamW, LossScale, LrScheduler, Optimizer, Sgd};
+pub use optim::{AdamW, Ema, LossScale, LrScheduler, Muon, Optimizer, Optimizers, Sgd};
 pub use plan::Plan;
 pub use sharded_model::Model;
 pub use shardgrad_tensor::{ControlFlags, StepArgs, StepReport};

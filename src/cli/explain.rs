@@ -68,6 +68,7 @@ impl<'a> StepSpec<'a> {
                 microbatches,
                 dtype: precision.dtype,
                 param_dtype: Some(precision.param_dtype),
+                copies_checked_every: 0,
                 ..TrainerConfig::new(self.batch)
             };
             let loss = |model: &LanguageModel, x: &[Var]| model.loss_from_batch(x);

@@ -95,6 +95,8 @@ impl TrainConfig {
             param_dtype: Some(self.precision.param_dtype),
             lr_scheduler: Some(self.schedule.clone()),
             clip: self.clip,
+            // `train` compares more, every `--check-every` steps: Trainer::check_consistent.
+            copies_checked_every: 0,
             capture: self.capture,
         };
         let read = |rank: &Rank, step: u64, rows: Range<usize>| prefetcher.arguments(rank, step, rows);

@@ -8,6 +8,7 @@ use crate::program::{OpRecord, RecordingCache, Slot};
 use shardgrad_dist::{Error, Kind, Result};
 use shardgrad_tensor::execution::local_tensor::with_mapped;
 use shardgrad_tensor::ops::redistribute::Redistribute;
+use shardgrad_tensor::training_step::copies::record_loss;
 use shardgrad_tensor::{Inference, Layout, Op, Point, Tensor, Value, op};
 use smallvec::SmallVec;
 use std::cell::RefCell;
@@ -130,6 +131,7 @@ impl Var {
             .at(site));
         }
         let id = self.checked_id(site).ok_or_else(|| no_gradient_error(site))?;
+        record_loss(&self.0.tensor);
         let seed = Tensor::full(self.rank(), &layout.dual(), factor)?;
         self.0.tape.backward_from([(id, seed)]);
         Ok(())

@@ -4,8 +4,9 @@
 //! A checkpoint is a model folder in the dtype of the stored weights, with two more files:
 //!
 //! - `optimizer.safetensors` has the optimizer state, as global tensors, bit for bit, named after the weights:
-//!   `exp_avg.NAME` and `exp_avg_sq.NAME` of [`AdamW`](crate::AdamW), `momentum_buffer.NAME` of [`Sgd`](crate::Sgd),
-//!   and `step.NAME`, i64 `[]`, the number of updates of each parameter.
+//!   `exp_avg.NAME` and `exp_avg_sq.NAME` of [`AdamW`](crate::AdamW), `momentum_buffer.NAME` of [`Sgd`](crate::Sgd) and
+//!   [`Muon`](crate::Muon), `ema.NAME` of [`Ema`](crate::Ema), and `step.NAME`, i64 `[]`, the number of updates of each
+//!   parameter. Several optimizers ([`Optimizers`](crate::Optimizers)) have the tensors of each for its parameters.
 //! - `trainer_state.json` has the [`RunState`], and the digests that the other files have in their headers, which
 //!   tell files of different saves apart.
 //!
@@ -97,13 +98,14 @@ pub use tensors::weights::Weights;
 pub use tensors::weights_writer::WeightsWriter;
 
 use crate::module::Module;
-use crate::optim::Optimizer;
+use crate::module::param::Param;
+use crate::optim::{Optimizer, OptimizerState};
 use crate::sharded_model::Model;
 use atomic::atomic_folder::AtomicFolder;
 use atomic::disk::check_space;
 use hf::HfModel;
 use sharded::gather::{WRITE_TIMEOUT, on_rank_zero};
-use sharded::optimizer_state::{Names, StateSpecs, read_states, required_state_names};
+use sharded::optimizer_state::{Names, StateSpecs, read_states};
 use shardgrad_tensor::Result;
 use std::panic::Location;
 use std::path::Path;
@@ -159,9 +161,9 @@ pub fn save_weights<M: Module>(
 #[doc(alias = "load_state_dict")]
 #[doc(alias = "load_checkpoint")]
 pub fn load<M: HfModel>(dir: &Path, model: &Model<M>, optim: &mut dyn Optimizer) -> Result<RunState> {
-    let files = load_optimizer(dir, model, optim, &|name| model.file_name(name))?;
-    model.load_opened(&files.weights, CastRule::Widen)?;
-    Ok(files.state)
+    load_as(dir, model, optim, &|name| model.file_name(name), |files| {
+        model.load_opened(&files.weights, CastRule::Widen)
+    })
 }
 
 /// [`load`] for a checkpoint that [`save_weights`] wrote.
@@ -169,9 +171,9 @@ pub fn load<M: HfModel>(dir: &Path, model: &Model<M>, optim: &mut dyn Optimizer)
 /// # Errors
 /// As [`load`].
 pub fn load_weights<M: Module>(dir: &Path, model: &Model<M>, optim: &mut dyn Optimizer) -> Result<RunState> {
-    let files = load_optimizer(dir, model, optim, &str::to_string)?;
-    model.load_weights_as(&files.weights, CastRule::Widen, &str::to_string, &[])?;
-    Ok(files.state)
+    load_as(dir, model, optim, &str::to_string, |files| {
+        model.load_weights_as(&files.weights, CastRule::Widen, &str::to_string, &[])
+    })
 }
 
 /// Writes the weights of a model into a folder; returns their digest on rank 0.
@@ -205,21 +207,36 @@ fn save_as<M: Module>(
     })
 }
 
-/// Loads the optimizer state of a checkpoint. Returns its files; the weights are still to be loaded.
-fn load_optimizer<M: Module>(
+/// Optimizer state that was read from a checkpoint.
+type ReadStates = Vec<(Param, OptimizerState)>;
+
+/// Loads a checkpoint; `load_weights` loads its weights. All of it is read and compared with the optimizer before anything
+/// changes; the weights change first, because averages of weights without a saved value begin at them.
+fn load_as<M: Module>(
     dir: &Path,
     model: &Model<M>,
     optim: &mut dyn Optimizer,
     names: Names<'_>,
-) -> Result<Checkpoint> {
-    let state_names = required_state_names(optim)?;
-    Checkpoints::recover(dir)?;
-    let files = Checkpoint::open_files(dir)?;
-    files.check_optimizer(optim, state_names)?;
-    let states = read_states(&files.optimizer_file, model, state_names, names)?;
-    files.check_same_save()?;
+    load_weights: impl FnOnce(&Checkpoint) -> Result<CastCounts>,
+) -> Result<RunState> {
+    let (files, states) = read_optimizer(dir, model, optim, names)?;
+    load_weights(&files)?;
     optim
         .load_state(files.num_steps(), states)
         .map_err(|e| e.detail("checkpoint", dir.display().to_string()))?;
-    Ok(files)
+    Ok(files.state)
+}
+
+/// Opens a checkpoint and reads its optimizer state.
+fn read_optimizer<M: Module>(
+    dir: &Path,
+    model: &Model<M>,
+    optim: &dyn Optimizer,
+    names: Names<'_>,
+) -> Result<(Checkpoint, ReadStates)> {
+    Checkpoints::recover(dir)?;
+    let files = Checkpoint::open_files(dir)?;
+    let states = read_states(&files, model, optim, names)?;
+    files.check_same_save()?;
+    Ok((files, states))
 }

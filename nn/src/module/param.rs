@@ -196,6 +196,11 @@ impl Param {
         }
     }
 
+    /// Whether the dims are in another order in files: matrices are transposed there, `[out, in]`, as in PyTorch.
+    pub(crate) fn is_transposed_in_files(&self) -> bool {
+        self.0.spec.file_order.as_ref().is_some_and(|order| !order.is_sorted())
+    }
+
     /// Returns the stored tensor with its dims in file order.
     #[track_caller]
     pub(crate) fn tensor_in_file_order(&self) -> Tensor {

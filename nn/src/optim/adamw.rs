@@ -197,8 +197,8 @@ impl Optimizer for AdamW {
         Some(OptimizerState { num_steps, tensors: moments.into() })
     }
 
-    fn state_names(&self) -> Option<&'static [&'static str]> {
-        Some(&["exp_avg", "exp_avg_sq"])
+    fn state_names(&self, _: &Param) -> Option<Vec<&'static str>> {
+        Some(vec!["exp_avg", "exp_avg_sq"])
     }
 
     fn load_state(&mut self, num_steps: u64, states: Vec<(Param, OptimizerState)>) -> Result<()> {

@@ -4,6 +4,7 @@ mod step;
 
 pub(crate) use step::OptimizerStep;
 
+use super::matrices::{self, Matrix};
 use crate::module::Module;
 use crate::module::param::Param;
 use crate::sharded_model::Model;
@@ -58,9 +59,10 @@ pub(super) fn check_hyperparameters_requested(
     ))
 }
 
-/// An update rule: changes parameters by their gradients. The rule sees local tensors only: parameters are stored as
-/// shards and equal copies, and each gradient has the layout of its parameter. Every rank has an optimizer of its own
-/// and steps it together with the other ranks.
+/// An update rule: changes parameters by their gradients. The rule sees local tensors: parameters are stored as
+/// shards and equal copies, and each gradient has the layout of its parameter. A rule that needs whole matrices asks
+/// for them ([`Optimizer::map_matrices`]). Every rank has an optimizer of its own and steps it together with the
+/// other ranks.
 #[doc(alias = "torch.optim.Optimizer")]
 #[doc(alias = "GradientTransformation")]
 pub trait Optimizer: fmt::Debug {
@@ -121,11 +123,83 @@ pub trait Optimizer: fmt::Debug {
         None
     }
 
-    /// Returns the names of the tensors of [`Optimizer::param_state`] in a checkpoint, in their order; empty for a
-    /// rule without state. An optimizer that returns `None`, or cannot load state, cannot be saved
+    /// Returns the names of the tensors of [`Optimizer::param_state`] of a parameter in a checkpoint, in their order; empty for
+    /// a rule without state. An optimizer that returns `None`, or cannot load state, cannot be saved
     /// ([`checkpoint`](crate::checkpoint)).
-    fn state_names(&self) -> Option<&'static [&'static str]> {
+    fn state_names(&self, _param: &Param) -> Option<Vec<&'static str>> {
         None
+    }
+
+    /// Returns the number of the group in which a parameter is updated: [`Optimizer::apply_update`] gets the parameters sorted
+    /// by it, so that a rule that hands groups to other rules hands on each in one call ([`OverflowCheck::for_params`]).
+    fn update_group(&self, _param: &Param) -> usize {
+        0
+    }
+
+    /// Applies a function to the whole matrices of tensors that are laid out as their parameters, and returns the results
+    /// in the layouts of the parameters. Each matrix is gathered to one rank, which alone calls `rule` for it, on any
+    /// mesh, under any sharding; the results go back to all shards and copies, so copies stay equal. Each result has the
+    /// shape and dtype of its matrix.
+    ///
+    /// The file shape of a parameter decides ([`Param::file_shape`]): the last two dims are the rows and columns of a
+    /// matrix, dims before them count matrices (experts). The weights of attention heads are one matrix. The ranks of the
+    /// mesh have nearly equal work, by the FLOPs of the product of a matrix with its own transpose. Costs two all-to-alls
+    /// for all tensors together ([`MatrixOwners`](shardgrad_tensor::training_step::matrix_owners::MatrixOwners) states the
+    /// bytes), none on one rank. A collective call: every rank of a pipeline stage passes the same parameters.
+    ///
+    /// An own optimizer that divides each gradient by its norm as a matrix:
+    ///
+    /// ```
+    /// use shardgrad_nn::optim::OverflowCheck;
+    /// use shardgrad_nn::{Linear, Model, Optimizer, Param, Plan};
+    /// use shardgrad_tensor::{Mesh, Result, Tensor, Value, World};
+    ///
+    /// #[derive(Debug, Default)]
+    /// struct Normalized(u64);
+    ///
+    /// impl Optimizer for Normalized {
+    ///     fn lr(&self) -> f64 { 0.5 }
+    ///     fn describe(&self) -> String { format!("normalized after {} steps", self.0) }
+    ///     fn num_steps(&self) -> u64 { self.0 }
+    ///     fn count_step(&mut self, _: &[&Param]) { self.0 += 1 }
+    ///
+    ///     fn apply_update(&mut self, params: &[(&Param, Tensor)], step: &OverflowCheck) -> Result<()> {
+    ///         let Some((rows, _)) = step.host_update()? else { return Ok(()) };
+    ///         let directions = self.map_matrices(params, &mut |matrix| {
+    ///             let norm = matrix.value.sum_squares().sqrt().cast(matrix.value.dtype());
+    ///             Ok(matrix.value.div(&norm))
+    ///         })?;
+    ///         params.iter().zip(directions).zip(rows).try_for_each(|(((param, _), direction), row)| {
+    ///             param.set_tensor(param.tensor().sub(&direction.scale(row[0])))
+    ///         })
+    ///     }
+    /// }
+    ///
+    /// let plan = Plan::new().store("weight", "tp@1");
+    /// World::run(Mesh::parse("tp=2")?, |rank| {
+    ///     let model = Model::new(rank, Linear::new(3, 4).without_bias(), &plan, 1)?;
+    ///     let before = model.param("weight")?.tensor();
+    ///     let tape = model.tape();
+    ///     model.forward(&tape.constant(Tensor::from_host(rank, &[1, 3], &[1.0f32, 2.0, 3.0])?)).sum().backward()?;
+    ///     Normalized::default().update(&model, tape.gradients())?;
+    ///     let moved = model.param("weight")?.tensor().sub(&before).sum_squares().item()?;
+    ///     assert!((moved - 0.25).abs() < 1e-6);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), shardgrad_tensor::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// `Kind::Shape` naming a parameter that is no matrix in files, or for a result of another shape; `Kind::DType` for
+    /// tensors of several dtypes; errors of `rule` and of the collectives.
+    #[doc(alias = "full_tensor")]
+    #[track_caller]
+    fn map_matrices(
+        &self,
+        params: &[(&Param, Tensor)],
+        rule: &mut dyn FnMut(Matrix<'_>) -> Result<Tensor>,
+    ) -> Result<Vec<Tensor>> {
+        matrices::map_matrices(params, rule)
     }
 
     /// Loads the optimizer state after `num_steps` steps: the state of each parameter that has been updated.
@@ -144,6 +218,11 @@ pub trait Optimizer: fmt::Debug {
     /// Runs one optimizer step: gradient norm, overflow check, clipping and update. The update is skipped if the gradient
     /// norm, the loss or a control number is not finite. Costs one all-reduce over the whole mesh; every rank calls this
     /// together. Parameters without a gradient stay as they are.
+    ///
+    /// The first update of a model, and every 100th ([`StepArgs::copies_checked_every`]), first compares the copies of loss,
+    /// gradients and parameters bit for bit: ranks that computed with different data where the plan calls their work copies
+    /// are an error before any parameter changes. Such a check reads gradients and parameters once, and costs one all-gather
+    /// of 16 bytes per parameter.
     ///
     /// ```
     /// use shardgrad_nn::{AdamW, Linear, Model, Optimizer, Plan, StepArgs};
@@ -170,7 +249,8 @@ pub trait Optimizer: fmt::Debug {
     /// # Errors
     /// `Kind::Config`, before any communication, for a learning rate below 0, for a clip or loss scale that is not
     /// above 0, for NaN in any of them, for a loss divisor of 0, for gradients of parameters of another model, and as
-    /// [`Optimizer::check_params`]. Errors of the collective and of the kernels.
+    /// [`Optimizer::check_params`]. `Kind::Diverged` for copies that differ between ranks. Errors of the collective and
+    /// of the kernels.
     #[track_caller]
     fn step<M: Module>(
         &mut self,

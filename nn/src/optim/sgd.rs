@@ -151,8 +151,8 @@ impl Optimizer for Sgd {
         Some(OptimizerState { num_steps: self.num_steps, tensors: vec![self.velocity(param)?] })
     }
 
-    fn state_names(&self) -> Option<&'static [&'static str]> {
-        Some(&["momentum_buffer"])
+    fn state_names(&self, _: &Param) -> Option<Vec<&'static str>> {
+        Some(vec!["momentum_buffer"])
     }
 
     fn load_state(&mut self, num_steps: u64, states: Vec<(Param, OptimizerState)>) -> Result<()> {

@@ -2,6 +2,7 @@
 
 use crate::module::precision::Precision;
 use crate::optim::{LrScheduler, check_clip};
+use shardgrad_tensor::training_step::COPIES_CHECKED_EVERY;
 use shardgrad_tensor::{DType, Error, Kind, Result};
 
 /// Configuration of a [`Trainer`](super::Trainer): besides model, data and optimizer, all that decides the numbers of a run.
@@ -30,6 +31,9 @@ pub struct TrainerConfig {
     #[doc(alias = "clip_by_global_norm")]
     #[doc(alias = "clip_grad_norm_")]
     pub clip: Option<f64>,
+    /// How many updates apart the copies of gradients and parameters are compared ([`StepArgs`](shardgrad_tensor::StepArgs)); 0 for
+    /// never.
+    pub copies_checked_every: u64,
     /// Whether the first step is captured as a graph and later steps replay the graph, with the same bits.
     ///
     /// Capture needs a world of one rank, no pipeline, and a device that supports graph capture;
@@ -53,12 +57,23 @@ pub struct TrainerConfig {
 
 impl TrainerConfig {
     /// Returns the defaults for a batch of `rows` rows: one microbatch, seed 0, f32, the optimizer's own learning
-    /// rate, no clipping, no graph capture.
+    /// rate, no clipping, no graph capture; copies are compared in the first update and every 100.
     #[must_use]
     pub fn new(rows: usize) -> TrainerConfig {
         let (dtype, param_dtype) = (DType::F32, None);
         let (lr_scheduler, clip, capture) = (None, None, false);
-        TrainerConfig { rows, microbatches: 1, seed: 0, dtype, param_dtype, lr_scheduler, clip, capture }
+        let copies_checked_every = COPIES_CHECKED_EVERY;
+        TrainerConfig {
+            rows,
+            microbatches: 1,
+            seed: 0,
+            dtype,
+            param_dtype,
+            lr_scheduler,
+            clip,
+            copies_checked_every,
+            capture,
+        }
     }
 
     /// Returns the compute dtype and the dtype of the stored parameters.

@@ -236,7 +236,8 @@ impl<'t, M: Module> Trainer<'t, M> {
         let scheduled = self.config.lr_scheduler.as_ref().map(|schedule| schedule.lr(self.step as usize));
         let lr = scheduled.unwrap_or_else(|| self.optim.lr());
         let loss_scale = self.loss_scale.map(LossScale::factor);
-        let args = StepArgs { clip: self.config.clip, loss_scale, control, ..StepArgs::new(lr) };
+        let TrainerConfig { clip, copies_checked_every, .. } = self.config;
+        let args = StepArgs { clip, loss_scale, control, copies_checked_every, ..StepArgs::new(lr) };
 
         let pass = self.forward_backward()?;
         // Inputs are uploaded before a captured pass runs, so that nothing comes between pass and update.

@@ -6,8 +6,8 @@ use shardgrad_autograd::Var;
 use shardgrad_nn::checkpoint::RunState;
 use shardgrad_nn::optim::{LossScale, OptimizerState, OverflowCheck, ParamGroup};
 use shardgrad_nn::{
-    AdamW, ControlFlags, Gpt2, Linear, LrScheduler, Model, Optimizer, Param, Plan, Sgd, StepArgs, Trainer,
-    TrainerConfig,
+    AdamW, ControlFlags, Gpt2, Linear, LrScheduler, Model, Muon, Optimizer, Optimizers, Param, Plan, Sgd,
+    StepArgs, Trainer, TrainerConfig,
 };
 use shardgrad_tensor::{DType, Elementwise, Kind, Mesh, Rank, Result, Tensor, Value, World};
 use std::ops::Range;
@@ -82,6 +82,10 @@ fn custom_optimizer_matches_on_every_mesh() {
         let result = World::run(Mesh::parse(mesh).unwrap(), |rank| match which {
             0 => run_with(rank, Sgd::new(0.1).momentum(0.5).nesterov().weight_decay(0.1)),
             1 => run_with(rank, AdamW::new(0.01).weight_decay(0.1)),
+            2 => run_with(
+                rank,
+                Optimizers::new().otherwise(AdamW::new(0.01)).on("h.*.c_*.weight", Muon::new(0.02)),
+            ),
             _ => run_with(rank, SignSgd::default()),
         });
         let mut ranks = result.unwrap_or_else(|e| panic!("optimizer {which} on {mesh}: {e}"));
@@ -89,7 +93,7 @@ fn custom_optimizer_matches_on_every_mesh() {
         assert!(ranks.iter().all(|r| *r == first), "optimizer {which} on {mesh}: ranks disagree");
         first
     };
-    for which in 0..3 {
+    for which in 0..4 {
         let alone = on("", which);
         assert!(alone[3][0] < alone[0][0], "optimizer {which}: {alone:?}");
         for mesh in ["dp=2", "tp=2", "pp=2", "dp=2,tp=2"] {

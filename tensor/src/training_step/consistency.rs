@@ -11,7 +11,7 @@ use shardgrad_kernels::{Buffer, DType, download, upload};
 use std::panic::Location;
 
 /// The number of names in an error.
-const NAMES_MAX: usize = 8;
+pub(super) const NAMES_MAX: usize = 8;
 
 /// Checks that replicas are bit-equal: those of ranks with the same position on every axis that shards the tensor.
 /// Partial sums have no replicas. One all_gather over the mesh of one fingerprint for each tensor. A collective call:
@@ -27,16 +27,25 @@ pub fn check_replicas(
     tensors: &[(&str, &Tensor)],
     site: &'static Location<'static>,
 ) -> Result<()> {
-    let mesh = rank.mesh();
     let marks: Vec<i64> =
         tensors.iter().map(|(_, t)| Ok(fingerprint(&t.local_bytes()?) as i64)).collect::<Result<_>>()?;
     let Some(everyone) = gathered(rank, &marks, site)? else { return Ok(()) };
-    let mut differing = Vec::new();
-    for (number, (name, tensor)) in tensors.iter().enumerate() {
-        let layout = tensor.layout();
-        if !layout.partial().is_empty() {
-            continue;
-        }
+    let layouts = tensors.iter().map(|(_, tensor)| tensor.layout());
+    let differing: Vec<_> = differing_replicas(layouts, &everyone)
+        .into_iter()
+        .map(|(number, first, other)| (tensors[number].0, tensors[number].1.layout(), first, other))
+        .collect();
+    refuse_differing(rank, &differing, tensors.len(), site)
+}
+
+/// Returns the tensors whose replicas have different fingerprints: number of the tensor, first rank that holds the part, and the
+/// first rank that holds other bits. `everyone` has the fingerprints of each rank, in the order of the tensors.
+pub(super) fn differing_replicas<'a>(
+    layouts: impl Iterator<Item = &'a Layout>,
+    everyone: &[Vec<i64>],
+) -> Vec<(usize, usize, usize)> {
+    let differs = |(number, layout): (usize, &Layout)| {
+        let mesh = layout.mesh();
         let is_copy = |a: &Axis| !matches!(layout.placement(*a), Placement::Shard(_));
         let copies: Vec<Axis> = mesh.axes().filter(is_copy).collect();
         let first = |r: usize| {
@@ -45,9 +54,9 @@ pub fn check_replicas(
             mesh.rank_at(&place)
         };
         let other = (0..mesh.num_ranks()).find(|r| everyone[*r][number] != everyone[first(*r)][number]);
-        differing.extend(other.map(|r| (*name, layout, first(r), r)));
-    }
-    refuse_differing(rank, &differing, tensors.len(), site)
+        other.filter(|_| layout.partial().is_empty()).map(|r| (number, first(r), r))
+    };
+    layouts.enumerate().filter_map(differs).collect()
 }
 
 /// A tensor that ranks at several positions of a world axis (pipeline stages) hold as replicas, each on the mesh without
@@ -165,7 +174,11 @@ pub fn check_consistent(
 }
 
 /// Gathers the words of every rank of a mesh; `None` on one rank, without words, and on the null back end.
-fn gathered(rank: &Rank, words: &[i64], site: &'static Location<'static>) -> Result<Option<Vec<Vec<i64>>>> {
+pub(super) fn gathered(
+    rank: &Rank,
+    words: &[i64],
+    site: &'static Location<'static>,
+) -> Result<Option<Vec<Vec<i64>>>> {
     let num_ranks = rank.mesh().num_ranks();
     if num_ranks == 1 || words.is_empty() {
         return Ok(None);
@@ -191,7 +204,7 @@ fn all_gather(
 
 /// A 64-bit fingerprint that a change of any single word changes: every word is mixed in by an invertible step. Four
 /// independent states, because a single one would wait for its multiplications.
-fn fingerprint(bytes: &[u8]) -> u64 {
+pub(super) fn fingerprint(bytes: &[u8]) -> u64 {
     const ODD: u64 = 0x9E37_79B9_7F4A_7C15;
     let mix = |state: u64, word: u64| (state ^ word).wrapping_mul(ODD).rotate_left(29);
     let word = |bytes: &[u8]| bytes.iter().rev().fold(0, |word, &byte| word << 8 | u64::from(byte));

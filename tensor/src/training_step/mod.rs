@@ -7,7 +7,8 @@
 //! 3. The optimizer's kernels update the stored shards in place ([`optimizer_step`]).
 //!
 //! The host reads the report after the last launch, so the whole step can be captured as a graph ([`graph_capture`]).
-//! [`anomaly_report`] names the op that made the first number that is not finite; [`consistency`] compares ranks.
+//! [`anomaly_report`] names the op that made the first number that is not finite; [`consistency`] compares ranks, and
+//! [`copies`] the copies that an update uses. [`matrix_owners`] gathers whole matrices for optimizers that need them.
 
 pub mod control;
 mod control_flags;
@@ -17,6 +18,8 @@ pub mod overflow_check;
 pub mod optimizer_step;
 pub mod graph_capture;
 pub mod consistency;
+pub mod copies;
+pub mod matrix_owners;
 
 pub use control_flags::ControlFlags;
 
@@ -42,10 +45,17 @@ pub struct StepArgs {
     pub loss_divisor: usize,
     /// Named numbers to sum over all ranks; the same names on every rank.
     pub control: ControlFlags,
+    /// How many updates apart the copies of gradients and parameters are compared ([`copies`]): in the first update, in the
+    /// one after so many, and so on; 0 for never. Equal on every rank.
+    pub copies_checked_every: u64,
 }
 
+/// The default of [`StepArgs::copies_checked_every`].
+pub const COPIES_CHECKED_EVERY: u64 = 100;
+
 impl StepArgs {
-    /// Returns arguments with a learning rate only: no clipping, no loss scale, no losses, no control flags.
+    /// Returns arguments with a learning rate only: no clipping, no loss scale, no losses, no control flags; copies are
+    /// compared in the first update and every 100.
     #[must_use]
     pub const fn new(lr: f64) -> StepArgs {
         StepArgs {
@@ -55,6 +65,7 @@ impl StepArgs {
             losses: Vec::new(),
             loss_divisor: 1,
             control: ControlFlags::new(),
+            copies_checked_every: COPIES_CHECKED_EVERY,
         }
     }
 

@@ -2,6 +2,7 @@
 
 use super::gather::{GatheringWriter, WriterFunctions};
 use super::load::read_shard;
+use crate::checkpoint::run::checkpoint_files::Checkpoint;
 use crate::checkpoint::run::run_state::OptimizerRecord;
 use crate::checkpoint::tensors::safetensors_file::{TensorFile, TensorWriter};
 use crate::checkpoint::tensors::safetensors_header::{TensorInfo, TensorSpec};
@@ -20,15 +21,30 @@ const STEPS: &str = "step";
 /// Maps parameter names to tensor names in files.
 pub(crate) type Names<'a> = &'a dyn Fn(&str) -> String;
 
-/// Returns the names of the optimizer's state tensors, or refuses an optimizer that cannot be saved.
-pub(crate) fn required_state_names(optim: &dyn Optimizer) -> Result<&'static [&'static str]> {
-    optim.state_names().ok_or_else(|| {
+/// Names of the state tensors of a parameter.
+type StateNames = Vec<&'static str>;
+
+/// Returns the names of the optimizer's state tensors of each parameter, or refuses an optimizer that cannot be saved.
+fn required_state_names(optim: &dyn Optimizer, params: &[Param]) -> Result<Vec<StateNames>> {
+    let names = params.iter().map(|param| optim.state_names(param));
+    names.collect::<Option<_>>().ok_or_else(|| {
         let text = format!("this optimizer does not implement `state_names`: {}", optim.describe());
         Error::new(Kind::Unsupported, text).detail(
             "help",
             "implement `state_names`, `param_state` and `load_state`; an optimizer that forwards steps must forward these too",
         )
     })
+}
+
+/// Returns all names of state tensors, each once, in the order of the parameters.
+fn distinct(names: &[StateNames]) -> StateNames {
+    let mut distinct = StateNames::new();
+    for name in names.iter().flatten() {
+        if !distinct.contains(name) {
+            distinct.push(name);
+        }
+    }
+    distinct
 }
 
 /// Size of the optimizer state of a parameter, known on every rank, wherever the parameter is stored.
@@ -39,8 +55,8 @@ struct StateSpec {
 
 /// Sizes of the optimizer state of all parameters, in their order; `None` for a parameter without state.
 pub(crate) struct StateSpecs {
-    /// Names of the state tensors of a parameter.
-    state_names: &'static [&'static str],
+    /// Names of the state tensors of each parameter.
+    state_names: Vec<StateNames>,
     specs: Vec<Option<StateSpec>>,
 }
 
@@ -61,27 +77,28 @@ impl StateSpecs {
         optim: &dyn Optimizer,
         site: &'static Location<'static>,
     ) -> Result<StateSpecs> {
-        let state_names = required_state_names(optim).map_err(|e| e.at(site))?;
-        let (rank, width) = (model.rank(), 2 + state_names.len());
+        let state_names = required_state_names(optim, model.params()).map_err(|e| e.at(site))?;
+        let rank = model.rank();
         let has_param_layout = |p: &Param, t: &Tensor| *t.layout() == p.layout().with_dtype(t.dtype());
         let dtype_code = |t: &Tensor| DType::ALL.iter().position(|d| *d == t.dtype()).unwrap_or(0) as f64;
         // Numbers of one parameter: a code for its state, the number of updates, and codes of dtypes. One rank fills them in.
-        let encode = |p: &Param| -> Vec<f64> {
+        let encode = |(p, names): (&Param, &StateNames)| -> Vec<f64> {
+            let width = 2 + names.len();
             let own = (rank.index() == 0 && p.is_primary_owner()).then(|| optim.param_state(p)).flatten();
             match own {
                 None => vec![NO_STATE; width],
                 Some(OptimizerState { num_steps, tensors })
-                    if tensors.len() == state_names.len()
-                        && tensors.iter().all(|t| has_param_layout(p, t)) =>
+                    if tensors.len() == names.len() && tensors.iter().all(|t| has_param_layout(p, t)) =>
                 {
                     [HAS_STATE, num_steps as f64].into_iter().chain(tensors.iter().map(dtype_code)).collect()
                 }
                 Some(_) => [INVALID_STATE].into_iter().chain(vec![0.0; width - 1]).collect(),
             }
         };
-        let codes: Vec<f64> = model.params().iter().flat_map(encode).collect();
+        let params = || model.params().iter().zip(&state_names);
+        let codes: Vec<f64> = params().flat_map(encode).collect();
         let sums = world_sum(rank.world(), &codes, site)?;
-        let decode = |(param, codes): (&Param, &[f64])| match codes[0] {
+        let decode = |(param, names, codes): (&Param, &StateNames, &[f64])| match codes[0] {
             NO_STATE => Ok(None),
             HAS_STATE => {
                 let dtypes = codes[2..].iter().map(|code| DType::ALL[*code as usize]).collect();
@@ -89,13 +106,21 @@ impl StateSpecs {
             }
             _ => {
                 let text = format!(
-                    "the optimizer state of `{}` does not match its state_names {state_names:?}, or has another layout than the parameter",
+                    "the optimizer state of `{}` does not match its state_names {names:?}, or has another layout than the parameter",
                     param.name()
                 );
                 Err(Error::new(Kind::Unsupported, text).at(site))
             }
         };
-        let specs = model.params().iter().zip(sums.chunks(width)).map(decode).collect::<Result<_>>()?;
+        let mut rest = &sums[..];
+        let own_codes = |(param, names): (_, &'_ StateNames)| {
+            let (own, others) = rest.split_at(2 + names.len());
+            rest = others;
+            (param, own)
+        };
+        let codes: Vec<(&Param, &[f64])> = params().map(own_codes).collect();
+        let specs = codes.into_iter().zip(&state_names);
+        let specs = specs.map(|((p, codes), names)| decode((p, names, codes))).collect::<Result<_>>()?;
         Ok(StateSpecs { state_names, specs })
     }
 
@@ -115,7 +140,7 @@ impl StateSpecs {
     pub(crate) fn record(&self, optim: &dyn Optimizer, digest: Option<String>) -> OptimizerRecord {
         OptimizerRecord {
             settings: optim.describe(),
-            state_names: self.state_names.iter().map(ToString::to_string).collect(),
+            state_names: distinct(&self.state_names).iter().map(ToString::to_string).collect(),
             num_steps: optim.num_steps(),
             digest,
         }
@@ -131,11 +156,13 @@ impl StateSpecs {
         names: Names<'_>,
         site: &'static Location<'static>,
     ) -> Result<Option<String>> {
-        let params = model.params().iter().zip(&self.specs);
-        let with_state: Vec<(&Param, String, &StateSpec)> =
-            params.filter_map(|(param, spec)| Some((param, names(&param.name()), spec.as_ref()?))).collect();
-        let entries = with_state.iter().flat_map(|(param, name, spec)| {
-            let states = self.state_names.iter().zip(&spec.dtypes);
+        let params = model.params().iter().zip(&self.specs).zip(&self.state_names);
+        let with_state = params.filter_map(|((param, spec), state_names)| {
+            Some((param, names(&param.name()), (spec.as_ref()?, state_names)))
+        });
+        let with_state: Vec<(&Param, String, (&StateSpec, &StateNames))> = with_state.collect();
+        let entries = with_state.iter().flat_map(|(param, name, (spec, state_names))| {
+            let states = state_names.iter().zip(&spec.dtypes);
             let states = states.map(|(kind, dtype)| (format!("{kind}.{name}"), *dtype, param.file_shape()));
             let count = (format!("{STEPS}.{name}"), DType::I64, Vec::new());
             std::iter::once(count).chain(states).collect::<Vec<_>>()
@@ -145,10 +172,10 @@ impl StateSpecs {
         let functions: WriterFunctions<TensorWriter> =
             (TensorWriter::append, TensorWriter::finish_with_digest);
         let mut writer = GatheringWriter::create(model.rank(), site, open, functions)?;
-        for (param, name, spec) in with_state {
+        for (param, name, (spec, state_names)) in with_state {
             writer.append(&format!("{STEPS}.{name}"), &spec.num_steps.to_le_bytes());
             let own = param.is_local().then(|| optim.param_state(param)).flatten();
-            for (i, (kind, dtype)) in self.state_names.iter().zip(&spec.dtypes).enumerate() {
+            for (i, (kind, dtype)) in state_names.iter().zip(&spec.dtypes).enumerate() {
                 let part = || {
                     let tensor = own.as_ref().map(|state| state.tensors[i].clone());
                     tensor
@@ -173,16 +200,20 @@ fn missing_state(param: &Param) -> Error {
 /// Reads this rank's part of the optimizer state of all parameters, and verifies this rank's share of the checksums.
 ///
 /// # Errors
-/// `Kind::Checkpoint` for tensors that do not fit the model; as [`TensorFile::read_part`].
+/// `Kind::Unsupported` for an optimizer that cannot be saved; `Kind::Checkpoint` for another optimizer than that of the
+/// checkpoint, and for tensors that do not fit the model; as [`TensorFile::read_part`].
 pub(crate) fn read_states<M: Module>(
-    file: &TensorFile,
+    files: &Checkpoint,
     model: &Model<M>,
-    state_names: &[&str],
+    optim: &dyn Optimizer,
     names: Names<'_>,
 ) -> Result<Vec<(Param, OptimizerState)>> {
+    let state_names = required_state_names(optim, model.params())?;
+    files.check_optimizer(optim, &distinct(&state_names))?;
+    let file = &files.optimizer_file;
     let mut states = Vec::new();
     let mut count = 0;
-    for param in model.params() {
+    for (param, state_names) in model.params().iter().zip(&state_names) {
         let name = names(&param.name());
         if file.get(&format!("{STEPS}.{name}")).is_none() {
             continue;

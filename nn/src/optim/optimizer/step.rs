@@ -1,5 +1,6 @@
 //! One optimizer step: all-reduce of the control word, overflow check, clipping and update, launched or captured.
 
+use super::super::copies::{check_update_copies, is_check_due};
 use super::super::grad_norm::counted_gradients;
 use super::super::hyperparameter::{NOT_NEGATIVE, POSITIVE, check_clip, check_range};
 use super::Optimizer;
@@ -19,6 +20,8 @@ pub(crate) struct OptimizerStep {
     counted_gradients: Vec<Tensor>,
     /// Parameters to update, with their gradients.
     updates: Vec<(Param, Tensor)>,
+    /// Whether this step compares the copies of gradients and parameters.
+    compares_copies: bool,
     /// The graph of overflow check and update, if they are captured.
     graph: Option<CapturedGraph>,
 }
@@ -38,10 +41,12 @@ impl OptimizerStep {
         let counted_gradients = counted_gradients(params, &gradients).cloned().collect();
         let trained = params.iter().filter(|param| !param.is_frozen());
         let updates = trained.filter_map(|param| Some((param.clone(), gradients.remove(&param.key())?)));
-        let updates: Vec<(Param, Tensor)> = updates.collect();
+        let mut updates: Vec<(Param, Tensor)> = updates.collect();
+        updates.sort_by_key(|(param, _)| optim.update_group(param));
+        let compares_copies = is_check_due(rank, params, optim.num_steps(), args.copies_checked_every);
         let hyperparameters = hyperparameters(optim, &updates, &args)?;
         let overflow_check = OverflowCheck::new(rank, args, hyperparameters)?;
-        Ok(OptimizerStep { overflow_check, counted_gradients, updates, graph: None })
+        Ok(OptimizerStep { overflow_check, counted_gradients, updates, compares_copies, graph: None })
     }
 
     /// Captures overflow check and update as a graph, or returns why they cannot be captured.
@@ -84,15 +89,19 @@ impl OptimizerStep {
     }
 
     /// Launches the all-reduce of the control word (gradient norm, losses, control flags) over the whole mesh, and the
-    /// overflow check, which also computes the clipping factor. Both are part of the graph of a captured step.
+    /// overflow check, which also computes the clipping factor. Both are part of the graph of a captured step. Compares copies
+    /// first, if this step does.
     ///
     /// # Errors
-    /// Errors of the collective and of the kernels.
+    /// `Kind::Diverged` for copies that differ; errors of the collective and of the kernels.
     pub(crate) fn check_overflow(&mut self, site: &'static Location<'static>) -> Result<()> {
-        match &self.graph {
-            Some(_) => Ok(()),
-            None => self.overflow_check.check(&self.counted_gradients, site),
+        if self.graph.is_some() {
+            return Ok(());
         }
+        if self.compares_copies {
+            check_update_copies(&self.updates, site)?;
+        }
+        self.overflow_check.check(&self.counted_gradients, site)
     }
 
     /// Launches the update, or replays the graph, waits for the report, and counts the step unless it was skipped.
