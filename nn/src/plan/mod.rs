@@ -4,6 +4,7 @@ mod rule;
 mod unmatched;
 mod axes;
 mod parallel;
+mod context;
 mod pipeline;
 mod models;
 
@@ -51,6 +52,8 @@ pub struct Plan {
     batch: Vec<(String, usize)>,
     /// The axis of `column_parallel` and `row_parallel`.
     tensor_axis: Option<String>,
+    /// The axis of `ring` and `exchange`.
+    context_axis: Option<String>,
     /// Pipeline parallelism, if any.
     pipeline: Option<PipelinePlan>,
     /// Errors in the texts of rules, reported when the plan is used.
@@ -108,6 +111,7 @@ impl Plan {
             }
         }
         self.tensor_axis = other.tensor_axis.or(self.tensor_axis);
+        self.context_axis = other.context_axis.or(self.context_axis);
         self.pipeline = other.pipeline.or(self.pipeline);
         self.errors.extend(other.errors);
         self
