@@ -49,6 +49,23 @@ fn split_backward_schedules_support_context_parallel() {
 }
 
 #[test]
+fn ring_and_exchange_match_one_rank_with_pipelines_and_in_low_precision() {
+    let run = Run { config: gpt2(0.0).into(), microbatches: 3, ..Run::new(6) };
+    let one = run.losses("");
+    for (form, plan) in [("ring", Plan::gpt2().ring()), ("exchange", Plan::gpt2().exchange())] {
+        for (mesh, schedule) in [("pp=2,cp=2", "zb-v"), ("pp=2,dp=2,cp=2", "1f1b"), ("pp=2,cp=3", "zb-h1")] {
+            let many = Run { plan: plan.clone().pipeline_schedule(schedule), ..run.clone() };
+            same(&one, &many.losses(mesh), 1e-10, &format!("{form} on {mesh}, {schedule}"));
+        }
+        for (dtype, bound) in [(DType::F32, 1e-4), (DType::F16, 2e-3), (DType::BF16, 2e-2)] {
+            let narrow = Run { dtype, plan: plan.clone(), ..run.clone() };
+            let one = Run { dtype, ..run.clone() }.losses("");
+            same(&one, &narrow.losses("cp=3"), bound, &format!("{form}, {dtype}"));
+        }
+    }
+}
+
+#[test]
 fn low_precision_differs_by_rounding_only() {
     for (dtype, bound) in [(DType::F16, 2e-3), (DType::BF16, 2e-2)] {
         let run = Run { dtype, ..Run::new(4) };

@@ -34,8 +34,9 @@ pub use inference::decoding::DecodingSession;
 pub use inference::inference_model::{InferenceModel, ResultRanks};
 pub use layer::kv_cache::{KvCache, LayerKvCache};
 pub use layer::{
-    Attention, Block, Dropout, Embedding, EncoderAttention, FeedForward, GatedMlp, GroupedQueryAttention,
-    LayerNorm, Linear, Lora, MixtureOfExperts, Mlp, Residual, RmsNorm,
+    Attention, Block, DocumentPoints, Dropout, Embedding, EncoderAttention, FeedForward, GatedMlp,
+    GroupedQueryAttention, LayerNorm, Linear, Lora, MixtureOfExperts, Mlp, PackedDocuments, Residual,
+    RmsNorm, document_ids, zigzag_order,
 };
 pub use loss::{CrossEntropy, bce_with_logits, cross_entropy, expert_imbalance, load_balancing_loss, mse};
 pub use model::{Bert, Gpt2, HfModel, LanguageModel, Llama};

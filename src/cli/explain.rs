@@ -236,7 +236,9 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
 
 /// Compares the step under two plans, for each pipeline stage.
 fn diff(args: &ExplainArgs, mesh: &Mesh, specs: [&StepSpec<'_>; 2]) -> Result<()> {
-    let summary_of = |spec: &StepSpec<'_>, rank: usize| spec.dry_run(mesh, rank, 1, summarize);
+    let summary_of = |spec: &StepSpec<'_>, rank: usize| {
+        spec.dry_run(mesh, rank, 1, |rank, trainer| summarize(rank, trainer, spec.plan))
+    };
     if !args.json {
         let StepSpec { batch, seq, precision, microbatches, .. } = specs[0];
         let name = args.model.name();

@@ -58,6 +58,19 @@ pub(crate) fn update(kernel: &Kernel, inputs: &[Value], output: &Value, scalars:
     evaluate_over(kernel.reference, DType::F64, inputs, (written, &shape), scalars).remove(0)
 }
 
+/// Returns f64 operands of these shapes and contents after a kernel's reference has updated them in place.
+pub(crate) fn update_all<const N: usize>(
+    kernel: &Kernel,
+    inputs: &[Value],
+    shapes: [&[usize]; N],
+    before: [Vec<f64>; N],
+) -> [Vec<f64>; N] {
+    let written = before.iter().map(|data| store(&Allocator::default(), DType::F64, data)).collect();
+    let views = shapes.map(Strides::contiguous);
+    let after = evaluate_over(kernel.reference, DType::F64, inputs, (written, &views), &[]);
+    after.try_into().expect("as many results as operands")
+}
+
 /// Returns the outputs (all of one dtype) of a CPU implementation that may read their old contents.
 fn evaluate_over(
     code: CpuKernelFn,

@@ -165,6 +165,7 @@ pub static KERNELS: &[&Kernel] = &[
     &attention::FORWARD,
     &attention::BACKWARD,
     &attention::BACKWARD_JOINED,
+    &attention::MERGE,
     &cross_entropy::FORWARD,
     &cross_entropy::BACKWARD,
     &embedding::FORWARD,

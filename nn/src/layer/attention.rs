@@ -1,5 +1,6 @@
 //! Multi-head attention with one projection for queries, keys and values, as in GPT-2.
 
+use super::documents::PackedDocuments;
 use super::dropout::{Dropout, Residual};
 use super::linear::Linear;
 use crate::layer::kv_cache::LayerKvCache;
@@ -13,7 +14,7 @@ module! {
     /// Multi-head attention: softmax(q k^T / sqrt(c)) v in every head, with one joint projection for q, k and v, and one for the
     /// output. Vaswani et al., arXiv 1706.03762.
     ///
-    /// Activation points: `keys` and `values`, before attention.
+    /// Activation points: `queries`, `keys` and `values`, before attention, and `heads`, the outputs of the heads.
     #[doc(alias = "MultiheadAttention")]
     #[doc(alias = "CausalSelfAttention")]
     #[doc(alias = "scaled_dot_product_attention")]
@@ -25,6 +26,8 @@ module! {
         pub c_proj: Linear,
         keys: ActivationPoint,
         values: ActivationPoint,
+        queries: ActivationPoint,
+        heads: ActivationPoint,
         drop: Dropout;
         causal: bool,
     }
@@ -51,6 +54,8 @@ impl Attention {
             c_proj: Linear::general(&[h, c], &[d]).no_empty_shards(0, "heads"),
             keys: ActivationPoint::default(),
             values: ActivationPoint::default(),
+            queries: ActivationPoint::default(),
+            heads: ActivationPoint::default(),
             drop: Dropout::default(),
             causal: true,
         }
@@ -102,24 +107,50 @@ impl Attention {
         cache: Option<&mut LayerKvCache>,
         residual: Option<Residual<'_>>,
     ) -> Var {
-        self.c_proj.forward_optional_residual(&self.heads(x, cache), residual)
+        self.c_proj.forward_optional_residual(&self.attend(x, cache, None), residual)
+    }
+
+    /// [`Attention::forward`] within packed documents, plus the residual, if there is one.
+    ///
+    /// # Panics
+    /// As [`Attention::forward`]; unwinds with `Kind::Unsupported` under active dropout on the attention weights, and with an error if the
+    /// residual cannot be added to the output.
+    #[track_caller]
+    #[must_use]
+    pub fn forward_packed(
+        &self,
+        x: &Var,
+        documents: &PackedDocuments,
+        residual: Option<Residual<'_>>,
+    ) -> Var {
+        self.c_proj.forward_optional_residual(&self.attend(x, None, Some(documents)), residual)
     }
 
     /// The outputs of the heads, before the output projection.
     #[track_caller]
-    fn heads(&self, x: &Var, cache: Option<&mut LayerKvCache>) -> Var {
+    fn attend(&self, x: &Var, cache: Option<&mut LayerKvCache>, documents: Option<&PackedDocuments>) -> Var {
         let qkv = self.c_attn.forward(x);
         let has_dropout = self.drop.is_active(x.tape());
-        if cache.is_none() && !has_dropout {
-            return qkv.qkv_packed_attention(self.causal, &[&self.keys, &self.values]);
+        if cache.is_none() && !has_dropout && documents.is_none() {
+            return qkv
+                .qkv_packed_attention(self.causal, &[&self.keys, &self.values, &self.queries, &self.heads]);
         }
         let qkv = qkv.unbind(2);
-        let (q, k, v) = (&qkv[0], self.keys.constrain(&qkv[1]), self.values.constrain(&qkv[2]));
+        let q = &self.queries.constrain(&qkv[0]);
+        let (k, v) = (self.keys.constrain(&qkv[1]), self.values.constrain(&qkv[2]));
         let (k, v) = match cache {
             Some(cache) => cache.extend(&k, &v),
             None => (k, v),
         };
-        if has_dropout { self.unfused_attention(q, &k, &v) } else { q.attention(&k, &v, self.causal) }
+        self.heads.constrain(&match documents {
+            Some(documents) => {
+                check_no_dropout(has_dropout);
+                let ids = [&documents.segments, &documents.positions];
+                q.document_attention(&k, &v, ids, self.causal, None)
+            }
+            None if has_dropout => self.unfused_attention(q, &k, &v),
+            None => q.attention(&k, &v, self.causal),
+        })
     }
 
     /// Attention op by op, with dropout on the weights.
@@ -131,6 +162,17 @@ impl Attention {
             scores = scores.add(&attention_mask(q, k.shape()[1], None));
         }
         self.drop.forward(&scores.softmax()).einsum("b h t s, b s h c -> b t h c", v)
+    }
+}
+
+/// Rejects active dropout on the attention weights within packed documents, whose kernel stores no weights.
+#[track_caller]
+pub(super) fn check_no_dropout(has_dropout: bool) {
+    if has_dropout {
+        Error::new(Kind::Unsupported, "attention drops weights, which packed documents do not support")
+            .detail("help", "build the layer without dropout on the attention weights")
+            .at(std::panic::Location::caller())
+            .raise();
     }
 }
 

@@ -1,6 +1,7 @@
 //! A pre-norm transformer block.
 
 use super::attention::Attention;
+use super::documents::PackedDocuments;
 use super::dropout::Dropout;
 use super::layer_norm::LayerNorm;
 use super::mlp::Mlp;
@@ -63,6 +64,18 @@ impl Block {
     #[must_use]
     pub fn forward_with_cache(&self, x: &Var, cache: Option<&mut LayerKvCache>) -> Var {
         let x = self.attn.forward_with(&self.ln_1.forward(x), cache, Some(self.attn_drop.then_add(x)));
+        self.mlp.forward_with_residual(&self.ln_2.forward(&x), self.mlp_drop.then_add(&x))
+    }
+
+    /// [`Block::forward`] within packed documents.
+    ///
+    /// # Panics
+    /// As [`Block::forward`] and [`Attention::forward_packed`].
+    #[track_caller]
+    #[must_use]
+    pub fn forward_packed(&self, x: &Var, documents: &PackedDocuments) -> Var {
+        let residual = Some(self.attn_drop.then_add(x));
+        let x = self.attn.forward_packed(&self.ln_1.forward(x), documents, residual);
         self.mlp.forward_with_residual(&self.ln_2.forward(&x), self.mlp_drop.then_add(&x))
     }
 }

@@ -12,7 +12,7 @@ module! {
     /// Bidirectional multi-head self-attention: softmax(q k^T / sqrt(c) + mask) v in every head, with a projection each for q, k, v
     /// and output. Weights are transposed in files. Devlin et al., arXiv 1810.04805.
     ///
-    /// Activation points: `keys` and `values`, before attention.
+    /// Activation points: `queries`, `keys` and `values`, before attention, and `heads`, the outputs of the heads.
     #[doc(alias = "BertSelfAttention")]
     #[doc(alias = "MultiheadAttention")]
     #[derive(Debug)]
@@ -27,6 +27,8 @@ module! {
         pub dense: Linear,
         keys: ActivationPoint,
         values: ActivationPoint,
+        queries: ActivationPoint,
+        heads: ActivationPoint,
         drop: Dropout,
     }
 }
@@ -55,6 +57,8 @@ impl EncoderAttention {
             dense: Linear::general(&[h, c], &[d]).with_transposed_file_shape().no_empty_shards(0, "heads"),
             keys: ActivationPoint::default(),
             values: ActivationPoint::default(),
+            queries: ActivationPoint::default(),
+            heads: ActivationPoint::default(),
             drop: Dropout::default(),
         }
     }
@@ -92,7 +96,7 @@ impl EncoderAttention {
     #[track_caller]
     #[must_use]
     pub fn forward(&self, x: &Var, mask: Option<&Var>) -> Var {
-        self.dense.forward(&self.heads(x, mask))
+        self.dense.forward(&self.attend(x, mask))
     }
 
     /// Returns residual + [`EncoderAttention::forward`].
@@ -107,19 +111,20 @@ impl EncoderAttention {
         mask: Option<&Var>,
         residual: impl Into<Residual<'a>>,
     ) -> Var {
-        self.dense.forward_with_residual(&self.heads(x, mask), residual)
+        self.dense.forward_with_residual(&self.attend(x, mask), residual)
     }
 
     /// The outputs of the heads, before the output projection.
     #[track_caller]
-    fn heads(&self, x: &Var, mask: Option<&Var>) -> Var {
+    fn attend(&self, x: &Var, mask: Option<&Var>) -> Var {
         let (q, k, v) = (self.query.forward(x), self.key.forward(x), self.value.forward(x));
+        let q = self.queries.constrain(&q);
         let (k, v) = (self.keys.constrain(&k), self.values.constrain(&v));
-        if mask.is_none() && !self.drop.is_active(x.tape()) {
-            q.attention(&k, &v, false)
-        } else {
-            self.unfused_attention(&q, &k, &v, mask)
-        }
+        let is_fused = mask.is_none() && !self.drop.is_active(x.tape());
+        self.heads.constrain(&match is_fused {
+            true => q.attention(&k, &v, false),
+            false => self.unfused_attention(&q, &k, &v, mask),
+        })
     }
 
     /// Attention op by op, with the mask and dropout.

@@ -1,6 +1,7 @@
 //! Grouped-query attention (GQA) with rotary position embeddings, as in Llama.
 
-use super::attention::attention_mask;
+use super::attention::{attention_mask, check_no_dropout};
+use super::documents::PackedDocuments;
 use super::dropout::{Dropout, Residual};
 use super::linear::Linear;
 use super::rms_norm::RmsNorm;
@@ -16,7 +17,7 @@ module! {
     /// Causal grouped-query attention: softmax(q k^T / sqrt(c)) v in every head, where each of g key heads serves r query heads, and
     /// queries and keys are rotated by their positions (RoPE). Ainslie et al., arXiv 2305.13245; Su et al., arXiv 2104.09864.
     ///
-    /// Activation points: `keys`, after rotation, and `values`, before attention.
+    /// Activation points: `queries` and `keys`, after rotation, and `values`, before attention; `heads`, the outputs of the heads.
     #[doc(alias = "GQA")]
     #[doc(alias = "MQA")]
     #[doc(alias = "RoPE")]
@@ -38,6 +39,8 @@ module! {
         pub k_norm: Option<RmsNorm>,
         keys: ActivationPoint,
         values: ActivationPoint,
+        queries: ActivationPoint,
+        heads: ActivationPoint,
         drop: Dropout;
         frequencies: Rc<[f64]>,
         window: Option<usize>,
@@ -74,6 +77,8 @@ impl GroupedQueryAttention {
             k_norm: None,
             keys: ActivationPoint::default(),
             values: ActivationPoint::default(),
+            queries: ActivationPoint::default(),
+            heads: ActivationPoint::default(),
             drop: Dropout::default(),
             frequencies: frequencies.into(),
             window: None,
@@ -151,17 +156,38 @@ impl GroupedQueryAttention {
         cache: Option<&mut LayerKvCache>,
         residual: Option<Residual<'_>>,
     ) -> Var {
-        self.o_proj.forward_optional_residual(&self.heads(x, cache), residual)
+        self.o_proj.forward_optional_residual(&self.attend(x, cache, None), residual)
+    }
+
+    /// [`GroupedQueryAttention::forward`] within packed documents, plus the residual, if there is one: queries and keys are rotated by
+    /// their positions in their documents.
+    ///
+    /// # Panics
+    /// As [`GroupedQueryAttention::forward`]; unwinds with `Kind::Unsupported` under active dropout on the attention weights, and with an
+    /// error if the residual cannot be added to the output.
+    #[track_caller]
+    #[must_use]
+    pub fn forward_packed(
+        &self,
+        x: &Var,
+        documents: &PackedDocuments,
+        residual: Option<Residual<'_>>,
+    ) -> Var {
+        self.o_proj.forward_optional_residual(&self.attend(x, None, Some(documents)), residual)
     }
 
     /// The outputs of the heads, before the output projection.
     #[track_caller]
-    fn heads(&self, x: &Var, cache: Option<&mut LayerKvCache>) -> Var {
+    fn attend(&self, x: &Var, cache: Option<&mut LayerKvCache>, documents: Option<&PackedDocuments>) -> Var {
         let normed =
             |norm: &Option<RmsNorm>, x: Var| norm.as_ref().map_or(x.clone(), |norm| norm.forward(&x));
         let first = cache.as_ref().map_or(0, |cache| cache.len());
-        let q = normed(&self.q_norm, self.q_proj.forward(x)).rope(&self.frequencies, first);
-        let k = normed(&self.k_norm, self.k_proj.forward(x)).rope(&self.frequencies, first);
+        let rotated = |x: Var| match documents {
+            Some(documents) => x.rope_at(&self.frequencies, &documents.positions),
+            None => x.rope(&self.frequencies, first),
+        };
+        let q = self.queries.constrain(&rotated(normed(&self.q_norm, self.q_proj.forward(x))));
+        let k = rotated(normed(&self.k_norm, self.k_proj.forward(x)));
         let (k, v) = (self.keys.constrain(&k), self.values.constrain(&self.v_proj.forward(x)));
         let (k, v) = match cache {
             Some(cache) => {
@@ -170,11 +196,16 @@ impl GroupedQueryAttention {
             }
             None => (k, v),
         };
-        match self.window {
-            _ if self.drop.is_active(x.tape()) => self.unfused_attention(&q, &k, &v),
-            Some(keys) => q.window_attention(&k, &v, keys),
-            None => q.attention(&k, &v, true),
-        }
+        let has_dropout = self.drop.is_active(x.tape());
+        self.heads.constrain(&match (documents, self.window) {
+            (Some(documents), window) => {
+                check_no_dropout(has_dropout);
+                q.document_attention(&k, &v, [&documents.segments, &documents.positions], true, window)
+            }
+            _ if has_dropout => self.unfused_attention(&q, &k, &v),
+            (None, Some(keys)) => q.window_attention(&k, &v, keys),
+            (None, None) => q.attention(&k, &v, true),
+        })
     }
 
     /// Attention op by op, with dropout on the weights.

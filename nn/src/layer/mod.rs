@@ -2,6 +2,7 @@
 //! layer has an [`ActivationPoint`](crate::ActivationPoint).
 
 pub mod kv_cache;
+mod documents;
 mod dropout;
 mod linear;
 mod lora;
@@ -19,6 +20,7 @@ mod encoder_attention;
 
 pub use attention::Attention;
 pub use block::Block;
+pub use documents::{DocumentPoints, PackedDocuments, document_ids, zigzag_order};
 pub use dropout::{Dropout, Residual};
 pub use embedding::Embedding;
 pub use encoder_attention::EncoderAttention;

@@ -3,7 +3,7 @@
 use super::blocks::{check_ids, run_blocks};
 use crate::checkpoint::hf::{Gpt2Config, HfModel, ModelConfig};
 use crate::layer::kv_cache::KvCache;
-use crate::layer::{Attention, Block, Dropout, Embedding, LayerNorm, Mlp};
+use crate::layer::{Attention, Block, DocumentPoints, Dropout, Embedding, LayerNorm, Mlp, PackedDocuments};
 use crate::loss::cross_entropy;
 use crate::module;
 use crate::module::param::Init;
@@ -27,7 +27,8 @@ module! {
         /// The norm before the output layer.
         pub ln_f: LayerNorm,
         /// The output layer if it is not tied to the token embedding: `[vocab_size, n_embd]`.
-        pub lm_head: Option<Embedding>;
+        pub lm_head: Option<Embedding>,
+        documents: DocumentPoints;
         config: Gpt2Config,
         recompute: bool,
     }
@@ -58,6 +59,7 @@ impl Gpt2 {
             h: (0..config.n_layer).map(block).collect(),
             ln_f: LayerNorm::new(d).eps(config.layer_norm_epsilon),
             lm_head: (!config.tie_word_embeddings).then(|| table(config.vocab_size)),
+            documents: DocumentPoints::default(),
             config: config.clone(),
             recompute: false,
         }
@@ -103,6 +105,22 @@ impl Gpt2 {
         self.lm_logits(&x)
     }
 
+    /// [`Gpt2::forward`] of rows of packed documents: tokens attend within their documents, and position embeddings are those of their
+    /// positions there.
+    ///
+    /// # Panics
+    /// As [`Gpt2::forward`], and if a position is outside of the model's.
+    #[doc(alias = "position_ids")]
+    #[track_caller]
+    #[must_use]
+    pub fn forward_packed(&self, ids: &Var, documents: &PackedDocuments) -> Var {
+        check_ids(ids, 0, usize::MAX);
+        let x = self.drop.forward(&self.wte.forward(ids).add(&self.wpe.forward(&documents.positions)));
+        let documents = self.documents.constrain(documents);
+        let forward = |block: &Block, x: &Var| block.forward_packed(x, &documents);
+        self.lm_logits(&run_blocks(&self.h, x, self.recompute, forward))
+    }
+
     /// Returns the logits of the token after the last of `ids`, `[b, t]` to `[b, 1, vocab_size]`. The ids follow the cached tokens and
     /// are appended to the cache.
     ///
@@ -138,6 +156,16 @@ impl Gpt2 {
     #[must_use]
     pub fn loss(&self, ids: &Var, targets: &Var) -> Var {
         cross_entropy(&self.forward(ids), targets).mean()
+    }
+
+    /// [`Gpt2::loss`] of rows of packed documents.
+    ///
+    /// # Panics
+    /// As [`Gpt2::forward_packed`], and if a target is outside the vocabulary.
+    #[track_caller]
+    #[must_use]
+    pub fn loss_packed(&self, ids: &Var, targets: &Var, documents: &PackedDocuments) -> Var {
+        cross_entropy(&self.forward_packed(ids, documents), targets).mean()
     }
 }
 

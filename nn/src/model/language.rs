@@ -4,6 +4,7 @@ use super::bert::Bert;
 use super::gpt2::Gpt2;
 use super::llama::Llama;
 use crate::checkpoint::hf::{HfModel, ModelConfig};
+use crate::layer::PackedDocuments;
 use crate::layer::kv_cache::KvCache;
 use crate::module::Module;
 use crate::plan::Plan;
@@ -121,7 +122,7 @@ impl LanguageModel {
     }
 
     /// [`LanguageModel::loss`] of the tensors of a batch: ids, targets and, for an encoder with padding, mask and types as in
-    /// [`Bert::hidden_states`]. If the last tensor is a scalar, the sum of an encoder's losses is divided by it instead of by the
+    /// [`Bert::hidden_states`], or, for a decoder of packed documents, segment ids and positions as in [`PackedDocuments`]. If the last tensor is a scalar, the sum of an encoder's losses is divided by it instead of by the
     /// number of labels: for microbatches, pass the labels of the step over the number of microbatches.
     ///
     /// # Panics
@@ -135,10 +136,12 @@ impl LanguageModel {
             let sum = model.loss_sum(&x[0], &x[1], x.get(2), x.get(3));
             return sum.div(&share.cast(sum.dtype()));
         }
-        match self {
-            LanguageModel::Gpt2(model) => model.loss(&x[0], &x[1]),
-            LanguageModel::Llama(model) => model.loss(&x[0], &x[1]),
-            LanguageModel::Bert(model) => model.loss(&x[0], &x[1], x.get(2), x.get(3)),
+        match (self, packed_documents(x)) {
+            (LanguageModel::Gpt2(model), None) => model.loss(&x[0], &x[1]),
+            (LanguageModel::Gpt2(model), Some(documents)) => model.loss_packed(&x[0], &x[1], &documents),
+            (LanguageModel::Llama(model), None) => model.loss(&x[0], &x[1]),
+            (LanguageModel::Llama(model), Some(documents)) => model.loss_packed(&x[0], &x[1], &documents),
+            (LanguageModel::Bert(model), _) => model.loss(&x[0], &x[1], x.get(2), x.get(3)),
         }
     }
 
@@ -149,9 +152,11 @@ impl LanguageModel {
     #[track_caller]
     #[must_use]
     pub fn forward_from_batch(&self, x: &[Var]) -> Var {
-        match self {
-            LanguageModel::Bert(model) => model.forward(&x[0], x.get(2), x.get(3)),
-            LanguageModel::Gpt2(_) | LanguageModel::Llama(_) => self.forward(&x[0]),
+        match (self, packed_documents(x)) {
+            (LanguageModel::Bert(model), _) => model.forward(&x[0], x.get(2), x.get(3)),
+            (LanguageModel::Gpt2(model), Some(documents)) => model.forward_packed(&x[0], &documents),
+            (LanguageModel::Llama(model), Some(documents)) => model.forward_packed(&x[0], &documents),
+            (_, None) => self.forward(&x[0]),
         }
     }
 
@@ -161,6 +166,16 @@ impl LanguageModel {
             LanguageModel::Llama(model) => &**model,
             LanguageModel::Bert(model) => &**model,
         }
+    }
+}
+
+/// Returns the segment ids and positions among the tensors of a decoder's batch.
+fn packed_documents(x: &[Var]) -> Option<PackedDocuments> {
+    match x {
+        [_, _, segments, positions] => {
+            Some(PackedDocuments { segments: segments.clone(), positions: positions.clone() })
+        }
+        _ => None,
     }
 }
 

@@ -5,7 +5,8 @@ use super::blocks::check_ids;
 use crate::checkpoint::hf::{HfModel, LlamaConfig, LlamaKind, ModelConfig};
 use crate::layer::kv_cache::{KvCache, LayerKvCache};
 use crate::layer::{
-    Embedding, FeedForward, GatedMlp, GroupedQueryAttention, MixtureOfExperts, RmsNorm, Routing,
+    DocumentPoints, Embedding, FeedForward, GatedMlp, GroupedQueryAttention, MixtureOfExperts,
+    PackedDocuments, RmsNorm, Routing,
 };
 use crate::loss::{cross_entropy, load_balancing_loss};
 use crate::module;
@@ -58,7 +59,8 @@ module! {
         /// The backbone: all but the output layer.
         pub model: LlamaBackbone,
         /// The output layer if it is not tied to the token embedding: `[vocab_size, hidden_size]`.
-        pub lm_head: Option<Embedding>;
+        pub lm_head: Option<Embedding>,
+        documents: DocumentPoints;
         config: LlamaConfig,
         recompute: bool,
     }
@@ -108,18 +110,25 @@ impl LlamaBlock {
     #[track_caller]
     #[must_use]
     pub fn forward_with_cache(&self, x: &Var, layer_cache: Option<&mut LayerKvCache>) -> Var {
-        self.forward_with_routing(x, layer_cache).0
+        let x = self.self_attn.forward_with(&self.input_layernorm.forward(x), layer_cache, Some(x.into()));
+        self.feed_forward(&x).0
     }
 
-    /// [`LlamaBlock::forward_with_cache`], and the routing if there are experts.
+    /// [`LlamaBlock::forward`], within packed documents if there are any, and the routing if there are experts.
     #[track_caller]
-    fn forward_with_routing(
-        &self,
-        x: &Var,
-        layer_cache: Option<&mut LayerKvCache>,
-    ) -> (Var, Option<Routing>) {
-        let x = self.self_attn.forward_with(&self.input_layernorm.forward(x), layer_cache, Some(x.into()));
-        self.mlp.forward_with_residual(&self.post_attention_layernorm.forward(&x), &x)
+    fn forward_with_routing(&self, x: &Var, documents: Option<&PackedDocuments>) -> (Var, Option<Routing>) {
+        let (normed, residual) = (self.input_layernorm.forward(x), Some(x.into()));
+        let x = match documents {
+            Some(documents) => self.self_attn.forward_packed(&normed, documents, residual),
+            None => self.self_attn.forward_with(&normed, None, residual),
+        };
+        self.feed_forward(&x)
+    }
+
+    /// The part after attention, and the routing if there are experts.
+    #[track_caller]
+    fn feed_forward(&self, x: &Var) -> (Var, Option<Routing>) {
+        self.mlp.forward_with_residual(&self.post_attention_layernorm.forward(x), x)
     }
 }
 
@@ -170,6 +179,7 @@ impl Llama {
                 norm: RmsNorm::new(d).eps(config.rms_norm_eps),
             },
             lm_head: (!config.tie_word_embeddings).then(table),
+            documents: DocumentPoints::default(),
             config: config.clone(),
             recompute: false,
         }
@@ -206,17 +216,35 @@ impl Llama {
     #[must_use]
     pub fn forward(&self, ids: &Var) -> Var {
         check_ids(ids, 0, self.config.max_position_embeddings);
-        self.forward_checked(ids, false).0
+        self.forward_checked(ids, None, false).0
     }
 
-    /// [`Llama::forward`] of ids whose shape was checked; with `wants_usage` also the expert usage of each block with experts. Not
+    /// [`Llama::forward`] of rows of packed documents: tokens attend within their documents, and are rotated by their positions there.
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::Shape` if the ids have other dims than `[b, t]`.
+    #[doc(alias = "position_ids")]
+    #[track_caller]
+    #[must_use]
+    pub fn forward_packed(&self, ids: &Var, documents: &PackedDocuments) -> Var {
+        check_ids(ids, 0, usize::MAX);
+        self.forward_checked(ids, Some(documents), false).0
+    }
+
+    /// [`Llama::forward`] of ids whose shape was checked, within packed documents if there are any; with `wants_usage` also the expert usage of each block with experts. Not
     /// `track_caller`: errors point to the model's code, not to its caller.
-    fn forward_checked(&self, ids: &Var, wants_usage: bool) -> (Var, Vec<[Var; 2]>) {
+    fn forward_checked(
+        &self,
+        ids: &Var,
+        documents: Option<&PackedDocuments>,
+        wants_usage: bool,
+    ) -> (Var, Vec<[Var; 2]>) {
         let mut usage = Vec::new();
+        let documents = documents.map(|documents| self.documents.constrain(documents));
         let mut x = self.model.embed_tokens.forward(ids);
         for block in &self.model.layers {
             let forward = |x: &Var| {
-                let (x, routes) = block.forward_with_routing(x, None);
+                let (x, routes) = block.forward_with_routing(x, documents.as_ref());
                 let usage = routes.filter(|_| wants_usage).map(|routes| routes.expert_usage());
                 [vec![x], usage.map_or_else(Vec::new, Vec::from)].concat()
             };
@@ -261,7 +289,19 @@ impl Llama {
     #[track_caller]
     #[must_use]
     pub fn loss(&self, ids: &Var, targets: &Var) -> Var {
-        self.loss_with_usage(ids, targets, self.is_balanced_by_loss()).0
+        check_ids(ids, 0, self.config.max_position_embeddings);
+        self.loss_checked(ids, targets, None, self.is_balanced_by_loss()).0
+    }
+
+    /// [`Llama::loss`] of rows of packed documents.
+    ///
+    /// # Panics
+    /// As [`Llama::forward_packed`], and if a target is outside the vocabulary.
+    #[track_caller]
+    #[must_use]
+    pub fn loss_packed(&self, ids: &Var, targets: &Var, documents: &PackedDocuments) -> Var {
+        check_ids(ids, 0, usize::MAX);
+        self.loss_checked(ids, targets, Some(documents), self.is_balanced_by_loss()).0
     }
 
     /// [`Llama::loss`], and the number of tokens routed to each expert of each block with experts, `[experts]`, partial sums where rows
@@ -273,14 +313,21 @@ impl Llama {
     #[track_caller]
     #[must_use]
     pub fn loss_with_tokens_per_expert(&self, ids: &Var, targets: &Var) -> (Var, Vec<Var>) {
-        let (loss, usage) = self.loss_with_usage(ids, targets, true);
+        check_ids(ids, 0, self.config.max_position_embeddings);
+        let (loss, usage) = self.loss_checked(ids, targets, None, true);
         (loss, usage.into_iter().map(|[tokens, _]| tokens).collect())
     }
 
-    #[track_caller]
-    fn loss_with_usage(&self, ids: &Var, targets: &Var, wants_usage: bool) -> (Var, Vec<[Var; 2]>) {
-        check_ids(ids, 0, self.config.max_position_embeddings);
-        let (logits, usage) = self.forward_checked(ids, wants_usage);
+    /// [`Llama::loss`] of ids whose shape was checked, within packed documents if there are any, and with `wants_usage` the expert usage
+    /// of each block with experts.
+    fn loss_checked(
+        &self,
+        ids: &Var,
+        targets: &Var,
+        documents: Option<&PackedDocuments>,
+        wants_usage: bool,
+    ) -> (Var, Vec<[Var; 2]>) {
+        let (logits, usage) = self.forward_checked(ids, documents, wants_usage);
         let loss = cross_entropy(&logits, targets).mean();
         match &self.config.experts {
             Some(experts) if self.is_balanced_by_loss() && !usage.is_empty() => {

@@ -6,6 +6,7 @@ mod axes;
 mod parallel;
 mod sharded_data;
 mod experts;
+mod context;
 mod pipeline;
 mod text;
 mod models;
@@ -74,6 +75,8 @@ pub struct Plan {
     gather_groups: Vec<String>,
     /// The axis of `exchange_experts` and `gather_experts`.
     expert_axis: Option<String>,
+    /// The axis of `ring` and `exchange`.
+    context_axis: Option<String>,
     /// Pipeline parallelism, if any.
     pipeline: Option<PipelinePlan>,
     /// Errors in the texts of rules, reported when the plan is used.
@@ -137,6 +140,7 @@ impl Plan {
         self.gather_groups.extend(other.gather_groups);
         self.tensor_axis = other.tensor_axis.or(self.tensor_axis);
         self.expert_axis = other.expert_axis.or(self.expert_axis);
+        self.context_axis = other.context_axis.or(self.context_axis);
         self.pipeline = other.pipeline.or(self.pipeline);
         self.errors.extend(other.errors);
         self

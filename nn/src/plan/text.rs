@@ -178,7 +178,7 @@ mod tests {
             [Plan::new(), Plan::gpt2(), Plan::llama(), Plan::llama_moe(), Plan::bert(), own, cut_at, sharded]
         {
             // The axes that builder methods refer to are no part of the text.
-            let plan = Plan { tensor_axis: None, expert_axis: None, ..plan };
+            let plan = Plan { tensor_axis: None, expert_axis: None, context_axis: None, ..plan };
             assert_eq!(plan.to_string().parse::<Plan>().unwrap(), plan, "{plan}");
         }
     }

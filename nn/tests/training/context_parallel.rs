@@ -252,9 +252,9 @@ fn a_block_all_gathers_keys_and_values_and_reduce_scatters_their_gradients() {
 }
 
 #[test]
-fn attention_on_sharded_keys_is_an_error_that_suggests_a_gather() {
+fn attention_of_all_queries_on_sharded_keys_is_an_error_that_suggests_a_gather() {
     let error = World::run(Mesh::parse("cp=2").unwrap(), |rank| {
-        let tokens = Plan::context_parallel("cp").point("keys", "cp@1").point("values", "cp@1");
+        let tokens = Plan::context_parallel("cp").ring().point("queries", "cp~");
         TrainingCase::new(config(), 8).on(rank, &tokens).map(drop)
     })
     .unwrap_err();

@@ -14,6 +14,7 @@ mod gradient_accumulation;
 mod traces;
 mod llama;
 mod context_parallel;
+mod context_forms;
 mod mixture_of_experts;
 mod expert_exchange;
 mod expert_balancing;

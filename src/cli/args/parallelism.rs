@@ -17,6 +17,17 @@ enum ExpertsArg {
     Exchange,
 }
 
+/// How queries meet the keys and values of other ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum ContextArg {
+    /// Every rank gathers the keys and values of all tokens
+    Gather,
+    /// Keys and values travel around the ranks
+    Ring,
+    /// An all-to-all shards heads in place of tokens during attention
+    Exchange,
+}
+
 /// Parallelism options.
 #[derive(Args, Clone, Debug, Default)]
 #[command(next_help_heading = "Parallelism")]
@@ -25,6 +36,9 @@ pub(crate) struct ParallelismArgs {
     /// use (3); needs dp in --mesh. The mesh axis fsdp means stage 3. `eval` and `generate` shard parameters in stage 3 only
     #[arg(long, value_name = "STAGE", value_parser = values::zero_stage)]
     zero: Option<usize>,
+    /// How queries meet the keys and values of other ranks of cp [default: gather]
+    #[arg(long, value_name = "HOW", value_enum)]
+    context: Option<ContextArg>,
     /// How rows reach the experts of other ranks of ep [default: by fewer bytes, for each layer]
     #[arg(long, value_name = "HOW", value_enum)]
     experts: Option<ExpertsArg>,
@@ -41,7 +55,13 @@ impl ParallelismArgs {
             Some(ExpertsArg::Exchange) => plan.and(Plan::expert_parallel("ep").exchange_experts()),
             None => plan,
         };
-        let plan = experts(self.plan.as_ref().map_or(family, |plan| plan.plan.clone()));
+        let context = |plan: Plan| match self.context {
+            Some(ContextArg::Gather) => plan.and(Plan::context_parallel("cp")),
+            Some(ContextArg::Ring) => plan.and(Plan::context_parallel("cp").ring()),
+            Some(ContextArg::Exchange) => plan.and(Plan::context_parallel("cp").exchange()),
+            None => plan,
+        };
+        let plan = context(experts(self.plan.as_ref().map_or(family, |plan| plan.plan.clone())));
         match self.zero {
             Some(stage) => plan.and(Plan::zero(stage, "dp")),
             None => plan,
@@ -76,6 +96,9 @@ impl ParallelismArgs {
     /// Returns an error text for options that do not fit the mesh.
     pub(crate) fn fault(&self, mesh: &Mesh) -> Option<String> {
         let size = |name| mesh.axis(name).map(|axis| mesh.size(axis));
+        if self.context.is_some() && size("cp").is_none() {
+            return Some("--context needs a cp axis; add cp=2 to --mesh, or omit --context".to_string());
+        }
         if self.experts.is_some() && size("ep").is_none() {
             return Some("--experts needs an ep axis; add ep=2 to --mesh, or omit --experts".to_string());
         }
@@ -120,7 +143,11 @@ mod tests {
     }
 
     #[test]
-    fn experts_need_an_expert_axis() {
+    fn context_and_experts_need_their_axes() {
+        let args = ParallelismArgs { context: Some(ContextArg::Ring), ..Default::default() };
+        assert!(args.fault(&Mesh::parse("dp=2").unwrap()).unwrap().contains("--context needs a cp axis"));
+        let text = args.plan(Plan::gpt2()).to_string();
+        assert!(args.fault(&Mesh::parse("cp=2").unwrap()).is_none() && text.contains("point keys cp@1"));
         let args = ParallelismArgs { experts: Some(ExpertsArg::Exchange), ..Default::default() };
         assert!(args.fault(&Mesh::parse("dp=2").unwrap()).unwrap().contains("--experts needs an ep axis"));
         assert_eq!(args.fault(&Mesh::parse("ep=2").unwrap()), None);

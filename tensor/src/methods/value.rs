@@ -5,7 +5,8 @@ use crate::layout::Layout;
 use crate::op::{Op, OpHandle, Point, unwind};
 use crate::ops::ARGUMENTS_MAX;
 use crate::ops::add::Add;
-use crate::ops::attention::{Attention, Mask, QkvPackedAttention};
+use crate::ops::attention::{Attention, QkvPackedAttention};
+use crate::ops::attention_mask::Mask;
 use crate::ops::cast::Cast;
 use crate::ops::concat::Concat;
 use crate::ops::cross_entropy_terms::CrossEntropyTerms;
@@ -452,6 +453,14 @@ pub trait Value: Clone {
         Self::apply_one(unwind(Rope::of(&self.shape(), frequencies.clone(), first)), &[self])
     }
 
+    /// [`Value::rope`] by positions `[b, t]` (i64), for example of packed documents.
+    #[doc(alias = "position_ids")]
+    #[track_caller]
+    #[must_use]
+    fn rope_at(&self, frequencies: &Rc<[f64]>, positions: &Self) -> Self {
+        Self::apply_one(unwind(Rope::by_positions(&self.shape(), frequencies.clone())), &[self, positions])
+    }
+
     /// Embedding lookup: rows of this table, `[v, d]`, by index (i64, any shape), give `[.., d]`.
     #[doc(alias = "take")]
     #[doc(alias = "gather")]
@@ -474,8 +483,46 @@ pub trait Value: Clone {
         Self::apply_one(Attention::of(self.layout().ndim(), mask), &[self, k, v])
     }
 
+    /// [`Value::attention`] within packed documents: a query sees the keys of its own document only. `documents` are the segment
+    /// ids and the positions of the keys, `[b, s]` each (i64); the last t of them are those of the queries. If causal, a query
+    /// sees the keys of its document with positions up to its own; with a window of w, those less than w before.
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::Config` for a window of 0 keys, or one without causality.
+    #[doc(alias = "varlen_attention")]
+    #[doc(alias = "flash_attn_varlen_func")]
+    #[doc(alias = "document_mask")]
+    #[doc(alias = "segment_ids")]
+    #[track_caller]
+    #[must_use]
+    fn document_attention(
+        &self,
+        k: &Self,
+        v: &Self,
+        documents: [&Self; 2],
+        causal: bool,
+        window: Option<usize>,
+    ) -> Self {
+        let mask = match (causal, window) {
+            (false, None) => Mask::None,
+            (true, None) => Mask::Causal,
+            (true, Some(keys)) if keys > 0 => Mask::Window(keys),
+            (_, Some(keys)) => {
+                let text = format!("attention: a window of {keys} keys, causal {causal}");
+                let error = Error::new(Kind::Config, text);
+                error
+                    .detail("help", "pass a window of at least 1 key, and only to causal attention")
+                    .at(Location::caller())
+                    .raise()
+            }
+        };
+        let op = Attention::of_documents(self.layout().ndim(), mask);
+        Self::apply_one(op, &[self, k, v, documents[0], documents[1]])
+    }
+
     /// [`Value::attention`] of q, k and v that are packed along dim 2 of this tensor, `[b, t, 3, h, c]`, with the points
-    /// [`QkvPackedAttention::KEYS`] and [`QkvPackedAttention::VALUES`]. One kernel where tokens are unsharded.
+    /// [`QkvPackedAttention::KEYS`], [`QkvPackedAttention::VALUES`], [`QkvPackedAttention::QUERIES`] and
+    /// [`QkvPackedAttention::HEADS`], in this order. One kernel where tokens are unsharded.
     #[doc(alias = "flash_attn_qkvpacked_func")]
     #[track_caller]
     #[must_use]

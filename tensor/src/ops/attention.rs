@@ -3,21 +3,24 @@
 //!
 //! If causal, query i of t sees the keys j <= i + s - t of s: the last query sees all keys, whether queries and keys
 //! are the same sequence (t = s) or the queries continue it (t < s, a KV cache). With a sliding window of w keys, a
-//! query sees the last w of these keys only.
+//! query sees the last w of these keys only. With packed documents, a query sees the keys of its own document, and if
+//! causal those of positions up to its own.
 
+use super::attention_mask::{AttentionLaunch, DocumentIds, Mask, check_documents, forward_dtypes};
+use super::ring_attention::RingAttention;
 use super::{Case, Input};
-use crate::execution::local_tensor::{LocalTensor, launch};
+use crate::execution::local_tensor::LocalTensor;
 use crate::layout::Layout;
 use crate::layout::dim::Dim;
 use crate::op::{
     Cotangents, DTypes, Decomposition, ForwardContext, LocalTensors, Op, Operand, PlanKey, SavedForBackward,
-    Vjp, common_float,
+    Vjp,
 };
 use crate::ops::unbind::Unbind;
 use crate::tensor::Tensor;
 use shardgrad_dist::{Error, Kind, Result};
 use shardgrad_kernels::op::attention::{BACKWARD, BACKWARD_JOINED, FORWARD};
-use shardgrad_kernels::{DType, Kernel, Scalar};
+use shardgrad_kernels::{DType, Kernel};
 use smallvec::SmallVec;
 use std::rc::Rc;
 
@@ -26,8 +29,11 @@ use std::rc::Rc;
 ///
 /// On q, k and v of one float dtype: `b t h c!, b s! h c!, b s! h c! -> b t h c!` (multi-head), or `b t g r c!, b s! g
 /// c!, b s! g c! -> b t g r c!` where r query heads share each of g key heads (grouped-query attention; multi-query for
-/// g = 1). The logarithms of the softmax denominators (`b t h`, in the accumulator dtype) are saved for backward; a t
-/// by s matrix is not. Keys and channels must not be sharded; queries, heads and batch may be.
+/// g = 1). With packed documents two more arguments `b s!, b s!` (i64): the segment ids and positions of the keys, the last
+/// t of which are those of the queries. The logarithms of the softmax denominators (`b t h`, in the accumulator dtype) are saved for backward; a t
+/// by s matrix is not. The kernel does not take sharded keys and channels; queries, heads and batch may be sharded.
+///
+/// Decomposition: [`RingAttention`] where keys are sharded over the same axes as queries, t = s.
 ///
 /// Gradient, with dp_ij = g_i v_j and D_i = sum_c g_i o_i: dv_j = sum_i p_ij g_i, dq_i = scale sum_j p_ij (dp_ij - D_i)
 /// k_j, dk_j = scale sum_i p_ij (dp_ij - D_i) q_i; dk and dv are partial sums over the axes that shard t or r.
@@ -40,10 +46,13 @@ use std::rc::Rc;
 #[doc(alias = "GQA")]
 #[doc(alias = "MQA")]
 #[doc(alias = "sliding window")]
+#[doc(alias = "document mask")]
+#[doc(alias = "varlen")]
 #[derive(Debug)]
 pub struct Attention {
     mask: Mask,
     is_grouped: bool,
+    has_documents: bool,
 }
 
 /// Backward of [`Attention`]: the cotangents of q, k and v, linear in g.
@@ -51,6 +60,7 @@ pub struct Attention {
 struct AttentionBackward {
     mask: Mask,
     is_grouped: bool,
+    has_documents: bool,
 }
 
 /// Signature of [`QkvPackedAttention`].
@@ -61,8 +71,8 @@ const PACKED: &str = "b t! p! h c! -> b t! h c!, b t! h";
 /// The cotangent is one packed tensor too, as the fused QKV projection needs; separate cotangents would have to be
 /// concatenated. The kernel does not take sharded queries and keys.
 ///
-/// Decomposition: attention(q, keys(k), values(v)) of the unbound q, k and v, with the points `keys` and `values`. The kernel computes
-/// all of it where tokens are unsharded and no point changes a value.
+/// Decomposition: heads(attention(queries(q), keys(k), values(v))) of the unbound q, k and v, with the points `keys`, `values`,
+/// `queries` and `heads`. The kernel computes all of it where tokens are unsharded and no point changes a value.
 #[doc(alias = "flash_attn_qkvpacked_func")]
 #[doc(alias = "fused qkv")]
 #[derive(Debug)]
@@ -76,29 +86,25 @@ struct QkvPackedAttentionBackward {
     mask: Mask,
 }
 
-/// The keys that a query sees.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Mask {
-    /// All keys.
-    None,
-    /// Its own key and the keys before it.
-    Causal,
-    /// The last keys of these, at most so many; at least one.
-    Window(usize),
-}
-
 impl Attention {
     /// Attention of q with 4 dims (batch, query, head, channel) or 5 (batch, query, group, head, channel).
     #[must_use]
     pub(crate) fn of(ndim: usize, mask: Mask) -> Rc<dyn Op> {
-        Rc::new(Attention { mask, is_grouped: ndim == 5 })
+        Rc::new(Attention { mask, is_grouped: ndim == 5, has_documents: false })
+    }
+
+    /// [`Attention::of`] with packed documents.
+    #[must_use]
+    pub(crate) fn of_documents(ndim: usize, mask: Mask) -> Rc<dyn Op> {
+        Rc::new(Attention { mask, is_grouped: ndim == 5, has_documents: true })
     }
 
     fn static_signature(&self) -> &'static str {
-        if self.is_grouped {
-            "b t g r c!, b s! g c!, b s! g c! -> b t g r c!, b t g r"
-        } else {
-            "b t h c!, b s! h c!, b s! h c! -> b t h c!, b t h"
+        match (self.is_grouped, self.has_documents) {
+            (false, false) => "b t h c!, b s! h c!, b s! h c! -> b t h c!, b t h",
+            (true, false) => "b t g r c!, b s! g c!, b s! g c! -> b t g r c!, b t g r",
+            (false, true) => "b t h c!, b s! h c!, b s! h c!, b s!, b s! -> b t h c!, b t h",
+            (true, true) => "b t g r c!, b s! g c!, b s! g c!, b s!, b s! -> b t g r c!, b t g r",
         }
     }
 }
@@ -108,6 +114,10 @@ impl QkvPackedAttention {
     pub const KEYS: usize = 0;
     /// The point of the values, before attention.
     pub const VALUES: usize = 1;
+    /// The point of the queries, before attention.
+    pub const QUERIES: usize = 2;
+    /// The point of the outputs of the heads.
+    pub const HEADS: usize = 3;
 
     /// Attention of a tensor `[b, t, 3, h, c]`; if causal, a query sees its own key and the keys before it.
     ///
@@ -134,7 +144,7 @@ fn launch_with_groups(
     local: &ForwardContext<'_>,
     kernel: &Kernel,
     x: &[&LocalTensor],
-    mask: Mask,
+    (mask, documents): (Mask, Option<DocumentIds<'_>>),
     per_query: impl Fn(usize) -> bool,
     output_per_query: impl Fn(usize) -> bool,
 ) -> Result<LocalTensors> {
@@ -157,25 +167,27 @@ fn launch_with_groups(
     // Keys are not sharded.
     let ((t, range), s, (c, _)) = (local.label("t"), x[1].view.shape[1], local.label("c"));
     let first = range.start as i64 + s as i64 - t as i64;
-    let (causal, window) = match mask {
-        Mask::None => (0, 0),
-        Mask::Causal => (1, 0),
-        // A window beyond all keys hides none, and might overflow an i64.
-        Mask::Window(keys) => (1, keys.min(s) as i64),
+    let (rank, queries, keys) = (local.rank, first..first + range.len() as i64, 0..s as i64);
+    let documents = match documents {
+        Some(_) if t > s => return check_documents("attention", s, s, t).map(|()| outputs),
+        Some([segments, positions]) => Some([segments.contiguous(rank)?, positions.contiguous(rank)?]),
+        None => None,
     };
-    let [causal, first, window] = [causal, first, window].map(Scalar::Int);
-    let scalars = [Scalar::Real(1.0 / (c as f64).sqrt()), causal, first, window];
-    launch(
-        local.rank,
+    let documents = documents.as_ref().map(|[segments, positions]| [segments, positions]);
+    AttentionLaunch { rank, mask, c, queries, keys, documents }.run(
         kernel,
         &inputs,
         &mut outputs.iter_mut().collect::<Vec<&mut LocalTensor>>(),
-        &scalars,
     )?;
     for (tensor, view) in outputs.iter_mut().zip(views) {
         tensor.view = view;
     }
     Ok(outputs)
+}
+
+/// The documents among the arguments, which follow `own` tensors.
+fn documents_after<'a>(own: usize, x: &[&'a LocalTensor]) -> Option<DocumentIds<'a>> {
+    x.get(own..own + 2).map(|ids| [ids[0], ids[1]])
 }
 
 impl Op for Attention {
@@ -196,12 +208,27 @@ impl Op for Attention {
     }
 
     fn saved_for_backward(&self) -> SavedForBackward {
-        SavedForBackward { inputs: &[0, 1, 2], outputs: &[0, 1] }
+        match self.has_documents {
+            true => SavedForBackward { inputs: &[0, 1, 2, 3, 4], outputs: &[0, 1] },
+            false => SavedForBackward { inputs: &[0, 1, 2], outputs: &[0, 1] },
+        }
+    }
+
+    fn decompose(&self, args: &[&Layout], _: &[bool]) -> Option<Decomposition> {
+        let tokens = |i: usize| args.get(i).and_then(|layout| layout.dims().get(1));
+        let (queries, keys) = (tokens(0)?, tokens(1)?);
+        if keys.is_unsharded() || (queries.extent, queries.axes) != (keys.extent, keys.axes) {
+            return None;
+        }
+        let Attention { mask, is_grouped, has_documents } = *self;
+        let args: SmallVec<[Operand; 5]> = (0..args.len()).map(Operand::Arg).collect();
+        let mut parts = Decomposition::new(0);
+        parts.apply(RingAttention { mask, is_grouped, has_documents }, &args);
+        Some(parts)
     }
 
     fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
-        let dtype = common_float(inputs)?;
-        Ok(SmallVec::from_slice(&[dtype, dtype.accumulator()]))
+        forward_dtypes(inputs)
     }
 
     fn estimate_work(&self, tuples: usize, _: &[&Layout], _: &[Layout]) -> usize {
@@ -209,12 +236,17 @@ impl Op for Attention {
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
-        launch_with_groups(local, &FORWARD, x, self.mask, |i| i == 0, |_| true)
+        let mask = (self.mask, documents_after(3, x));
+        launch_with_groups(local, &FORWARD, &x[..3], mask, |i| i == 0, |_| true)
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        let op = Rc::new(AttentionBackward { mask: self.mask, is_grouped: self.is_grouped });
-        let args = [cx.input(0), cx.input(1), cx.input(2), cx.output(0), cx.output(1), &cx.grad(0)];
+        let Attention { mask, is_grouped, has_documents } = *self;
+        let op = Rc::new(AttentionBackward { mask, is_grouped, has_documents });
+        let (documents, g) = (if has_documents { 3..5 } else { 3..3 }, cx.grad(0));
+        let tensors = [cx.input(0), cx.input(1), cx.input(2), cx.output(0), cx.output(1), &g];
+        let args: SmallVec<[&Tensor; 8]> =
+            tensors.into_iter().chain(documents.map(|i| cx.input(i))).collect();
         let grads = Tensor::apply(op, &args);
         cx.cotangents(|i| grads[i].clone())
     }
@@ -226,10 +258,19 @@ impl Op for AttentionBackward {
     }
 
     fn signature(&self) -> &str {
-        if self.is_grouped {
-            "b t g r c!, b s! g c!, b s! g c!, b t g r c!, b t g r, b t g r c! -> b t g r c!, b s! g c!, b s! g c!"
-        } else {
-            "b t h c!, b s! h c!, b s! h c!, b t h c!, b t h, b t h c! -> b t h c!, b s! h c!, b s! h c!"
+        match (self.is_grouped, self.has_documents) {
+            (false, false) => {
+                "b t h c!, b s! h c!, b s! h c!, b t h c!, b t h, b t h c! -> b t h c!, b s! h c!, b s! h c!"
+            }
+            (true, false) => {
+                "b t g r c!, b s! g c!, b s! g c!, b t g r c!, b t g r, b t g r c! -> b t g r c!, b s! g c!, b s! g c!"
+            }
+            (false, true) => {
+                "b t h c!, b s! h c!, b s! h c!, b t h c!, b t h, b t h c!, b s!, b s! -> b t h c!, b s! h c!, b s! h c!"
+            }
+            (true, true) => {
+                "b t g r c!, b s! g c!, b s! g c!, b t g r c!, b t g r, b t g r c!, b s!, b s! -> b t g r c!, b s! g c!, b s! g c!"
+            }
         }
     }
 
@@ -242,7 +283,8 @@ impl Op for AttentionBackward {
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
-        launch_with_groups(local, &BACKWARD, x, self.mask, |i| i != 1 && i != 2, |i| i == 0)
+        let mask = (self.mask, documents_after(6, x));
+        launch_with_groups(local, &BACKWARD, &x[..6], mask, |i| i != 1 && i != 2, |i| i == 0)
     }
 }
 
@@ -265,9 +307,11 @@ impl Op for QkvPackedAttention {
         else {
             unreachable!("the output of a step")
         };
+        let q = parts.pass(Operand::Output(qkv, q), QkvPackedAttention::QUERIES);
         let k = parts.pass(Operand::Output(qkv, 1), QkvPackedAttention::KEYS);
         let v = parts.pass(Operand::Output(qkv, 2), QkvPackedAttention::VALUES);
-        parts.apply_with_points(Attention::of(4, self.mask), &[Operand::Output(qkv, q), k, v], 0..0);
+        let heads = parts.apply_with_points(Attention::of(4, self.mask), &[q, k, v], 0..0);
+        parts.pass(heads, QkvPackedAttention::HEADS);
         Some(parts)
     }
 
@@ -289,13 +333,12 @@ impl Op for QkvPackedAttention {
     }
 
     fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
-        let dtype = common_float(inputs)?;
-        Ok(SmallVec::from_slice(&[dtype, dtype.accumulator()]))
+        forward_dtypes(inputs)
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         let [q, k, v] = split_qkv(x[0]);
-        launch_with_groups(local, &FORWARD, &[&q, &k, &v], self.mask, |i| i == 0, |_| true)
+        launch_with_groups(local, &FORWARD, &[&q, &k, &v], (self.mask, None), |i| i == 0, |_| true)
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
@@ -325,7 +368,8 @@ impl Op for QkvPackedAttentionBackward {
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         let [q, k, v] = split_qkv(x[0]);
         let args = [&q, &k, &v, x[1], x[2], x[3]];
-        launch_with_groups(local, &BACKWARD_JOINED, &args, self.mask, |i| i != 1 && i != 2, |_| false)
+        let mask = (self.mask, None);
+        launch_with_groups(local, &BACKWARD_JOINED, &args, mask, |i| i != 1 && i != 2, |_| false)
     }
 }
 
@@ -343,6 +387,12 @@ pub(super) fn cases() -> Vec<Case> {
         let inputs = vec![Input::offset(q, 8.0), Input::offset(k, 100.0), Input::real(k)];
         Case::new(Attention::of(q.len(), mask), inputs)
     };
+    // Queries of the last tokens of rows of documents.
+    let packed_documents = |mask, q: &[usize], k: &[usize]| {
+        let mut inputs = vec![Input::real(q), Input::real(k), Input::real(k)];
+        inputs.extend([Input::index(&k[..2], 2), Input::index(&k[..2], k[1])]);
+        Case::new(Attention::of_documents(q.len(), mask), inputs)
+    };
     vec![
         case(Mask::Causal, &[2, 5, 3, 2], &[2, 5, 3, 2]),
         case(Mask::None, &[2, 3, 2, 3], &[2, 5, 2, 3]),
@@ -352,6 +402,8 @@ pub(super) fn cases() -> Vec<Case> {
         packed(false, &[3, 3, 3, 2, 2]),
         far(Mask::None, &[2, 3, 2, 3], &[2, 5, 2, 3]),
         far(Mask::Causal, &[2, 3, 2, 3, 2], &[2, 4, 2, 2]),
+        packed_documents(Mask::Causal, &[2, 5, 3, 2], &[2, 5, 3, 2]),
+        packed_documents(Mask::Window(2), &[2, 3, 2, 3, 2], &[2, 5, 2, 2]),
     ]
 }
 
@@ -427,7 +479,7 @@ mod tests {
             let grad = |mask| {
                 let saved = Tensor::apply(Attention::of(4, mask), &[&x, &x, &x]).remove(0);
                 let lse = Tensor::from_host(rank, &[1, 3, 1], &[1.0, 0.5, 2.0])?;
-                let op = Rc::new(AttentionBackward { mask, is_grouped: false });
+                let op = Rc::new(AttentionBackward { mask, is_grouped: false, has_documents: false });
                 let grads = Tensor::apply(op, &[&x, &x, &x, &saved, &lse, &x]);
                 grads.iter().map(Tensor::to_host::<f64>).collect::<Result<Vec<_>>>()
             };

@@ -52,6 +52,8 @@ pub mod sum_squares;
 pub mod swiglu;
 pub mod experts;
 pub mod unbind;
+pub(crate) mod attention_mask;
+pub mod ring_attention;
 pub mod attention;
 pub mod redistribute;
 
@@ -271,6 +273,7 @@ list! {
     unary::reciprocal,
     unary::relu,
     reshape,
+    ring_attention,
     rms_norm,
     roll,
     rope,

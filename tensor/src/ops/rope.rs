@@ -1,20 +1,23 @@
 //! Rotary position embedding (RoPE): pairs of channels rotated by angles proportional to the position.
 
+use super::embedding::check_index;
 use super::labels::{check_dim, dim_labels_with, invalid_argument};
 use super::{Case, Input};
 use crate::execution::local_tensor::LocalTensor;
-use crate::op::{Cotangents, ForwardContext, LocalTensors, Op, Vjp};
+use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, common_float};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
-use shardgrad_kernels::Scalar;
 use shardgrad_kernels::op::rope::ROPE;
+use shardgrad_kernels::{DType, Scalar};
+use smallvec::{SmallVec, smallvec};
 use std::rc::Rc;
 
 /// Rotary position embedding (RoPE): rotates pairs of channels by angles proportional to the position.
 ///
 /// On tensors `[b, t, .., c]` of any float dtype: `a b .. x! -> a b .. x!`. With angle a = p f_i, h = c / 2 and
 /// position p = first + the global index along t: y_i = x_i cos a - x_(i+h) sin a, y_(i+h) = x_(i+h) cos a + x_i sin a
-/// for i < h. Channel i is paired with i + h, as in `transformers`. Channels must not be sharded; positions may be.
+/// for i < h. Channel i is paired with i + h, as in `transformers`. Channels must not be sharded; positions may be. With a
+/// second argument `a b` (i64), its elements are the positions: `a b .. x!, a b -> a b .. x!`.
 ///
 /// Linear. Gradient: dx = g rotated back. Source: Su et al., arXiv 2104.09864.
 #[doc(alias = "rotary embedding")]
@@ -24,7 +27,8 @@ use std::rc::Rc;
 pub struct Rope {
     signature: String,
     frequencies: Rc<[f64]>,
-    first: usize,
+    /// The position of index 0; `None` if positions are an argument.
+    first: Option<usize>,
     /// 1 for the rotation, -1 for the inverse rotation.
     sign: f64,
 }
@@ -35,6 +39,18 @@ impl Rope {
     /// # Errors
     /// `Kind::Shape` if there are fewer than three dims, or not twice as many channels as frequencies.
     pub fn of(shape: &[usize], frequencies: Rc<[f64]>, first: usize) -> Result<Rc<dyn Op>> {
+        Rope::checked(shape, frequencies, Some(first))
+    }
+
+    /// [`Rope::of`] by positions that are an argument.
+    ///
+    /// # Errors
+    /// As [`Rope::of`].
+    pub fn by_positions(shape: &[usize], frequencies: Rc<[f64]>) -> Result<Rc<dyn Op>> {
+        Rope::checked(shape, frequencies, None)
+    }
+
+    fn checked(shape: &[usize], frequencies: Rc<[f64]>, first: Option<usize>) -> Result<Rc<dyn Op>> {
         check_dim("rope", shape.len(), 2)?;
         let channels = shape[shape.len() - 1];
         if channels != 2 * frequencies.len() {
@@ -46,9 +62,10 @@ impl Rope {
         Ok(Rc::new(Rope::rotation(shape.len(), frequencies, first, 1.0)))
     }
 
-    fn rotation(ndim: usize, frequencies: Rc<[f64]>, first: usize, sign: f64) -> Rope {
+    fn rotation(ndim: usize, frequencies: Rc<[f64]>, first: Option<usize>, sign: f64) -> Rope {
         let tensor = dim_labels_with(ndim, ndim - 1, "x!");
-        Rope { signature: format!("{tensor} -> {tensor}"), frequencies, first, sign }
+        let positions = if first.is_none() { ", a b" } else { "" };
+        Rope { signature: format!("{tensor}{positions} -> {tensor}"), frequencies, first, sign }
     }
 }
 
@@ -68,16 +85,31 @@ impl Op for Rope {
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         let (_, range) = local.label("b");
         let frequencies = self.frequencies.iter().map(|f| Scalar::Real(self.sign * f));
-        let scalars: Vec<Scalar> =
-            std::iter::once(Scalar::Int((self.first + range.start) as i64)).chain(frequencies).collect();
-        local.launch(&ROPE, &[&x[0].contiguous(local.rank)?], &scalars)
+        let first = self.first.map_or(0, |first| first + range.start) as i64;
+        let scalars: Vec<Scalar> = std::iter::once(Scalar::Int(first)).chain(frequencies).collect();
+        let operands = local.contiguous(x)?;
+        local.launch(&ROPE, &operands.iter().collect::<SmallVec<[&LocalTensor; 2]>>(), &scalars)
+    }
+
+    fn saved_for_backward(&self) -> SavedForBackward {
+        SavedForBackward { inputs: if self.first.is_none() { &[1] } else { &[] }, outputs: &[] }
+    }
+
+    fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
+        inputs.iter().skip(1).try_for_each(|dtype| check_index(*dtype))?;
+        Ok(smallvec![common_float(&inputs[..1])?])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         let ndim = cx.output_layouts[0].ndim();
         let back: Rc<dyn Op> =
             Rc::new(Rope::rotation(ndim, self.frequencies.clone(), self.first, -self.sign));
-        cx.cotangents(|_| Tensor::apply_one(back.clone(), &[&cx.grad(0)]))
+        let g = cx.grad(0);
+        let args: SmallVec<[&Tensor; 2]> = match self.first {
+            Some(_) => smallvec![&g],
+            None => smallvec![&g, cx.input(1)],
+        };
+        cx.cotangents(|_| Tensor::apply_one(back.clone(), &args))
     }
 }
 
@@ -87,7 +119,11 @@ pub(super) fn cases() -> Vec<Case> {
         let op = Rope::of(shape, frequencies, first).expect("a shape of the case");
         Case::fixed_shape(op, vec![Input::real(shape)])
     };
-    vec![case(&[2, 5, 3, 4], 0), case(&[2, 3, 2, 3, 2], 3), case(&[1, 5, 4], 2)]
+    let by_positions = |shape: &[usize]| {
+        let op = Rope::by_positions(shape, [0.7, 0.3].into()).expect("a shape of the case");
+        Case::fixed_shape(op, vec![Input::real(shape), Input::index(&shape[..2], 9)])
+    };
+    vec![case(&[2, 5, 3, 4], 0), case(&[2, 3, 2, 3, 2], 3), case(&[1, 5, 4], 2), by_positions(&[2, 5, 3, 4])]
 }
 
 #[cfg(test)]

@@ -114,6 +114,37 @@ pub fn all_to_all(
     Ok(LocalTensor::from_buffer(buffer, x.dtype, &[received.iter().sum()]))
 }
 
+/// Sends a local tensor to the rank with group rank `to` over some axes without waiting for the receiver, for ops that exchange local
+/// tensors by a rule of their own.
+///
+/// # Errors
+/// Errors of the message.
+pub(crate) fn send(
+    rank: &Rank,
+    x: &LocalTensor,
+    (axes, to): (AxisSet, usize),
+    site: &'static Location<'static>,
+) -> Result<()> {
+    let flat = x.flat(rank)?;
+    let call_context = CollectiveContext { axes, dtype: x.dtype, lineage: x.lineage, site };
+    call_context.of(rank, |call| rank.send(call, &flat.buffer, flat.numel(), to))
+}
+
+/// Receives the next local tensor of the rank with group rank `from` over some axes: of a dtype, a lineage and a shape.
+///
+/// # Errors
+/// Errors of the message.
+pub(crate) fn recv(
+    rank: &Rank,
+    (dtype, lineage, shape): (DType, Lineage, &[usize]),
+    (axes, from): (AxisSet, usize),
+    site: &'static Location<'static>,
+) -> Result<LocalTensor> {
+    let call_context = CollectiveContext { axes, dtype, lineage, site };
+    let buffer = call_context.of(rank, |call| rank.recv(call, shape.iter().product(), from))?;
+    Ok(LocalTensor { lineage, ..LocalTensor::from_buffer(buffer, dtype, shape) })
+}
+
 /// What a collective call reports besides the state of the context.
 struct CollectiveContext {
     axes: AxisSet,
@@ -124,7 +155,7 @@ struct CollectiveContext {
 
 impl CollectiveContext {
     /// Makes the call.
-    fn of(&self, rank: &Rank, call: impl FnOnce(&Call<'_>) -> Result<Buffer>) -> Result<Buffer> {
+    fn of<T>(&self, rank: &Rank, call: impl FnOnce(&Call<'_>) -> Result<T>) -> Result<T> {
         let context = Context::of(rank);
         let (path, recent) = (context.path(), context.recent_tensors());
         let origin = Origin { hash: self.lineage.fingerprint(), recent_inputs: &recent };

@@ -1,9 +1,10 @@
 //! The backward of attention on the CPU: one task per batch element and key head. Probabilities are recomputed from the scores and the
 //! saved log-sum-exp.
 
+use super::documents::{DocumentRow, Documents};
 use super::strips::{Queries, in_strips, transpose_strips};
 use super::tile::{KEYS, Operand, Pairs, QUERIES, rows, with_operand};
-use super::{Head, Problem};
+use super::{Head, OutputRow, Problem, output_rows};
 use crate::cpu::math::Maths;
 use crate::cpu::simd::scratch::Scratch;
 use crate::cpu::{Pool, vectorized};
@@ -11,19 +12,20 @@ use crate::dtype::{Float, Real};
 use crate::error::KernelError;
 use crate::kernel::{Arg, ArgMut, Kernel, Launch};
 use crate::match_float;
-use crate::op::rows::{LANES, sum_pairs, write};
+use crate::op::rows::{LANES, sum_pairs};
 
 /// The outputs of one key head: a row of channels per query (in the order (t, r)), key and value.
-struct Outputs<'a, T> {
-    dq: Vec<&'a mut [T]>,
-    dk: Vec<&'a mut [T]>,
-    dv: Vec<&'a mut [T]>,
+struct Outputs<'a, T: Float> {
+    dq: Vec<OutputRow<'a, T>>,
+    dk: Vec<OutputRow<'a, T>>,
+    dv: Vec<OutputRow<'a, T>>,
 }
 
 /// Writes three outputs, or one joined output.
 pub(super) fn backward(kernel: &Kernel, pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
-    let inputs: &[Arg<'_>; 6] = launch.inputs.try_into().expect("a launch has the inputs of its contract");
-    let problem = Problem::new(&inputs[0], &inputs[1], launch.scalars);
+    let (inputs, rest) = launch.inputs.split_first_chunk().expect("a launch has the inputs of its contract");
+    let problem = Problem::new(launch.inputs, inputs.len(), launch.scalars);
+    let documents = Documents::new(rest, launch.scalars);
     if problem.c == 0 {
         return Ok(());
     }
@@ -35,7 +37,7 @@ pub(super) fn backward(kernel: &Kernel, pool: &Pool, launch: &mut Launch<'_>) ->
         with_operand!(T, P => pool.chunks_on_threads(&mut tasks, 1, |thread, task, outputs| {
             let mut own = pool.scratch_array_for(thread);
             let own = own.each_mut().map(|scratch| &mut **scratch);
-            backward_head::<T, P>(&problem, own, inputs, task, &mut outputs[0]);
+            backward_head::<T, P>(&problem, documents, own, inputs, task, &mut outputs[0]);
         }));
         Ok(())
     }, else Err(KernelError::DType { kernel: kernel.name, dtype: inputs[0].dtype }))
@@ -43,9 +45,9 @@ pub(super) fn backward(kernel: &Kernel, pool: &Pool, launch: &mut Launch<'_>) ->
 
 fn apart<'s, T: Float>(problem: &Problem, [dq, dk, dv]: &'s mut [ArgMut<'_>; 3]) -> Vec<Outputs<'s, T>> {
     let c = problem.c;
-    let dq = by_key_head(problem, problem.t * problem.r, problem.r, write::<T>(dq).chunks_exact_mut(c));
-    let dk = by_key_head(problem, problem.s, 1, write::<T>(dk).chunks_exact_mut(c));
-    let dv = by_key_head(problem, problem.s, 1, write::<T>(dv).chunks_exact_mut(c));
+    let dq = by_key_head(problem, problem.t * problem.r, problem.r, output_rows(dq, c));
+    let dk = by_key_head(problem, problem.s, 1, output_rows(dk, c));
+    let dv = by_key_head(problem, problem.s, 1, output_rows(dv, c));
     dq.into_iter().zip(dk).zip(dv).map(|((dq, dk), dv)| Outputs { dq, dk, dv }).collect()
 }
 
@@ -54,7 +56,7 @@ fn joined<'s, T: Float>(problem: &Problem, d_qkv: &'s mut ArgMut<'_>) -> Vec<Out
     let room = || Vec::with_capacity(t);
     let mut tasks: Vec<_> = (0..b * g).map(|_| Outputs { dq: room(), dk: room(), dv: room() }).collect();
     // Rows come in the order (b, t, part, g).
-    for (at, row) in write::<T>(d_qkv).chunks_exact_mut(c).enumerate() {
+    for (at, row) in output_rows(d_qkv, c).enumerate() {
         let (part, task) = (at / g % 3, &mut tasks[at / (3 * t * g) * g + at % g]);
         [&mut task.dq, &mut task.dk, &mut task.dv][part].push(row);
     }
@@ -77,6 +79,7 @@ fn by_key_head<O>(
 
 fn backward_head<T: Float<Acc: Maths>, P: Operand<Acc = T::Acc>>(
     problem: &Problem,
+    documents: Option<Documents<'_>>,
     [operands, rooms, packs]: [&mut Scratch; 3],
     [q, k, v, o, lse, d_out]: &[Arg<'_>; 6],
     task: usize,
@@ -84,6 +87,8 @@ fn backward_head<T: Float<Acc: Maths>, P: Operand<Acc = T::Acc>>(
 ) {
     let (b, g) = (task / problem.g, task % problem.g);
     let (k, v) = (Head::<T>::new(k, b, &[g]), Head::<T>::new(v, b, &[g]));
+    let documents = documents.map(|documents| documents.row(b));
+    let documents = documents.as_ref();
     let mut state = State::<P>::new(rooms, operands, problem);
     let by_strips = in_strips::<P>(problem.t) > 0;
     if by_strips {
@@ -105,9 +110,9 @@ fn backward_head<T: Float<Acc: Maths>, P: Operand<Acc = T::Acc>>(
                 || state.load(problem, [&q, &o, &d_out], &lse, [first, queries]),
             );
             if by_strips {
-                state.walk_strips(problem, packs, [first, queries]);
+                state.walk_strips(problem, documents, packs, [first, queries]);
             } else {
-                state.walk(problem, packs, [&k, &v], [first, queries]);
+                state.walk(problem, documents, packs, [&k, &v], [first, queries]);
             }
             let rows = outputs.dq[first * problem.r..].iter_mut().skip(r).step_by(problem.r).take(queries);
             store(state.dq, problem.c, T::Acc::lit(problem.scale), rows);
@@ -127,16 +132,12 @@ fn store<'o, 'a: 'o, T: Float>(
     sums: &[T::Acc],
     c: usize,
     factor: T::Acc,
-    rows: impl Iterator<Item = &'o mut &'a mut [T]>,
+    rows: impl Iterator<Item = &'o mut OutputRow<'a, T>>,
 ) {
     vectorized(
         #[inline(always)]
         || {
-            for (out, sums) in rows.zip(sums.chunks_exact(c)) {
-                for (out, &sum) in out.iter_mut().zip(sums) {
-                    *out = T::narrow(sum * factor);
-                }
-            }
+            rows.zip(sums.chunks_exact(c)).for_each(|(out, sums)| out.store(sums, factor));
         },
     );
 }
@@ -208,16 +209,17 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
     fn walk<T: Float<Acc = R>>(
         &mut self,
         problem: &Problem,
+        documents: Option<&DocumentRow<'_>>,
         scratch: &mut Scratch,
         [k, v]: [&Head<'_, T>; 2],
         [first, queries]: [usize; 2],
     ) {
-        for pairs in Pairs::of(*problem, first, queries) {
+        for pairs in Pairs::visible(*problem, documents, first, queries) {
             pairs.score(scratch, self.q, k, self.prob);
             pairs.score(scratch, self.d_out, v, self.d_score);
             vectorized(
                 #[inline(always)]
-                || self.differentiate(problem, pairs),
+                || self.differentiate(problem, documents, pairs),
             );
             let prob = P::weights(self.prob, self.weights[0]);
             let d_score = P::weights(self.d_score, self.weights[1]);
@@ -228,11 +230,17 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
     }
 
     /// Multiplies the tile in strips with the keys that it sees.
-    fn walk_strips(&mut self, problem: &Problem, scratch: &mut Scratch, [first, queries]: [usize; 2]) {
+    fn walk_strips(
+        &mut self,
+        problem: &Problem,
+        documents: Option<&DocumentRow<'_>>,
+        scratch: &mut Scratch,
+        [first, queries]: [usize; 2],
+    ) {
         let (c, whole) = (problem.c, in_strips::<P>(queries) * problem.c);
         transpose_strips(self.q, c, &mut self.transposed[0][..whole]);
         transpose_strips(self.d_out, c, &mut self.transposed[1][..whole]);
-        for pairs in Pairs::of(*problem, first, queries) {
+        for pairs in Pairs::visible(*problem, documents, first, queries) {
             let [k, v] = self.keys.each_ref().map(|keys| &keys[pairs.first_key * c..]);
             let [q, d_out] = self.transposed.each_ref().map(|transposed| &transposed[..whole]);
             let (q, d_out) = (
@@ -243,7 +251,7 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
             pairs.score_strips(problem, scratch, d_out, rows(v, c), self.d_score);
             vectorized(
                 #[inline(always)]
-                || self.differentiate(problem, pairs),
+                || self.differentiate(problem, documents, pairs),
             );
             pairs.gather_queries_in_parts(problem, scratch, self.prob, &*self.d_out, self.dv);
             pairs.gather_queries_in_parts(problem, scratch, self.d_score, &*self.q, self.dk);
@@ -254,7 +262,7 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
 
     /// Converts scores to probabilities, and cotangents of probabilities to cotangents of scores.
     #[inline(always)]
-    fn differentiate(&mut self, problem: &Problem, pairs: Pairs) {
+    fn differentiate(&mut self, problem: &Problem, documents: Option<&DocumentRow<'_>>, pairs: Pairs) {
         let (row_len, factor) = (pairs.row_len(), P::factors(problem.scale)[1]);
         let rows = self.prob.chunks_exact_mut(row_len).zip(self.d_score.chunks_exact_mut(row_len));
         for (j, (prob, d_score)) in rows.take(pairs.keys).enumerate() {
@@ -278,6 +286,9 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
             for row in [prob, d_score] {
                 row[pairs.skip..hidden].fill(R::ZERO);
                 row[behind..].fill(R::ZERO);
+                if let Some(documents) = documents {
+                    documents.replace_hidden(&pairs, j, row, |_| R::ZERO);
+                }
             }
         }
         let [probs, d_scores] = &mut self.weights;

@@ -1,8 +1,9 @@
 //! Attention on the CPU: one task per head and tile of queries; keys in tiles, with online softmax (a running maximum and sum).
 
+use super::documents::{DocumentRow, Documents};
 use super::strips::{Queries, in_strips, transpose_strips};
 use super::tile::{KEYS, Operand, Pairs, QUERIES, with_operand};
-use super::{FORWARD, Head, Problem};
+use super::{FORWARD, Head, OutputRow, Problem, operands, output_rows};
 use crate::cpu::math::Maths;
 use crate::cpu::simd::scratch::Scratch;
 use crate::cpu::{Pool, vectorized};
@@ -10,24 +11,23 @@ use crate::dtype::{Element, Float, Real};
 use crate::error::KernelError;
 use crate::kernel::{Arg, Launch};
 use crate::match_float;
-use crate::op::rows::{LANES, operands, write};
+use crate::op::rows::{LANES, write};
 
 /// The outputs of one query.
-type Output<'a, T> = (&'a mut [T], &'a mut <T as Float>::Acc);
+type Output<'a, T> = (OutputRow<'a, T>, &'a mut <T as Float>::Acc);
 
 pub(super) fn forward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
-    let ([q, k, v], [o, lse], scalars) = operands(launch);
-    let problem = Problem::new(q, k, scalars);
+    let ([q, k, v], documents, [o, lse], problem) = operands(launch);
     if problem.c == 0 {
         return super::forward(pool, launch);
     }
     match_float!(q.dtype, T => {
-        let outputs = write::<T>(o).chunks_exact_mut(problem.c).zip(write::<<T as Float>::Acc>(lse));
+        let outputs = output_rows::<T>(o, problem.c).zip(write::<<T as Float>::Acc>(lse));
         let mut tasks = by_tile(&problem, outputs);
         with_operand!(T, P => pool.chunks_on_threads(&mut tasks, 1, |thread, task, outputs| {
             let mut own = pool.scratch_array_for(thread);
             let own = own.each_mut().map(|scratch| &mut **scratch);
-            forward_tile::<T, P>(&problem, own, [q, k, v], task, &mut outputs[0]);
+            forward_tile::<T, P>(&problem, documents, own, [q, k, v], task, &mut outputs[0]);
         }));
         Ok(())
     }, else Err(KernelError::DType { kernel: FORWARD.name, dtype: q.dtype }))
@@ -48,6 +48,7 @@ fn by_tile<O>(problem: &Problem, outputs: impl Iterator<Item = O>) -> Vec<Vec<O>
 
 fn forward_tile<T: Float<Acc: Maths>, P: Operand<Acc = T::Acc>>(
     problem: &Problem,
+    documents: Option<Documents<'_>>,
     [operands, rooms, packs]: [&mut Scratch; 3],
     [q, k, v]: [&Arg<'_>; 3],
     task: usize,
@@ -57,6 +58,8 @@ fn forward_tile<T: Float<Acc: Maths>, P: Operand<Acc = T::Acc>>(
     let (head, first, c) = (task / tiles, task % tiles * QUERIES, problem.c);
     let (r, g, b) = (head % problem.r, head / problem.r % problem.g, head / problem.r / problem.g);
     let (q, k, v) = (Head::<T>::new(q, b, &[g, r]), Head::<T>::new(k, b, &[g]), Head::<T>::new(v, b, &[g]));
+    let documents = documents.map(|documents| documents.row(b));
+    let documents = documents.as_ref();
     let queries = outputs.len();
     let mut state = State::<P>::new(rooms, operands, queries, c);
     vectorized(
@@ -65,20 +68,20 @@ fn forward_tile<T: Float<Acc: Maths>, P: Operand<Acc = T::Acc>>(
     );
     // 16-bit keys would be widened for each strip.
     if in_strips::<P>(queries) > 0 && T::DTYPE == <T::Acc as Element>::DTYPE {
-        state.walk_strips(problem, packs, [&k, &v], [first, queries]);
+        state.walk_strips(problem, documents, packs, [&k, &v], [first, queries]);
     } else {
-        for pairs in Pairs::of(*problem, first, queries) {
+        for pairs in Pairs::visible(*problem, documents, first, queries) {
             pairs.score(packs, state.q, &k, state.scores);
             vectorized(
                 #[inline(always)]
-                || state.soften(problem, pairs),
+                || state.soften(problem, documents, pairs),
             );
             pairs.gather_keys(packs, P::weights(state.scores, state.weights), &v, state.out);
         }
     }
     vectorized(
         #[inline(always)]
-        || state.finish::<T>(problem, first, outputs),
+        || state.finish::<T>(problem, documents.is_some(), first, outputs),
     );
 }
 
@@ -131,19 +134,20 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
     fn walk_strips<T: Float<Acc = R>>(
         &mut self,
         problem: &Problem,
+        documents: Option<&DocumentRow<'_>>,
         scratch: &mut Scratch,
         [k, v]: [&Head<'_, T>; 2],
         [first, queries]: [usize; 2],
     ) {
         let c = problem.c;
         transpose_strips(self.q, c, self.transposed);
-        for pairs in Pairs::of(*problem, first, queries) {
+        for pairs in Pairs::visible(*problem, documents, first, queries) {
             let q = Queries { transposed: &*self.transposed, rows: &*self.q };
             pairs.score_strips(problem, scratch, q, k.matrix(pairs.first_key), self.scores);
             vectorized(
                 #[inline(always)]
                 || {
-                    self.soften(problem, pairs);
+                    self.soften(problem, documents, pairs);
                     v.gather(pairs.first_key, c, R::ONE, &mut self.values[..pairs.keys * c]);
                 },
             );
@@ -153,7 +157,7 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
 
     /// Converts the scores of a tile to exponentials relative to the new maxima, and rescales the earlier state.
     #[inline(always)]
-    fn soften(&mut self, problem: &Problem, pairs: Pairs) {
+    fn soften(&mut self, problem: &Problem, documents: Option<&DocumentRow<'_>>, pairs: Pairs) {
         let (row_len, skip, c) = (pairs.row_len(), pairs.skip, pairs.c);
         if P::SHORT {
             let factor = P::factors(problem.scale)[1];
@@ -164,6 +168,9 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
             let hidden = pairs.hidden(problem, j);
             row[skip..hidden].fill(R::NEG_INFINITY);
             row[pairs.left_behind(problem, j).max(skip)..].fill(R::NEG_INFINITY);
+            if let Some(documents) = documents {
+                documents.replace_hidden(&pairs, j, row, |_| R::NEG_INFINITY);
+            }
             let whole = hidden / LANES * LANES;
             for (max, &score) in self.max[whole..].iter_mut().zip(&row[whole..]) {
                 *max = if score > *max { score } else { *max };
@@ -183,6 +190,9 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
             // Hidden pairs give 1, then 0, because exponentials that underflow take many times as long.
             row[whole..hidden].copy_from_slice(&self.origin[whole..hidden]);
             row[behind..].copy_from_slice(&self.origin[behind..]);
+            if let Some(documents) = documents {
+                documents.replace_hidden(&pairs, j, row, |i| self.origin[i]);
+            }
             // Whole vectors, which the compiler does not find in lengths unknown to it.
             let seeing = row[whole..].as_chunks_mut::<LANES>().0.iter_mut();
             for (score, origin) in seeing.zip(self.origin[whole..].as_chunks::<LANES>().0) {
@@ -192,6 +202,9 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
             }
             row[skip..hidden].fill(R::ZERO);
             row[behind..].fill(R::ZERO);
+            if let Some(documents) = documents {
+                documents.replace_hidden(&pairs, j, row, |_| R::ZERO);
+            }
             self.total[whole..].iter_mut().zip(&row[whole..]).for_each(|(total, &score)| *total += score);
         }
         P::round(&self.scores[..pairs.keys * row_len], self.weights);
@@ -211,15 +224,25 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
 
     /// Divides by the sums and stores the results.
     #[inline(always)]
-    fn finish<T: Float<Acc = R>>(&mut self, problem: &Problem, first: usize, outputs: &mut [Output<'_, T>]) {
+    fn finish<T: Float<Acc = R>>(
+        &mut self,
+        problem: &Problem,
+        has_documents: bool,
+        first: usize,
+        outputs: &mut [Output<'_, T>],
+    ) {
         for ((sum, max), factor) in self.sum.iter_mut().zip(&mut *self.max).zip(&mut *self.shrink) {
             *factor = R::ONE / *sum;
             *max = origin(*max) + sum.ln();
         }
         for (i, (o, lse)) in outputs.iter_mut().enumerate() {
-            let (factor, seen) = (self.shrink[i], !problem.visible(first + i).is_empty());
-            for (o, &out) in o.iter_mut().zip(&self.out[i * problem.c..]) {
-                *o = if seen { T::narrow(out * factor) } else { T::default() };
+            let sees_none = match has_documents {
+                true => self.sum[i] == R::ZERO,
+                false => problem.visible(first + i).is_empty(),
+            };
+            match sees_none {
+                true => o.clear(),
+                false => o.store(&self.out[i * problem.c..][..problem.c], self.shrink[i]),
             }
             **lse = self.max[i];
         }

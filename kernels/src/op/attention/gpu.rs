@@ -32,6 +32,9 @@ pub(super) const BACKWARD_SOURCE: &str = concat!(
     "#endif\n",
 );
 
+/// The operands of the forward, and of the backward, besides documents.
+const FORWARD_OPERANDS: usize = 3;
+const BACKWARD_OPERANDS: usize = 6;
 /// Rows, or keys, per block of the tiled kernels.
 const BLOCK: usize = 128;
 /// Rows of a head are padded to a multiple of this in scratch memory: the longest step over rows, and the rows of a block of `row_deltas`.
@@ -96,11 +99,18 @@ fn is_vector(arg: &Arg<'_>) -> bool {
     inner == 1 && apart && arg.view.offset.is_multiple_of(8) && extents[outer.len()].is_multiple_of(8)
 }
 
-/// Returns the source's `Problem`: extents, then the strides of the operands, 0 for missing ones.
-fn shape(problem: &Problem, args: &[Arg<'_>]) -> GridArg {
+/// Returns the source's `Problem`: extents, the mask, then the strides of the operands, 0 for missing ones.
+fn shape(problem: &Problem, own: usize, launch: &Launch<'_>) -> GridArg {
     let Problem { t, g, r, c, s, causal, t_start, window, .. } = *problem;
-    let extents = [t, g, r, c, s].map(|n| n as i64);
-    let mut words = [&extents[..], &[i64::from(causal), t_start, window as i64]].concat();
+    let (args, documents) = launch.inputs.split_at(own);
+    let mask = match documents {
+        [] => [i64::from(causal), t_start, window as i64],
+        _ => {
+            let (causal, window) = (launch.scalars[1].int(), launch.scalars[3].int());
+            [if causal == 0 { 0 } else { 2 }, 0, if window == 0 { i64::MAX } else { window }]
+        }
+    };
+    let mut words = [&[t, g, r, c, s].map(|n| n as i64)[..], &mask].concat();
     // q, k, v, o, lse, d_out.
     for (i, dims) in [5, 4, 4, 5, 4, 5].into_iter().enumerate() {
         match args.get(i) {
@@ -108,7 +118,20 @@ fn shape(problem: &Problem, args: &[Arg<'_>]) -> GridArg {
             None => words.extend(std::iter::repeat_n(0, dims)),
         }
     }
+    words.extend((0..4).map(|i| documents.get(i).map_or(0, |arg| arg.view.strides[0] as i64)));
     GridArg::I64s(words)
+}
+
+/// Returns the arguments of the entries for documents: none without documents.
+fn document_args(own: usize, launch: &Launch<'_>) -> impl Iterator<Item = GridArg> {
+    (own..launch.inputs.len()).map(GridArg::Input)
+}
+
+/// Returns the extra error in ulps of the outputs: [`ALLOWANCE`] in those of the operands.
+fn allowance(launch: &Launch<'_>) -> f64 {
+    let wide = launch.outputs[0].dtype != launch.inputs[0].dtype;
+    let bits = if launch.inputs[0].dtype == DType::BF16 { 16 } else { 13 };
+    if wide { ALLOWANCE * f64::from(1 << bits) } else { ALLOWANCE }
 }
 
 /// Returns a number in the accumulator.
@@ -124,19 +147,30 @@ fn group(heads: usize) -> usize {
 fn defines(
     kind: KernelKind,
     problem: &Problem,
+    own: usize,
     launch: &Launch<'_>,
 ) -> Vec<(&'static str, Cow<'static, str>)> {
     let dtype = launch.inputs[0].dtype;
     let number = |n: usize| Cow::from(n.to_string());
     let mut defines = vec![("T", type_name(dtype).into()), ("GROUP", number(group(problem.r)))];
+    let is_wide = launch.outputs.first().is_some_and(|out| out.dtype != dtype);
+    if is_wide {
+        defines.push(("OUT", type_name(dtype.accumulator()).into()));
+    }
+    if launch.inputs.len() > own {
+        defines.push(("DOCUMENTS", "1".into()));
+    }
     match kind {
         KernelKind::Tiles(head) => {
             // lse, the fifth operand, is read without vectors.
-            let vectors = launch.inputs.iter().enumerate().all(|(i, arg)| i == 4 || is_vector(arg))
+            let vectors = launch.inputs[..own].iter().enumerate().all(|(i, arg)| i == 4 || is_vector(arg))
                 && launch.outputs.iter().all(|out| out.view.offset.is_multiple_of(8));
             defines.push(("HEAD", number(head)));
             defines.push(("BRAIN", number(usize::from(dtype == DType::BF16))));
             defines.push(("VEC", number(usize::from(vectors))));
+            if is_wide {
+                defines.push(("OUT_IS_WIDE", "1".into()));
+            }
         }
         KernelKind::Plain([rows, pieces]) => {
             defines.extend([("W", number(rows)), ("N", number(pieces))]);
@@ -178,10 +212,10 @@ pub(super) fn forward(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), 
     if !dtype.is_float() {
         return Err(KernelError::DType { kernel: FORWARD.name, dtype });
     }
-    let problem = Problem::new(&args[0], &args[1], launch.scalars);
+    let problem = Problem::new(args, FORWARD_OPERANDS, launch.scalars);
     check_grid(FORWARD.name, &problem)?;
-    let (kind, shape) = (KernelKind::new(dtype, &problem), shape(&problem, args));
-    let defines = defines(kind, &problem, launch);
+    let (kind, shape) = (KernelKind::new(dtype, &problem), shape(&problem, FORWARD_OPERANDS, launch));
+    let defines = defines(kind, &problem, FORWARD_OPERANDS, launch);
     let planner = Planner { problem, dtype, kind, defines, shape: &shape };
     // 128 rows of q, 64 of k and 64 of v; four totals for each of 128 threads and two bounds.
     let shared_bytes = kind.shared_bytes(dtype, 512, 2064);
@@ -192,9 +226,10 @@ pub(super) fn forward(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), 
     let mut grid = planner.grid(entry, problem.t * problem.r, 128, shared_bytes);
     grid.args.extend([0, 1, 2].map(GridArg::Input));
     grid.args.extend([GridArg::Output(0), GridArg::Output(1), real(dtype, scale)]);
+    grid.args.extend(document_args(FORWARD_OPERANDS, launch));
     plan.grid(grid);
     if matches!(kind, KernelKind::Tiles(_)) {
-        plan.allow_extra_ulps(ALLOWANCE);
+        plan.allow_extra_ulps(allowance(launch));
     }
     Ok(())
 }
@@ -209,13 +244,13 @@ pub(super) fn backward(
     if !dtype.is_float() {
         return Err(KernelError::DType { kernel: kernel.name, dtype });
     }
-    let problem = Problem::new(&args[0], &args[1], launch.scalars);
+    let problem = Problem::new(args, BACKWARD_OPERANDS, launch.scalars);
     if problem.c == 0 {
         return Ok(());
     }
     check_grid(kernel.name, &problem)?;
-    let (kind, shape) = (KernelKind::new(dtype, &problem), shape(&problem, args));
-    let mut defines = defines(kind, &problem, launch);
+    let (kind, shape) = (KernelKind::new(dtype, &problem), shape(&problem, BACKWARD_OPERANDS, launch));
+    let mut defines = defines(kind, &problem, BACKWARD_OPERANDS, launch);
     let is_joined = launch.outputs.len() == 1;
     if is_joined {
         defines.push(("JOINED", "1".into()));
@@ -225,16 +260,22 @@ pub(super) fn backward(
     if matches!(kind, KernelKind::Tiles(_)) {
         defines.push(("BACKWARD_ROWS", step.to_string().into()));
     }
+    let documents: Vec<GridArg> = document_args(BACKWARD_OPERANDS, launch).collect();
     let planner = Planner { problem, dtype, kind, defines, shape: &shape };
     let rows = problem.t * problem.r;
     let padded = rows.next_multiple_of(PADDING);
     let bytes = problem.b * problem.g * padded * dtype.accumulator().size();
     let numbers = [plan.scratch(bytes), plan.scratch(bytes)];
     plan.grid(planner.deltas(&numbers, padded));
-    plan.grid(planner.backward_keys(&numbers, &[dk, dv], padded, step));
-    plan.grid(planner.backward_queries(&numbers, &[dq], padded));
+    let mut keys = planner.backward_keys(&numbers, &[dk, dv], padded, step);
+    let mut queries = planner.backward_queries(&numbers, &[dq], padded);
+    for grid in [&mut keys, &mut queries] {
+        grid.args.extend(documents.iter().cloned());
+    }
+    plan.grid(keys);
+    plan.grid(queries);
     if matches!(kind, KernelKind::Tiles(_)) {
-        plan.allow_extra_ulps(ALLOWANCE);
+        plan.allow_extra_ulps(allowance(launch));
     }
     Ok(())
 }

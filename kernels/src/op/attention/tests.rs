@@ -250,6 +250,29 @@ fn views_with_neighbouring_channels_need_no_copy() {
 }
 
 #[test]
+fn cotangents_of_sums_have_strides_of_zero() {
+    for [t, c] in [[3, 4], [70, 8]] {
+        let (of_queries, of_keys) = ([2, t, 2, 1, c], [2, t, 2, c]);
+        let inputs = inputs([2, t, t, 2, 1, c]);
+        let [q, k, v] = inputs.each_ref().map(|value| &value.data[..]);
+        let scalars = scalars(0.5, true, 0);
+        let saved = attend(&inputs, &scalars);
+        let one = Strides::contiguous(&[1; 5]).broadcast(&of_queries).expect("one number fits any shape");
+        let case = Case::new(&BACKWARD).input(&of_queries, q).input(&of_keys, k).input(&of_keys, v);
+        case.input(&of_queries, &saved[0])
+            .input_as(Kind::Accumulator, &of_queries[..4], &saved[1])
+            .input_view(Kind::Tested, one, &[0.75])
+            .output(&of_queries)
+            .output(&of_keys)
+            .output(&of_keys)
+            .scalars(&scalars)
+            .scale(4.0)
+            .allow(ALLOWANCE)
+            .run();
+    }
+}
+
+#[test]
 fn backward_matches_finite_differences() {
     let plain = [(false, 0), (true, 0), (true, 2), (true, -1)].map(|(c, start)| scalars(0.7, c, start));
     let narrow = [(0, 2), (1, 2), (2, 1), (-1, 2)].map(|(start, window)| windowed(0.7, start, window));

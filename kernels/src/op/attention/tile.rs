@@ -1,6 +1,7 @@
 //! Tiles of attention: rows of queries times rows of keys, in scratch memory of the accumulator type, or of bf16 where bf16 dot products
 //! are worth it.
 
+use super::documents::DocumentRow;
 use super::{Head, Problem};
 use crate::cpu::gemm::{MatrixMut, MatrixRef, gemm};
 use crate::cpu::math::Maths;
@@ -106,12 +107,14 @@ impl<'a, T: Float> Head<'a, T> {
     pub(super) fn gather<P: Float<Acc = T::Acc>>(&self, row: usize, c: usize, factor: T::Acc, to: &mut [P]) {
         for (i, to) in to.chunks_exact_mut(c).enumerate() {
             let from = &self.data[self.start + (row + i) * self.step..];
-            if self.inner == 1 {
-                to.iter_mut().zip(from).for_each(|(to, from)| *to = P::narrow(from.widen() * factor));
-            } else {
-                to.iter_mut()
-                    .zip(from.iter().step_by(self.inner))
-                    .for_each(|(to, from)| *to = P::narrow(from.widen() * factor));
+            match self.inner {
+                1 => to.iter_mut().zip(from).for_each(|(to, from)| *to = P::narrow(from.widen() * factor)),
+                // One number for all channels, such as the cotangent of a sum.
+                0 => to.fill(P::narrow(from[0].widen() * factor)),
+                step => to
+                    .iter_mut()
+                    .zip(from.iter().step_by(step))
+                    .for_each(|(to, from)| *to = P::narrow(from.widen() * factor)),
             }
         }
     }
@@ -140,6 +143,17 @@ impl Pairs {
             let pairs = Pairs { first, queries, skip: 0, first_key, keys, c: problem.c };
             Pairs { skip: pairs.hidden(&problem, 0) / LANES * LANES, ..pairs }
         })
+    }
+
+    /// [`Pairs::of`] without the tiles whose queries and keys are of different documents.
+    pub(super) fn visible(
+        problem: Problem,
+        documents: Option<&DocumentRow<'_>>,
+        first: usize,
+        queries: usize,
+    ) -> impl Iterator<Item = Pairs> {
+        Pairs::of(problem, first, queries)
+            .filter(move |pairs| documents.is_none_or(|documents| documents.may_see_in(pairs)))
     }
 
     /// Returns the length of a row of scores: the number of queries, padded to a full vector.

@@ -7,9 +7,18 @@ struct Frequencies {
     i64 bits[PAIRS];
 };
 
+// With POSITIONS, a further argument of the table: the position of each token.
+#if POSITIONS
+#define POSITIONS_PARAM , const i64 *positions
+#define POSITION positions[blockIdx.x]
+#else
+#define POSITIONS_PARAM
+#define POSITION (first + blockIdx.x)
+#endif
+
 // Computes the pairs `from_pair` .. `from_pair + count` of the row of each position; a block has one position.
-extern "C" __global__ void __launch_bounds__(128) cos_sin_table(Frequencies frequencies, ACC *table, i64 first, int half, int from_pair, int count) {
-    i64 position = first + blockIdx.x, rest = (position % 64 + 64) % 64;
+extern "C" __global__ void __launch_bounds__(128) cos_sin_table(Frequencies frequencies, ACC *table, i64 first, int half, int from_pair, int count POSITIONS_PARAM) {
+    i64 position = POSITION, rest = (position % 64 + 64) % 64;
     ACC *row = table + (i64)blockIdx.x * 2 * half + from_pair;
     for (int i = threadIdx.x; i < count; i += 128) {
         double f = __longlong_as_double(frequencies.bits[i]), sin_a, cos_a, sin_b, cos_b;

@@ -14,7 +14,8 @@ const PAIRS: usize = 256;
 
 pub(super) fn rotate(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let (dtype, x) = (float(ROPE.name, launch)?, &launch.inputs[0]);
-    let p = Problem::new(x, launch.scalars);
+    // A plan depends on no contents: positions are read by the GPU.
+    let (p, has_positions) = (Problem::new(x, None, launch.scalars), launch.inputs.len() > 1);
     if x.view.numel() == 0 {
         return Ok(());
     }
@@ -30,22 +31,25 @@ pub(super) fn rotate(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), K
             ("T", type_name(dtype).into()),
             ("PER", number(per)),
             ("PAIRS", number(half.min(PAIRS))),
+            ("POSITIONS", number(usize::from(has_positions))),
         ],
         blocks: [blocks as u32, 1, 1],
         threads: threads as u32,
         shared_bytes: 0,
         args,
     };
-    let table = plan.scratch(p.t * p.c * dtype.accumulator().size());
+    let num_positions = if has_positions { count } else { p.t };
+    let table = plan.scratch(num_positions * p.c * dtype.accumulator().size());
     for (i, part) in p.frequencies.chunks(PAIRS).enumerate() {
         let mut bits: Vec<i64> = part.iter().map(|f| f.real().to_bits().cast_signed()).collect();
         bits.resize(half.min(PAIRS), 0);
         let mut args = vec![GridArg::I64s(bits), table.clone(), GridArg::I64(p.first)];
         args.extend([half, i * PAIRS, part.len()].map(|n| GridArg::I32(n as i32)));
-        plan.grid(grid("cos_sin_table", p.t, 128, args));
+        args.extend(has_positions.then_some(GridArg::Input(1)));
+        plan.grid(grid("cos_sin_table", num_positions, 128, args));
     }
     let mut args = vec![GridArg::Input(0), GridArg::Output(0), table];
-    args.extend([p.t, heads, half].map(|n| GridArg::I32(n as i32)));
+    args.extend([num_positions, heads, half].map(|n| GridArg::I32(n as i32)));
     let threads = (heads * half / per).next_multiple_of(32).min(256);
     plan.grid(grid("rope", count, threads, args));
     Ok(())

@@ -8,12 +8,12 @@ use crate::dtype::Element;
 use crate::error::KernelError;
 use crate::kernel::{Arg, Bound, GpuCode, Kernel, Launch, Scalar};
 use crate::match_float;
-use crate::op::rows::{operands, read, width, write};
+use crate::op::rows::{operands_and_last, read, width, write};
 
 /// Rotation of pairs of channels: with a = p f_i and position p = first + the index along dim 1,
 /// y_i = x_i cos a - x_(i+h) sin a, y_(i+h) = x_(i+h) cos a + x_i sin a, for i below h = c / 2.
 ///
-/// - in: x `(b, t, heads.., c)`, any float, contiguous, c even
+/// - in: x `(b, t, heads.., c)`, any float, contiguous, c even; optionally positions `(b, t)`, i64, contiguous, in place of p
 /// - out: y like x
 /// - scalars: Int first (the position of the first row of dim 1), then h times Real f_i
 ///
@@ -38,11 +38,13 @@ struct Problem<'a> {
     per_position: usize,
     c: usize,
     first: i64,
+    /// The positions of all batch elements, if they are given.
+    positions: Option<&'a [i64]>,
     frequencies: &'a [Scalar],
 }
 
 impl<'a> Problem<'a> {
-    fn new(x: &Arg<'_>, scalars: &'a [Scalar]) -> Problem<'a> {
+    fn new(x: &Arg<'_>, positions: Option<&Arg<'a>>, scalars: &'a [Scalar]) -> Problem<'a> {
         let (shape, c) = (&x.view.shape, width(x));
         debug_assert!(shape.len() >= 3 && c % 2 == 0, "the contract asks for (b, t, heads.., c), c even");
         debug_assert_eq!(scalars.len(), 1 + c / 2, "a launch has one frequency a pair");
@@ -51,8 +53,19 @@ impl<'a> Problem<'a> {
             per_position: shape[2..].iter().product(),
             c,
             first: scalars[0].int(),
+            positions: positions.map(read),
             frequencies: &scalars[1..],
         }
+    }
+
+    /// The position of row n of a table of angles: one row per index along dim 1, or per token if positions are given.
+    fn position(&self, n: usize) -> i64 {
+        self.positions.map_or_else(|| self.first + n as i64, |positions| positions[n])
+    }
+
+    /// The number of rows of a table of angles.
+    fn num_positions(&self) -> usize {
+        self.positions.map_or(self.t, <[i64]>::len)
     }
 }
 
@@ -66,13 +79,14 @@ fn joined((sin_a, cos_a): (f64, f64), (sin_b, cos_b): (f64, f64)) -> (f64, f64) 
 }
 
 fn reference(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
-    let ([x], [y], scalars) = operands(launch);
-    let p = Problem::new(x, scalars);
+    let scalars = launch.scalars;
+    let ([x], positions, [y]) = operands_and_last(launch);
+    let p = Problem::new(x, positions, scalars);
     let half = p.c / 2;
     match_float!(x.dtype, T => {
         let (x, y) = (read::<T>(x), write::<T>(y));
         for at in (0..x.len()).filter(|at| at % p.c < half) {
-            let position = p.first + (at / p.per_position % p.t) as i64;
+            let position = p.position(at / p.per_position % p.num_positions());
             let part = |n: i64| (n as f64 * p.frequencies[at % p.c].real()).sin_cos();
             let rest = position.rem_euclid(BLOCK);
             let (cos, sin) = joined(part(position - rest), part(rest));
@@ -87,8 +101,9 @@ fn reference(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::dtype::DType;
     use crate::op::finite_difference::{Value, evaluate};
-    use crate::op::kernel_check::{Case, values};
+    use crate::op::kernel_check::{Case, Kind, values};
 
     fn scalars(first: i64, frequencies: &[f64]) -> Vec<Scalar> {
         let rest = frequencies.iter().map(|f| Scalar::Real(*f));
@@ -112,6 +127,29 @@ mod tests {
         let part = [Value::real(&[1, 4, 1, 4], &x[24..])];
         let part = evaluate(&ROPE, &part, &[&[1, 4, 1, 4]], &scalars(6, &[1.0, 0.1])).remove(0);
         assert_eq!(part, whole[24..]);
+    }
+
+    #[test]
+    fn given_positions_match_the_reference() {
+        let scalars = scalars(7, &[1.0, 0.3]);
+        let near: Vec<f64> = (0..10).map(f64::from).collect();
+        let anew = [0.0, 1.0, 2.0, 0.0, 1.0, 0.0, 64.0, 63.0, 2.0, 3.0];
+        let far = [1e15, -5.0, 3.0, 0.0, 1e6, 7.0, 8.0, 1.0, -1e12, 0.0];
+        for positions in [&near[..], &anew, &far] {
+            Case::new(&ROPE)
+                .input(&[2, 5, 3, 4], &values(1, 120))
+                .input_as(Kind::Fixed(DType::I64), &[2, 5], positions)
+                .output(&[2, 5, 3, 4])
+                .scalars(&scalars)
+                .run();
+        }
+        let x = Value::real(&[1, 10, 1, 4], &values(2, 40));
+        let run = |inputs: &[Value], first| {
+            let scalars = [&[Scalar::Int(first)], &scalars[1..]].concat();
+            evaluate(&ROPE, inputs, &[&[1, 10, 1, 4]], &scalars).remove(0)
+        };
+        let given = Value::index(&[1, 10], &near.iter().map(|p| p + 3.0).collect::<Vec<_>>());
+        assert_eq!(run(&[x.clone(), given], 0), run(&[x], 3));
     }
 
     #[test]

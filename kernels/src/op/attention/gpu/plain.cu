@@ -72,12 +72,13 @@ template <class R> __device__ __forceinline__ void store_rows(const ACC (&sums)[
 #pragma unroll
     for (int n = 0; n < N; n++) {
         int channel = n * 32 + threadIdx.x % 32;
-        if (channel < c) to.data[to.place(row) + channel] = narrow<T>(sums[n] * factor);
+        if (channel < c) to.data[to.place(row) + channel] = narrow<OUT>(sums[n] * factor);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(128, 2)
-    forward_plain(Problem p, const T *q_data, const T *k_data, const T *v_data, T *o_data, ACC *lse_data, ACC scale) {
+    forward_plain(Problem p, const T *q_data, const T *k_data, const T *v_data, OUT *o_data, ACC *lse_data, ACC scale DOCUMENT_PARAMS) {
+    auto documents = DOCUMENTS_OF(p);
     auto q = of_queries(p, q_data, p.q);
     auto k = of_keys(p, k_data, p.k), v = of_keys(p, v_data, p.v);
     int first = (gridDim.x - 1 - blockIdx.x) * OWN, r = group(p), c = (int)p.c, lane = threadIdx.x % 32;
@@ -96,7 +97,8 @@ extern "C" __global__ void __launch_bounds__(128, 2)
 #pragma unroll
         for (int w = 0; w < W; w++) {
             int i = (own + w) / r, j = key + lane;
-            ACC x = j < begin(p, i) || j >= end(p, i) ? -infinity<ACC>() : weights[w] * scale;
+            bool sees = j >= begin(p, i) && j < end(p, i) && (!DOCUMENTS || own + w < q.count) && documents.sees(i, j);
+            ACC x = sees ? weights[w] * scale : -infinity<ACC>();
             ACC top = warp_reduce(x, Larger());
             top = row_max[w] > top ? row_max[w] : top;
             // Without a finite maximum the origin is 0: the total is then 0, or NaN if a score is NaN.
@@ -115,14 +117,16 @@ extern "C" __global__ void __launch_bounds__(128, 2)
 #pragma unroll
     for (int w = 0; w < W; w++) {
         int row = own + w, i = row / r;
-        store_rows(sums[w], begin(p, i) < end(p, i) ? ACC(1) / total[w] : ACC(0), o, row, c);
+        bool sees_any = DOCUMENTS ? total[w] != ACC(0) : begin(p, i) < end(p, i);
+        store_rows(sums[w], sees_any ? ACC(1) / total[w] : ACC(0), o, row, c);
         ACC origin = row_max[w] == -infinity<ACC>() ? ACC(0) : row_max[w];
         if (row < q.count && lane == 0) lse.data[lse.place(row)] = origin + natural_log(total[w]);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(128, 2)
-    backward_queries_plain(Problem p, const T *q_data, const T *k_data, const T *v_data, const T *d_out_data, const ACC *lse, const ACC *delta, T *dq_data, ACC scale, int padded) {
+    backward_queries_plain(Problem p, const T *q_data, const T *k_data, const T *v_data, const T *d_out_data, const ACC *lse, const ACC *delta, OUT *dq_data, ACC scale, int padded DOCUMENT_PARAMS) {
+    auto documents = DOCUMENTS_OF(p);
     auto q = of_queries(p, q_data, p.q), d_out = of_queries(p, d_out_data, p.d_out);
     auto k = of_keys(p, k_data, p.k), v = of_keys(p, v_data, p.v);
     int first = (gridDim.x - 1 - blockIdx.x) * OWN, r = group(p), c = (int)p.c;
@@ -136,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
 #pragma unroll
         for (int w = 0; w < W; w++) {
             int row = own + w, i = row / r, j = key + threadIdx.x % 32;
-            bool sees = row < q.count && j >= begin(p, i) && j < end(p, i);
+            bool sees = row < q.count && j >= begin(p, i) && j < end(p, i) && documents.sees(i, j);
             ACC prob = sees ? natural_exp(weights[w] * scale - lse[numbers + row]) : ACC(0);
             weights[w] = sees ? prob * (slopes[w] - delta[numbers + row]) : ACC(0);
         }
@@ -148,7 +152,8 @@ extern "C" __global__ void __launch_bounds__(128, 2)
 }
 
 extern "C" __global__ void __launch_bounds__(128, 2)
-    backward_keys_plain(Problem p, const T *q_data, const T *k_data, const T *v_data, const T *d_out_data, const ACC *lse, const ACC *delta, T *dk_data, T *dv_data, ACC scale, int padded) {
+    backward_keys_plain(Problem p, const T *q_data, const T *k_data, const T *v_data, const T *d_out_data, const ACC *lse, const ACC *delta, OUT *dk_data, OUT *dv_data, ACC scale, int padded DOCUMENT_PARAMS) {
+    auto documents = DOCUMENTS_OF(p);
     auto q = of_queries(p, q_data, p.q), d_out = of_queries(p, d_out_data, p.d_out);
     auto k = of_keys(p, k_data, p.k), v = of_keys(p, v_data, p.v);
     int first = blockIdx.x * OWN, r = group(p), c = (int)p.c, own = first + threadIdx.x / 32 * W;
@@ -163,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
 #pragma unroll
         for (int w = 0; w < W; w++) {
             int j = own + w;
-            bool seen = j < k.count && row >= first_seeing(p, j) * r && row < past_seeing(p, j) * r;
+            bool seen = j < k.count && row >= first_seeing(p, j) * r && row < past_seeing(p, j) * r && documents.sees(row / r, j);
             weights[w] = seen ? natural_exp(weights[w] * scale - lse[numbers + row]) : ACC(0);
             slopes[w] = seen ? weights[w] * (slopes[w] - delta[numbers + row]) : ACC(0);
         }

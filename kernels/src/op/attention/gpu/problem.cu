@@ -4,10 +4,56 @@
 typedef acc_t<T> ACC;
 
 struct Problem {
+    // `causal` is 0, 1 by index, or 2 by position in documents.
     i64 t, g, r, c, s, causal, t_start, window;
     // Strides in elements: b, t, g, r, c of q, o and d_out; b, s, g, c of k and v; b, t, g, r of lse.
     i64 q[5], k[4], v[4], o[5], lse[4], d_out[5];
+    // Strides of the batch elements of the operands of documents.
+    i64 ids[4];
 };
+
+// The dtype of o, or of the cotangents: T or ACC.
+#ifndef OUT
+#define OUT T
+#endif
+
+// With DOCUMENTS, further arguments: segment ids and positions of queries and of keys.
+#ifndef DOCUMENTS
+#define DOCUMENTS 0
+#endif
+#if DOCUMENTS
+#define DOCUMENT_PARAMS , const i64 *query_segments, const i64 *query_positions, const i64 *key_segments, const i64 *key_positions
+#define DOCUMENTS_OF(p) documents_of(p, query_segments, query_positions, key_segments, key_positions)
+#else
+#define DOCUMENT_PARAMS
+#define DOCUMENTS_OF(p) Documents()
+#endif
+
+// The documents of a batch element. Without documents every query sees every key, as far as this goes.
+struct Documents {
+#if DOCUMENTS
+    const i64 *query_segments, *query_positions, *key_segments, *key_positions;
+    bool by_position;
+    i64 window;
+
+    __device__ __forceinline__ bool sees(i64 i, i64 j) const {
+        if (query_segments[i] != key_segments[j]) return false;
+        i64 distance = query_positions[i] - key_positions[j];
+        return !by_position || (distance >= 0 && distance < window);
+    }
+#else
+    __device__ __forceinline__ bool sees(i64, i64) const {
+        return true;
+    }
+#endif
+};
+
+#if DOCUMENTS
+__device__ __forceinline__ Documents documents_of(const Problem &p, const i64 *query_segments, const i64 *query_positions, const i64 *key_segments, const i64 *key_positions) {
+    i64 b = blockIdx.z;
+    return {query_segments + b * p.ids[0], query_positions + b * p.ids[1], key_segments + b * p.ids[2], key_positions + b * p.ids[3], p.causal == 2, p.window};
+}
+#endif
 
 // Query heads per key head: GROUP, a divisor of 8, or any number if GROUP is 0.
 __device__ __forceinline__ constexpr int group_or(int other) {
@@ -98,16 +144,16 @@ __device__ __forceinline__ int clamped(i64 x, i64 limit) {
 
 // Query i attends to the keys begin(i) .. end(i).
 __device__ __forceinline__ int begin(const Problem &p, i64 i) {
-    return p.causal ? clamped(p.t_start + i + 1 - p.window, p.s) : 0;
+    return p.causal == 1 ? clamped(p.t_start + i + 1 - p.window, p.s) : 0;
 }
 __device__ __forceinline__ int end(const Problem &p, i64 i) {
-    return p.causal ? clamped(p.t_start + i + 1, p.s) : (int)p.s;
+    return p.causal == 1 ? clamped(p.t_start + i + 1, p.s) : (int)p.s;
 }
 
 // Key j is visible to the queries first_seeing(j) .. past_seeing(j).
 __device__ __forceinline__ int first_seeing(const Problem &p, i64 j) {
-    return p.causal ? clamped(j - p.t_start, p.t) : 0;
+    return p.causal == 1 ? clamped(j - p.t_start, p.t) : 0;
 }
 __device__ __forceinline__ int past_seeing(const Problem &p, i64 j) {
-    return p.causal ? clamped(j - p.t_start + p.window, p.t) : (int)p.t;
+    return p.causal == 1 ? clamped(j - p.t_start + p.window, p.t) : (int)p.t;
 }

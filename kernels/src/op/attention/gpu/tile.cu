@@ -165,20 +165,21 @@ template <int M> struct LeftOperand {
 
 // Masks scores: sets the keys that a row does not see to `hidden`. The rows of the warp begin at `first`, the keys at `key`.
 template <int N>
-__device__ __forceinline__ void mask(const Problem &p, float (&scores)[2][N][4], int first, int key, float hidden) {
+__device__ __forceinline__ void mask(const Problem &p, const Documents &documents, float (&scores)[2][N][4], int first, int key, float hidden) {
     int lane = threadIdx.x % 32;
 #pragma unroll
     for (int m = 0; m < 2; m++) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            int i = (first + m * 16 + h * 8 + lane / 4) / group(p);
+            int row = first + m * 16 + h * 8 + lane / 4, i = row / group(p);
             int low = begin(p, i) - key, high = end(p, i) - key;
 #pragma unroll
             for (int n = 0; n < N; n++) {
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     int j = n * 8 + lane % 4 * 2 + e;
-                    if (j < low || j >= high) scores[m][n][2 * h + e] = hidden;
+                    bool sees = j >= low && j < high && (!DOCUMENTS || row < rows_of(p)) && documents.sees(i, key + j);
+                    if (!sees) scores[m][n][2 * h + e] = hidden;
                 }
             }
         }
@@ -221,11 +222,29 @@ __device__ __forceinline__ void gather(float (&sums)[M][CHUNKS][4], const unsign
     }
 }
 
+// OUT_IS_WIDE: whether OUT is float instead of T.
+#ifndef OUT_IS_WIDE
+#define OUT_IS_WIDE 0
+#endif
+
 // Scales 16 M rows of a warp, row i by factors[i / 16][i / 8 % 2], rounds and stores them: row n of the warp becomes row `first + n` of
-// `to`, if it exists. The rows pass through shared memory at `at`, which only this warp uses.
+// `to`, if it exists. Rounded rows pass through shared memory at `at`, which only this warp uses.
 template <int M, class R>
 __device__ __forceinline__ void store_rows(const float (&sums)[M][CHUNKS][4], const float (&factors)[M][2], unsigned at, const R &to, int first, int c) {
     int lane = threadIdx.x % 32;
+#if OUT_IS_WIDE
+#pragma unroll
+    for (int m = 0; m < M; m++) {
+#pragma unroll
+        for (int n = 0; n < CHUNKS; n++) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                int row = first + m * 16 + e / 2 * 8 + lane / 4, channel = n * 8 + lane % 4 * 2 + e % 2;
+                if (row < to.count && channel < c) to.data[to.place(row) + channel] = sums[m][n][e] * factors[m][e / 2];
+            }
+        }
+    }
+#else
     __syncwarp();
 #pragma unroll
     for (int m = 0; m < M; m++) {
@@ -255,5 +274,6 @@ __device__ __forceinline__ void store_rows(const float (&sums)[M][CHUNKS][4], co
             to.data[to.place(first + row) + channel] = *(const T *)(shared() + at + place(row, channel / 8) + channel % 8 * 2);
         }
     }
+#endif
 #endif
 }
