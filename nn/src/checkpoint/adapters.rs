@@ -85,7 +85,8 @@ impl<M: HfModel> Model<M> {
         let config: Json =
             serde_json::from_str(&text).map_err(|e| unlike(format!("{ADAPTER_CONFIG_FILE}: {e}")))?;
         for field in COMPARED_FIELDS {
-            let (own, found) = (&adapters.config[field], &config[field]);
+            // An adapter of a user may lack a field.
+            let (own, found) = (adapters.config.get(field).unwrap_or(&Json::Null), &config[field]);
             if own != found && own.as_f64().zip(found.as_f64()).is_none_or(|(a, b)| a != b) {
                 return Err(unlike(format!("`{field}` of the adapters is {found}, the model has {own}"))
                     .detail("help", "adapt the model as the config says"));

@@ -148,20 +148,12 @@ impl Attention {
                 let ids = [&documents.segments, &documents.positions];
                 q.document_attention(&k, &v, ids, self.causal, None)
             }
-            None if has_dropout => self.unfused_attention(q, &k, &v),
+            None if has_dropout => {
+                let mask = self.causal.then(|| attention_mask(q, k.shape()[1], None));
+                unfused_attention([q, &k, &v], ["h", "h"], mask.as_ref(), &self.drop)
+            }
             None => q.attention(&k, &v, self.causal),
         })
-    }
-
-    /// Attention op by op, with dropout on the weights.
-    #[track_caller]
-    fn unfused_attention(&self, q: &Var, k: &Var, v: &Var) -> Var {
-        let c = q.shape()[3];
-        let mut scores = q.einsum("b t h c, b s h c -> b h t s", k).scale(1.0 / (c as f64).sqrt());
-        if self.causal {
-            scores = scores.add(&attention_mask(q, k.shape()[1], None));
-        }
-        self.drop.forward(&scores.softmax()).einsum("b h t s, b s h c -> b t h c", v)
     }
 }
 
@@ -174,6 +166,25 @@ pub(super) fn check_no_dropout(has_dropout: bool) {
             .at(std::panic::Location::caller())
             .raise();
     }
+}
+
+/// Attention op by op, with dropout on the attention weights: queries `[b, t, .., c]`, keys and values `[b, s, .., c]`, where `heads`
+/// names the dims of the heads of queries, and of keys.
+#[track_caller]
+pub(super) fn unfused_attention(
+    [q, k, v]: [&Var; 3],
+    [q_heads, k_heads]: [&str; 2],
+    mask: Option<&Var>,
+    drop: &Dropout,
+) -> Var {
+    let c = *q.shape().last().expect("queries have channels");
+    let products = format!("b t {q_heads} c, b s {k_heads} c -> b {q_heads} t s");
+    let mut scores = q.einsum(&products, k).scale(1.0 / (c as f64).sqrt());
+    if let Some(mask) = mask {
+        scores = scores.add(mask);
+    }
+    let sums = format!("b {q_heads} t s, b s {k_heads} c -> b t {q_heads} c");
+    drop.forward(&scores.softmax()).einsum(&sums, v)
 }
 
 /// Returns the additive causal mask `[t, s]` of queries `[b, t, ..]` over `s` keys: the last query sees all keys, each query before

@@ -59,6 +59,12 @@ impl Dropout {
         tape.noise()
     }
 
+    /// Whether the layer is known to drop nothing on this tape. A tape that lacks random numbers is refused where the layer is applied,
+    /// by the caller's line.
+    fn drops_nothing(&self, tape: &Tape) -> bool {
+        self.p == 0.0 || !tape.lacks_noise() && tape.noise().is_none()
+    }
+
     /// Whether the layer drops elements on this tape.
     ///
     /// # Panics
@@ -106,7 +112,7 @@ impl Dropout {
 /// Dropout inside of a fused op, before the residual is added.
 impl Point<Var> for Dropout {
     fn is_identity(&self, x: &Var) -> bool {
-        !self.is_active(x.tape()) && self.point.is_identity(x)
+        self.drops_nothing(x.tape()) && self.point.is_identity(x)
     }
 
     fn pass(&self, x: &Var, site: &'static Location<'static>) -> Var {

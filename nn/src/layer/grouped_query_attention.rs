@@ -1,6 +1,6 @@
 //! Grouped-query attention (GQA) with rotary position embeddings, as in Llama.
 
-use super::attention::{attention_mask, check_no_dropout};
+use super::attention::{attention_mask, check_no_dropout, unfused_attention};
 use super::documents::PackedDocuments;
 use super::dropout::{Dropout, Residual};
 use super::linear::Linear;
@@ -202,18 +202,12 @@ impl GroupedQueryAttention {
                 check_no_dropout(has_dropout);
                 q.document_attention(&k, &v, [&documents.segments, &documents.positions], true, window)
             }
-            _ if has_dropout => self.unfused_attention(&q, &k, &v),
+            (None, window) if has_dropout => {
+                let mask = attention_mask(&q, k.shape()[1], window);
+                unfused_attention([&q, &k, &v], ["g r", "g"], Some(&mask), &self.drop)
+            }
             (None, Some(keys)) => q.window_attention(&k, &v, keys),
             (None, None) => q.attention(&k, &v, true),
         })
-    }
-
-    /// Attention op by op, with dropout on the weights.
-    #[track_caller]
-    fn unfused_attention(&self, q: &Var, k: &Var, v: &Var) -> Var {
-        let c = *q.shape().last().expect("queries have channels");
-        let scores = q.einsum("b t g r c, b s g c -> b g r t s", k).scale(1.0 / (c as f64).sqrt());
-        let scores = scores.add(&attention_mask(q, k.shape()[1], self.window));
-        self.drop.forward(&scores.softmax()).einsum("b g r t s, b s g c -> b t g r c", v)
     }
 }

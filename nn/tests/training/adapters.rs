@@ -8,8 +8,8 @@ use serde_json::{Value as Json, json};
 use shardgrad_autograd::Var;
 use shardgrad_nn::checkpoint::TensorFile;
 use shardgrad_nn::{
-    AdamW, Adaptable, CastRule, Linear, Llama, LlamaKind, LoadFilter, Lora, Model, Module, Optimizer, Param,
-    Plan, Trainer, TrainerConfig,
+    AdamW, Adaptable, Adapter, CastRule, Linear, Llama, LlamaKind, LoadFilter, Lora, Model, Module,
+    Optimizer, Param, Plan, Trainer, TrainerConfig, module,
 };
 use shardgrad_tensor::{DType, Kind, Mesh, Phase, Rank, Result, Tensor, Value as _, World};
 use std::ops::Range;
@@ -256,6 +256,21 @@ fn frozen_weights_cost_no_gradient_and_no_arithmetic() {
     assert!(full - part > 0.5, "backward over forward: {full}, of adapters alone {part}");
 }
 
+module! {
+    /// An adapter whose config has no rank and no alpha.
+    struct Rescaling { factors: Param }
+}
+
+impl Adapter for Rescaling {
+    fn forward(&self, _: &Var) -> Var {
+        unreachable!("the test loads only")
+    }
+
+    fn peft_config(&self) -> Option<Vec<(&'static str, Json)>> {
+        Some(vec![("peft_type", json!("LORA"))])
+    }
+}
+
 #[test]
 fn saved_adapters_have_the_names_and_the_config_of_peft() {
     let out = Folder::new("lora-peft");
@@ -284,6 +299,13 @@ fn saved_adapters_have_the_names_and_the_config_of_peft() {
     .unwrap_err();
     assert_eq!(refused.kind(), Kind::Checkpoint);
     assert!(refused.message().ends_with("`r` of the adapters is 3, the model has 2"), "{refused}");
+    let refused = World::run(Mesh::single(), |rank| {
+        let other = Llama::new(&crate::llama::config(LlamaKind::Llama))
+            .adapt("*.q_proj", |_| Rescaling { factors: Param::new(&[1]) });
+        Model::new(rank, other, &Plan::llama(), 1)?.load_adapters(&out.0)
+    })
+    .unwrap_err();
+    assert!(refused.message().ends_with("`r` of the adapters is 3, the model has null"), "{refused}");
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! Checkpoints: a resumed run has the bits of an uninterrupted run, on every mesh; incomplete checkpoints and those
 //! of other models are refused.
 
+use crate::custom_optimizers::Forwarding;
 use crate::save_and_load::Folder;
 use crate::support::{ROWS, batch, config, run};
 use shardgrad_autograd::Var;
@@ -8,10 +9,10 @@ use shardgrad_nn::checkpoint::{
     self, CONFIG_FILE, Checkpoints, OPTIMIZER_FILE, RunState, STATE_FILE, SidecarFile, TensorFile,
     WEIGHTS_FILE,
 };
-use shardgrad_nn::optim::{LossScale, OverflowCheck, ParamGroup};
+use shardgrad_nn::optim::{LossScale, ParamGroup};
 use shardgrad_nn::{
-    AdamW, Gpt2Config, LanguageModel, Linear, Model, ModelConfig, Optimizer, Param, Plan, Sgd, StepArgs,
-    Trainer, TrainerConfig,
+    AdamW, Gpt2Config, LanguageModel, Linear, Model, ModelConfig, Optimizer, Plan, Sgd, StepArgs, Trainer,
+    TrainerConfig,
 };
 use shardgrad_tensor::{DType, Error, Kind, Mesh, Rank, Result, Tensor, Value, World};
 use std::fs;
@@ -411,36 +412,6 @@ fn adamw_plain() -> AdamW {
     AdamW::new(0.1)
 }
 
-/// An optimizer that forwards steps, but not its state.
-#[derive(Clone, Debug)]
-struct Stateless(Sgd);
-
-impl Optimizer for Stateless {
-    fn lr(&self) -> f64 {
-        self.0.lr()
-    }
-
-    fn describe(&self) -> String {
-        self.0.describe()
-    }
-
-    fn num_steps(&self) -> u64 {
-        self.0.num_steps()
-    }
-
-    fn hyperparameters(&mut self, params: &[&Param], lr: f64) -> Result<Vec<Vec<f64>>> {
-        self.0.hyperparameters(params, lr)
-    }
-
-    fn apply_update(&mut self, params: &[(&Param, Tensor)], step: &OverflowCheck) -> Result<()> {
-        self.0.apply_update(params, step)
-    }
-
-    fn count_step(&mut self, params: &[&Param]) {
-        self.0.count_step(params);
-    }
-}
-
 #[test]
 fn optimizer_without_state_names_is_refused() {
     let folder = Folder::new("silent");
@@ -448,7 +419,8 @@ fn optimizer_without_state_names_is_refused() {
     let save = |model: &Model<Linear>, optim: &mut dyn Optimizer| {
         checkpoint::save_weights(&dir, model, optim, &RunState::default())
     };
-    let error = linear("tp=2", Stateless(Sgd::new(0.1)), save).unwrap_err();
+    let optim = Forwarding { rule: Sgd::new(0.1), left_out: 0, forwards_hyperparameters: true };
+    let error = linear("tp=2", optim, save).unwrap_err();
     assert!(
         error.kind() == Kind::Unsupported && error.message().contains("does not implement `state_names`"),
         "{error}"

@@ -127,63 +127,6 @@ fn cross_entropy_matches_hand_computed_values_with_and_without_vocab_parallelism
 }
 
 #[test]
-fn attention_is_causal_or_bidirectional() {
-    run("tp=2", |rank| {
-        let plan = Plan::new().store("c_attn.weight", "tp@2").store("c_proj.weight", "tp@0");
-        let values: Vec<f64> = (0..24).map(|i| f64::from(i * i % 7) - 3.0).collect();
-        let (mut first, mut last) = (Vec::new(), Vec::new());
-        for causal in [true, false] {
-            let model = Model::with_dtype(rank, Attention::new(8, 2).causal(causal), &plan, 1, DType::F64)?;
-            let tape = model.tape();
-            let y = model.forward(&input(&tape, &[1, 3, 8], &values)?).tensor().to_f64()?;
-            // The first token as a sequence of its own.
-            let alone = model.forward(&input(&tape, &[1, 1, 8], &values[..8])?).tensor().to_f64()?;
-            assert_eq!(abs_diff_eq!(y[..8], alone[..], epsilon = 1e-12), causal);
-            first.push(y[..8].to_vec());
-            last.push(y[16..].to_vec());
-        }
-        assert_ne!(first[0], first[1]);
-        assert_eq!(last[0], last[1], "the last token attends to all tokens either way");
-        Ok(())
-    });
-}
-
-/// The result and all gradients of attention on joint or separate q, k and v, and the bytes that kernels moved.
-fn attention_results(rank: &Rank, is_joint: bool) -> Result<(Vec<Tensor>, u64)> {
-    let model = Model::new(rank, Attention::new(12, 3), &Plan::new(), 1)?;
-    let tape = model.tape();
-    let numbers: Vec<f32> = (0..2 * 4 * 12u16).map(|i| f32::from(i * 37 % 19) / 8.0 - 1.0).collect();
-    let x = tape.constant(Tensor::from_host(rank, &[2, 4, 12], &numbers)?);
-    let y = if is_joint {
-        model.forward(&x)
-    } else {
-        let qkv = model.c_attn.forward(&x).unbind(2);
-        model.c_proj.forward(&qkv[0].attention(&qkv[1], &qkv[2], true))
-    };
-    y.square().mean().backward()?;
-    let mut found: Vec<Tensor> = tape.gradients().into_values().collect();
-    found.push(y.tensor().clone());
-    Ok((found, rank.backend().cost().bytes))
-}
-
-#[test]
-fn attention_on_joint_qkv_matches_separate_qkv_and_moves_fewer_bytes() {
-    run("", |rank| {
-        let (joined, apart) = (attention_results(rank, true)?.0, attention_results(rank, false)?.0);
-        assert_eq!(joined.len(), 5);
-        for (x, y) in joined.iter().zip(&apart) {
-            assert_eq!(x.to_f64()?, y.to_f64()?);
-        }
-        Ok(())
-    });
-    let [joined, apart] = [true, false].map(|is_joint| {
-        let bytes = |rank: &Rank| Ok(attention_results(rank, is_joint)?.1);
-        World::new(Mesh::single()).dry_run(0, bytes).unwrap()
-    });
-    assert_eq!(apart - joined, 2 * 3 * 2 * 4 * 12 * 4, "q, k and v are not copied");
-}
-
-#[test]
 fn dropout_drops_with_its_probability_and_scales_the_rest() {
     run("", |rank| {
         let model = model_of(rank, Dropout::new(0.25))?;

@@ -144,12 +144,6 @@ fn dropout_and_activation_checkpointing_are_independent_of_the_mesh() {
     assert!(again.saved_bytes < alone.saved_bytes / 2);
 }
 
-#[test]
-fn fused_attention_matches_unfused_attention() {
-    let nearly_none = LlamaConfig { attention_dropout: 1e-300, ..config(LlamaKind::Qwen3) };
-    outcome(&nearly_none, "", true, false).assert_near(&outcome(&nearly_none, "", false, false), "unfused");
-}
-
 module! {
     /// A block, and its input as a parameter.
     struct Alone { x: Param, block: LlamaBlock }

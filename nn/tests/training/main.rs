@@ -3,6 +3,7 @@
 
 mod support;
 mod layers;
+mod attention;
 mod fused_residual;
 mod gradcheck;
 mod composite_ops;

@@ -51,14 +51,26 @@ fn dropout_on_a_training_tape_without_random_numbers_is_refused() {
         let _ = model.drop.forward(&model.up.forward(&x));
         Ok(())
     };
-    let refused = error("", |rank| forward(rank, None, true));
-    assert_eq!(refused.kind(), Kind::Config);
-    assert_eq!(
-        refused.message(),
-        "dropout layer `drop` (p = 0.5) has no random numbers on a training tape and would drop nothing"
-    );
-    assert!(refused.to_string().contains("call tape.set_noise(Some(Noise { seed, step, first_row: 0 }))"));
-    assert!(refused.site().is_some_and(|site| site.file().ends_with("training/plans.rs")), "{refused}");
+    let before_residual = |rank: &Rank| -> Result<()> {
+        let noisy = Noisy { up: Linear::new(3, 2), drop: Dropout::new(0.5) };
+        let model = Model::new(rank, noisy, &Plan::new(), 1)?;
+        let tape = model.tape();
+        let [x, r] =
+            [3, 2].map(|d| Tensor::from_host(rank, &[1, d], &vec![1.0f32; d]).map(|t| tape.constant(t)));
+        let _ = model.up.forward_with_residual(&x?, model.drop.then_add(&r?));
+        Ok(())
+    };
+    for refused in [error("", |rank| forward(rank, None, true)), error("", before_residual)] {
+        assert_eq!(refused.kind(), Kind::Config);
+        assert_eq!(
+            refused.message(),
+            "dropout layer `drop` (p = 0.5) has no random numbers on a training tape and would drop nothing"
+        );
+        assert!(
+            refused.to_string().contains("call tape.set_noise(Some(Noise { seed, step, first_row: 0 }))")
+        );
+        assert!(refused.site().is_some_and(|site| site.file().ends_with("training/plans.rs")), "{refused}");
+    }
     let noise = Noise { seed: 1, step: 0, first_row: 0 };
     run("", |rank| forward(rank, Some(Some(noise)), true));
     run("", |rank| forward(rank, Some(None), true));

@@ -2,7 +2,8 @@
 
 use super::kernel_case::{KernelCase, OperandLayout};
 use shardgrad::kernels::op::{
-    adamw, binary, copy, cross_entropy, embedding, layer_norm, reduce, rms_norm, rope, softmax, swiglu, unary,
+    adamw, binary, copy, cross_entropy, embedding, gated_scan, layer_norm, reduce, rms_norm, rope, softmax,
+    swiglu, unary,
 };
 use shardgrad::kernels::{DType, Kernel, Scalar};
 
@@ -109,12 +110,13 @@ impl Sizes {
         ]
     }
 
-    /// Softmax and reductions.
+    /// Softmax, reductions and recurrences along the rows.
     fn reductions(&self) -> Vec<KernelCase> {
         let (d, [rows, width]) = (self.dtype, self.rows);
         let (x, w, row) = ((d, &self.rows[..]), (d, &self.rows[1..]), (d, &self.rows[..1]));
         let (z, of, columns) = ((d, &self.logits[..]), (d, &self.logits[..1]), [width, rows]);
         let last = [Scalar::Int(1), Scalar::Real(1.0)];
+        let steps = (d, &[rows, width, 1][..]);
         vec![
             self.elementwise::<1>("softmax {}", &softmax::FORWARD),
             self.elementwise::<2>("softmax gradient {}", &softmax::BACKWARD),
@@ -122,6 +124,8 @@ impl Sizes {
             KernelCase::new("sum of columns {}", &reduce::SUM, [(d, &columns)], [w], &last)
                 .with_layout(0, OperandLayout::Transposed),
             KernelCase::new("max of rows {}, vocabulary", &reduce::MAX, [z], [of], &last[..1]),
+            KernelCase::new("gated_scan {}", &gated_scan::SCAN, [steps; 2], [steps], &[Scalar::Int(0)]),
+            KernelCase::new("gated_scan gradient {}", &gated_scan::BACKWARD, [steps; 3], [steps; 2], &[]),
         ]
     }
 

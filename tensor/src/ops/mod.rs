@@ -2,6 +2,7 @@
 //! or a row of a table: the elementwise functions of one argument are the table [`unary`].
 
 mod labels;
+mod reduced_dims;
 pub mod scale;
 pub mod sum;
 mod broadcast;
@@ -10,6 +11,7 @@ pub mod neg;
 pub mod div;
 pub mod add;
 pub mod sub;
+pub(crate) mod unary_row;
 pub mod unary;
 pub mod clamp;
 pub mod pow;

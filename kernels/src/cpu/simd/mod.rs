@@ -9,6 +9,7 @@ pub(crate) mod stream;
 pub(crate) mod transpose;
 pub(crate) mod transpose_tile;
 pub(crate) mod microkernel;
+pub(crate) mod transpose_block;
 pub mod peak;
 pub(crate) mod pack;
 pub(crate) mod prepacked;

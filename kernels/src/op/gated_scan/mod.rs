@@ -222,9 +222,9 @@ mod tests {
 
     const F64: Kind = Kind::Fixed(DType::F64);
 
-    /// Rows of few lanes, packed: of several outer indices, in chunks, of unequal chunks. Rows of many lanes: in chunks, in several runs of
-    /// lanes. Empty operands.
-    const SHAPES: [[usize; 3]; 15] = [
+    /// Rows of few lanes, packed: of several outer indices, in chunks, of unequal chunks, in several blocks of steps. Rows of many lanes: in
+    /// chunks, in several runs of lanes. Empty operands.
+    const SHAPES: [[usize; 3]; 19] = [
         [1, 1, 1],
         [2, 7, 3],
         [3, 33, 40],
@@ -240,6 +240,10 @@ mod tests {
         [3, 0, 2],
         [3, 2, 0],
         [17, 70, 16],
+        [16, 128, 1],
+        [35, 300, 1],
+        [5, 130, 5],
+        [2, 65, 15],
     ];
 
     fn gates(count: usize) -> Vec<f64> {
