@@ -60,10 +60,11 @@ foreign!(Table, DRIVER, cudarc::driver::sys, CUresult {
 const OUT_OF_MEMORY: StatusCode = 2;
 /// Errors that corrupt the context: every later call of the process fails with the same error.
 const CONTEXT_LOST: [StatusCode; 11] = [214, 220, 700, 702, 710, 714, 715, 716, 717, 718, 719];
-/// The variable by which the driver chooses the number of hardware queues of a context, and the most that it takes. Streams that share a
-/// queue wait for each other's waits, and each rank has two streams; by default there are 8 queues.
+/// The variable by which the driver chooses the number of hardware queues of a context, and the most that it takes.
 const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
 const CONNECTIONS_MAX: &str = "32";
+/// Linux lists the threads of this process here.
+const OWN_THREADS: &str = "/proc/self/task";
 const NON_BLOCKING: c_uint = 1;
 const DISABLE_TIMING: c_uint = 2;
 
@@ -95,6 +96,21 @@ impl Table {
     }
 }
 
+/// Sets `CUDA_DEVICE_MAX_CONNECTIONS` to 32, by which the driver gives a context as many hardware queues. Streams that share a queue wait
+/// for each other's waits; each rank on a GPU has two streams, and by default there are 8 queues, so this matters from five ranks on.
+///
+/// Call it at the start of `main`: a process may change its environment only while it has a single thread. If it has others already, or
+/// the variable is set, this function does nothing; then set the variable before the program starts. Returns whether it was set here.
+pub fn reserve_hardware_queues() -> bool {
+    let is_alone = || std::fs::read_dir(OWN_THREADS).is_ok_and(|threads| threads.count() == 1);
+    if std::env::var_os(CONNECTIONS).is_some() || !is_alone() {
+        return false;
+    }
+    // SAFETY: this is the only thread of the process, and only it could start others, so nothing else reads the environment meanwhile.
+    unsafe { std::env::set_var(CONNECTIONS, CONNECTIONS_MAX) };
+    true
+}
+
 /// The initialised CUDA driver of this machine.
 #[derive(Debug)]
 pub struct Driver {
@@ -120,11 +136,6 @@ impl Driver {
         let shown = format!("{}.{}", version / 1000, version % 1000 / 10);
         DRIVER.check(usize::try_from(version).unwrap_or(0), &shown, library.file())?;
         let table = Table::load(library)?;
-        if std::env::var_os(CONNECTIONS).is_none() {
-            // SAFETY: the standard library orders all reads by Rust code. Of foreign code, the driver reads this variable, on this thread
-            // and below.
-            unsafe { std::env::set_var(CONNECTIONS, CONNECTIONS_MAX) };
-        }
         let mut count = 0;
         // SAFETY: the flags must be 0; the out-pointer outlives the call.
         let started = unsafe { table.cuInit(0).and_then(|()| table.cuDeviceGetCount(&mut count)) };
