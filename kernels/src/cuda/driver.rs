@@ -12,7 +12,7 @@ use cudarc::driver::sys::{
 use std::ffi::{CStr, c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void};
 use std::path::Path;
 use std::ptr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 foreign!(Table, DRIVER, cudarc::driver::sys, CUresult {
     fn cuInit(flags: c_uint);
@@ -252,6 +252,14 @@ struct Captures {
     deferred: Vec<Resource>,
 }
 
+/// The open contexts of this process. The driver has one primary context for each GPU and process, whose captures a synchronization by any
+/// of its users invalidates; so all [`CudaDevice`](super::CudaDevice)s of a GPU share one [`Context`], which defers it. No result depends
+/// on who else uses a context.
+#[derive(Debug, Default)]
+struct OpenContexts(Mutex<Vec<Weak<Context>>>);
+
+static OPEN_CONTEXTS: OnceLock<OpenContexts> = OnceLock::new();
+
 /// The primary context of a GPU, released with the last handle.
 #[derive(Debug)]
 pub(super) struct Context {
@@ -262,13 +270,22 @@ pub(super) struct Context {
 }
 
 impl Context {
+    /// Returns the context of a GPU: the one that this process has open already, or a new one.
     pub(super) fn open(driver: &Arc<Driver>, number: usize) -> Result<Arc<Context>, KernelError> {
         let device = driver.device(number)?;
         let mut handle = ptr::null_mut();
         // SAFETY: the out-pointer outlives the call; released once, when this is dropped.
         unsafe { driver.table.cuDevicePrimaryCtxRetain(&mut handle, device) }?;
         let captures = Mutex::default();
-        Ok(Arc::new(Context { driver: driver.clone(), device, handle: handle.addr(), captures }))
+        let own = Arc::new(Context { driver: driver.clone(), device, handle: handle.addr(), captures });
+        let OpenContexts(open) = OPEN_CONTEXTS.get_or_init(OpenContexts::default);
+        let mut open = open.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(shared) = open.iter().filter_map(Weak::upgrade).find(|one| one.handle == own.handle) {
+            return Ok(shared);
+        }
+        open.retain(|context| context.strong_count() > 0);
+        open.push(Arc::downgrade(&own));
+        Ok(own)
     }
 
     /// Returns the driver functions, after making the context current on this thread.
@@ -310,8 +327,7 @@ impl Context {
     }
 
     /// Destroys a resource after all work of the GPU is done. During a capture this is deferred to its end: the wait would invalidate
-    /// the captures of every stream of the context, in any capture mode. Captures of another `Context` of the GPU are not known here; such
-    /// a capture fails.
+    /// the captures of every stream of the context, in any capture mode.
     pub(super) fn destroy(&self, resource: Resource) {
         let mut captures = self.captures();
         if captures.in_progress > 0 {
