@@ -36,6 +36,9 @@ use std::io::Write;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
+    // While this is the only thread.
+    #[cfg(feature = "cuda")]
+    shardgrad::kernels::cuda::reserve_hardware_queues();
     cli::main()
 }
 

@@ -14,6 +14,7 @@ use shardgrad::prelude::*;
 
 use std::ops::Range;
 use std::panic::Location;
+use std::process::Command;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -119,6 +120,26 @@ fn async_collectives_match_the_cpu_and_failed_worlds_end() {
     let error = world("tp=4").on_device(card.provider.clone()).launch(broken).unwrap_err();
     assert_eq!((error.kind(), error.message()), (Kind::Config, "enough"));
     assert!(world("tp=4").on_device(card.provider.clone()).launch(calls).unwrap() == on_cpu);
+}
+
+/// Two streams for each of eight ranks do not share hardware queues.
+#[test]
+fn command_line_has_hardware_queues_for_many_ranks() {
+    let folder = Folder::new("hardware-queues");
+    let Some(_gpu) = fake_gpu::open(&folder) else { return };
+    let number_of_queues = |set: Option<&str>| {
+        let mut doctor = Command::new(env!("CARGO_BIN_EXE_shardgrad"));
+        doctor.arg("doctor").env_remove("CUDA_DEVICE_MAX_CONNECTIONS");
+        ["CUDA", "NVRTC", "CUBLASLT"].iter().for_each(|library| {
+            doctor.env(format!("SHARDGRAD_{library}_PATH"), &folder.0);
+        });
+        set.iter().for_each(|number| drop(doctor.env("CUDA_DEVICE_MAX_CONNECTIONS", number)));
+        let output = doctor.output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        std::fs::read_to_string(folder.path("connections.txt")).unwrap()
+    };
+    assert_eq!(number_of_queues(None), "32\n");
+    assert_eq!(number_of_queues(Some("12")), "12\n");
 }
 
 /// y = x as soon as the gate is 1; y = -1 after a timeout of seconds.

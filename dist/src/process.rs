@@ -30,6 +30,7 @@ pub struct Process {
     num_local_ranks: usize,
     host: String,
     port: u16,
+    listen_host: Option<String>,
     run_id: String,
     token: Option<Token>,
     is_insecure: bool,
@@ -55,6 +56,7 @@ impl Process {
             num_local_ranks: num_ranks,
             host: host.to_string(),
             port,
+            listen_host: None,
             run_id: String::new(),
             token: None,
             is_insecure: false,
@@ -74,6 +76,14 @@ impl Process {
             return Err(Error::new(Kind::Config, why));
         }
         Ok(Process { local_rank, num_local_ranks, ..self })
+    }
+
+    /// Sets where rank 0 listens: a name or an address of its machine, or `0.0.0.0` for all of its addresses. Default: at the host by
+    /// which the others reach it. A host that is no address of that machine needs it, such as the virtual address of a Kubernetes
+    /// Service. The other ranks ignore it.
+    #[must_use]
+    pub fn listen(self, host: &str) -> Process {
+        Process { listen_host: Some(host.to_string()), ..self }
     }
 
     /// Sets the id of the run: rank 0 rejects processes of other runs that connect to the same port.
@@ -126,7 +136,7 @@ impl Process {
     /// Variables that number the processes of a job without their count and the address of rank 0 (`JOB_COMPLETION_INDEX`,
     /// `TPU_WORKER_ID`, `SM_CURRENT_HOST`, `NODE_RANK`) are an error, unless `WORLD_SIZE=1` states that the process is alone.
     ///
-    /// `SHARDGRAD_TOKEN` is the [token](Process::token) of the run.
+    /// `SHARDGRAD_TOKEN` is the [token](Process::token) of the run, `SHARDGRAD_LISTEN` where rank 0 [listens](Process::listen).
     ///
     /// # Errors
     /// `Kind::Config` naming the variable that is missing or invalid.
@@ -180,6 +190,12 @@ impl Process {
     #[must_use]
     pub fn port(&self) -> u16 {
         self.port
+    }
+
+    /// Where rank 0 [listens](Process::listen), if not at its host.
+    #[must_use]
+    pub fn listen_host(&self) -> Option<&str> {
+        self.listen_host.as_deref()
     }
 
     /// Whether all ranks are on this machine.
@@ -265,6 +281,8 @@ mod tests {
         assert_eq!(parsed(&last).port, 65534);
         assert_eq!(parsed(&[&torchrun[..], &[("SHARDGRAD_PORT", "5000")]].concat()).port, 5000);
         assert_eq!(parsed(&BY_HAND[..3]).port, 29500);
+        let forwarded = parsed(&[&BY_HAND[..], &[("SHARDGRAD_LISTEN", "0.0.0.0")]].concat());
+        assert_eq!((forwarded.host(), forwarded.listen_host()), ("10.0.0.1", Some("0.0.0.0")));
     }
 
     #[test]

@@ -69,7 +69,7 @@ pub(crate) fn main() -> ExitCode {
     ExitCode::from(code)
 }
 
-/// Adds the token and the encryption of the command line to a process.
+/// Adds token, encryption and listening address of the command line to a process.
 fn with_access(process: Process, command: Option<&args::Command>, argv: &[OsString]) -> Process {
     match command {
         Some(args::Command::Train(args)) => args.run.access.apply(process, Some(&args.out)),

@@ -10,6 +10,8 @@ const PORT: u16 = 29500;
 const PORT_VARIABLE: &str = "SHARDGRAD_PORT";
 /// The variable for the token of the run.
 const TOKEN_VARIABLE: &str = "SHARDGRAD_TOKEN";
+/// The variable for the address at which rank 0 listens.
+const LISTEN_VARIABLE: &str = "SHARDGRAD_LISTEN";
 const LOOPBACK: &str = "127.0.0.1";
 /// All addresses of this machine, for a rank 0 that does not know by which address the others reach it.
 const ANY_ADDRESS: &str = "0.0.0.0";
@@ -122,6 +124,10 @@ impl Launcher {
             Family::AwsBatch | Family::LeaderWorkerSet => String::new(),
         };
         let process = process.with_local_rank(local.rank, local.count)?.with_run_id(&run_id);
+        let process = match variables.get(LISTEN_VARIABLE) {
+            Some(host) => process.listen(&host),
+            None => process,
+        };
         Ok(match variables.get(TOKEN_VARIABLE) {
             Some(token) => process.token(Token::Text(token)),
             None => process,

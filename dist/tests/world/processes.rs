@@ -2,7 +2,7 @@
 
 use crate::support::{free_port, joined, mesh, on, up};
 use crate::wire::{INSECURE, Peer, TOKEN};
-use shardgrad_dist::{Error, Kind, Mesh, Process, Rank, ReduceOp, Result, World};
+use shardgrad_dist::{Error, Kind, Mesh, Process, Rank, ReduceOp, Result, Token, World};
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::thread;
@@ -74,6 +74,27 @@ fn port_in_use_is_named() {
     let error = world("tp=2").join(&process, barrier).unwrap_err();
     contains(&error, Kind::Timeout, &["rank 1 did not connect to rank 0 (127.0.0.1:"]);
     stranger.join().unwrap();
+}
+
+#[test]
+fn rank_zero_behind_a_virtual_address_listens_where_it_is_told_to() {
+    let port = free_port();
+    // An address for documentation stands for that of a Service, which no machine has.
+    let behind = Process::new(0, 2, "198.51.100.1", port)
+        .unwrap()
+        .token(Token::Text(TOKEN.to_string()))
+        .encrypt(false);
+    let error = world("tp=2").join(&behind, barrier).unwrap_err();
+    let parts = ["198.51.100.1 is not an address of this machine", "--listen", "SHARDGRAD_LISTEN", "0.0.0.0"];
+    contains(&error, Kind::Io, &parts);
+    let error = world("tp=2").join(&behind.clone().listen("203.0.113.1"), barrier).unwrap_err();
+    contains(&error, Kind::Io, &["203.0.113.1 is not an address of this machine", "--listen"]);
+    for address in ["127.0.0.1", "0.0.0.0"] {
+        let behind = behind.clone().listen(address);
+        let first = thread::spawn(move || world("tp=2").join(&behind, barrier));
+        let other = world("tp=2").join(&crate::wire::process(1, 2, port), barrier);
+        assert_eq!((first.join().unwrap().unwrap(), other.unwrap()), (0, 1), "{address}");
+    }
 }
 
 #[test]

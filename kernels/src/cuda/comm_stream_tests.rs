@@ -288,7 +288,7 @@ fn large_pending_collective_does_not_delay_the_next() {
 /// Two streams of each of five ranks: more than the hardware queues of a GPU by default.
 #[test]
 fn streams_of_many_ranks_do_not_wait_for_each_other() {
-    let Some(folder) = fake::gpu("") else { return };
+    let Some(folder) = fake::gpu("connections=32") else { return };
     let gpu = CudaDevice::open(&folder.search_paths(), 0).unwrap();
     let (compute, mut gate) = rank_on(&gpu);
     let x = upload(&*compute, &[9f32; N]).unwrap();

@@ -12,7 +12,7 @@ use cudarc::driver::sys::{
 use std::ffi::{CStr, c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void};
 use std::path::Path;
 use std::ptr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 foreign!(Table, DRIVER, cudarc::driver::sys, CUresult {
     fn cuInit(flags: c_uint);
@@ -60,10 +60,11 @@ foreign!(Table, DRIVER, cudarc::driver::sys, CUresult {
 const OUT_OF_MEMORY: StatusCode = 2;
 /// Errors that corrupt the context: every later call of the process fails with the same error.
 const CONTEXT_LOST: [StatusCode; 11] = [214, 220, 700, 702, 710, 714, 715, 716, 717, 718, 719];
-/// The variable by which the driver chooses the number of hardware queues of a context, and the most that it takes. Streams that share a
-/// queue wait for each other's waits, and each rank has two streams; by default there are 8 queues.
+/// The variable by which the driver chooses the number of hardware queues of a context, and the most that it takes.
 const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
 const CONNECTIONS_MAX: &str = "32";
+/// Linux lists the threads of this process here.
+const OWN_THREADS: &str = "/proc/self/task";
 const NON_BLOCKING: c_uint = 1;
 const DISABLE_TIMING: c_uint = 2;
 
@@ -95,6 +96,21 @@ impl Table {
     }
 }
 
+/// Sets `CUDA_DEVICE_MAX_CONNECTIONS` to 32, by which the driver gives a context as many hardware queues. Streams that share a queue wait
+/// for each other's waits; each rank on a GPU has two streams, and by default there are 8 queues, so this matters from five ranks on.
+///
+/// Call it at the start of `main`: a process may change its environment only while it has a single thread. If it has others already, or
+/// the variable is set, this function does nothing; then set the variable before the program starts. Returns whether it was set here.
+pub fn reserve_hardware_queues() -> bool {
+    let is_alone = || std::fs::read_dir(OWN_THREADS).is_ok_and(|threads| threads.count() == 1);
+    if std::env::var_os(CONNECTIONS).is_some() || !is_alone() {
+        return false;
+    }
+    // SAFETY: this is the only thread of the process, and only it could start others, so nothing else reads the environment meanwhile.
+    unsafe { std::env::set_var(CONNECTIONS, CONNECTIONS_MAX) };
+    true
+}
+
 /// The initialised CUDA driver of this machine.
 #[derive(Debug)]
 pub struct Driver {
@@ -120,11 +136,6 @@ impl Driver {
         let shown = format!("{}.{}", version / 1000, version % 1000 / 10);
         DRIVER.check(usize::try_from(version).unwrap_or(0), &shown, library.file())?;
         let table = Table::load(library)?;
-        if std::env::var_os(CONNECTIONS).is_none() {
-            // SAFETY: the standard library orders all reads by Rust code. Of foreign code, the driver reads this variable, on this thread
-            // and below.
-            unsafe { std::env::set_var(CONNECTIONS, CONNECTIONS_MAX) };
-        }
         let mut count = 0;
         // SAFETY: the flags must be 0; the out-pointer outlives the call.
         let started = unsafe { table.cuInit(0).and_then(|()| table.cuDeviceGetCount(&mut count)) };
@@ -241,6 +252,14 @@ struct Captures {
     deferred: Vec<Resource>,
 }
 
+/// The open contexts of this process. The driver has one primary context for each GPU and process, whose captures a synchronization by any
+/// of its users invalidates; so all [`CudaDevice`](super::CudaDevice)s of a GPU share one [`Context`], which defers it. No result depends
+/// on who else uses a context.
+#[derive(Debug, Default)]
+struct OpenContexts(Mutex<Vec<Weak<Context>>>);
+
+static OPEN_CONTEXTS: OnceLock<OpenContexts> = OnceLock::new();
+
 /// The primary context of a GPU, released with the last handle.
 #[derive(Debug)]
 pub(super) struct Context {
@@ -251,13 +270,22 @@ pub(super) struct Context {
 }
 
 impl Context {
+    /// Returns the context of a GPU: the one that this process has open already, or a new one.
     pub(super) fn open(driver: &Arc<Driver>, number: usize) -> Result<Arc<Context>, KernelError> {
         let device = driver.device(number)?;
         let mut handle = ptr::null_mut();
         // SAFETY: the out-pointer outlives the call; released once, when this is dropped.
         unsafe { driver.table.cuDevicePrimaryCtxRetain(&mut handle, device) }?;
         let captures = Mutex::default();
-        Ok(Arc::new(Context { driver: driver.clone(), device, handle: handle.addr(), captures }))
+        let own = Arc::new(Context { driver: driver.clone(), device, handle: handle.addr(), captures });
+        let OpenContexts(open) = OPEN_CONTEXTS.get_or_init(OpenContexts::default);
+        let mut open = open.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(shared) = open.iter().filter_map(Weak::upgrade).find(|one| one.handle == own.handle) {
+            return Ok(shared);
+        }
+        open.retain(|context| context.strong_count() > 0);
+        open.push(Arc::downgrade(&own));
+        Ok(own)
     }
 
     /// Returns the driver functions, after making the context current on this thread.
@@ -299,8 +327,7 @@ impl Context {
     }
 
     /// Destroys a resource after all work of the GPU is done. During a capture this is deferred to its end: the wait would invalidate
-    /// the captures of every stream of the context, in any capture mode. Captures of another `Context` of the GPU are not known here; such
-    /// a capture fails.
+    /// the captures of every stream of the context, in any capture mode.
     pub(super) fn destroy(&self, resource: Resource) {
         let mut captures = self.captures();
         if captures.in_progress > 0 {

@@ -231,9 +231,12 @@ impl Args {
         }
     }
 
-    fn pointers(&mut self) -> SmallVec<[*mut c_void; 32]> {
-        let words = self.words.as_mut_ptr();
-        self.starts.iter().map(|&at| words.wrapping_add(at).cast()).collect()
+    /// Returns a pointer to each argument; then the end of the last one and a null pointer, which the driver does not read, but the fake
+    /// driver: they state the number of arguments and the length of the last.
+    fn pointers(&mut self) -> SmallVec<[*mut c_void; 36]> {
+        let (words, end) = (self.words.as_mut_ptr(), self.words.len());
+        let starts = self.starts.iter().copied().chain([end]).map(|at| words.wrapping_add(at).cast());
+        starts.chain([ptr::null_mut()]).collect()
     }
 }
 
@@ -276,9 +279,12 @@ mod tests {
         assert_eq!(args.words[..], expected);
         assert_eq!(args.starts[..], [0, 1, 2, 3, 6, 7, 8, 9]);
         let base = args.words.as_ptr().addr();
+        let pointers = args.pointers();
+        let (last, pointers) = pointers.split_last().unwrap();
+        assert!(last.is_null());
         assert_eq!(
-            args.pointers().iter().map(|p| p.addr() - base).collect::<Vec<_>>(),
-            [0, 8, 16, 24, 48, 56, 64, 72]
+            pointers.iter().map(|p| p.addr() - base).collect::<Vec<_>>(),
+            [0, 8, 16, 24, 48, 56, 64, 72, 88]
         );
     }
 }

@@ -187,6 +187,19 @@ fn upload_and_download_round_trip_for_all_sizes() {
     }
 }
 
+/// The command line, whose process has one thread at first, is tested on a fake GPU by `tests/async_collectives.rs`.
+#[test]
+fn environment_of_a_process_with_several_threads_is_not_changed() {
+    let before = std::env::var_os("CUDA_DEVICE_MAX_CONNECTIONS");
+    let (done, wait) = std::sync::mpsc::channel::<()>();
+    std::thread::scope(|scope| {
+        scope.spawn(move || wait.recv());
+        assert!(!super::reserve_hardware_queues());
+        drop(done);
+    });
+    assert_eq!(std::env::var_os("CUDA_DEVICE_MAX_CONNECTIONS"), before);
+}
+
 #[test]
 fn fake_gpu_finds_planted_faults() {
     let Some(folder) = fake::planted_faults() else { return };

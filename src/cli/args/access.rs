@@ -33,6 +33,10 @@ pub(crate) struct AccessArgs {
         default_missing_value = "always", conflicts_with = "insecure"
     )]
     encrypt: Option<Encrypt>,
+    /// Name or address of its machine at which rank 0 listens, or 0.0.0.0 for all; overrides SHARDGRAD_LISTEN [default: that by which
+    /// the others reach it (MASTER_ADDR)]
+    #[arg(long, value_name = "ADDRESS")]
+    listen: Option<String>,
 }
 
 impl AccessArgs {
@@ -53,14 +57,18 @@ impl AccessArgs {
             true => Some(Encrypt::Never),
             false => is_given("--encrypt").then_some(Encrypt::Always),
         };
-        let access =
-            AccessArgs { token_file: value("--token-file"), insecure: is_given("--insecure"), encrypt };
+        let access = AccessArgs {
+            token_file: value("--token-file"),
+            insecure: is_given("--insecure"),
+            encrypt,
+            listen: value("--listen").and_then(|path| path.into_os_string().into_string().ok()),
+        };
         let is_training = argv.get(1).is_some_and(|command| command == "train");
         let out = value("--out").unwrap_or_else(|| super::defaults::OUT.into());
         (access, is_training.then_some(out))
     }
 
-    /// Adds the token and the encryption to a process. `out` is the folder of the run, if it has one.
+    /// Adds token, encryption and listening address to a process. `out` is the folder of the run, if it has one.
     pub(crate) fn apply(&self, process: Process, out: Option<&Path>) -> Process {
         let process = match (&self.token_file, out) {
             _ if self.insecure => process.insecure(),
@@ -69,6 +77,10 @@ impl AccessArgs {
                 process.token(Token::Folder(out.to_path_buf()))
             }
             _ => process,
+        };
+        let process = match &self.listen {
+            Some(host) => process.listen(host),
+            None => process,
         };
         match self.encrypt {
             Some(when) => process.encrypt(when == Encrypt::Always),
@@ -96,11 +108,16 @@ mod tests {
             (&[], "127.0.0.1", None, false),
             (&["--encrypt"], "localhost", None, true),
             (&["--insecure"], far, None, false),
+            (&["--listen", "0.0.0.0"], far, Some(Token::Folder("o".into())), true),
         ] {
             let expected = match token {
                 Some(token) => process(host).token(token),
                 None if given.contains(&"--insecure") => process(host).insecure(),
                 None => process(host),
+            };
+            let expected = match given {
+                ["--listen", address] => expected.listen(address),
+                _ => expected,
             };
             let argv = || -> Vec<OsString> {
                 ["shardgrad", "train", "--out", "o"].iter().chain(given).map(Into::into).collect()

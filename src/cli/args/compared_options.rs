@@ -10,7 +10,7 @@ use shardgrad::autograd::pipeline::Schedule;
 use std::path::Path;
 
 /// Options that may differ between processes, with the reason.
-const NOT_COMPARED: [(&str, &str); 17] = [
+const NOT_COMPARED: [(&str, &str); 18] = [
     ("help", "not an option of a run"),
     ("version", "not an option of a run"),
     ("config", "the options in the file are compared"),
@@ -20,6 +20,7 @@ const NOT_COMPARED: [(&str, &str); 17] = [
     ("model", "paths may differ between machines; the contents are compared"),
     ("resume", "paths may differ between machines; the checkpoint is compared"),
     ("token_file", "paths may differ between machines; the token is proved"),
+    ("listen", "only rank 0 listens there"),
     ("out", "paths may differ between machines; only rank 0 writes"),
     ("trace", "not supported for processes"),
     ("logits", "only rank 0 writes"),

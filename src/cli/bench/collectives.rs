@@ -5,9 +5,11 @@ use super::measurement::{Bench, Work, check};
 use crate::cli::ranks::{Ranks, is_rank_zero, process};
 use shardgrad::dist::Process;
 use shardgrad::prelude::*;
+use shardgrad::tensor::training_step::control::world_sum;
 use std::net::TcpListener;
 use std::panic::Location;
 use std::thread;
+use std::time::Instant;
 
 /// A collective: layouts before and after it, and the least fraction of the tensor's bytes that a rank moves.
 struct Case {
@@ -44,6 +46,8 @@ const CASES: [Case; 4] = [
     },
 ];
 
+/// The calls that warm caches and allocators, and whose time determines the number of calls.
+const NUM_WARM_UP_CALLS: usize = 2;
 /// Maximum bytes per sample, unless a sample is one call.
 const CALLS_BYTES: usize = 1 << 28;
 /// Maximum calls per sample. With much fewer calls, samples end before the scheduler has spread the ranks over cores.
@@ -51,7 +55,10 @@ const CALLS_MAX: usize = 2000;
 /// Shapes of the tensors, f32.
 const SHAPES: [[usize; 2]; 3] = [[4, 4], [64, 64], [1024, 1024]];
 
-/// Rounds over the kinds of links: each round measures each kind, so that a change of the machine's load meets all of them.
+/// The samples of a measurement, if there is time for them; the median counts.
+const NUM_SAMPLES: usize = 5;
+/// Rounds over the kinds of links, if there is time for them: each round measures each kind, so that a change of the machine's load meets
+/// all of them.
 const NUM_LINK_ROUNDS: usize = 3;
 /// Shapes of the tensors over links, f32: 64 B to 64 MiB.
 const LINK_SHAPES: [[usize; 2]; 4] = [[4, 4], [64, 64], [1024, 1024], [4096, 4096]];
@@ -94,7 +101,9 @@ pub(super) fn run(bench: &Bench) -> Result<()> {
 fn run_links(bench: &Bench) -> Result<()> {
     for shape in LINK_SHAPES {
         let mut seconds = LINKS.map(|_| Vec::new());
-        for _ in 0..NUM_LINK_ROUNDS {
+        // The first round of large tensors may take longer than all rounds are given, because it also makes and checks them.
+        let (start, limit) = (Instant::now(), bench.limit * (NUM_LINK_ROUNDS * LINKS.len()) as u32);
+        for _ in (0..NUM_LINK_ROUNDS).take_while(|round| *round == 0 || start.elapsed() < limit) {
             for ((_, set_up), seconds) in LINKS.iter().zip(&mut seconds) {
                 seconds.push(over_link(bench, *set_up, &shape)?);
             }
@@ -103,7 +112,7 @@ fn run_links(bench: &Bench) -> Result<()> {
             seconds.sort_by(f64::total_cmp);
             let name = format!("{} f32[{}, {}], {name}", CASES[0].name, shape[0], shape[1]);
             let bytes = (4 * shape[0] * shape[1]) as f64;
-            bench.report("links", &name, "x=2", seconds[NUM_LINK_ROUNDS / 2], Work::Bytes(bytes));
+            bench.report("links", &name, "x=2", seconds[seconds.len() / 2], Work::Bytes(bytes));
         }
     }
     Ok(())
@@ -140,8 +149,18 @@ fn measure(bench: &Bench, rank: &Rank, case: &Case, shape: &[usize]) -> Result<f
     let x = Tensor::from_global(rank, &from, &data)?;
     let moved = || x.to_layout_at(&to, Location::caller());
     check(case.name, &moved()?.to_f64()?, &data.iter().map(|x| f64::from(*x)).collect::<Vec<_>>(), 0.0)?;
-    // The number of calls must be equal on all ranks, so it does not depend on a clock.
-    let calls = (CALLS_BYTES / (4 * data.len())).clamp(1, CALLS_MAX);
-    let sample = Bench { limit: std::time::Duration::ZERO, ..*bench };
-    sample.seconds(calls, || moved().map(|_| ()))
+    let sample = |calls: usize| -> Result<f64> {
+        let start = Instant::now();
+        (0..calls).try_for_each(|_| moved().map(drop))?;
+        Ok(start.elapsed().as_secs_f64() / calls as f64)
+    };
+    // The number of calls must be equal on all ranks, so all compute it from the time of all.
+    let once = world_sum(rank, &[sample(NUM_WARM_UP_CALLS)?], Location::caller())?[0];
+    let affordable = bench.limit.as_secs_f64() / (once / rank.mesh().num_ranks() as f64);
+    let most = (CALLS_BYTES / (4 * data.len())).clamp(1, CALLS_MAX);
+    let calls = ((affordable / NUM_SAMPLES as f64) as usize).clamp(1, most);
+    let num_samples = (affordable as usize / calls).clamp(1, NUM_SAMPLES);
+    let mut seconds = (0..num_samples).map(|_| sample(calls)).collect::<Result<Vec<f64>>>()?;
+    seconds.sort_by(f64::total_cmp);
+    Ok(seconds[num_samples / 2])
 }

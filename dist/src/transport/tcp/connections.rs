@@ -1,13 +1,13 @@
 //! The connections of one process to all others. One thread per connection reads all incoming frames, so that senders never wait for
 //! what the receiving rank computes; one more thread sends heartbeats.
 
-use super::frame::{Frame, HEARTBEAT, PREFIX_BYTES, SHORT_BYTES_MAX, heartbeat, lengths, set_body};
+use super::frame::{Frame, PREFIX_BYTES, heartbeat, is_short, set_body};
 use super::link::{Link, is_pause};
-use super::record::{Opener, Protection, RECORD_BYTES_MAX, Sealer, TAG_BYTES_MAX};
+use super::reader::{READ_TIMEOUT, Reader};
+use super::record::{Protection, Sealer};
 use super::world_view::WorldView;
 use crate::error::{Error, Kind, Result};
-use crate::report;
-use std::io::{ErrorKind, Read, Write};
+use std::io::{IoSlice, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
@@ -18,19 +18,10 @@ use std::time::{Duration, Instant};
 const HEARTBEAT_EVERY: Duration = Duration::from_secs(1);
 /// The least time without any data after which a process is lost, however short the timeout of waits is.
 const SILENCE_MIN: Duration = Duration::from_secs(10);
-/// The timeout of one read, after which the silence of the peer is counted.
-const READ_TIMEOUT: Duration = Duration::from_millis(250);
 /// The timeout of one write, after which the writer runs its checks.
 const WRITE_TIMEOUT: Duration = Duration::from_millis(10);
 /// How long a process waits at the end for the others to send final frames, and to close their connections.
 const LINGER: Duration = Duration::from_millis(500);
-/// The longest time in which bytes of one record trickle in. A writer sends a record at once, so where only heartbeats arrive instead,
-/// bytes are missing. Longer pauses do not count: the network or the other process had stopped.
-const RECORD_TIME: Duration = Duration::from_secs(5);
-/// The longest pause that counts.
-const COUNTED_PAUSE_MAX: Duration = Duration::from_millis(1500);
-/// The bytes by which the memory for a message grows before they have arrived.
-const GROWTH_BYTES_MIN: usize = 1 << 20;
 
 /// The write half of a connection; `None` after a frame was written only in part.
 type WriteHalf = Mutex<Option<Writer>>;
@@ -40,7 +31,7 @@ type WriteHalf = Mutex<Option<Writer>>;
 struct Writer {
     stream: TcpStream,
     sealer: Sealer,
-    /// The rest of a heartbeat that was written only in part.
+    /// Records that are not written yet: between frames, the rest of a heartbeat that was written only in part.
     unsent: Vec<u8>,
 }
 
@@ -96,7 +87,9 @@ impl Connections {
             let shared = shared.clone();
             let read = move || {
                 let peer = stream.peer_addr().map_or_else(|_| "unknown".to_string(), |at| at.to_string());
-                let why = Reader::new(from, stream, opener, &shared, limit.max(SILENCE_MIN)).read_all();
+                let limit = limit.max(SILENCE_MIN);
+                let why =
+                    Reader::new(from, (stream, opener), &shared.view, &shared.is_over, limit).read_all();
                 let me = shared.view.rank;
                 shared.view.mark_lost(
                     from,
@@ -192,29 +185,33 @@ impl SharedConnections {
 }
 
 impl Writer {
-    /// Writes a frame with an encoded head.
+    /// Writes a frame with an encoded head. A body that is not encrypted is sent from where it is.
     fn write_frame(&mut self, head: &[u8], body: &[u8], tick: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         let Writer { stream, sealer, unsent } = self;
-        let mut sealed = std::mem::take(unsent);
         let (prefix, head) = head.split_at(PREFIX_BYTES);
-        sealer.seal(&[prefix], &mut sealed);
-        if head.len() + body.len() <= SHORT_BYTES_MAX {
-            if head.len() + body.len() > 0 {
-                sealer.seal(&[head, body], &mut sealed);
+        sealer.seal(&[prefix], unsent);
+        let in_one_record = is_short(head.len(), body.len());
+        if in_one_record && head.len() + body.len() > 0 {
+            sealer.seal(&[body, head], unsent);
+        }
+        if !in_one_record {
+            let most = sealer.protection.record_bytes_max();
+            head.chunks(most).for_each(|part| sealer.seal(&[part], unsent));
+            for part in body.chunks(most) {
+                if sealer.protection == Protection::Encrypted {
+                    sealer.seal(&[part], unsent);
+                    write(stream, &mut [IoSlice::new(unsent)], tick)?;
+                } else {
+                    let tag = sealer.detached_tag(part);
+                    let tag = tag.as_ref().map_or(&[][..], |tag| tag.as_bytes());
+                    write(stream, &mut [unsent, part, tag].map(IoSlice::new), tick)?;
+                }
+                unsent.clear();
             }
-            return write(stream, &sealed, tick);
         }
-        head.chunks(RECORD_BYTES_MAX).for_each(|part| sealer.seal(&[part], &mut sealed));
-        if sealer.protection == Protection::None {
-            write(stream, &sealed, tick)?;
-            return write(stream, body, tick);
-        }
-        for part in body.chunks(RECORD_BYTES_MAX) {
-            sealer.seal(&[part], &mut sealed);
-            write(stream, &sealed, tick)?;
-            sealed.clear();
-        }
-        write(stream, &sealed, tick)
+        write(stream, &mut [IoSlice::new(unsent)], tick)?;
+        unsent.clear();
+        Ok(())
     }
 
     /// Writes a heartbeat, or the rest of the last one, as far as the peer accepts it at once.
@@ -232,11 +229,17 @@ fn lock(half: &WriteHalf) -> MutexGuard<'_, Option<Writer>> {
 }
 
 /// Writes all bytes, or as many as the peer accepts before it closes the connection.
-fn write(stream: &mut TcpStream, mut bytes: &[u8], tick: &mut dyn FnMut() -> Result<()>) -> Result<()> {
-    while !bytes.is_empty() {
-        match stream.write(bytes) {
+fn write(
+    stream: &mut TcpStream,
+    mut parts: &mut [IoSlice<'_>],
+    tick: &mut dyn FnMut() -> Result<()>,
+) -> Result<()> {
+    // Removes empty parts.
+    IoSlice::advance_slices(&mut parts, 0);
+    while !parts.is_empty() {
+        match stream.write_vectored(parts) {
             Ok(0) => return Ok(()),
-            Ok(count) => bytes = &bytes[count..],
+            Ok(count) => IoSlice::advance_slices(&mut parts, count),
             Err(e) if is_pause(e.kind()) => tick()?,
             Err(_) => return Ok(()),
         }
@@ -244,174 +247,63 @@ fn write(stream: &mut TcpStream, mut bytes: &[u8], tick: &mut dyn FnMut() -> Res
     Ok(())
 }
 
-/// The read half of a connection.
-struct Reader<'a> {
-    /// The rank of the peer.
-    from: usize,
-    stream: TcpStream,
-    opener: Opener,
-    /// The number of records that have arrived.
-    number: u64,
-    /// Bytes that have been read, from `start` to `end`.
-    buffer: Vec<u8>,
-    start: usize,
-    end: usize,
-    shared: &'a SharedConnections,
-    limit: Duration,
-}
-
-impl Reader<'_> {
-    fn new(
-        from: usize,
-        stream: TcpStream,
-        opener: Opener,
-        shared: &SharedConnections,
-        limit: Duration,
-    ) -> Reader<'_> {
-        let buffer = vec![0; RECORD_BYTES_MAX + TAG_BYTES_MAX];
-        Reader { from, stream, opener, number: 0, buffer, start: 0, end: 0, shared, limit }
-    }
-
-    /// Passes frames to the world view until the connection ends. Returns why it ended.
-    fn read_all(&mut self) -> Error {
-        loop {
-            match self.read_one() {
-                Ok(()) => {}
-                Err(why) => return why,
-            }
-        }
-    }
-
-    fn read_one(&mut self) -> Result<()> {
-        let mut prefix = Vec::with_capacity(PREFIX_BYTES);
-        self.read_record(PREFIX_BYTES, &mut prefix)?;
-        let (view, from) = (&self.shared.view, self.from);
-        let malformed = || report::malformed(from);
-        let prefix = prefix.first_chunk::<PREFIX_BYTES>().ok_or_else(malformed)?;
-        if *prefix == heartbeat() {
-            return Ok(());
-        }
-        let (head, body) = lengths(prefix).filter(|_| prefix[0] != HEARTBEAT).ok_or_else(malformed)?;
-        let is_short = head.checked_add(body).is_some_and(|bytes| bytes <= SHORT_BYTES_MAX);
-        let mut bytes = Vec::new();
-        if is_short && head + body > 0 {
-            self.read_record(head + body, &mut bytes)?;
-        } else {
-            self.read_bytes(head, &mut bytes)?;
-        }
-        let rest = bytes.split_off(head);
-        let frame = Frame::decode(prefix[0], &bytes, &view.mesh).ok_or_else(malformed)?;
-        view.check(from, &frame, body)?;
-        let mut bytes = rest;
-        if !is_short {
-            self.shared.view.wait_for_room(from, || self.shared.is_over.load(Ordering::SeqCst));
-            self.read_bytes(body, &mut bytes)?;
-        }
-        view.receive(from, frame, bytes);
-        if is_short {
-            self.shared.view.wait_for_room(from, || self.shared.is_over.load(Ordering::SeqCst));
-        }
-        Ok(())
-    }
-
-    /// Reads the next `len` bytes, sent in records. Memory grows with the bytes that arrive, whatever length is claimed.
-    fn read_bytes(&mut self, len: usize, out: &mut Vec<u8>) -> Result<()> {
-        while out.len() < len {
-            let missing = len - out.len();
-            if out.capacity() - out.len() < missing.min(RECORD_BYTES_MAX) + TAG_BYTES_MAX {
-                let more = missing.min(out.len().max(GROWTH_BYTES_MIN)) + TAG_BYTES_MAX;
-                out.try_reserve_exact(more).map_err(|_| {
-                    let (rank, from) = (self.shared.view.rank, self.from);
-                    Error::new(
-                        Kind::PeerLost,
-                        format!("rank {rank} cannot allocate {len} bytes for a message of rank {from}"),
-                    )
-                })?;
-            }
-            self.read_record(missing.min(RECORD_BYTES_MAX), out)?;
-        }
-        Ok(())
-    }
-
-    /// Reads the next record, with `len` bytes of contents, and appends these to `out`.
-    fn read_record(&mut self, len: usize, out: &mut Vec<u8>) -> Result<()> {
-        let bytes = self.opener.record_bytes(len);
-        self.fill(bytes)?;
-        self.number += 1;
-        let record = &self.buffer[self.start..self.start + bytes];
-        let opened = self.opener.open(record, out);
-        self.start += bytes;
-        opened.map_err(|tampered| report::tampered(self.shared.view.rank, self.from, tampered.number))
-    }
-
-    /// Reads until the buffer holds `bytes` bytes.
-    fn fill(&mut self, bytes: usize) -> Result<()> {
-        if self.start + bytes > self.buffer.len() {
-            self.buffer.copy_within(self.start..self.end, 0);
-            (self.start, self.end) = (0, self.end - self.start);
-        }
-        // Each read that times out counts as its timeout, no more: time in which this process is stopped is no silence of the peer.
-        let (from, mut silence) = (self.from, Duration::ZERO);
-        let (mut last_read, mut record_time) = (Instant::now(), Duration::ZERO);
-        while self.end - self.start < bytes {
-            if self.start == self.end {
-                (self.start, self.end) = (0, 0);
-            }
-            match self.stream.read(&mut self.buffer[self.end..]) {
-                Ok(0) => return Err(report::process_ended(from)),
-                Ok(count) => {
-                    if !silence.is_zero() {
-                        silence = Duration::ZERO;
-                        self.shared.view.set_silence(from, silence);
-                    }
-                    let is_begun = self.end > self.start;
-                    self.end += count;
-                    record_time +=
-                        if is_begun { last_read.elapsed().min(COUNTED_PAUSE_MAX) } else { Duration::ZERO };
-                    last_read = Instant::now();
-                    if record_time > RECORD_TIME && self.end - self.start < bytes {
-                        return Err(report::tampered(self.shared.view.rank, from, self.number));
-                    }
-                }
-                Err(e) if is_pause(e.kind()) => {
-                    silence += READ_TIMEOUT;
-                    self.shared.view.set_silence(from, silence);
-                    if self.shared.is_over.load(Ordering::SeqCst) || silence > self.limit {
-                        return Err(report::unresponsive(from, silence));
-                    }
-                }
-                Err(e) if e.kind() == ErrorKind::ConnectionReset => return Err(report::process_ended(from)),
-                Err(e) => {
-                    let why = format!("the connection to rank {from} failed: {e}");
-                    return Err(Error::new(Kind::PeerLost, why));
-                }
-            }
-        }
-        Ok(())
-    }
-}
-
 #[cfg(all(test, not(loom)))]
 mod tests {
+    use super::super::handshake::{Initiator, Key, respond};
+    use super::super::record::Opener;
     use super::*;
+    use crate::call::{IssuedCall, Op};
     use crate::mesh::Mesh;
+    use shardgrad_kernels::DType;
     use std::net::TcpListener;
 
-    #[test]
-    fn memory_grows_with_the_bytes_that_arrive_not_with_the_length_that_is_claimed() {
+    /// A connection whose ends have the keys of one handshake: a writer, and the stream and the opener of its reader.
+    fn connected(protection: Protection) -> (Writer, TcpStream, Opener) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let mut far = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        let Link { stream, opener, .. } = Link::unprotected(listener.accept().unwrap().0);
-        let view = Arc::new(WorldView::new(Mesh::new(&[("tp", 2)]).unwrap(), 0));
-        let (is_over, open) = (AtomicBool::new(false), AtomicUsize::new(1));
-        let shared = SharedConnections { view, write_halves: Vec::new(), is_over, open };
-        let mut reader = Reader::new(1, stream, opener, &shared, SILENCE_MIN);
-        let sender = std::thread::spawn(move || far.write_all(&[7; 3 << 20]));
-        let mut bytes = Vec::new();
-        let error = reader.read_bytes(3 << 30, &mut bytes).unwrap_err();
-        sender.join().unwrap().unwrap();
-        assert!(error.message().contains("process ended"), "{error}");
-        assert!(bytes.len() > 2 << 20 && bytes.iter().all(|byte| *byte == 7), "{}", bytes.len());
-        assert!(bytes.capacity() <= 8 << 20, "{} bytes for 3 MiB that have arrived", bytes.capacity());
+        let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let key = Key::of_token(b"0123456789abcdef");
+        let (initiator, first) = Initiator::begin(&key, b"test");
+        let (session, reply) = respond(&key, b"test", &first).unwrap();
+        let (sealer, _) = initiator.finish(&reply).unwrap().split(protection);
+        let (_, opener) = session.split(protection);
+        (Writer { stream, sealer, unsent: Vec::new() }, listener.accept().unwrap().0, opener)
+    }
+
+    #[test]
+    fn frames_of_all_lengths_arrive_whatever_their_records_are() {
+        let mesh = Mesh::new(&[("tp", 2)]).unwrap();
+        let most = Protection::Authenticated.record_bytes_max();
+        for protection in [Protection::None, Protection::Authenticated, Protection::Encrypted] {
+            let (mut writer, stream, opener) = connected(protection);
+            let (view, is_over) = (WorldView::new(mesh.clone(), 0), AtomicBool::new(false));
+            let mut reader = Reader::new(1, (stream, opener), &view, &is_over, SILENCE_MIN);
+            let lengths =
+                [0, 1, 16 << 10, 32 << 10, 64 << 10, most - 1, most, most + 1, 3 * most, 3 * most + 7, 5];
+            let of = |len: usize| (0..len).map(|i| (i * 31 + len) as u8).collect::<Vec<u8>>();
+            let call = |len: usize| {
+                let mut issued = IssuedCall::none();
+                (issued.op, issued.dtype, issued.axes) = (Op::Send { to: 0 }, DType::U8, mesh.all_axes());
+                issued.counts = [len].as_slice().into();
+                issued
+            };
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    for len in lengths {
+                        // A long head has records of its own.
+                        let mut issued = call(len);
+                        issued.recent_inputs = "x".repeat(len.min(100_000));
+                        let mut head = Frame::Call(issued).encode();
+                        set_body(&mut head, len);
+                        writer.write_heartbeat();
+                        writer.write_frame(&head, &of(len), &mut || Ok(())).unwrap();
+                    }
+                });
+                lengths.iter().for_each(|_| (0..2).for_each(|_| reader.read_one().unwrap()));
+            });
+            for len in lengths {
+                let message = view.take_message(1, mesh.all_axes()).unwrap();
+                assert_eq!(message.body, of(len), "{len} bytes, {protection:?}");
+            }
+        }
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! A frame is: one byte for its kind; the lengths of head and body, eight bytes each; the head; the body, which holds elements in
 //! their memory layout. A heartbeat has neither head nor body. The first [`PREFIX_BYTES`] are one record of the connection, so the
-//! lengths are verified before they are used; head and body follow as one record if they are short, else each in records of its own.
+//! lengths are verified before they are used. Head and body follow as one record if they are short, the body before the head, where the
+//! receiver uses it without another copy; else each in records of its own, the head first, which tells whether the body is due.
 
 use crate::call::IssuedCall;
 use crate::encoding::{Decoder, Encoder};
@@ -14,8 +15,8 @@ use crate::world_state::Failure;
 pub(super) const HEARTBEAT: u8 = 0;
 /// Bytes before the head.
 pub(super) const PREFIX_BYTES: usize = 17;
-/// The most bytes of head and body together that are sent as one record.
-pub(super) const SHORT_BYTES_MAX: usize = 16 << 10;
+/// The most bytes of head and body together that are sent as one record: 16 KiB of elements and some more, less than an encrypted record.
+const SHORT_BYTES_MAX: usize = 32 << 10;
 /// The longest head. The longest heads are probes: a call with path and inputs for each rank of a cycle.
 pub(super) const HEAD_BYTES_MAX: usize = 64 << 20;
 
@@ -119,6 +120,11 @@ pub(super) fn heartbeat() -> [u8; PREFIX_BYTES] {
 /// Writes the length of the body into an encoded head.
 pub(super) fn set_body(head: &mut [u8], bytes: usize) {
     head[9..PREFIX_BYTES].copy_from_slice(&(bytes as u64).to_le_bytes());
+}
+
+/// Whether head and body of these lengths are sent as one record.
+pub(super) fn is_short(head: usize, body: usize) -> bool {
+    head.checked_add(body).is_some_and(|bytes| bytes <= SHORT_BYTES_MAX)
 }
 
 /// The lengths of head and body in a prefix; `None` if they are invalid.

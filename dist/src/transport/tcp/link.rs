@@ -1,6 +1,6 @@
 //! A connection after its handshake: the stream and the keys of its two directions, and the messages of a rendezvous over it.
 
-use super::record::{Opener, Protection, RECORD_BYTES_MAX, Sealer, Session};
+use super::record::{ENCRYPTED_BYTES_MAX, Opener, Protection, Sealer, Session};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, TcpStream};
 use std::time::{Duration, Instant};
@@ -50,7 +50,7 @@ impl Link {
     pub(super) fn send(&mut self, bytes: &[u8]) -> std::io::Result<()> {
         let mut sealed = Vec::new();
         self.sealer.seal(&[&(bytes.len() as u64).to_le_bytes()], &mut sealed);
-        bytes.chunks(RECORD_BYTES_MAX).for_each(|part| self.sealer.seal(&[part], &mut sealed));
+        bytes.chunks(ENCRYPTED_BYTES_MAX).for_each(|part| self.sealer.seal(&[part], &mut sealed));
         self.stream.set_write_timeout(Some(MESSAGE_TIME))?;
         self.stream.write_all(&sealed)
     }
@@ -85,7 +85,7 @@ impl Link {
         let length = length.ok_or_else(|| "a message came that is too long".to_string())?;
         let mut bytes = Vec::new();
         while bytes.len() < length {
-            self.receive_record((length - bytes.len()).min(RECORD_BYTES_MAX), start, &mut bytes)?;
+            self.receive_record((length - bytes.len()).min(ENCRYPTED_BYTES_MAX), start, &mut bytes)?;
         }
         Ok(bytes)
     }

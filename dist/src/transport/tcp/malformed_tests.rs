@@ -2,7 +2,7 @@
 
 #![cfg(not(loom))]
 
-use super::frame::{Frame, HEARTBEAT, PREFIX_BYTES, lengths, set_body};
+use super::frame::{Frame, HEARTBEAT, PREFIX_BYTES, is_short, lengths, set_body};
 use super::link::Link;
 use super::{Endpoint, TcpTransport};
 use crate::call::{Call, IssuedCall, Op, Origin, Phase, ReduceOp};
@@ -50,16 +50,25 @@ fn read(from: &mut TcpStream) -> Option<(Vec<u8>, Vec<u8>)> {
     let (head_bytes, body_bytes) = lengths(&prefix)?;
     let (mut head, mut body) = (prefix.to_vec(), vec![0; body_bytes]);
     head.resize(PREFIX_BYTES + head_bytes, 0);
-    from.read_exact(&mut head[PREFIX_BYTES..]).ok()?;
-    from.read_exact(&mut body).ok()?;
+    let mut parts = [&mut head[PREFIX_BYTES..], &mut body];
+    if is_short(head_bytes, body_bytes) {
+        parts.reverse();
+    }
+    parts.into_iter().try_for_each(|part| from.read_exact(part)).ok()?;
     Some((head, body))
+}
+
+/// The bytes of a frame on an unprotected connection.
+fn on_wire(head: &[u8], body: &[u8]) -> Vec<u8> {
+    let (prefix, head) = head.split_at(PREFIX_BYTES);
+    if is_short(head.len(), body.len()) { [prefix, body, head] } else { [prefix, head, body] }.concat()
 }
 
 /// Forwards frames, changed by `change`, until one side closes.
 fn forward(mut from: TcpStream, mut to: TcpStream, mut change: impl FnMut(&mut Vec<u8>, &mut Vec<u8>)) {
     while let Some((mut head, mut body)) = read(&mut from) {
         change(&mut head, &mut body);
-        if to.write_all(&[head, body].concat()).is_err() {
+        if to.write_all(&on_wire(&head, &body)).is_err() {
             break;
         }
     }
@@ -217,7 +226,7 @@ fn end_after(frames: &[(Frame, &[u8])]) -> Error {
     for (frame, body) in frames {
         let mut head = frame.encode();
         set_body(&mut head, body.len());
-        far.write_all(&[&head, *body].concat()).unwrap();
+        far.write_all(&on_wire(&head, body)).unwrap();
     }
     let links = streams.into_iter().map(|stream| stream.map(Link::unprotected)).collect();
     let endpoint = Endpoint::new(&mesh, 0, links, TIMEOUT).unwrap();

@@ -16,6 +16,7 @@ mod link;
 mod listener;
 mod frame;
 mod world_view;
+mod reader;
 mod connections;
 mod rendezvous;
 pub(crate) mod wire_fuzz;

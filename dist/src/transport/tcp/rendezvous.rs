@@ -26,7 +26,7 @@ use host::RendezvousHost;
 use message::{Hello, HostMessage};
 use std::fmt;
 use std::io::ErrorKind;
-use std::net::TcpListener;
+use std::net::{Ipv4Addr, Ipv6Addr, TcpListener};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use token_file::KeySource;
@@ -196,31 +196,47 @@ impl Rendezvous {
     }
 }
 
-/// Listens where the other ranks reach rank 0, and nowhere else.
+/// Listens where the other ranks reach rank 0, or where it is told to, and nowhere else.
 fn listen(process: &Process) -> Result<TcpListener> {
-    let (host, port) = (process.host(), process.port());
-    let refused = |why: String, help: &str| {
+    let port = process.port();
+    let refused = |why: String, help: String| {
         let why = format!("rank {} cannot listen on port {port}: {why}", process.rank());
         Error::new(Kind::Io, why).detail("help", help)
     };
-    const HELP_HOST: &str =
-        "set MASTER_ADDR to a name or an address of the machine of rank 0, the same for all processes";
-    let addresses =
-        addresses::of_rank_zero(process).map_err(|e| refused(format!("{host}: {e}"), HELP_HOST))?;
-    addresses::listen(&addresses).map_err(|e| match e.kind() {
-        ErrorKind::AddrNotAvailable => {
-            refused(format!("{host} is not an address of this machine"), HELP_HOST)
+    let host = process.listen_host().unwrap_or(process.host());
+    let help = || {
+        match process.listen_host() {
+        Some(_) => {
+            "--listen (SHARDGRAD_LISTEN) takes a name or an address of the machine of rank 0, or 0.0.0.0 for all of its addresses".to_string()
         }
-        _ => refused(e.to_string(), "give all processes another port with SHARDGRAD_PORT"),
+        None => format!(
+            "set MASTER_ADDR to a name or an address of the machine of rank 0, the same for all processes; if {host} is forwarded to this \
+             machine, as the virtual address of a Kubernetes Service is, say where rank 0 listens with --listen or SHARDGRAD_LISTEN, such \
+             as 0.0.0.0 for all of its addresses"
+        ),
+    }
+    };
+    let addresses = addresses::of_listener(process).map_err(|e| refused(format!("{host}: {e}"), help()))?;
+    addresses::listen(&addresses).map_err(|e| match e.kind() {
+        ErrorKind::AddrNotAvailable => refused(format!("{host} is not an address of this machine"), help()),
+        _ => refused(e.to_string(), "give all processes another port with SHARDGRAD_PORT".to_string()),
     })
 }
 
 /// The refusal by the process that listens on the port of this rank 0, if that process is another rank 0.
 fn refused_by_other_rank_zero(process: &Process, hello: &Hello, source: &KeySource) -> Option<Error> {
     let start = Instant::now();
+    let mut addresses = addresses::of_listener(process).ok()?;
+    addresses.iter_mut().filter(|address| address.ip().is_unspecified()).for_each(|address| {
+        address.set_ip(if address.is_ipv4() {
+            Ipv4Addr::LOCALHOST.into()
+        } else {
+            Ipv6Addr::LOCALHOST.into()
+        });
+    });
     let mut link = loop {
         // The other rank 0 may not have left its token yet.
-        match connect(addresses::of_rank_zero(process).ok()?, hello, source) {
+        match connect(addresses.clone(), hello, source) {
             Ok((link, _)) => break link,
             Err(_) if start.elapsed() > OTHER_RANK_ZERO_WAIT => return None,
             Err(_) => std::thread::sleep(POLL_INTERVAL),

@@ -14,6 +14,15 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 /// The bytes received from a rank but not used yet, above which its connection is read only while this rank cannot go on.
+///
+/// So a rank holds for each other rank:
+///
+/// - while it computes, less than this and one message;
+/// - while it waits for other ranks, one message more per [`WAITING_PAUSE`];
+/// - while it waits for that rank, or cannot finish a send, what that rank has sent and this rank has not received. Of collectives these
+///   are two calls and a chunk for each set of axes, because no rank begins a call before all members have made the one before. Of
+///   messages their number is up to the program: two ranks may send each other any number before they receive, and then one of them
+///   has to hold what it cannot deliver yet. Without memory for it, the world fails with an error.
 const QUEUE_BYTES_MAX: usize = 64 << 20;
 /// A rank that waits for others reads one message beyond the limit in this time.
 const WAITING_PAUSE: Duration = Duration::from_millis(100);
@@ -375,5 +384,59 @@ impl WorldView {
             (own, asked) => own.is_collective() && asked.is_collective(),
         };
         is_same_end && peer.last.axes == asked.axes && peer.last.number == asked.number
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    /// Whether the reader of the connection to `from` pauses while its rank is in this state.
+    fn is_paused(view: &WorldView, from: usize, activity: Activity) -> bool {
+        view.set_activity(activity);
+        let looks = std::cell::Cell::new(0);
+        // Paused readers look again and again whether the world is over.
+        view.wait_for_room(from, || {
+            looks.set(looks.get() + 1);
+            looks.get() == 3
+        });
+        looks.get() > 1
+    }
+
+    #[test]
+    fn full_queue_pauses_its_connection_unless_its_rank_cannot_go_on() {
+        let mesh = Mesh::new(&[("tp", 3)]).unwrap();
+        let view = WorldView::new(mesh.clone(), 0);
+        let message = |bytes: usize| {
+            let mut issued = IssuedCall::none();
+            (issued.op, issued.axes) = (Op::Send { to: 0 }, mesh.all_axes());
+            view.receive(1, Frame::Call(issued), vec![0; bytes]);
+        };
+        message(QUEUE_BYTES_MAX - 1);
+        assert!(!is_paused(&view, 1, Activity::Computes), "there is room");
+        message(1);
+        for (activity, expected) in [
+            (Activity::Computes, true),
+            (Activity::Waits(vec![2]), true),
+            (Activity::Waits(vec![2, 1]), false),
+            (Activity::Sends, false),
+        ] {
+            assert_eq!(is_paused(&view, 1, activity.clone()), expected, "{activity:?}");
+            assert!(!is_paused(&view, 2, activity), "another rank has its own queue");
+        }
+        assert!(view.take_message(1, mesh.all_axes()).is_some());
+        assert!(!is_paused(&view, 1, Activity::Computes), "there is room again");
+    }
+
+    #[test]
+    fn wait_for_other_ranks_takes_in_one_message_after_a_pause() {
+        let mesh = Mesh::new(&[("tp", 3)]).unwrap();
+        let view = WorldView::new(mesh.clone(), 0);
+        let mut issued = IssuedCall::none();
+        (issued.op, issued.axes) = (Op::Send { to: 0 }, mesh.all_axes());
+        view.receive(1, Frame::Call(issued), vec![0; QUEUE_BYTES_MAX]);
+        view.set_activity(Activity::Waits(vec![2]));
+        // Returns although the world is not over.
+        view.wait_for_room(1, || false);
     }
 }

@@ -3,7 +3,8 @@
 //
 // Options, as words in fake.txt in the folder of the library: driver=12080, nvrtc=12, blas=120900, no-gpu, old-gpu, small-gpu (160 MiB),
 // big-gpu (64 GiB, without contents), no-start, lost, unordered (events are ignored), plain-products (cuBLASLt has no epilogues), refused=
-// and not-found= (products without algorithm, see cublaslt.h), quiet (faults are not printed).
+// and not-found= (products without algorithm, see cublaslt.h), connections= (hardware queues, where the environment does not tell), quiet
+// (faults are not printed). The number of hardware queues is left in connections.txt.
 #include "state.h"
 #include "memory.h"
 #include "streams.h"
@@ -32,7 +33,8 @@ struct GraphExec : Object {
 API int cuDriverGetVersion(int *version) { return *version = option_value("driver=", 13000), OK; }
 API int cuInit(unsigned) {
     const char *number = getenv("CUDA_DEVICE_MAX_CONNECTIONS");
-    connections.resize(number ? atoi(number) : 8);
+    connections.resize(number ? atoi(number) : option_value("connections=", 8));
+    std::ofstream(folder() + "/connections.txt") << connections.size();
     return has_option("no-start") ? 999 : has_option("no-gpu") ? 100 : 0;
 }
 API int cuGetErrorName(int code, const char **name) {

@@ -28,11 +28,12 @@ struct Gpu {
     void check(int code) {
         if (code != OK) fprintf(stderr, "a call failed with %d\n", code), exit(1);
     }
-    // Launches y = x + 1; arguments are packed into words, as by the back end.
-    int launch(void *stream, Address from, Address to, unsigned blocks = 1, unsigned threads = N, unsigned shared_bytes = 0, int spare = 0) {
+    // Launches y = x + 1; arguments are packed into words, as by the back end, with spare words behind the second and the last.
+    int launch(void *stream, Address from, Address to, unsigned blocks = 1, unsigned threads = N, unsigned shared_bytes = 0, int spare = 0,
+               int spare_last = 0) {
         uint64_t words[8] = {from, to, 0, 0, 0, 0, 0, 0};
         words[2 + spare] = N;
-        void *args[3] = {words, words + 1, words + 2 + spare};
+        void *args[5] = {words, words + 1, words + 2 + spare, words + 3 + spare + spare_last, nullptr};
         return cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, args, nullptr);
     }
     void wait(void *stream, void *before) { check(cuEventRecord(event, before) + cuStreamWaitEvent(stream, event, 0)); }
@@ -150,6 +151,14 @@ const Planted ALL[] = {
      }},
     {"cuLaunchKernel: add_one: argument 1 takes 8 bytes and is packed into 24", [](Gpu &gpu) {
          gpu.launch(gpu.streams[0], gpu.x, gpu.y, 1, N, 0, 2);
+     }},
+    {"cuLaunchKernel: add_one: argument 2 takes 4 bytes and is packed into 24", [](Gpu &gpu) {
+         gpu.launch(gpu.streams[0], gpu.x, gpu.y, 1, N, 0, 0, 2);
+     }},
+    {"cuLaunchKernel: add_one: 2 arguments are passed, it takes 3", [](Gpu &gpu) {
+         uint64_t words[2] = {gpu.x, gpu.y};
+         void *args[4] = {words, words + 1, words + 2, nullptr};
+         cuLaunchKernel(gpu.function, 1, 1, 1, N, 1, 1, 0, gpu.streams[0], args, nullptr);
      }},
     {"", [](Gpu &gpu) {
          // Whatever synchronizes the context invalidates a capture, which the next launch and the end report.

@@ -127,7 +127,8 @@ void observe(const void *at, size_t bytes, bool write, const void *) {
     observed->touch(reinterpret_cast<Address>(at), bytes, write);
 }
 
-// Returns why a launch is beyond the limits of a GPU, or takes other arguments than are packed; an empty text if neither.
+// Returns why a launch is beyond the limits of a GPU, or takes other arguments than are packed; an empty text if neither. Behind the
+// pointers to the arguments, the back end passes the end of the last one and a null pointer.
 std::string refusal(const Function &f, const uint32_t (&blocks)[3], unsigned threads, unsigned shared_bytes, void **args) {
     const auto text = [](const char *what, unsigned long long is, unsigned long long most) {
         return std::string(what) + " " + std::to_string(is) + ", at most " + std::to_string(most);
@@ -138,14 +139,16 @@ std::string refusal(const Function &f, const uint32_t (&blocks)[3], unsigned thr
         if (blocks[d] > 65535) return text(d == 1 ? "blocks along y" : "blocks along z", blocks[d], 65535);
     if (threads > 1024) return text("threads of a block", threads, 1024);
     if (shared_bytes > f.dynamic_max) return text("bytes of dynamic shared memory", shared_bytes, f.dynamic_max);
-    unsigned total = 0;
+    unsigned total = 0, passed = 0;
+    while (args[passed + 1]) ++passed;
+    if (passed != f.count) return std::to_string(passed) + " arguments are passed, it takes " + std::to_string(f.count);
     for (unsigned i = 0; i < f.count; ++i) {
         const unsigned packed = (f.sizes[i] + 7) / 8 * 8;
         total += packed;
-        const auto distance = [&] { return static_cast<char *>(args[i + 1]) - static_cast<char *>(args[i]); };
-        if (i + 1 < f.count && distance() != long(packed))
+        const long distance = static_cast<char *>(args[i + 1]) - static_cast<char *>(args[i]);
+        if (distance != long(packed))
             return "argument " + std::to_string(i) + " takes " + std::to_string(f.sizes[i]) + " bytes and is packed into " +
-                std::to_string(distance());
+                std::to_string(distance);
     }
     return total > PARAM_BYTES_MAX ? text("bytes of parameters", total, PARAM_BYTES_MAX) : "";
 }

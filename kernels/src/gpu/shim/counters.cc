@@ -12,7 +12,7 @@ constexpr unsigned SECTOR = 32, BANKS = 32, BANK_BYTES = 4, WARP_LANES = 32;
 
 // Equals `Traffic` of load.rs.
 struct Traffic {
-    uint64_t loaded_bytes, loaded_sectors, stored_bytes, stored_sectors, shared_passes, shared_passes_least;
+    uint64_t loaded_sectors, stored_sectors, shared_passes, shared_passes_least;
 };
 Traffic traffic;
 std::vector<std::pair<uint64_t, uint64_t>> global;
@@ -37,17 +37,6 @@ std::unordered_map<Key, Request, Hash> requests;
 // How often a thread was at a place, by thread and place.
 std::unordered_map<Key, unsigned, Hash> visits;
 uint3 counted_block = {~0u, 0, 0};
-
-// Returns the bytes that are accessed, each once.
-uint64_t distinct_bytes(std::vector<uint64_t> &addresses, unsigned bytes) {
-    std::sort(addresses.begin(), addresses.end());
-    uint64_t sum = 0, end = 0;
-    for (uint64_t at : addresses) {
-        sum += at + bytes - std::max(at, std::min(end, at + bytes));
-        end = std::max(end, at + bytes);
-    }
-    return sum;
-}
 
 uint64_t sectors_of(const std::vector<uint64_t> &addresses, unsigned bytes) {
     std::vector<uint64_t> all;
@@ -83,7 +72,6 @@ void finish_block() {
             continue;
         }
         (request.write ? traffic.stored_sectors : traffic.loaded_sectors) += sectors_of(request.addresses, request.bytes);
-        (request.write ? traffic.stored_bytes : traffic.loaded_bytes) += distinct_bytes(request.addresses, request.bytes);
     }
     requests.clear();
     visits.clear();

@@ -95,41 +95,16 @@ pub(super) fn run(library: &Path, entry: &str, args: &[RawArg], grid: &RawGrid) 
     Err(unsafe { CStr::from_ptr(message) }.to_string_lossy().into_owned())
 }
 
-/// The memory traffic of a launch: `Traffic` of `counters.cc`.
+/// The memory traffic of a grid: `Traffic` of `counters.cc`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Traffic {
-    /// Bytes of global memory that warps load, each once per request, and the sectors of 32 bytes in which they lie.
-    loaded_bytes: u64,
-    loaded_sectors: u64,
-    /// As above, stored.
-    stored_bytes: u64,
-    stored_sectors: u64,
+    /// The sectors of 32 bytes of global memory that warps load and store, each once per request.
+    pub(crate) loaded_sectors: u64,
+    pub(crate) stored_sectors: u64,
     /// Passes over the banks of shared memory, and the fewest that the requests may take.
-    shared_passes: u64,
-    shared_passes_least: u64,
-}
-
-impl Traffic {
-    /// Returns the used share of the loaded sectors.
-    pub(crate) fn load_efficiency(&self) -> f64 {
-        share(self.loaded_bytes, 32 * self.loaded_sectors)
-    }
-
-    /// Returns the used share of the stored sectors.
-    pub(crate) fn store_efficiency(&self) -> f64 {
-        share(self.stored_bytes, 32 * self.stored_sectors)
-    }
-
-    /// Returns the passes over the banks of shared memory, of the fewest possible.
-    pub(crate) fn bank_conflicts(&self) -> f64 {
-        1.0 / share(self.shared_passes_least, self.shared_passes)
-    }
-}
-
-/// Returns a part of a whole; 1 if there is none.
-fn share(part: u64, whole: u64) -> f64 {
-    if whole == 0 { 1.0 } else { part as f64 / whole as f64 }
+    pub(crate) shared_passes: u64,
+    pub(crate) shared_passes_least: u64,
 }
 
 /// As [`run`] with a program that counts its memory traffic; `global` are the start and the end of each range of global memory.

@@ -161,10 +161,11 @@ fn plan(kernel: &Kernel, launch: &Launch<'_>, shared_bytes_max: u32) -> Result<L
     }
 }
 
-/// Plans and runs a launch of grids alone, and returns the memory traffic of each by its entry.
+/// Plans and runs a launch, and returns the memory traffic of each grid by its entry. Products by a library are not counted; those with
+/// epilogues are an error.
 pub(crate) fn memory_traffic(
     kernel: &Kernel,
-    launch: &Launch<'_>,
+    launch: &mut Launch<'_>,
 ) -> Result<Vec<(&'static str, Traffic)>, String> {
     let (gpu, plan) = (
         kernel.gpu.as_ref().expect("only kernels with a plan are run"),
@@ -174,7 +175,14 @@ pub(crate) fn memory_traffic(
     let global = memory.ranges();
     let mut found = Vec::new();
     for step in plan.steps() {
-        let Step::Grid(grid) = step else { return Err("a product of the library has no counters".into()) };
+        let grid = match step {
+            Step::Grid(grid) => grid,
+            Step::Matmul(product) if product.epilogue == Epilogue::Plain => {
+                run_matmul(*product, launch, &mut memory)?;
+                continue;
+            }
+            Step::Matmul(_) => return Err("an epilogue of the library has no counters".into()),
+        };
         let body = grid.body(gpu.source);
         let library = build::library(&body, &entries[&body], true)?;
         let args: Vec<RawArg> = grid.args.iter().map(|arg| memory.argument(launch, arg)).collect();

@@ -12,6 +12,13 @@ use crate::kernel::Launch;
 use std::cell::Cell;
 
 impl Case<'_> {
+    /// Returns the bytes of all elements of the inputs and of the outputs.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn operand_bytes(&self, dtype: DType) -> [usize; 2] {
+        [&self.inputs, &self.outputs]
+            .map(|operands| operands.iter().map(|o| o.view.numel() * o.kind.dtype(dtype).size()).sum())
+    }
+
     /// Returns the memory traffic of each grid of the launch, by its entry.
     #[cfg(feature = "cuda")]
     pub(crate) fn memory_traffic(&self, dtype: DType) -> Vec<(&'static str, shim::Traffic)> {

@@ -28,6 +28,14 @@ pub(super) fn of_rank_zero(process: &Process) -> std::io::Result<Vec<SocketAddr>
     }
 }
 
+/// The addresses at which rank 0 listens: those of its host, unless it is told another one.
+pub(super) fn of_listener(process: &Process) -> std::io::Result<Vec<SocketAddr>> {
+    match process.listen_host() {
+        Some(host) => (host, process.port()).to_socket_addrs().map(Iterator::collect),
+        None => of_rank_zero(process),
+    }
+}
+
 /// The address from which this machine reaches others.
 fn in_network() -> std::io::Result<IpAddr> {
     let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;
@@ -63,6 +71,10 @@ mod tests {
         }
         // An address of no interface of this machine.
         let elsewhere = SocketAddr::from((ELSEWHERE.0, 0));
+        let forwarded = Process::new(0, 2, &ELSEWHERE.0.to_string(), 0).unwrap();
+        assert_eq!(of_listener(&forwarded).unwrap(), [elsewhere]);
+        let listening = listen(&of_listener(&forwarded.listen("127.0.0.1")).unwrap()).unwrap();
+        assert!(listening.local_addr().unwrap().ip().is_loopback());
         assert_eq!(listen(&[elsewhere]).unwrap_err().kind(), ErrorKind::AddrNotAvailable);
         let apart = Process::new(0, 2, "0.0.0.0", 0).unwrap().with_local_rank(0, 1).unwrap();
         // A machine without a route has no such address.

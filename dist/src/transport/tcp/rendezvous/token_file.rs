@@ -1,10 +1,12 @@
 //! The key of a rendezvous: where its token comes from, and the file in which rank 0 leaves a token for the other ranks.
 
 use super::super::handshake::{Key, random_bytes};
+use super::addresses;
 use crate::error::{Error, Kind, Result};
 use crate::process::{Process, Token};
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{ErrorKind, Read, Write};
+use std::net::IpAddr;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
@@ -38,11 +40,10 @@ impl KeySource {
             Some(Token::Text(text)) => Ok(KeySource::Known(key(text, "the token (SHARDGRAD_TOKEN)")?)),
             Some(Token::File(path)) => Ok(KeySource::Known(given_key(path)?)),
             Some(Token::Folder(folder)) => {
-                Ok(KeySource::LeftFile(folder.join(format!(".token-{}", process.port()))))
+                Ok(KeySource::LeftFile(folder.join(format!(".token-{}", address_name(process)))))
             }
             None if process.is_on_one_machine() => {
-                let host = process.host().replace(|c: char| !c.is_ascii_alphanumeric() && c != '.', "_");
-                let name = format!("{host}-{}.token", process.port());
+                let name = format!("{}.token", address_name(process));
                 Ok(KeySource::LeftFile(run_time_folder()?.join(name)))
             }
             None => {
@@ -85,6 +86,16 @@ impl KeySource {
             }
         }
     }
+}
+
+/// Names the address of rank 0, host and port, in the name of a file: runs at other addresses may share the folder. A rank 0 without a
+/// host of its own names the address at which it listens, by which the others reach it.
+fn address_name(process: &Process) -> String {
+    let is_unspecified = process.host().parse().is_ok_and(|ip: IpAddr| ip.is_unspecified());
+    let listening = is_unspecified.then(|| addresses::of_rank_zero(process).ok()).flatten();
+    let host = listening.and_then(|all| all.first().map(|address| address.ip().to_string()));
+    let host = host.unwrap_or_else(|| process.host().to_ascii_lowercase());
+    format!("{}-{}", host.replace(|c: char| !c.is_ascii_alphanumeric() && c != '.', "_"), process.port())
 }
 
 /// The file with a random token that rank 0 has left. Dropping it removes the file.
@@ -262,6 +273,26 @@ mod tests {
             assert!(error.message().contains("other users can read or change it"), "{mode:o}: {error}");
         }
         assert_eq!(of(Token::File(scratch.0.join("none"))).unwrap_err().kind(), Kind::Io);
+    }
+
+    #[test]
+    fn runs_at_other_addresses_have_other_files() {
+        let path = |host: &str, port: u16| {
+            let process = Process::new(0, 2, host, port).unwrap().with_local_rank(0, 1).unwrap();
+            match KeySource::of(&process.token(Token::Folder("out".into()))).unwrap() {
+                KeySource::LeftFile(path) => path.display().to_string(),
+                KeySource::Known(_) => panic!("a folder names a file"),
+            }
+        };
+        assert_eq!(path("10.0.0.1", 4000), "out/.token-10.0.0.1-4000");
+        assert_eq!(path("Node-3.cluster", 4000), "out/.token-node_3.cluster-4000");
+        assert_eq!(path("../::1", 4000), "out/.token-..___1-4000");
+        assert_ne!(path("10.0.0.1", 4000), path("10.0.0.1", 4001));
+        // A machine without a route has no address but this.
+        let own = path("0.0.0.0", 4000);
+        let found = addresses::of_rank_zero(&Process::new(0, 2, "0.0.0.0", 4000).unwrap());
+        let expected = found.map_or("0.0.0.0".to_string(), |all| all[0].ip().to_string());
+        assert_eq!(own, format!("out/.token-{expected}-4000"));
     }
 
     #[test]
