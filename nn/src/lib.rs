@@ -25,6 +25,7 @@ pub mod checkpoint;
 pub mod model;
 pub mod inference;
 pub mod trainer;
+mod log;
 
 pub use checkpoint::hf::{
     BertConfig, BertHead, ExpertsConfig, Gpt2Config, LlamaConfig, LlamaKind, ModelConfig,
@@ -37,6 +38,7 @@ pub use layer::{
     Attention, Block, Dropout, Embedding, EncoderAttention, FeedForward, GatedMlp, GroupedQueryAttention,
     LayerNorm, Linear, Lora, MixtureOfExperts, Mlp, Residual, RmsNorm,
 };
+pub use log::{Log, Scalar};
 pub use loss::{CrossEntropy, bce_with_logits, cross_entropy, load_balancing_loss, mse};
 pub use model::{Bert, Gpt2, HfModel, LanguageModel, Llama};
 pub use module::activation_point::ActivationPoint;
