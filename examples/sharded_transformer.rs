@@ -4,7 +4,6 @@
 
 #![allow(clippy::print_stdout, reason = "an example talks to people")]
 
-use shardgrad::nn::cross_entropy;
 use shardgrad::prelude::*;
 use std::ops::Range;
 

@@ -3,7 +3,6 @@
 
 #![allow(clippy::print_stdout, reason = "an example talks to people")]
 
-use shardgrad::nn::cross_entropy;
 use shardgrad::prelude::*;
 use std::ops::Range;
 

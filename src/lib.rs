@@ -48,7 +48,9 @@
 //!
 //! # Features
 //!
-//! - `cli` (default): the command line. A library that disables default features compiles 57 packages in place of 100;
+//! - `cli` (default): the command line. A program that disables default features compiles 24 packages in place of 99;
+//! - `processes` (default): ranks as processes ([`World::join`](dist::World::join)), on one machine or several, and the cryptography of
+//!   their connections, 32 packages. Without it ranks are threads of one process;
 //! - `cuda`: the back end for NVIDIA GPUs, whose libraries are loaded at run time;
 //! - `ndarray`: tensors from and to arrays of the crate ndarray;
 //! - `tokenizers`: text in the tokens of `tokenizer.json`, in the command line.
@@ -83,14 +85,21 @@ pub mod prelude {
     pub use shardgrad_autograd::{Gradients, Noise, Tape, Var};
     pub use shardgrad_dist::{Error, Kind, Mesh, Rank, Result, World};
     pub use shardgrad_kernels::DType;
+    pub use shardgrad_nn::checkpoint::{self, Checkpoints, RunState, resume};
+    pub use shardgrad_nn::optim::ParamGroup;
     pub use shardgrad_nn::{
-        ActivationPoint, AdamW, Attention, ControlFlags, Dropout, Embedding, LayerNorm, Linear, Lora, Mlp,
-        Model, Module, Optimizer, Param, Plan, Precision, Sgd, StepArgs, StepReport, Trainer, TrainerConfig,
-        module,
+        ActivationPoint, AdamW, Attention, ControlFlags, CrossEntropy, Dropout, Embedding, Init, LayerNorm,
+        Linear, Log, Lora, LrScheduler, Mlp, Model, Module, Optimizer, Param, Plan, Precision, RmsNorm, Sgd,
+        StepArgs, StepReport, Trainer, TrainerConfig, cross_entropy, module,
     };
     pub use shardgrad_nn::{Ema, Muon, Optimizers};
     pub use shardgrad_tensor::{
         Contraction, Elementwise, Indexing, Layout, Placement, Reduction, Resharding, Shaping, Tensor, Value,
+    };
+    // Methods stay in scope where a program imports another type of the same name, such as `serde_json::Value`.
+    pub use shardgrad_tensor::{
+        Contraction as _, Elementwise as _, Indexing as _, Reduction as _, Resharding as _, Shaping as _,
+        Value as _,
     };
 }
 

@@ -7,6 +7,7 @@ mod folder;
 pub(crate) use folder::OutFolder;
 
 use crate::background::BackgroundWorker;
+use shardgrad::nn::Log;
 use shardgrad::nn::checkpoint::Checkpoints;
 use shardgrad::{Error, Kind, Result};
 use std::fmt::Display;
@@ -112,11 +113,12 @@ pub(crate) fn check_target<'a>(
     check_writable(path).map_err(|e| io_error("write", path, &e).detail("help", help()))
 }
 
-/// Returns the paths in a run folder that a run replaces or removes: its files, the model and the checkpoints.
+/// Returns the paths in a run folder that a run replaces, removes or continues: its files, the model, the checkpoints and the event files.
 pub(crate) fn output_paths(out: &Path) -> Vec<PathBuf> {
     let found = Checkpoints::find(out).unwrap_or_default();
     let checkpoints = found.complete.into_iter().map(|(_, path)| path).chain(found.incomplete);
-    FILES.into_iter().chain(["model"]).map(|name| out.join(name)).chain(checkpoints).collect()
+    let files = FILES.into_iter().chain(["model"]).map(|name| out.join(name));
+    files.chain(checkpoints).chain(Log::event_files(out)).collect()
 }
 
 /// Resolves the links of a path, which need not exist.

@@ -40,6 +40,8 @@ mod inspect;
 mod pack_cache;
 mod training_steps;
 mod grad_accumulation;
+mod cookbook;
+mod programs;
 #[cfg(feature = "tokenizers")]
 mod tokenizer;
 mod tidy;

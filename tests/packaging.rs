@@ -81,12 +81,17 @@ fn each_crate_resolves_the_features_of_the_workspace() {
     );
 }
 
-/// The libraries alone need few packages: what only the command line needs is behind the feature `cli`.
+/// The libraries alone need few packages: what only the command line or ranks as processes need is behind the features `cli` and
+/// `processes`.
 #[test]
 fn libraries_need_few_packages() {
     let libraries = resolved_features("normal", &["-p", "shardgrad", "--no-default-features"]);
-    assert!(libraries.len() <= 57, "{:#?}", libraries.keys());
-    assert!(!libraries.keys().any(|package| package.starts_with("clap ")), "{:#?}", libraries.keys());
+    assert!(libraries.len() <= 24, "{:#?}", libraries.keys());
+    for (feature, package) in [("cli", "clap "), ("processes", "snow ")] {
+        let is_there = |packages: BTreeMap<String, _>| packages.keys().any(|name| name.starts_with(package));
+        let with = ["-p", "shardgrad", "--no-default-features", "--features", feature];
+        assert!(!is_there(libraries.clone()) && is_there(resolved_features("normal", &with)), "{feature}");
+    }
 }
 
 #[test]

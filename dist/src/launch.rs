@@ -1,12 +1,16 @@
 //! Launching a world: one thread per rank, dry runs, and the settings of both.
 
+#[cfg(feature = "processes")]
 mod join;
 
 use crate::error::{Error, Kind, Result};
 use crate::mesh::Mesh;
+#[cfg(not(feature = "processes"))]
+use crate::process::Process;
 use crate::rank::Rank;
 use crate::report;
 use crate::transport::DryRunTransport;
+#[cfg(feature = "processes")]
 use crate::transport::tcp::{ConsistentValues, WaitHook};
 use crate::transport::thread::{Shared, ThreadTransport};
 use crate::world_state::{Failure, RankStatus, WorldState};
@@ -44,7 +48,9 @@ pub struct World {
     delay_seed: Option<u64>,
     pin_threads: bool,
     provider: Arc<dyn BackendProvider>,
+    #[cfg(feature = "processes")]
     consistent_values: Vec<ConsistentValues>,
+    #[cfg(feature = "processes")]
     wait_hook: Option<WaitHook>,
     warns_if_unoptimized: bool,
 }
@@ -62,7 +68,9 @@ impl World {
             delay_seed: None,
             pin_threads: false,
             provider: Arc::new(CpuProvider),
+            #[cfg(feature = "processes")]
             consistent_values: Vec::new(),
+            #[cfg(feature = "processes")]
             wait_hook: None,
             warns_if_unoptimized: true,
         }
@@ -197,6 +205,23 @@ impl World {
         Ok(results.expect("bug: a rank without a result in a world without a failure"))
     }
 
+    /// Refuses to join: this build has no ranks as processes.
+    ///
+    /// # Errors
+    /// `Kind::Unsupported`.
+    #[cfg(not(feature = "processes"))]
+    pub fn join<T: Send>(self, process: &Process, f: impl FnOnce(&Rank) -> Result<T> + Send) -> Result<T> {
+        drop(f);
+        let (rank, num_ranks) = (process.rank(), process.num_ranks());
+        let text = format!(
+            "rank {rank} of {num_ranks} processes cannot join {}: this build has no ranks as processes",
+            self.mesh
+        );
+        let help = "add features = [\"processes\"] to the dependency `shardgrad` in Cargo.toml, or start ranks as threads with \
+                    World::launch";
+        Err(Error::new(Kind::Unsupported, text).detail("help", help))
+    }
+
     /// Prints a line on stderr if kernels are compiled without optimization.
     #[expect(
         clippy::print_stderr,
@@ -295,4 +320,23 @@ fn text(payload: &(dyn Any + Send)) -> &str {
     owned
         .or_else(|| payload.downcast_ref::<&'static str>().copied())
         .unwrap_or("a payload that is not a string")
+}
+
+#[cfg(all(test, not(feature = "processes")))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn joining_without_the_feature_names_the_feature() {
+        let process = Process::new(1, 2, "127.0.0.1", 29500).unwrap();
+        let error = World::new(Mesh::parse("dp=2").unwrap()).join(&process, |_| Ok(())).unwrap_err();
+        assert_eq!(
+            (error.kind(), error.message()),
+            (
+                Kind::Unsupported,
+                "rank 1 of 2 processes cannot join mesh(dp=2): this build has no ranks as processes"
+            )
+        );
+        assert!(error.details()[0].1.contains("features = [\"processes\"]"), "{error}");
+    }
 }

@@ -1,7 +1,7 @@
 //! Device meshes, process groups and collectives of shardgrad: the layer that `torch.distributed` is for PyTorch.
 //!
 //! A [`Mesh`] names the axes of a grid of ranks (PyTorch: `DeviceMesh`). A [`World`] starts the ranks, as threads of this process
-//! ([`World::launch`]) or as one rank per process, over TCP ([`World::join`]), and gives each a [`Rank`]: the handle for
+//! ([`World::launch`]) or as one rank per process, over TCP ([`World::join`], feature `processes`), and gives each a [`Rank`]: the handle for
 //! all-reduce, all-gather, reduce-scatter, all-to-all, broadcast, send, recv and barrier over any set of axes. The crate moves
 //! flat buffers; it knows nothing of shapes, ops or gradients.
 //!
@@ -17,6 +17,10 @@
 //! - There is no `unsafe` code: ranks share memory through reference-counted buffers that are read-only while shared.
 
 #![forbid(unsafe_code)]
+#![cfg_attr(
+    not(feature = "processes"),
+    allow(dead_code, reason = "some items serve the connections of processes alone")
+)]
 
 mod encoding;
 pub mod error;
@@ -40,6 +44,8 @@ pub use mesh::{Axis, AxisSet, Mesh};
 pub use process::{Process, Token};
 pub use rank::Rank;
 pub use trace::{Record, Trace};
+#[cfg(feature = "processes")]
 pub use transport::tcp::Rendezvous;
+#[cfg(feature = "processes")]
 #[doc(hidden)]
 pub use transport::tcp::wire_fuzz::decode_untrusted;

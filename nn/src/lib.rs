@@ -25,6 +25,7 @@ pub mod checkpoint;
 pub mod model;
 pub mod inference;
 pub mod trainer;
+mod log;
 
 pub use checkpoint::hf::{
     BertConfig, BertHead, ExpertsConfig, Gpt2Config, LlamaConfig, LlamaKind, ModelConfig,
@@ -38,6 +39,7 @@ pub use layer::{
     GroupedQueryAttention, LayerNorm, Linear, Lora, MixtureOfExperts, Mlp, PackedDocuments, Residual,
     RmsNorm, document_ids, zigzag_order,
 };
+pub use log::{Log, Scalar};
 pub use loss::{CrossEntropy, bce_with_logits, cross_entropy, expert_imbalance, load_balancing_loss, mse};
 pub use model::{Bert, Gpt2, HfModel, LanguageModel, Llama};
 pub use module::activation_point::ActivationPoint;

@@ -1,7 +1,8 @@
-//! Transports: how collectives and messages reach other ranks. Threads share memory ([`thread`]); processes use TCP ([`tcp`]).
+//! Transports: how collectives and messages reach other ranks. Threads share memory ([`thread`]); processes use TCP (`tcp`).
 
 mod buffer_ops;
 pub(crate) mod thread;
+#[cfg(feature = "processes")]
 pub(crate) mod tcp;
 #[cfg(all(loom, test))]
 mod loom_tests;

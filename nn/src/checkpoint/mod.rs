@@ -80,6 +80,8 @@ mod sharded;
 pub mod adapters;
 
 pub use atomic::commit::check_replaceable;
+#[cfg(test)]
+pub(crate) use atomic::disk::scratch;
 pub use atomic::disk::{open_within, read_text};
 pub use atomic::sidecar::SidecarFile;
 pub use file_names::{CONFIG_FILE, INDEX_FILE, OPTIMIZER_FILE, STATE_FILE, WEIGHTS_FILE};
@@ -107,6 +109,7 @@ use hf::HfModel;
 use sharded::gather::{WRITE_TIMEOUT, on_rank_zero};
 use sharded::optimizer_state::{Names, StateSpecs, read_states};
 use shardgrad_tensor::Result;
+use shardgrad_tensor::training_step::control::world_sum;
 use std::panic::Location;
 use std::path::Path;
 
@@ -174,6 +177,33 @@ pub fn load_weights<M: Module>(dir: &Path, model: &Model<M>, optim: &mut dyn Opt
     load_as(dir, model, optim, &str::to_string, |files| {
         model.load_weights_as(&files.weights, CastRule::Widen, &str::to_string, &[])
     })
+}
+
+/// Loads the newest complete checkpoint of [`save_weights`] in the folder of a run, where checkpoints are at
+/// [`Checkpoints::path_of`]. Returns its state, or the state of a new run (step 0) if there is none. Rank 0 chooses the checkpoint, so
+/// every rank calls this together; then each rank reads for itself.
+///
+/// # Errors
+/// As [`Checkpoints::recover_all`], [`Checkpoints::find`] and [`load_weights`]; errors of the collective.
+#[doc(alias = "latest_checkpoint")]
+#[track_caller]
+pub fn resume<M: Module>(
+    run: impl AsRef<Path>,
+    model: &Model<M>,
+    optim: &mut dyn Optimizer,
+) -> Result<RunState> {
+    let (run, rank, site) = (run.as_ref(), model.rank(), Location::caller());
+    let newest = || {
+        Checkpoints::recover_all(run)?;
+        Ok(Checkpoints::find(run)?.complete.pop())
+    };
+    let newest = on_rank_zero(rank, site, newest)?.flatten();
+    // Counted from 1, so that 0 states that there is none. Other ranks add nothing.
+    let number = newest.map_or(0.0, |(step, _)| step as f64 + 1.0);
+    match world_sum(rank, &[number], site)?[0] as u64 {
+        0 => Ok(RunState::default()),
+        number => load_weights(&Checkpoints::path_of(run, number - 1), model, optim),
+    }
 }
 
 /// Writes the weights of a model into a folder; returns their digest on rank 0.

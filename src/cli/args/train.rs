@@ -57,7 +57,7 @@ pub(crate) struct TrainArgs {
     pub(crate) optim: OptimArgs,
     #[command(flatten)]
     pub(crate) checkpoints: CheckpointArgs,
-    /// Run folder for metrics.jsonl, loss.svg, model/ and checkpoints; files of an earlier run are replaced, except checkpoints
+    /// Run folder for metrics.jsonl, TensorBoard event files, loss.svg, model/ and checkpoints; files of an earlier run are replaced, except checkpoints
     #[arg(long, value_name = "DIR", default_value = defaults::OUT, help_heading = "Output")]
     pub(crate) out: PathBuf,
     /// Maximum size of a safetensors file, as in 500MB or 5GB (max_shard_size); larger models are saved as several files and an index

@@ -1,0 +1,75 @@
+//! A gated linear recurrence h_t = a_t h_(t-1) + x_t over the tokens of a row: by doubling, with ops of the library alone, and by
+//! `gated_scan`, which also takes tokens that are sharded.
+
+use shardgrad::prelude::*;
+
+const ROWS: usize = 4;
+const TOKENS: usize = 12;
+const WIDTH: usize = 8;
+
+/// The recurrence in log2(tokens) rounds: after a round each h_t covers twice as many tokens.
+fn scan_by_doubling(x: &Var, gates: &Var) -> Var {
+    let (tokens, mut reach) = (x.shape()[1], 1);
+    let (mut a, mut h) = (gates.clone(), x.clone());
+    while reach < tokens {
+        let earlier = |x: &Var, first| x.slice(1, 0..tokens - reach).pad_with(1, reach, 0, first);
+        (a, h) = (&a * earlier(&a, 1.0), &h + &a * earlier(&h, 0.0));
+        reach *= 2;
+    }
+    h
+}
+
+module! { struct Mixer { gate: Linear, input: Linear, output: Linear } }
+
+impl Mixer {
+    fn new() -> Mixer {
+        Mixer {
+            gate: Linear::new(WIDTH, 2 * WIDTH),
+            input: Linear::new(WIDTH, 2 * WIDTH),
+            output: Linear::new(2 * WIDTH, WIDTH),
+        }
+    }
+
+    fn forward(&self, x: &Var, scan: impl Fn(&Var, &Var) -> Var) -> Var {
+        let gates = (self.gate.forward(x) + 2.0).sigmoid();
+        let inputs = self.input.forward(x) * (1.0 - &gates);
+        self.output.forward(&scan(&inputs, &gates))
+    }
+}
+
+/// Losses of steps: each token learns the mean of the tokens so far.
+fn train(rank: &Rank, scan: impl Fn(&Var, &Var) -> Var) -> Result<Vec<f64>> {
+    let tensor =
+        Plan::tensor_parallel("tp").column_parallel("gate").column_parallel("input").row_parallel("output");
+    let plan = Plan::data_parallel("dp").and(Plan::context_parallel("cp")).and(tensor);
+    let model = Model::with_dtype(rank, Mixer::new(), &plan, 1, DType::F64)?;
+    let mut optim = AdamW::new(1e-2);
+    let layout = plan.batch_layout(rank.mesh(), DType::F64, &[ROWS, TOKENS, WIDTH])?;
+    let number = |i: usize| ((i * 7 + i / WIDTH * 5) % 11) as f64 / 11.0;
+    let mean = |i: usize| {
+        let token = i / WIDTH % TOKENS;
+        (0..=token).map(|t| number(i - (token - t) * WIDTH)).sum::<f64>() / (token + 1) as f64
+    };
+    let (x, means) = (Tensor::from_fn(rank, &layout, number)?, Tensor::from_fn(rank, &layout, mean)?);
+    let mut losses = Vec::new();
+    for _ in 0..10 {
+        let tape = model.tape();
+        let y = model.forward(&tape.constant(x.clone()), &scan);
+        let loss = (y - tape.constant(means.clone())).square().mean();
+        loss.backward()?;
+        optim.update(&model, tape.gradients())?;
+        losses.push(loss.item()?);
+    }
+    Ok(losses)
+}
+
+#[test]
+fn doubling_and_scan_give_the_same_losses_on_every_mesh() {
+    let doubling =
+        super::same_on(["dp=2", "tp=2", "dp=2,tp=2", "tp=4"], 1e-9, |rank| train(rank, scan_by_doubling));
+    let scan = super::same_on(["dp=2", "tp=2", "cp=3", "cp=2,tp=2"], 1e-9, |rank| {
+        train(rank, |x, gates| x.gated_scan(gates, 1))
+    });
+    crate::training_run::same(&doubling, &scan, 1e-9, "gated_scan");
+    assert!(scan[9] < 0.7 * scan[0], "{scan:?}");
+}
