@@ -37,7 +37,10 @@ pub use layer::{
     Attention, Block, Dropout, Embedding, EncoderAttention, FeedForward, GatedMlp, GroupedQueryAttention,
     LayerNorm, Linear, Lora, MixtureOfExperts, Mlp, Residual, RmsNorm,
 };
-pub use loss::{CrossEntropy, bce_with_logits, cross_entropy, load_balancing_loss, mse};
+pub use loss::{
+    CrossEntropy, Loss, MicrobatchLosses, PartialLoss, bce_with_logits, cross_entropy, load_balancing_loss,
+    mse,
+};
 pub use model::{Bert, Gpt2, HfModel, LanguageModel, Llama};
 pub use module::activation_point::ActivationPoint;
 pub use module::adapter::{Adaptable, Adapter, AdapterSlot};

@@ -4,7 +4,7 @@ use super::blocks::{check_ids, run_blocks};
 use crate::checkpoint::hf::{Gpt2Config, HfModel, ModelConfig};
 use crate::layer::kv_cache::KvCache;
 use crate::layer::{Attention, Block, Dropout, Embedding, LayerNorm, Mlp};
-use crate::loss::cross_entropy;
+use crate::loss::{CrossEntropy, Loss, cross_entropy};
 use crate::module;
 use crate::module::param::Init;
 use crate::plan::Plan;
@@ -138,6 +138,17 @@ impl Gpt2 {
     #[must_use]
     pub fn loss(&self, ids: &Var, targets: &Var) -> Var {
         cross_entropy(&self.forward(ids), targets).mean()
+    }
+
+    /// [`Gpt2::loss`] over the tokens whose target is not [`IGNORE_INDEX`](crate::loss::IGNORE_INDEX), as the loss of a step: a sum with
+    /// the number of these tokens.
+    ///
+    /// # Panics
+    /// As [`Gpt2::loss`].
+    #[track_caller]
+    #[must_use]
+    pub fn masked_loss(&self, ids: &Var, targets: &Var) -> Loss {
+        CrossEntropy::MASKED.loss(&self.forward(ids), targets)
     }
 }
 

@@ -2,12 +2,12 @@
 //! norms. Touvron et al., arXiv 2302.13971. Its members (Mistral, Qwen, Mixtral) differ in biases and norms.
 
 use super::blocks::check_ids;
-use crate::checkpoint::hf::{HfModel, LlamaConfig, LlamaKind, ModelConfig};
+use crate::checkpoint::hf::{ExpertsConfig, HfModel, LlamaConfig, LlamaKind, ModelConfig};
 use crate::layer::kv_cache::{KvCache, LayerKvCache};
 use crate::layer::{
     Embedding, FeedForward, GatedMlp, GroupedQueryAttention, MixtureOfExperts, RmsNorm, Routing,
 };
-use crate::loss::{cross_entropy, load_balancing_loss};
+use crate::loss::{CrossEntropy, Loss, cross_entropy, load_balancing_loss};
 use crate::module;
 use crate::module::param::Init;
 use crate::plan::Plan;
@@ -262,16 +262,35 @@ impl Llama {
     #[must_use]
     pub fn loss(&self, ids: &Var, targets: &Var) -> Var {
         check_ids(ids, 0, self.config.max_position_embeddings);
-        let balanced = self.config.experts.as_ref().filter(|experts| experts.output_router_logits);
-        let (logits, usage) = self.forward_checked(ids, balanced.is_some());
+        let (logits, usage) = self.forward_checked(ids, self.balanced_experts().is_some());
         let loss = cross_entropy(&logits, targets).mean();
-        match balanced {
-            Some(experts) if !usage.is_empty() => {
-                let rows = ids.shape().iter().product::<usize>() * usage.len();
-                loss.add(&load_balancing_loss(&usage, rows).scale(experts.router_aux_loss_coef))
-            }
-            _ => loss,
-        }
+        self.balance(ids, &usage).map_or(loss.clone(), |balance| loss.add(&balance))
+    }
+
+    /// [`Llama::loss`] over the tokens whose target is not [`IGNORE_INDEX`](crate::loss::IGNORE_INDEX), as the loss of a step: a sum with
+    /// the number of these tokens. The load-balancing loss counts all tokens; microbatches weigh in it by their numbers of targets.
+    ///
+    /// # Panics
+    /// As [`Llama::loss`].
+    #[track_caller]
+    #[must_use]
+    pub fn masked_loss(&self, ids: &Var, targets: &Var) -> Loss {
+        check_ids(ids, 0, self.config.max_position_embeddings);
+        let (logits, usage) = self.forward_checked(ids, self.balanced_experts().is_some());
+        let loss = CrossEntropy::MASKED.loss(&logits, targets);
+        self.balance(ids, &usage).map_or(loss.clone(), |balance| loss.add_mean(&balance))
+    }
+
+    /// The experts, if the config asks for the load-balancing loss.
+    fn balanced_experts(&self) -> Option<&ExpertsConfig> {
+        self.config.experts.as_ref().filter(|experts| experts.output_router_logits)
+    }
+
+    /// The load-balancing loss times its coefficient, if the config asks for it.
+    fn balance(&self, ids: &Var, usage: &[[Var; 2]]) -> Option<Var> {
+        let experts = self.balanced_experts().filter(|_| !usage.is_empty())?;
+        let rows = ids.shape().iter().product::<usize>() * usage.len();
+        Some(load_balancing_loss(usage, rows).scale(experts.router_aux_loss_coef))
     }
 }
 
