@@ -112,3 +112,8 @@ struct Readme;
 #[cfg(doctest)]
 #[doc = include_str!("../docs/tutorial.md")]
 struct Tutorial;
+
+/// Runs the code of the page on exact means as doctests.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/exact-mean.md")]
+struct ExactMean;

@@ -6,8 +6,9 @@ mod updates;
 
 use device::CapturingDevice;
 use shardgrad::nn::checkpoint::RunState;
+use shardgrad::nn::loss::IGNORE_INDEX;
 use shardgrad::nn::optim::{LossScale, LrScheduler};
-use shardgrad::nn::{Gpt2, Gpt2Config, LanguageModel, ModelConfig};
+use shardgrad::nn::{Gpt2, Gpt2Config, LanguageModel, Loss, ModelConfig};
 use shardgrad::prelude::*;
 use shardgrad::tensor::{LocalMapLayouts, LocalTensor, local_map};
 use std::cell::RefCell;
@@ -81,7 +82,7 @@ fn set_step(trainer: &mut Lm<'_>, step: u64, loss_scale: Option<LossScale>) {
 }
 
 type Read<'a> = dyn Fn(&Rank, u64, Range<usize>) -> Result<Vec<Tensor>> + Sync + 'a;
-type Loss<'a> = dyn Fn(&LanguageModel, &[Var]) -> Var + Sync + 'a;
+type LossFn<'a> = dyn Fn(&LanguageModel, &[Var]) -> Loss + Sync + 'a;
 /// Called before a step, with tensors held over steps.
 type Before<'a> = dyn Fn(&mut Lm<'_>, usize, &mut Vec<Tensor>) -> Result<()> + Sync + 'a;
 
@@ -93,7 +94,7 @@ struct Case<'a> {
     mesh: &'a str,
     steps: usize,
     read: &'a Read<'a>,
-    loss: &'a Loss<'a>,
+    loss: &'a LossFn<'a>,
     before: &'a Before<'a>,
 }
 
@@ -190,6 +191,32 @@ fn steps_of_all_precisions_are_captured_once() {
 }
 
 #[test]
+fn captured_steps_divide_by_the_counts_of_their_own_batch() {
+    // Each step has another number of labels, and so has each microbatch.
+    let masked = |rank: &Rank, step: u64, rows: Range<usize>| {
+        let mut all = read(rank, step, rows.clone())?;
+        let labels = all[1].to_host::<i64>()?.into_iter().enumerate();
+        let is_masked = |at: usize| (at + rows.start * SEQ) % 7 < 1 + step as usize % 5;
+        let labels: Vec<i64> =
+            labels.map(|(at, label)| if is_masked(at) { IGNORE_INDEX } else { label }).collect();
+        all[1] = Tensor::from_host(rank, &[rows.len(), SEQ], &labels)?;
+        Ok(all)
+    };
+    let loss = |model: &LanguageModel, x: &[Var]| {
+        let loss = model.masked_loss(&x[0], &x[1]);
+        loss.also_sum("targets", x[1].cast(DType::F32).sum())
+    };
+    for dtype in [DType::F32, DType::BF16] {
+        let settings = TrainerConfig { dtype, ..settings() };
+        let case = Case { settings, read: &masked, loss: &loss, ..Case::new() };
+        case.check(&Captured::all(1));
+        let (run, _) = case.run(case.world(), false).unwrap();
+        assert!(run.steps.windows(2).all(|w| w[0].count != w[1].count), "{:?}", run.steps);
+        assert!(run.steps.iter().all(|step| step.auxiliary("targets") != 0.0), "{:?}", run.steps);
+    }
+}
+
+#[test]
 fn steps_are_recaptured_when_addresses_or_shapes_change() {
     // A parameter with another handle is not updated in place, so its address changes.
     let held = |trainer: &mut Lm<'_>, step: usize, held: &mut Vec<Tensor>| {
@@ -218,7 +245,7 @@ fn steps_are_recaptured_when_addresses_or_shapes_change() {
     let measured = |trainer: &mut Lm<'_>, step: usize, _: &mut Vec<Tensor>| {
         if step == 3 {
             let held_out = read(trainer.rank(), 77, 0..ROWS)?;
-            assert!(trainer.partial_loss(&held_out)?.is_finite());
+            assert!(trainer.partial_loss(&held_out)?.sum.is_finite());
         }
         Ok(())
     };
@@ -283,7 +310,7 @@ fn uncapturable_steps_run_eagerly() {
     Case { loss: &flipped, ..Case::new() }.check(&Captured::none(0, why));
     // A copy to the host in the middle of the backward pass.
     let late = |model: &LanguageModel, x: &[Var]| {
-        let loss = model.loss_from_batch(x);
+        let loss = model.loss_from_batch(x).value();
         let alike = [loss.layout().clone()];
         let layouts = LocalMapLayouts { inputs: &alike, outputs: &alike, cotangents: &alike };
         let forward = |_: &Rank, x: &[LocalTensor]| Ok([x[0].clone()].into_iter().collect());
@@ -291,7 +318,7 @@ fn uncapturable_steps_run_eagerly() {
             let numbers: Vec<f32> = dy[0].to_f64(rank)?.iter().map(|x| *x as f32).collect();
             Ok([LocalTensor::upload(rank, &dy[0].view.shape, &numbers)?].into_iter().collect())
         };
-        local_map("late", &[&loss], layouts, forward, backward).remove(0)
+        Loss::mean(local_map("late", &[&loss], layouts, forward, backward).remove(0))
     };
     let why = "graph capture: a graph cannot contain work that copies to the host";
     Case { loss: &late, ..Case::new() }.check(&Captured::none(0, why));
@@ -394,7 +421,7 @@ fn losses_kept_by_closure(turns: bool) -> Result<Vec<f64>> {
         let (model, plan) = (LanguageModel::new(&config), LanguageModel::plan(&config));
         let kept: RefCell<Vec<Tensor>> = RefCell::default();
         let loss = |model: &LanguageModel, x: &[Var]| {
-            let loss = model.loss_from_batch(x);
+            let loss = model.loss_from_batch(x).value();
             kept.borrow_mut().push(loss.scale(2.0).tensor().clone());
             if turns { loss.reshape(&[1]).flip(0).sum() } else { loss }
         };

@@ -79,7 +79,7 @@ impl Run {
             // Evaluated with another number of rows.
             let arguments =
                 [tokens(&here, &self.plan, 99, 0..5, 0)?, tokens(&here, &self.plan, 99, 0..5, 1)?];
-            out.extend(world_sum(rank, &[trainer.partial_loss(&arguments)?], Location::caller())?);
+            out.extend(world_sum(rank, &[trainer.partial_loss(&arguments)?.sum], Location::caller())?);
             Ok(out)
         });
         let ranks = ranks.unwrap_or_else(|e| panic!("{mesh}: {e}"));

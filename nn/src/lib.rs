@@ -40,7 +40,10 @@ pub use layer::{
     RmsNorm, document_ids, zigzag_order,
 };
 pub use log::{Log, Scalar};
-pub use loss::{CrossEntropy, bce_with_logits, cross_entropy, expert_imbalance, load_balancing_loss, mse};
+pub use loss::{
+    CrossEntropy, Loss, MicrobatchLosses, PartialLoss, bce_with_logits, cross_entropy, expert_imbalance,
+    load_balancing_loss, mse,
+};
 pub use model::{Bert, Gpt2, HfModel, LanguageModel, Llama};
 pub use module::activation_point::ActivationPoint;
 pub use module::adapter::{Adaptable, Adapter, AdapterSlot};

@@ -1,4 +1,13 @@
-//! Loss functions: cross-entropy, mean squared error, binary cross-entropy, and the load-balancing loss of experts.
+//! Loss functions: cross-entropy, mean squared error, binary cross-entropy, and the load-balancing loss of experts; and the loss of a
+//! training step.
+
+mod step_loss;
+mod microbatch_losses;
+
+pub use microbatch_losses::MicrobatchLosses;
+pub(crate) use microbatch_losses::StepLosses;
+pub(crate) use step_loss::LossForm;
+pub use step_loss::{Loss, PartialLoss};
 
 use shardgrad_autograd::Var;
 use shardgrad_tensor::{Elementwise, Error, Kind, Value};
@@ -30,7 +39,13 @@ pub struct CrossEntropy {
     pub label_smoothing: f64,
 }
 
+/// The label of tokens that the losses of the models ignore.
+pub const IGNORE_INDEX: i64 = -100;
+
 impl CrossEntropy {
+    /// Ignores [`IGNORE_INDEX`], without label smoothing.
+    pub const MASKED: CrossEntropy = CrossEntropy { ignore_index: Some(IGNORE_INDEX), label_smoothing: 0.0 };
+
     /// The loss of each row, as [`cross_entropy`] (`reduction="none"`): ln(sum exp z) - (1 - s) z_target - s mean(z) with label
     /// smoothing s.
     ///
@@ -56,18 +71,29 @@ impl CrossEntropy {
         ignored.map_or(loss.clone(), |mask| loss.masked_fill(&mask, 0.0))
     }
 
-    /// The mean loss over the rows that are not ignored, a scalar; NaN if all rows are ignored.
+    /// The mean loss over the rows that are not ignored, a scalar; NaN if all rows are ignored. Of microbatches with different numbers
+    /// of ignored rows the mean of these means is not the mean over all rows: use [`CrossEntropy::loss`].
     ///
     /// # Panics
     /// As [`CrossEntropy::per_row`].
     #[track_caller]
     #[must_use]
     pub fn mean(&self, logits: &Var, targets: &Var) -> Var {
+        self.loss(logits, targets).value()
+    }
+
+    /// The loss of a step: with `ignore_index` the sum over the rows that are not ignored and their number, so that the step's loss is
+    /// the mean over all of them, on all ranks and in all microbatches; without, the mean over the rows.
+    ///
+    /// # Panics
+    /// As [`CrossEntropy::per_row`].
+    #[track_caller]
+    #[must_use]
+    pub fn loss(&self, logits: &Var, targets: &Var) -> Loss {
         let rows = self.per_row(logits, targets);
-        match self.ignore_index {
-            None => rows.mean(),
-            Some(i) => rows.sum().div(&targets.ne_scalar(i as f64).cast(rows.dtype()).sum()),
-        }
+        let Some(ignored) = self.ignore_index else { return Loss::mean(rows.mean()) };
+        let count = targets.ne_scalar(ignored as f64).cast(rows.dtype()).sum();
+        Loss::weighted(rows.sum(), count).count_max(targets.layout().numel())
     }
 }
 

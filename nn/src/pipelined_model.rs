@@ -12,6 +12,7 @@ use shardgrad_autograd::{Noise, OpRecord, Program, ReplayNoise, Var};
 use shardgrad_tensor::{Axis, Context, Layout, Rank, Result, Tensor};
 use std::cell::RefCell;
 use std::collections::HashSet;
+use std::ops::Range;
 use std::rc::Rc;
 
 /// The noise of the recording; every replay draws with the noise of its step.
@@ -91,14 +92,14 @@ impl PipelinedModel {
     }
 
     /// Runs the schedule forward and backward on all microbatches, which `read` provides and which have one shape. The gradients are
-    /// those of the mean loss times `loss_scale`. If no parameter of the loss is trainable, every stage returns an error: no stage
+    /// those of the sum of the losses times `gradient_factor`. If no parameter of the loss is trainable, every stage returns an error: no stage
     /// knows by itself what is frozen on other stages.
     pub(crate) fn train_step<M: Module>(
         &self,
         model: &Model<M>,
         read: &dyn Fn(usize) -> Result<Vec<Tensor>>,
         noise: &dyn Fn(usize) -> Noise,
-        loss_scale: f64,
+        gradient_factor: f64,
     ) -> Result<PipelineOutputs> {
         let stages = self.recordings.borrow()[0].1.clone();
         let runner =
@@ -108,34 +109,53 @@ impl PipelinedModel {
             parameter: &param_values(model),
             is_trained: &is_trainable(model),
             draw: &|microbatch| ReplayNoise::Of(noise(microbatch)),
-            weight: loss_scale / self.schedule.num_microbatches as f64,
+            weight: gradient_factor,
         })
     }
 
-    /// Runs the stages forward for inference, without dropout and without gradients. Returns the result on the ranks of the stage
+    /// Runs the stages forward for inference, without dropout and without gradients. Returns each result on the ranks of the stage
     /// that computes it, `None` on the others.
     pub(crate) fn forward_step<M: Module>(
         &self,
         model: &Model<M>,
         arguments: &[Tensor],
         forward: ForwardFn<'_>,
-    ) -> Result<Option<Tensor>> {
+    ) -> Result<Vec<Option<Tensor>>> {
         let layouts: Vec<Layout> = arguments.iter().map(|t| t.layout().clone()).collect();
         let stages = self.stages(model.rank(), &layouts, forward)?;
         let stages = (self.axis, &*stages, &self.schedule.stage_ranks[..]);
-        let results = forward_microbatches(model, stages, &[arguments.to_vec()], &[])?;
-        Ok(results.into_iter().flatten().next().flatten())
+        let results = forward_microbatches(model, stages, &[arguments.to_vec()], 0..0, &[])?;
+        Ok(results.into_iter().flatten().collect())
+    }
+
+    /// Runs another forward function of the model for inference, recorded once per call, and returns its results on all pipeline
+    /// ranks.
+    pub(crate) fn infer<M: Module>(
+        &self,
+        model: &Model<M>,
+        arguments: &[Tensor],
+        forward: ForwardFn<'_>,
+    ) -> Result<Vec<Tensor>> {
+        let layouts: Vec<Layout> = arguments.iter().map(|t| t.layout().clone()).collect();
+        let program = Program::record(model.rank(), &layouts, None, forward)?;
+        let stages = self.recordings.borrow()[0].1.recut(program)?;
+        let num_results = stages.program().outputs.len();
+        let all: Vec<usize> = (0..model.rank().world().mesh().size(self.axis)).collect();
+        let stages = (self.axis, &stages, &self.schedule.stage_ranks[..]);
+        let results = forward_microbatches(model, stages, &[arguments.to_vec()], 0..num_results, &all)?;
+        Ok(results.into_iter().flatten().flatten().collect())
     }
 }
 
 /// Runs stages on a pipeline axis, given with the pipeline rank of each, forward for inference on microbatches of one shape. Returns
-/// the results of each microbatch on the ranks of the stages that compute them, but the first result on the pipeline ranks
-/// `first_result_on`, if there are any.
+/// the results of each microbatch on the ranks of the stages that compute them, but those of the range `sent` on the pipeline ranks
+/// `to`.
 pub(crate) fn forward_microbatches<M: Module>(
     model: &Model<M>,
     (axis, stages, stage_ranks): (Axis, &Stages, &[usize]),
     microbatches: &[Vec<Tensor>],
-    first_result_on: &[usize],
+    sent: Range<usize>,
+    to: &[usize],
 ) -> Result<Vec<Vec<Option<Tensor>>>> {
     let num_ranks = model.rank().world().mesh().size(axis);
     let schedule = Schedule::forward_only(stage_ranks, num_ranks, microbatches.len())?;
@@ -151,9 +171,10 @@ pub(crate) fn forward_microbatches<M: Module>(
         weight: 1.0,
     })?;
     let mut results = outputs.results;
-    if !first_result_on.is_empty() {
-        for first in results.iter_mut().filter_map(|of_microbatch| of_microbatch.first_mut()) {
-            *first = runner.send_result(0, first.take(), first_result_on)?;
+    for of_microbatch in &mut results {
+        of_microbatch.resize(stages.program().outputs.len(), None);
+        for at in sent.clone() {
+            of_microbatch[at] = runner.send_result(at, of_microbatch[at].take(), to)?;
         }
     }
     Ok(results)

@@ -10,7 +10,7 @@ use crate::outputs::check_target;
 use crate::train::{Evaluation, batch, mean_loss_by_groups};
 use serde_json::json;
 use shardgrad::nn::checkpoint::TensorWriter;
-use shardgrad::nn::{InferenceModel, LanguageModel, ResultRanks};
+use shardgrad::nn::{InferenceModel, LanguageModel, PartialLoss, ResultRanks};
 use shardgrad::prelude::*;
 use std::ops::Range;
 use std::path::Path;
@@ -61,10 +61,9 @@ pub(crate) fn run(args: &EvalArgs, startup: &Startup) -> Result<()> {
             super::collective_io(rank, || write_logits(&model, &plan, &windows, args.batch, path))?;
         }
         let parts = |batches: &[Vec<Tensor>]| {
-            let loss = |model: &LanguageModel, x: &[Var]| Ok(vec![model.loss_from_batch(x)]);
+            let loss = |model: &LanguageModel, x: &[Var]| Ok(model.loss_from_batch(x).into_scalars());
             let losses = model.forward(batches, ResultRanks::Producer, loss)?;
-            let part = |loss: Option<Tensor>| loss.map_or(Ok(0.0), |loss| loss.local_contribution());
-            losses.into_iter().flatten().map(part).collect()
+            losses.iter().map(|scalars| PartialLoss::from_scalars(scalars)).collect()
         };
         let num_stages = model.num_stages();
         let group_max = if num_stages > 1 { BATCHES_PER_STAGE * num_stages } else { 1 };
@@ -106,7 +105,7 @@ fn write_logits(
 ) -> Result<()> {
     let rows = rows.min(windows.num_windows() as usize);
     let read = |own: Range<usize>| windows.batch(own.start as u64..own.end as u64);
-    let x = batch(model.rank(), plan, [rows, windows.seq()], None, read)?;
+    let x = batch(model.rank(), plan, [rows, windows.seq()], read)?;
     let forward = |model: &LanguageModel, x: &[Var]| Ok(vec![model.forward_from_batch(x).cast(DType::F32)]);
     let results = model.forward(&[x], ResultRanks::FirstStage, forward)?;
     let Some(logits) = results.into_iter().flatten().next().flatten() else { return Ok(()) };

@@ -61,8 +61,7 @@ impl<'a> StepSpec<'a> {
                 let read = |own: Range<usize>| {
                     Ok(Batch { inputs: blank(own.clone()), targets: blank(own), extra: Vec::new() })
                 };
-                let share = matches!(config, ModelConfig::Bert(_)).then_some(1.0);
-                batch(rank, plan, [rows.len(), seq], share, read)
+                batch(rank, plan, [rows.len(), seq], read)
             };
             let settings = TrainerConfig {
                 microbatches,

@@ -10,7 +10,7 @@ pub(crate) use control::RunFlags;
 pub(crate) use prefetch::Prefetcher;
 pub(crate) use validate::{Evaluation, mean_loss, mean_loss_by_groups};
 
-use crate::data::{Batch, Sampler};
+use crate::data::Batch;
 use shardgrad::nn::optim::LrScheduler;
 use shardgrad::nn::{LanguageModel, Precision, Trainer, TrainerConfig};
 use shardgrad::prelude::*;
@@ -36,17 +36,16 @@ pub(crate) struct TrainConfig {
     pub(crate) capture: bool,
 }
 
-/// Returns the arguments of the loss: inputs, targets and extra columns, `[rows, seq]` each, sharded over the batch axes, and the
-/// [`loss_divisor`], f64 `[]`, if given. Every rank reads only its own rows with `read` and keeps its own tokens of them.
+/// Returns the arguments of the loss: inputs, targets and extra columns, `[rows, seq]` each, sharded over the batch axes. Every rank reads
+/// only its own rows with `read` and keeps its own tokens of them.
 pub(crate) fn batch(
     rank: &Rank,
     plan: &Plan,
     shape: [usize; 2],
-    loss_divisor: Option<f64>,
     read: impl FnOnce(Range<usize>) -> Result<Batch>,
 ) -> Result<Vec<Tensor>> {
     let layout = plan.batch_layout(rank.mesh(), DType::I64, &shape)?;
-    to_tensors(rank, &layout, &local_rows(&layout, rank, read)?, loss_divisor)
+    to_tensors(rank, &layout, &local_rows(&layout, rank, read)?)
 }
 
 /// Reads the local part of a batch with layout `[rows, seq]`.
@@ -60,20 +59,9 @@ fn local_rows(
 }
 
 /// Converts a local batch to tensors, as returned by [`batch`].
-fn to_tensors(rank: &Rank, layout: &Layout, own: &Batch, loss_divisor: Option<f64>) -> Result<Vec<Tensor>> {
+fn to_tensors(rank: &Rank, layout: &Layout, own: &Batch) -> Result<Vec<Tensor>> {
     let all = [&own.inputs, &own.targets].into_iter().chain(&own.extra);
-    let loss_divisor = loss_divisor.map(|loss_divisor| Tensor::from_host(rank, &[], &[loss_divisor]));
-    all.map(|numbers| Tensor::from_local(rank, layout, numbers)).chain(loss_divisor).collect()
-}
-
-/// Returns the divisor of the summed loss of `part` of the given rows such that the row-weighted mean over parts is the mean over all targets of
-/// the rows, however targets are distributed (masked labels). `None` if every token is a target.
-///
-/// # Errors
-/// As [`Sampler::num_targets`].
-pub(crate) fn loss_divisor(sampler: &Sampler, rows: Range<u64>, part: usize) -> Result<Option<f64>> {
-    let weight = part as f64 / (rows.end - rows.start) as f64;
-    Ok(sampler.num_targets(rows)?.map(|asked| asked.max(1) as f64 * weight))
+    all.map(|numbers| Tensor::from_local(rank, layout, numbers)).collect()
 }
 
 impl TrainConfig {

@@ -1,6 +1,6 @@
 //! Prefetching the rows of a step on one rank: each is read once, before its step, so that later changes of the files do not matter.
 
-use super::{TrainConfig, local_rows, loss_divisor, to_tensors};
+use super::{TrainConfig, local_rows, to_tensors};
 use crate::data::{Batch, Sampler};
 use shardgrad::prelude::*;
 use std::cell::RefCell;
@@ -19,8 +19,6 @@ pub(crate) struct Prefetcher<'a> {
 #[derive(Debug)]
 struct StepRows {
     step: u64,
-    /// The [`loss_divisor`] of its microbatches.
-    loss_divisor: Option<f64>,
     microbatches: Vec<Batch>,
 }
 
@@ -49,10 +47,9 @@ impl<'a> Prefetcher<'a> {
             })
         };
         let microbatches = (0..microbatches).map(read).collect::<Result<_>>()?;
-        let loss_divisor = loss_divisor(self.rows, all.clone(), piece)?;
         let mut cached = self.cached.borrow_mut();
         cached.retain(|cached| cached.step + 1 == step);
-        cached.push(StepRows { step, loss_divisor, microbatches });
+        cached.push(StepRows { step, microbatches });
         Ok(())
     }
 
@@ -65,6 +62,6 @@ impl<'a> Prefetcher<'a> {
         let layout = self.plan.batch_layout(rank.mesh(), DType::I64, &[rows.len(), self.train_config.seq])?;
         let cached = self.cached.borrow();
         let cached = cached.iter().find(|cached| cached.step == step).expect("the step was just read");
-        to_tensors(rank, &layout, &cached.microbatches[rows.start / rows.len()], cached.loss_divisor)
+        to_tensors(rank, &layout, &cached.microbatches[rows.start / rows.len()])
     }
 }

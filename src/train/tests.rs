@@ -3,9 +3,9 @@
 
 use super::*;
 use crate::data::scratch::Scratch;
-use crate::data::{Corpus, RowOrder, Split, TokenFile, Vocabulary};
+use crate::data::{Corpus, RowOrder, Sampler, Split, TokenFile, Vocabulary};
 use shardgrad::nn::checkpoint::TensorWriter;
-use shardgrad::nn::{BertConfig, ModelConfig};
+use shardgrad::nn::{BertConfig, ModelConfig, PartialLoss};
 use shardgrad::tensor::training_step::control::world_sum;
 use std::cell::Cell;
 use std::panic::Location;
@@ -68,8 +68,10 @@ fn mean_of_all(
     }
     let first = Sampler::rows_of_step(step, BATCH as u64).start;
     let read = |own: Range<usize>| rows.batch(first + own.start as u64..first + own.end as u64);
-    let part = trainer.partial_loss(&batch(trainer.rank(), plan, [BATCH, SEQ], None, read)?)?;
-    Ok(Some(world_sum(trainer.rank(), &[part], Location::caller())?[0]))
+    let part = trainer.partial_loss(&batch(trainer.rank(), plan, [BATCH, SEQ], read)?)?;
+    let numbers = [part.sum, part.count.expect("the labels are masked")];
+    let sums = world_sum(trainer.rank(), &numbers, Location::caller())?;
+    Ok(Some(sums[0] / sums[1]))
 }
 
 #[test]
@@ -86,6 +88,10 @@ fn every_target_weighs_the_same_in_every_microbatch() {
             for step in 0..train_config.steps {
                 let mean = mean_of_all(&trainer, &plan, &rows, step as u64)?;
                 let report = trainer.step()?;
+                assert_eq!(
+                    report.count,
+                    rows.num_targets(Sampler::rows_of_step(step as u64, 4))?.map(|n| n as f64)
+                );
                 let far = mean.map_or(0.0, |mean| (report.loss - mean).abs());
                 assert!(far < 1e-12, "{mesh}, step {step}: {report:?}, not {mean:?}");
                 found.extend([report.loss, report.grad_norm]);
@@ -155,10 +161,12 @@ fn prefetched_rows_do_not_change_with_the_file() {
                 world_sum(rank, &[0.0], Location::caller())?;
                 trainer.check_consistent()?;
                 let losses = [trainer.step()?.loss, trainer.step()?.loss];
-                assert_eq!(prefetcher.read(trainer.rank(), 2).is_err(), cuts, "{mesh}");
-                Ok(losses)
+                Ok((losses, prefetcher.read(trainer.rank(), 2).is_err()))
             });
-            all.unwrap_or_else(|e| panic!("{mesh}: {e}")).swap_remove(0)
+            let all = all.unwrap_or_else(|e| panic!("{mesh}: {e}"));
+            // A rank reads its own rows only.
+            assert_eq!(all.iter().any(|(_, has_failed)| *has_failed), cuts, "{mesh}");
+            all[0].0
         };
         let expected = taken(false);
         assert_eq!(taken(true), expected, "{mesh}");
@@ -180,7 +188,8 @@ fn smaller_last_eval_batch_is_weighted_by_its_rows() {
             let measured = World::run(Mesh::parse(mesh).unwrap(), |rank| {
                 let part = |x: &[Tensor]| {
                     let tokens = x[0].shape().iter().product::<usize>() as f64;
-                    Ok(x[0].cast(DType::F64).sum().local_contribution()? / tokens)
+                    let sum = x[0].cast(DType::F64).sum().local_contribution()? / tokens;
+                    Ok(PartialLoss { sum, count: None })
                 };
                 let plan = Plan::llama();
                 match mean_loss(rank, &plan, &windows, rows_max, || false, part)? {
@@ -208,7 +217,7 @@ fn measured(mesh: &str, stop: impl Fn(usize, usize) -> bool + Sync) -> Vec<(Stri
         };
         let part = |_: &[Tensor]| {
             parts.set(parts.get() + 1);
-            Ok(1.0)
+            Ok(PartialLoss { sum: 1.0, count: None })
         };
         let measured = mean_loss(rank, &plan, &windows, 2, stop, part)?;
         Ok((format!("{measured:?}"), parts.get()))

@@ -1,7 +1,8 @@
 //! Evaluation: the mean loss over a list of windows, on any mesh.
 
-use super::{batch, loss_divisor};
+use super::batch;
 use crate::data::Sampler;
+use shardgrad::nn::PartialLoss;
 use shardgrad::prelude::*;
 use shardgrad::tensor::training_step::control::world_sum;
 use std::ops::Range;
@@ -27,14 +28,14 @@ pub(crate) fn mean_loss(
     windows: &Sampler,
     rows_max: usize,
     stop: impl Fn() -> bool,
-    part: impl Fn(&[Tensor]) -> Result<f64>,
+    part: impl Fn(&[Tensor]) -> Result<PartialLoss>,
 ) -> Result<Evaluation> {
     let parts = |batches: &[Vec<Tensor>]| batches.iter().map(|batch| part(batch)).collect();
     mean_loss_by_groups(rank, plan, windows, [rows_max, 1], stop, parts)
 }
 
 /// Returns the mean loss over all targets of all windows of a sequential sampler, in batches of `rows_max` windows; the result has the
-/// same bits for any `group_max`. `parts` computes the local part of the loss of each batch of a group: up to `group_max` batches of
+/// same bits for any `group_max`. Where windows have unequal numbers of targets, the loss is a sum with a count. `parts` computes the local part of the loss of each batch of a group: up to `group_max` batches of
 /// equally many windows, the microbatches of a pipeline. Collective: all ranks return the same number, or abandon the evaluation before
 /// the same group, because a rank was asked to `stop` or could not read.
 ///
@@ -47,19 +48,18 @@ pub(crate) fn mean_loss_by_groups(
     windows: &Sampler,
     [rows_max, group_max]: [usize; 2],
     stop: impl Fn() -> bool,
-    parts: impl Fn(&[Vec<Tensor>]) -> Result<Vec<f64>>,
+    parts: impl Fn(&[Vec<Tensor>]) -> Result<Vec<PartialLoss>>,
 ) -> Result<Evaluation> {
     let site = Location::caller();
     let num_windows = windows.num_windows();
-    let whole = loss_divisor(windows, 0..num_windows, 1);
-    let (mut first, mut sum) = (0, 0.0);
+    // The sum over windows of their means, or the sum over targets and their number.
+    let (mut first, mut sum, mut count) = (0, 0.0, None);
     while first < num_windows {
         let rows = rows_max.min((num_windows - first) as usize);
         let end = first + rows as u64 * ((num_windows - first) / rows as u64).min(group_max as u64);
         let read_batch = |first: u64| {
             let read = |own: Range<usize>| windows.batch(first + own.start as u64..first + own.end as u64);
-            let loss_divisor = whole.clone()?.map(|loss_divisor| loss_divisor * rows as f64);
-            batch(rank, plan, [rows, windows.seq()], loss_divisor, read)
+            batch(rank, plan, [rows, windows.seq()], read)
         };
         let group: Result<Vec<Vec<Tensor>>> = (first..end).step_by(rows).map(read_batch).collect();
         let over = f64::from(u8::from(stop() || group.is_err()));
@@ -67,9 +67,16 @@ pub(crate) fn mean_loss_by_groups(
             return Ok(Evaluation::Abandoned(group.err()));
         }
         for part in parts(&group?)? {
-            sum += part * rows as f64;
+            match part.count {
+                None => sum += part.sum * rows as f64,
+                Some(own) => (sum, count) = (sum + part.sum, Some(count.unwrap_or(0.0) + own)),
+            }
         }
         first = end;
     }
-    Ok(Evaluation::Loss(world_sum(rank, &[sum], site)?[0] / num_windows as f64))
+    let own = [Some(sum), count];
+    let sums = world_sum(rank, &own.into_iter().flatten().collect::<Vec<f64>>(), site)?;
+    // Without any target the sum is 0.
+    let divisor = sums.get(1).map_or(num_windows as f64, |count| if *count == 0.0 { 1.0 } else { *count });
+    Ok(Evaluation::Loss(sums[0] / divisor))
 }

@@ -76,6 +76,13 @@ impl Stages {
                 }
             }
         }
+        for slot in &program.outputs {
+            // A result that no op makes is returned by a stage that reads it, or by the first.
+            let Slot::External(external) = slot else { continue };
+            if stages.iter().all(|stage| !stage.external_inputs.contains(external)) {
+                stages[0].external_inputs.push(*external);
+            }
+        }
         let gradient_slots = program.gradient_slots(num_losses, |_| true);
         Stages { program, stages, num_losses, gradient_slots, reduced_each_pass: BTreeSet::new() }
     }
@@ -168,11 +175,13 @@ impl Stages {
         gradient_slots.filter_map(|(_, external)| external.key).collect()
     }
 
-    /// The stage that makes a slot; `None` for an external input.
+    /// The stage that makes a slot; of an external input, the first stage that reads it.
     #[must_use]
     pub fn producer(&self, slot: Slot) -> Option<usize> {
-        let Slot::Output { record, .. } = slot else { return None };
-        self.stages.iter().position(|s| s.range.contains(&(record as usize)))
+        self.stages.iter().position(|stage| match slot {
+            Slot::Output { record, .. } => stage.range.contains(&(record as usize)),
+            Slot::External(external) => stage.external_inputs.contains(&external),
+        })
     }
 
     /// The line of the first op of a stage that reads an external input.

@@ -133,12 +133,13 @@ impl<M: Module> InferenceModel<M> {
         let layouts: Vec<Layout> = first.iter().map(|t| t.layout().clone()).collect();
         let program = Program::record(self.rank(), &layouts, None, |x| forward(&self.model, x))?;
         let stages = pipeline.stages.recut(program)?;
-        let to = match first_result_on {
-            ResultRanks::Producer => &[],
-            ResultRanks::FirstStage => &pipeline.stage_ranks[..1],
-            ResultRanks::AllStages => &pipeline.stage_ranks[..],
+        let first = 0..stages.program().outputs.len().min(1);
+        let (sent, to) = match first_result_on {
+            ResultRanks::Producer => (0..0, &[][..]),
+            ResultRanks::FirstStage => (first, &pipeline.stage_ranks[..1]),
+            ResultRanks::AllStages => (first, &pipeline.stage_ranks[..]),
         };
         let stages = (pipeline.axis, &stages, &pipeline.stage_ranks[..]);
-        pipelined_model::forward_microbatches(&self.model, stages, microbatches, to)
+        pipelined_model::forward_microbatches(&self.model, stages, microbatches, sent, to)
     }
 }

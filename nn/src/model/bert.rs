@@ -3,7 +3,7 @@
 use super::blocks::{check_ids, run_blocks};
 use crate::checkpoint::hf::{BertConfig, BertHead, HfModel, ModelConfig};
 use crate::layer::{Dropout, Embedding, EncoderAttention, LayerNorm, Linear};
-use crate::loss::CrossEntropy;
+use crate::loss::{CrossEntropy, IGNORE_INDEX, Loss};
 use crate::module;
 use crate::module::activation_point::ActivationPoint;
 use crate::module::param::{Init, Param};
@@ -126,7 +126,7 @@ impl BertBlock {
 
 impl Bert {
     /// The label of positions that the loss ignores.
-    pub const IGNORE_INDEX: i64 = -100;
+    pub const IGNORE_INDEX: i64 = IGNORE_INDEX;
 
     /// A model of this config. Weights are initialized from a normal distribution with standard deviation `initializer_range`, biases
     /// with zeros, norms with ones.
@@ -257,24 +257,20 @@ impl Bert {
     #[track_caller]
     #[must_use]
     pub fn loss(&self, ids: &Var, labels: &Var, mask: Option<&Var>, types: Option<&Var>) -> Var {
-        MASKED_LM_LOSS.mean(&self.forward(ids, mask, types), labels)
+        self.masked_loss(ids, labels, mask, types).value()
     }
 
-    /// Sum of the losses of which [`Bert::loss`] is the mean. Divide by the number of labels of a whole step over the number of
-    /// microbatches to get a loss that can be averaged over microbatches with different numbers of labels.
+    /// [`Bert::loss`] as the loss of a step: a sum with the number of masked positions, so that microbatches and ranks may have different
+    /// numbers of them.
     ///
     /// # Panics
     /// As [`Bert::loss`].
     #[track_caller]
     #[must_use]
-    pub fn loss_sum(&self, ids: &Var, labels: &Var, mask: Option<&Var>, types: Option<&Var>) -> Var {
-        MASKED_LM_LOSS.per_row(&self.forward(ids, mask, types), labels).sum()
+    pub fn masked_loss(&self, ids: &Var, labels: &Var, mask: Option<&Var>, types: Option<&Var>) -> Loss {
+        CrossEntropy::MASKED.loss(&self.forward(ids, mask, types), labels)
     }
 }
-
-/// The cross-entropy over masked positions.
-const MASKED_LM_LOSS: CrossEntropy =
-    CrossEntropy { ignore_index: Some(Bert::IGNORE_INDEX), label_smoothing: 0.0 };
 
 #[track_caller]
 fn lacks(what: &str, architecture: &str) -> Error {

@@ -4,7 +4,7 @@ use super::blocks::{check_ids, run_blocks};
 use crate::checkpoint::hf::{Gpt2Config, HfModel, ModelConfig};
 use crate::layer::kv_cache::KvCache;
 use crate::layer::{Attention, Block, DocumentPoints, Dropout, Embedding, LayerNorm, Mlp, PackedDocuments};
-use crate::loss::cross_entropy;
+use crate::loss::{CrossEntropy, Loss, cross_entropy};
 use crate::module;
 use crate::module::param::Init;
 use crate::plan::Plan;
@@ -166,6 +166,17 @@ impl Gpt2 {
     #[must_use]
     pub fn loss_packed(&self, ids: &Var, targets: &Var, documents: &PackedDocuments) -> Var {
         cross_entropy(&self.forward_packed(ids, documents), targets).mean()
+    }
+
+    /// [`Gpt2::loss`] over the tokens whose target is not [`IGNORE_INDEX`](crate::loss::IGNORE_INDEX), as the loss of a step: a sum with
+    /// the number of these tokens.
+    ///
+    /// # Panics
+    /// As [`Gpt2::loss`].
+    #[track_caller]
+    #[must_use]
+    pub fn masked_loss(&self, ids: &Var, targets: &Var) -> Loss {
+        CrossEntropy::MASKED.loss(&self.forward(ids), targets)
     }
 }
 

@@ -6,10 +6,11 @@ use super::llama::Llama;
 use crate::checkpoint::hf::{HfModel, ModelConfig};
 use crate::layer::PackedDocuments;
 use crate::layer::kv_cache::KvCache;
+use crate::loss::Loss;
 use crate::module::Module;
 use crate::plan::Plan;
 use shardgrad_autograd::Var;
-use shardgrad_tensor::{Error, Kind, Value};
+use shardgrad_tensor::{Error, Kind};
 
 /// A model of any family, chosen by its config. Parameter names are those of the family's struct.
 #[doc(alias = "AutoModel")]
@@ -118,30 +119,43 @@ impl LanguageModel {
     #[track_caller]
     #[must_use]
     pub fn loss(&self, ids: &Var, targets: &Var) -> Var {
-        self.loss_from_batch(&[ids.clone(), targets.clone()])
+        self.loss_from_batch(&[ids.clone(), targets.clone()]).value()
     }
 
-    /// [`LanguageModel::loss`] of the tensors of a batch: ids, targets and, for an encoder with padding, mask and types as in
-    /// [`Bert::hidden_states`], or, for a decoder of packed documents, segment ids and positions as in [`PackedDocuments`]. If the last tensor is a scalar, the sum of an encoder's losses is divided by it instead of by the
-    /// number of labels: for microbatches, pass the labels of the step over the number of microbatches.
+    /// [`LanguageModel::loss`] over the tokens whose target is not [`IGNORE_INDEX`](crate::loss::IGNORE_INDEX), as the loss of a step: a
+    /// sum with the number of these tokens.
+    ///
+    /// # Panics
+    /// As [`LanguageModel::loss`].
+    #[track_caller]
+    #[must_use]
+    pub fn masked_loss(&self, ids: &Var, targets: &Var) -> Loss {
+        match self {
+            LanguageModel::Gpt2(model) => model.masked_loss(ids, targets),
+            LanguageModel::Llama(model) => model.masked_loss(ids, targets),
+            LanguageModel::Bert(model) => model.masked_loss(ids, targets, None, None),
+        }
+    }
+
+    /// The loss of the tensors of a batch for a step: ids, targets and, for an encoder with padding, mask and types as in
+    /// [`Bert::hidden_states`], or, for a decoder of packed documents, segment ids and positions as in [`PackedDocuments`]. A mean, or
+    /// for an encoder a sum with the number of labels, which microbatches have unequally.
     ///
     /// # Panics
     /// As [`LanguageModel::loss`], and if there are fewer than two tensors.
     #[track_caller]
     #[must_use]
-    pub fn loss_from_batch(&self, x: &[Var]) -> Var {
-        if let (LanguageModel::Bert(model), Some((share, x))) = (self, x.split_last())
-            && share.shape().is_empty()
-        {
-            let sum = model.loss_sum(&x[0], &x[1], x.get(2), x.get(3));
-            return sum.div(&share.cast(sum.dtype()));
-        }
+    pub fn loss_from_batch(&self, x: &[Var]) -> Loss {
         match (self, packed_documents(x)) {
-            (LanguageModel::Gpt2(model), None) => model.loss(&x[0], &x[1]),
-            (LanguageModel::Gpt2(model), Some(documents)) => model.loss_packed(&x[0], &x[1], &documents),
-            (LanguageModel::Llama(model), None) => model.loss(&x[0], &x[1]),
-            (LanguageModel::Llama(model), Some(documents)) => model.loss_packed(&x[0], &x[1], &documents),
-            (LanguageModel::Bert(model), _) => model.loss(&x[0], &x[1], x.get(2), x.get(3)),
+            (LanguageModel::Gpt2(model), None) => Loss::mean(model.loss(&x[0], &x[1])),
+            (LanguageModel::Gpt2(model), Some(documents)) => {
+                Loss::mean(model.loss_packed(&x[0], &x[1], &documents))
+            }
+            (LanguageModel::Llama(model), None) => Loss::mean(model.loss(&x[0], &x[1])),
+            (LanguageModel::Llama(model), Some(documents)) => {
+                Loss::mean(model.loss_packed(&x[0], &x[1], &documents))
+            }
+            (LanguageModel::Bert(model), _) => model.masked_loss(&x[0], &x[1], x.get(2), x.get(3)),
         }
     }
 

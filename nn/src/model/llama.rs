@@ -2,13 +2,13 @@
 //! norms. Touvron et al., arXiv 2302.13971. Its members (Mistral, Qwen, Mixtral) differ in biases and norms.
 
 use super::blocks::check_ids;
-use crate::checkpoint::hf::{HfModel, LlamaConfig, LlamaKind, ModelConfig};
+use crate::checkpoint::hf::{ExpertsConfig, HfModel, LlamaConfig, LlamaKind, ModelConfig};
 use crate::layer::kv_cache::{KvCache, LayerKvCache};
 use crate::layer::{
     DocumentPoints, Embedding, FeedForward, GatedMlp, GroupedQueryAttention, MixtureOfExperts,
     PackedDocuments, RmsNorm, Routing,
 };
-use crate::loss::{cross_entropy, load_balancing_loss};
+use crate::loss::{CrossEntropy, Loss, cross_entropy, load_balancing_loss};
 use crate::module;
 use crate::module::param::Init;
 use crate::plan::Plan;
@@ -329,19 +329,39 @@ impl Llama {
     ) -> (Var, Vec<[Var; 2]>) {
         let (logits, usage) = self.forward_checked(ids, documents, wants_usage);
         let loss = cross_entropy(&logits, targets).mean();
-        match &self.config.experts {
-            Some(experts) if self.is_balanced_by_loss() && !usage.is_empty() => {
-                let rows = ids.shape().iter().product::<usize>() * usage.len();
-                let balance = load_balancing_loss(&usage, rows).scale(experts.router_aux_loss_coef);
-                (loss.add(&balance), usage)
-            }
-            _ => (loss, usage),
-        }
+        let loss = self.balance(ids, &usage).map_or(loss.clone(), |balance| loss.add(&balance));
+        (loss, usage)
+    }
+
+    /// [`Llama::loss`] over the tokens whose target is not [`IGNORE_INDEX`](crate::loss::IGNORE_INDEX), as the loss of a step: a sum with
+    /// the number of these tokens. The load-balancing loss counts all tokens; microbatches weigh in it by their numbers of targets.
+    ///
+    /// # Panics
+    /// As [`Llama::loss`].
+    #[track_caller]
+    #[must_use]
+    pub fn masked_loss(&self, ids: &Var, targets: &Var) -> Loss {
+        check_ids(ids, 0, self.config.max_position_embeddings);
+        let (logits, usage) = self.forward_checked(ids, None, self.is_balanced_by_loss());
+        let loss = CrossEntropy::MASKED.loss(&logits, targets);
+        self.balance(ids, &usage).map_or(loss.clone(), |balance| loss.add_mean(&balance))
+    }
+
+    /// The experts, if the config asks for the load-balancing loss.
+    fn balanced_experts(&self) -> Option<&ExpertsConfig> {
+        self.config.experts.as_ref().filter(|experts| experts.output_router_logits)
+    }
+
+    /// The load-balancing loss times its coefficient, if the config asks for it.
+    fn balance(&self, ids: &Var, usage: &[[Var; 2]]) -> Option<Var> {
+        let experts = self.balanced_experts().filter(|_| !usage.is_empty())?;
+        let rows = ids.shape().iter().product::<usize>() * usage.len();
+        Some(load_balancing_loss(usage, rows).scale(experts.router_aux_loss_coef))
     }
 
     /// Whether the loss includes the load-balancing loss.
     fn is_balanced_by_loss(&self) -> bool {
-        self.config.experts.as_ref().is_some_and(|experts| experts.output_router_logits)
+        self.balanced_experts().is_some()
     }
 }
 

@@ -1,35 +1,39 @@
 //! Forward passes of a trainer's model without an update: the loss of an evaluation, the layouts of activations.
 
 use super::Trainer;
+use crate::loss::PartialLoss;
 use crate::module::Module;
 use shardgrad_autograd::{OpRecord, Program, Var};
 use shardgrad_tensor::{Layout, Result, Tensor, Value};
 use std::rc::Rc;
 
 impl<M: Module> Trainer<'_, M> {
-    /// Evaluates this rank's partial loss on arguments that are on the mesh of [`Trainer::rank`]. The sum over all
-    /// ranks ([`world_sum`](shardgrad_tensor::training_step::control::world_sum)) is the loss. Dropout is off and no gradient is
-    /// recorded. Releases the memory of a captured step, which is captured again later.
+    /// Evaluates this rank's partial loss on arguments that are on the mesh of [`Trainer::rank`]. The sums over all
+    /// ranks ([`world_sum`](shardgrad_tensor::training_step::control::world_sum)) give the loss. Dropout is off and no
+    /// gradient is recorded. Releases the memory of a captured step, which is captured again later.
     ///
     /// # Errors
     /// Errors of ops and collectives.
     #[doc(alias = "no_grad")]
     #[doc(alias = "evaluate")]
     #[doc(alias = "eval")]
-    pub fn partial_loss(&self, arguments: &[Tensor]) -> Result<f64> {
+    pub fn partial_loss(&self, arguments: &[Tensor]) -> Result<PartialLoss> {
         self.capture.clear();
-        let loss = match &self.pipelined {
+        let outputs = match &self.pipelined {
             None => {
                 let tape = self.model.inference_tape();
                 let arguments: Vec<Var> = arguments.iter().map(|t| tape.constant(t.clone())).collect();
-                Some((self.loss_fn)(&self.model, &arguments).tensor().clone())
+                let scalars = (self.loss_fn)(&self.model, &arguments).into_scalars();
+                scalars.iter().map(|scalar| Some(scalar.tensor().clone())).collect()
             }
-            Some(pipelined) => {
-                let forward = |arguments: &[Var]| Ok(vec![(self.loss_fn)(&self.model, arguments)]);
-                pipelined.forward_step(&self.model, arguments, &forward)?
+            Some((pipelined, form)) => {
+                let forward = |arguments: &[Var]| Ok((self.loss_fn)(&self.model, arguments).into_vars().1);
+                let mut outputs = pipelined.forward_step(&self.model, arguments, &forward)?;
+                outputs.truncate(form.num_scalars());
+                outputs
             }
         };
-        loss.map_or(Ok(0.0), |loss| loss.local_contribution())
+        PartialLoss::from_scalars(&outputs)
     }
 
     /// Returns the path in the model and the layout of the first result of each op of this rank in a forward pass, in
@@ -39,11 +43,11 @@ impl<M: Module> Trainer<'_, M> {
     /// Errors of `load_batch` and of the model.
     pub fn forward_layouts(&self) -> Result<Vec<(Rc<str>, Layout)>> {
         let path_and_layout = |r: &OpRecord| Some((r.path.clone(), r.outputs.first()?.clone()));
-        if let Some(pipelined) = &self.pipelined {
+        if let Some((pipelined, _)) = &self.pipelined {
             return Ok(pipelined.records(self.model.rank()).iter().filter_map(path_and_layout).collect());
         }
         let layouts: Vec<Layout> = self.load_microbatch(0)?.iter().map(|t| t.layout().clone()).collect();
-        let forward = |arguments: &[Var]| Ok(vec![(self.loss_fn)(&self.model, arguments)]);
+        let forward = |arguments: &[Var]| Ok((self.loss_fn)(&self.model, arguments).into_vars().1);
         let program = Program::record(self.model.rank(), &layouts, None, forward)?;
         Ok(program.records.iter().filter_map(path_and_layout).collect())
     }

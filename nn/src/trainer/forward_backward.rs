@@ -1,20 +1,21 @@
 //! Forward and backward of all microbatches of a step: one after another, or by the schedule of a pipeline.
 
 use super::Trainer;
+use crate::loss::{MicrobatchLosses, StepLosses};
 use crate::module::Module;
+use crate::optim::LossScale;
 use shardgrad_autograd::pipeline::{Action, TimedAction};
 use shardgrad_autograd::{Gradients, Noise, Var};
-use shardgrad_tensor::{Error, Kind, Result, Tensor, Value};
+use shardgrad_tensor::{Result, Tensor};
 use std::ops::Range;
 use std::time::Instant;
 
 /// Results of forward and backward of all microbatches.
 #[derive(Clone)]
 pub(super) struct PassOutputs {
-    /// Scalars whose sum over all ranks, divided by `loss_divisor`, is the loss.
-    pub(super) losses: Vec<Tensor>,
-    pub(super) loss_divisor: usize,
-    /// Gradients of the step times the loss scale.
+    /// Losses, counts and auxiliary outputs of this rank.
+    pub(super) losses: StepLosses,
+    /// Gradients of the step times the loss scale, and of a sum times its count.
     pub(super) gradients: Gradients,
     /// Whether the results depend on the step other than by arguments and parameters: random numbers were drawn.
     pub(super) depends_on_step: bool,
@@ -34,35 +35,37 @@ impl<M: Module> Trainer<'_, M> {
     /// Runs forward and backward of all microbatches.
     pub(super) fn uncaptured_pass(&self) -> Result<PassOutputs> {
         let load = |microbatch: usize| self.load_microbatch(microbatch);
-        let Some(pipelined) = &self.pipelined else { return self.plain_pass(load) };
+        let Some((pipelined, form)) = &self.pipelined else { return self.plain_pass(load) };
         let noise = |microbatch: usize| self.noise(microbatch);
-        let outputs = pipelined.train_step(&self.model, &load, &noise, self.loss_factor())?;
+        let (form, loss_scale) = (form.clone(), self.loss_scale.map(LossScale::factor));
+        let factor = form.gradient_factor(self.config.microbatches, loss_scale);
+        let outputs = pipelined.train_step(&self.model, &load, &noise, factor)?;
         *self.passes.borrow_mut() = outputs.passes;
-        let losses = outputs.results.into_iter().flatten().flatten().collect();
-        let (loss_divisor, gradients) = (self.config.microbatches, outputs.gradients);
-        Ok(PassOutputs { losses, loss_divisor, gradients, depends_on_step: true, is_captured: false })
+        let losses = StepLosses { form, outputs: outputs.results, loss_scale, is_divided: false };
+        let gradients = outputs.gradients;
+        Ok(PassOutputs { losses, gradients, depends_on_step: true, is_captured: false })
     }
 
     /// Runs forward and backward of all microbatches without reading from the device.
     pub(super) fn plain_pass(&self, arguments: impl Fn(usize) -> Result<Vec<Tensor>>) -> Result<PassOutputs> {
         let count = self.config.microbatches;
         let tape = self.model.tape().for_rounds(count);
-        let mut losses = Vec::with_capacity(count);
+        let mut losses = MicrobatchLosses::new(count).with_count_max(self.config.rows / count);
+        if let Some(loss_scale) = self.loss_scale {
+            losses = losses.loss_scale(loss_scale.factor());
+        }
         self.passes.borrow_mut().clear();
         for microbatch in 0..count {
             let start = Instant::now();
             tape.set_noise(Some(self.noise(microbatch)));
             let arguments: Vec<Var> = arguments(microbatch)?.into_iter().map(|t| tape.constant(t)).collect();
-            let loss =
-                check_loss_dtype((self.loss_fn)(&self.model, &arguments)).map_err(|e| e.at(self.site))?;
-            let loss = if count == 1 { loss } else { loss.scale(1.0 / count as f64) };
-            losses.push(loss.tensor().clone());
+            let loss = (self.loss_fn)(&self.model, &arguments);
             let (forward_end, stage) = (Instant::now(), 0);
             if microbatch + 1 == count {
                 tape.expect_gradients();
             }
             // The line of the loss is unknown, and this line is not the caller's.
-            loss.backward_scaled(self.loss_factor()).map_err(|e| e.replace_site(self.site))?;
+            losses.backward(loss).map_err(|e| e.replace_site(self.site))?;
             self.passes.borrow_mut().extend([
                 TimedAction { action: Action::Forward { stage, microbatch }, start, end: forward_end },
                 TimedAction {
@@ -72,8 +75,9 @@ impl<M: Module> Trainer<'_, M> {
                 },
             ]);
         }
-        let (gradients, depends_on_step) = (tape.gradients(), tape.noise_was_read());
-        Ok(PassOutputs { losses, loss_divisor: 1, gradients, depends_on_step, is_captured: false })
+        let (losses, gradients, depends_on_step) =
+            (losses.finish()?, tape.gradients(), tape.noise_was_read());
+        Ok(PassOutputs { losses, gradients, depends_on_step, is_captured: false })
     }
 
     /// Loads the arguments of the loss for a microbatch of this step.
@@ -91,19 +95,4 @@ impl<M: Module> Trainer<'_, M> {
         let rows = self.config.rows / self.config.microbatches;
         microbatch * rows..(microbatch + 1) * rows
     }
-}
-
-/// Refuses a loss of 16 bits: its mean has three digits, and whether the scaled loss overflows would depend on the
-/// number of microbatches by which the loss is divided first, and so on the mesh.
-pub(super) fn check_loss_dtype(loss: Var) -> Result<Var> {
-    let dtype = loss.dtype();
-    if dtype == dtype.accumulator() {
-        return Ok(loss);
-    }
-    let sums = dtype.accumulator();
-    let text = format!(
-        "the loss has dtype {dtype}: too few digits for a mean, and too small a range for loss scaling"
-    );
-    let help = format!("cast before the mean: x.cast(DType::{}).mean()", sums.name().to_uppercase());
-    Err(Error::new(Kind::DType, text).detail("help", help))
 }

@@ -201,7 +201,7 @@ impl<M: Module> Trainer<'_, M> {
     pub(super) fn prepare_update(&mut self, pass: PassOutputs, args: StepArgs) -> Result<OptimizerStep> {
         let Trainer { model, optim, capture, .. } = self;
         let rank_and_params = (model.rank(), model.params());
-        let args = StepArgs { losses: pass.losses.clone(), loss_divisor: pass.loss_divisor, ..args };
+        let args = pass.losses.step_args(args);
         let captured = match pass.is_captured {
             true => capture.prepare_update(&mut **optim, rank_and_params, &pass, &args)?,
             false => None,

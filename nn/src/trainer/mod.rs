@@ -7,22 +7,23 @@ mod graph_capture;
 mod not_finite;
 mod consistency;
 mod evaluation;
+mod inference;
 mod state;
 
 pub use config::TrainerConfig;
 
+use crate::loss::{Loss, LossForm};
 use crate::module::Module;
 use crate::optim::{LossScale, Optimizer};
 use crate::pipelined_model::{self, PipelinedModel};
 use crate::plan::Plan;
 use crate::sharded_model::Model;
 use config::check_config;
-use forward_backward::check_loss_dtype;
 use graph_capture::StepCapture;
 use shardgrad_autograd::Var;
 use shardgrad_autograd::pipeline::{self, TimedAction};
 use shardgrad_tensor::{ControlFlags, DType, Error, Kind, Rank, Result, StepArgs, StepReport, Tensor};
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::fmt;
 use std::ops::Range;
 use std::panic::Location;
@@ -32,7 +33,7 @@ use std::rc::Rc;
 /// batch.
 type LoadBatch<'t> = Box<dyn Fn(&Rank, u64, Range<usize>) -> Result<Vec<Tensor>> + 't>;
 /// Computes the loss from a module and arguments.
-type LossFn<'t, M> = Box<dyn Fn(&M, &[Var]) -> Var + 't>;
+type LossFn<'t, M> = Box<dyn Fn(&M, &[Var]) -> Loss + 't>;
 
 /// A model in training on one rank, on any mesh. If the plan has a pipeline and the mesh has its axis, the model is
 /// recorded and cut into stages, and this rank holds the parameters of its own stage only.
@@ -44,7 +45,8 @@ pub struct Trainer<'t, M> {
     config: TrainerConfig,
     load_batch: LoadBatch<'t>,
     loss_fn: LossFn<'t, M>,
-    pipelined: Option<PipelinedModel>,
+    /// The stages, and the form of the recorded loss.
+    pipelined: Option<(PipelinedModel, LossForm)>,
     capture: StepCapture,
     loss_scale: Option<LossScale>,
     step: u64,
@@ -63,8 +65,9 @@ impl<'t, M: Module> Trainer<'t, M> {
     ///
     /// - `load_batch` returns the arguments of `loss` for a range of rows of the global batch of a step: tensors on the
     ///   rank that `load_batch` receives, split as [`Plan::batch_layout`] says.
-    /// - `loss` returns a scalar: a mean over rows. Where rows have unequal weights, divide a sum by the count of the
-    ///   whole step, which `load_batch` passes as an argument. Neither `load_batch` nor `loss` may depend on the mesh.
+    /// - `loss` returns a scalar that is a mean over rows, or a [`Loss`]: a sum with a count where rows or tokens count
+    ///   unequally (ignored labels, padding, weights), and auxiliary outputs for the report. Neither `load_batch` nor
+    ///   `loss` may depend on the mesh.
     /// - `optim` is any [`Optimizer`], constructed with equal arguments on every rank.
     ///
     /// On a pipeline, `loss` runs once for each combination of argument shapes, and every step replays its recorded
@@ -77,31 +80,38 @@ impl<'t, M: Module> Trainer<'t, M> {
     /// model cannot be cut for the pipeline, and as [`Optimizer::check_params`]; `Kind::DType` on a pipeline for a
     /// loss of 16 bits, which [`Trainer::step`] refuses elsewhere; errors of `load_batch`.
     #[track_caller]
-    pub fn new(
+    pub fn new<L: Into<Loss>>(
         rank: &Rank,
         module: M,
         plan: &Plan,
         optim: impl Optimizer + 't,
         config: TrainerConfig,
         load_batch: impl Fn(&Rank, u64, Range<usize>) -> Result<Vec<Tensor>> + 't,
-        loss: impl Fn(&M, &[Var]) -> Var + 't,
+        loss: impl Fn(&M, &[Var]) -> L + 't,
     ) -> Result<Trainer<'t, M>> {
         check_config(&config)?;
+        let loss_fn: LossFn<'t, M> = Box::new(move |module, arguments| loss(module, arguments).into());
         let precision = config.precision();
         let (model, pipelined) = match plan.pipeline_on(rank.mesh()) {
             None => (Model::with_precision(rank, module, plan, config.seed, precision)?, None),
             Some((pipeline, axis)) => {
                 let model = pipelined_model::stage_model(rank, axis, module, plan, precision)?;
-                let first = load_batch(model.rank(), 0, 0..config.rows / config.microbatches)?;
                 let (seed, microbatches) = (config.seed, config.microbatches);
-                let forward = |arguments: &[Var]| Ok(vec![check_loss_dtype(loss(&model, arguments))?]);
+                let rows = config.rows / microbatches;
+                let (first, recorded) = (load_batch(model.rank(), 0, 0..rows)?, Cell::new(None));
+                let forward = |arguments: &[Var]| {
+                    let (form, vars) = loss_fn(&model, arguments).check_dtype()?.into_vars();
+                    recorded.set(Some(form.or_count_max(rows)));
+                    Ok(vars)
+                };
                 let pipelined =
                     PipelinedModel::new(&model, pipeline, axis, seed, microbatches, &first, &forward)?;
-                (model, Some(pipelined))
+                let form = recorded.take().expect("the loss was recorded");
+                (model, Some((pipelined, form)))
             }
         };
         optim.check_params(model.params())?;
-        let (load_batch, loss_fn) = (Box::new(load_batch), Box::new(loss));
+        let load_batch = Box::new(load_batch);
         let loss_scale = (config.dtype == DType::F16).then(LossScale::default);
         let capture = match &pipelined {
             Some(_) => StepCapture::disabled(Error::new(
@@ -153,13 +163,13 @@ impl<'t, M: Module> Trainer<'t, M> {
     /// Returns the pipeline schedule of the trainer, transfers included; `None` without a pipeline.
     #[must_use]
     pub fn pipeline_schedule(&self) -> Option<&pipeline::Schedule> {
-        self.pipelined.as_ref().map(PipelinedModel::schedule)
+        self.pipelined.as_ref().map(|(pipelined, _)| pipelined.schedule())
     }
 
     /// Returns the index of the first op of each pipeline stage, and the path of that op in the model.
     #[must_use]
     pub fn stage_starts(&self) -> Vec<(usize, Rc<str>)> {
-        self.pipelined.as_ref().map_or_else(Vec::new, PipelinedModel::stage_starts)
+        self.pipelined.as_ref().map_or_else(Vec::new, |(pipelined, _)| pipelined.stage_starts())
     }
 
     /// Returns why passes or updates are not captured as graphs: the first refusal. `None` if they are captured, or
@@ -237,7 +247,7 @@ impl<'t, M: Module> Trainer<'t, M> {
         let lr = scheduled.unwrap_or_else(|| self.optim.lr());
         let loss_scale = self.loss_scale.map(LossScale::factor);
         let TrainerConfig { clip, copies_checked_every, .. } = self.config;
-        let args = StepArgs { clip, loss_scale, control, copies_checked_every, ..StepArgs::new(lr) };
+        let args = StepArgs { clip, control, copies_checked_every, ..StepArgs::new(lr) };
 
         let pass = self.forward_backward()?;
         // Inputs are uploaded before a captured pass runs, so that nothing comes between pass and update.
@@ -245,6 +255,8 @@ impl<'t, M: Module> Trainer<'t, M> {
         self.capture.replay_pass()?;
         update.check_overflow(self.site)?;
         let report = update.apply(&mut *self.optim, &mut self.update_in_progress)?;
+        // The step divides the gradients of a sum by a bound of the count too.
+        let report = StepReport { loss_scale, ..report };
         self.capture.keep_update(update);
 
         if report.skipped {

@@ -107,7 +107,7 @@ fn a_block_moves_what_its_form_says() {
                 for _ in 0..2 {
                     let x: Vec<Var> =
                         case.arguments(rank, &plan)?.into_iter().map(|x| tape.constant(x)).collect();
-                    model.loss_from_batch(&x).backward()?;
+                    model.loss_from_batch(&x).value().backward()?;
                 }
                 assert_eq!(tape.gradients().len(), model.params().len());
                 Ok(())
@@ -174,7 +174,7 @@ fn packed(
     let tape = model.tape();
     let layout = plan.batch_layout(rank.mesh(), DType::I64, &[ROWS, TOKENS])?;
     let x = columns.iter().map(|column| Ok(tape.constant(Tensor::from_global(rank, &layout, column)?)));
-    let loss = model.loss_from_batch(&x.collect::<Result<Vec<Var>>>()?);
+    let loss = model.loss_from_batch(&x.collect::<Result<Vec<Var>>>()?).value();
     let (saved_bytes, value) = (tape.saved_bytes(), loss.item()?);
     loss.backward()?;
     let gradients = tape.gradients();
@@ -190,7 +190,8 @@ fn one_document_a_row(rank: &Rank, config: &ModelConfig) -> Result<Outcome> {
         for (document, &len) in lengths.iter().enumerate() {
             let column = |i: usize| (0..len).map(|at| token(row, document, at)[i]).collect::<Vec<i64>>();
             let x = |i| -> Result<Var> { Ok(tape.constant(Tensor::from_host(rank, &[1, len], &column(i))?)) };
-            let loss = model.loss_from_batch(&[x(0)?, x(1)?]).scale(len as f64 / (ROWS * TOKENS) as f64);
+            let loss =
+                model.loss_from_batch(&[x(0)?, x(1)?]).value().scale(len as f64 / (ROWS * TOKENS) as f64);
             sum += loss.item()?;
             loss.backward()?;
         }

@@ -60,7 +60,7 @@ impl TrainingCase {
         let tape = model.tape();
         tape.set_noise(self.noise.then_some(Noise { seed: 3, step: 7, first_row: 4 }));
         let x: Vec<Var> = self.arguments(rank, plan)?.into_iter().map(|x| tape.constant(x)).collect();
-        let loss = model.loss_from_batch(&x);
+        let loss = model.loss_from_batch(&x).value();
         let (saved_bytes, value) = (tape.saved_bytes(), loss.item()?);
         loss.backward()?;
         let gradients = tape.gradients();
@@ -202,7 +202,7 @@ pub(crate) fn trace(config: &ModelConfig, mesh: &str) -> Vec<Record> {
             for _ in 0..2 {
                 let x: Vec<Var> =
                     text.arguments(rank, &plan)?.into_iter().map(|x| tape.constant(x)).collect();
-                model.loss_from_batch(&x).backward()?;
+                model.loss_from_batch(&x).value().backward()?;
             }
             assert_eq!(tape.gradients().len(), model.params().len());
             Ok(())

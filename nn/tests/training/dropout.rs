@@ -41,7 +41,7 @@ fn losses(mesh: &str, forward: fn(&Noisy, &Var) -> Var) -> Vec<f64> {
             found.push(trainer.step()?.loss);
         }
         let part = trainer.partial_loss(&read(trainer.rank(), 0, 0..ROWS / 2)?)?;
-        found.extend(world_sum(trainer.rank(), &[part], Location::caller())?);
+        found.extend(world_sum(trainer.rank(), &[part.sum], Location::caller())?);
         Ok(found)
     });
     ranks.swap_remove(0)

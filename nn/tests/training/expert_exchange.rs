@@ -75,7 +75,7 @@ fn trace(plan: &Plan, mesh: &str) -> Vec<Record> {
         let tape = model.tape();
         traced(rank, || {
             let x: Vec<Var> = case.arguments(rank, plan)?.into_iter().map(|x| tape.constant(x)).collect();
-            model.loss_from_batch(&x).backward()?;
+            model.loss_from_batch(&x).value().backward()?;
             assert_eq!(tape.gradients().len(), model.params().len());
             Ok(())
         })

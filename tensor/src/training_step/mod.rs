@@ -1,9 +1,9 @@
 //! What a training step does to tensors after forward and backward: [`StepArgs`] go in, a [`StepReport`] comes out.
 //!
-//! 1. Each rank sums the squares of its gradients ([`grad_norm`]), and one all-reduce over all ranks sums these, the losses
-//!    and the [`ControlFlags`] ([`control`]).
-//! 2. The overflow check decides whether the step is skipped, and computes the factor that unscales and clips the gradients
-//!    ([`overflow_check`]).
+//! 1. Each rank sums the squares of its gradients ([`grad_norm`]), and one all-reduce over all ranks sums these, the losses,
+//!    their counts, the [`ControlFlags`] ([`control`]) and the [`Auxiliary`] outputs.
+//! 2. The overflow check decides whether the step is skipped, and computes the factor that divides the gradients by loss scale
+//!    and count, and clips them ([`overflow_check`]).
 //! 3. The optimizer's kernels update the stored shards in place ([`optimizer_step`]).
 //!
 //! The host reads the report after the last launch, so the whole step can be captured as a graph ([`graph_capture`]).
@@ -12,6 +12,7 @@
 
 pub mod control;
 mod control_flags;
+mod auxiliary;
 pub mod anomaly_report;
 pub mod grad_norm;
 pub mod overflow_check;
@@ -21,9 +22,12 @@ pub mod consistency;
 pub mod copies;
 pub mod matrix_owners;
 
+pub use auxiliary::{Auxiliary, AuxiliaryDivisor};
 pub use control_flags::ControlFlags;
 
 use crate::tensor::Tensor;
+use shardgrad_dist::{Error, Kind};
+use std::panic::Location;
 
 /// What goes into an optimizer step besides the gradients. Every rank passes equal arguments, but its own losses and the
 /// numbers of its own control flags.
@@ -38,11 +42,17 @@ pub struct StepArgs {
     /// Loss scale, by which all gradients are too large: norm, clipping and update use the gradients divided by it.
     #[doc(alias = "GradScaler")]
     pub loss_scale: Option<f64>,
-    /// Losses of this rank: scalars whose sum over all ranks, divided by `loss_divisor`, is the loss of the report. They
-    /// cost no further all-reduce.
+    /// Losses of this rank: scalars whose sum over all ranks, divided by `loss_divisor` and the count, is the loss of the
+    /// report. They cost no further all-reduce.
     pub losses: Vec<Tensor>,
     /// The divisor of each loss, at least 1: the number of microbatches, if the losses are those of microbatches.
     pub loss_divisor: usize,
+    /// Counts of this rank, if the losses are sums: scalars whose sum over all ranks divides loss and gradients, before norm and
+    /// clipping. A count of 0 divides as 1. Every rank passes `Some`, or every rank `None`; a rank without scalars an empty list.
+    #[doc(alias = "num_items_in_batch")]
+    pub counts: Option<Vec<Tensor>>,
+    /// Numbers to report beside the loss; the same names on every rank.
+    pub auxiliary: Vec<Auxiliary>,
     /// Named numbers to sum over all ranks; the same names on every rank.
     pub control: ControlFlags,
     /// How many updates apart the copies of gradients and parameters are compared ([`copies`]): in the first update, in the
@@ -64,12 +74,14 @@ impl StepArgs {
             loss_scale: None,
             losses: Vec::new(),
             loss_divisor: 1,
+            counts: None,
+            auxiliary: Vec::new(),
             control: ControlFlags::new(),
             copies_checked_every: COPIES_CHECKED_EVERY,
         }
     }
 
-    /// Returns the factor by which all gradients are too large: the loss scale, or 1.
+    /// Returns the factor of the loss in all gradients: the loss scale, or 1.
     #[must_use]
     pub fn loss_factor(&self) -> f64 {
         self.loss_scale.unwrap_or(1.0)
@@ -79,16 +91,19 @@ impl StepArgs {
 /// What comes out of an optimizer step; equal on every rank.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepReport {
-    /// The loss: the sum of [`StepArgs::losses`] over all ranks, each divided by [`StepArgs::loss_divisor`]; 0 without any.
+    /// The loss: the sum of [`StepArgs::losses`] over all ranks, each divided by [`StepArgs::loss_divisor`], divided by the count;
+    /// 0 without any.
     pub loss: f64,
-    /// Global gradient norm, divided by the loss scale, before clipping.
+    /// The sum of [`StepArgs::counts`] over all ranks, if there are counts.
+    pub count: Option<f64>,
+    /// Global gradient norm, divided by loss scale and count, before clipping.
     #[doc(alias = "total_norm")]
     pub grad_norm: f64,
     /// Learning rate of the step.
     pub lr: f64,
     /// Loss scale of the step, if there was one.
     pub loss_scale: Option<f64>,
-    /// The factor of the gradients in the update: unscaling and clipping.
+    /// The factor of the gradients in the update: 1 over loss scale and count, and clipping.
     pub grad_scale: f64,
     /// Whether the update was skipped, and parameters are as before: the gradient norm, the loss or a control number is
     /// not finite.
@@ -96,4 +111,27 @@ pub struct StepReport {
     pub skipped: bool,
     /// The control flags, each number summed over all ranks.
     pub control: ControlFlags,
+    /// The auxiliary outputs with their names.
+    pub auxiliary: Vec<(String, f64)>,
+}
+
+impl StepReport {
+    /// Returns the auxiliary output of a name.
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::Config` if no auxiliary output has the name.
+    #[track_caller]
+    #[must_use]
+    pub fn auxiliary(&self, name: &str) -> f64 {
+        let found = self.auxiliary.iter().find(|(known, _)| known == name);
+        found.map_or_else(|| self.unknown(name).at(Location::caller()).raise(), |(_, value)| *value)
+    }
+
+    fn unknown(&self, name: &str) -> Error {
+        let known: Vec<&str> = self.auxiliary.iter().map(|(name, _)| name.as_str()).collect();
+        let text = format!("the step has no auxiliary output `{name}`");
+        Error::new(Kind::Config, text)
+            .detail("known", known.join(", "))
+            .detail("help", "the loss states auxiliary outputs: Loss::mean(loss).also(name, value)")
+    }
 }

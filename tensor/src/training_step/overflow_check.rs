@@ -5,7 +5,7 @@ use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::tensor::Tensor;
 use crate::training_step::control::sum_over_world;
 use crate::training_step::grad_norm::{contributing_locals, sum_squares};
-use crate::training_step::{StepArgs, StepReport};
+use crate::training_step::{Auxiliary, StepArgs, StepReport};
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::op::overflow_check::{CONTROL_WORD, OVERFLOW_CHECK};
 use shardgrad_kernels::{DType, Scalar, Strides, upload_into};
@@ -18,6 +18,8 @@ const INPUT_HEAD: usize = 2;
 const OUTCOME_HEAD: usize = 5;
 /// The number of values that the overflow check puts before the control word.
 const CHECK_LEN: usize = 3;
+/// The number of numbers of the control word before the control numbers: sum of squares, loss.
+const WORD_HEAD: usize = OUTCOME_HEAD - CHECK_LEN;
 
 /// The hyperparameters of a step: one row of numbers for each parameter.
 pub type Hyperparameters = Vec<Vec<f64>>;
@@ -38,8 +40,8 @@ pub struct OverflowCheck {
     hyperparameters: Hyperparameters,
     /// Clip, loss scale, control numbers, hyperparameters of one parameter after another: f64.
     inputs: LocalTensor,
-    /// Gradient factor, 1 or 0 (step taken or skipped), norm; then the sums of squares, loss and control numbers over all
-    /// ranks: f64.
+    /// Gradient factor, 1 or 0 (step taken or skipped), norm; then the sums of squares, losses, control numbers, counts and
+    /// auxiliary outputs over all ranks: f64.
     outcome: LocalTensor,
     /// The parameters that belong to this optimizer.
     params: Range<usize>,
@@ -53,7 +55,7 @@ impl OverflowCheck {
     pub fn new(rank: &Rank, args: StepArgs, hyperparameters: Hyperparameters) -> Result<OverflowCheck> {
         let inputs = inputs(&args, &hyperparameters);
         let inputs = LocalTensor::upload(rank, &[inputs.len()], &inputs)?;
-        let len = OUTCOME_HEAD + args.control.numbers().len();
+        let len = OUTCOME_HEAD + args.control.numbers().len() + groups(&args).len();
         let outcome = LocalTensor::alloc(rank, DType::F64, &[len])?;
         let params = 0..hyperparameters.len();
         Ok(OverflowCheck { rank: rank.clone(), args, hyperparameters, inputs, outcome, params })
@@ -82,14 +84,16 @@ impl OverflowCheck {
         }
     }
 
-    /// Replaces the inputs in place. Returns false, and does nothing, if the numbers of control numbers or
-    /// hyperparameters differ.
+    /// Replaces the inputs in place. Returns false, and does nothing, if the numbers of control numbers, hyperparameters or
+    /// auxiliary outputs differ, or if only one of both steps has counts.
     ///
     /// # Errors
     /// Errors of the device.
     pub fn upload_into(&mut self, args: StepArgs, hyperparameters: Hyperparameters) -> Result<bool> {
         let is_alike = self.args.control.numbers().len() == args.control.numbers().len()
-            && self.hyperparameters.iter().map(Vec::len).eq(hyperparameters.iter().map(Vec::len));
+            && self.hyperparameters.iter().map(Vec::len).eq(hyperparameters.iter().map(Vec::len))
+            && self.args.counts.is_some() == args.counts.is_some()
+            && groups(&self.args).len() == groups(&args).len();
         if !is_alike || !self.inputs.buffer.is_unique() {
             return Ok(false);
         }
@@ -100,12 +104,12 @@ impl OverflowCheck {
     }
 
     /// Launches the gradient norm, in which every global element counts once, and the overflow check. One all_reduce over
-    /// the whole mesh, which also sums losses and control numbers; none on a mesh of one rank. The host does not wait. A
-    /// collective call: every rank calls it together.
+    /// the whole mesh, which also sums losses, counts, control numbers and auxiliary outputs; none on a mesh of one rank. The
+    /// host does not wait. A collective call: every rank calls it together.
     ///
     /// # Errors
-    /// `Kind::Layout` for a gradient that is a partial sum, `Kind::Shape` for a loss that is not a scalar; errors of
-    /// the collective.
+    /// `Kind::Layout` for a gradient that is a partial sum, `Kind::Shape` for a loss, a count or an auxiliary output that is not
+    /// a scalar; errors of the collective.
     #[doc(alias = "clip_grad_norm_")]
     #[doc(alias = "found_inf")]
     pub fn check<'a>(
@@ -114,24 +118,42 @@ impl OverflowCheck {
         site: &'static Location<'static>,
     ) -> Result<()> {
         let rank = &self.rank.clone();
-        let (counted, mut losses) = (contributing_locals(rank, gradients)?, Vec::new());
-        for loss in &self.args.losses {
-            if loss.contributes()? {
-                losses.push(loss.local());
-            }
-        }
-        let mut sums = LocalTensor::alloc(rank, DType::F64, &[counted.len() + losses.len()])?;
+        let counted = contributing_locals(rank, gradients)?;
+        let losses = contributing_scalars(&self.args.losses)?;
+        let groups = groups(&self.args);
+        let group_len = groups.iter().map(|group| group.len()).max().unwrap_or(0);
+        let first_group = counted.len() + losses.len();
+        let shape = [first_group + groups.len() * group_len];
+        // Scalars that count on other ranks are 0 here.
+        let mut sums = match groups.is_empty() {
+            true => LocalTensor::alloc(rank, DType::F64, &shape)?,
+            false => LocalTensor::full(rank, DType::F64, &shape, 0.0)?,
+        };
         sum_squares(rank, &counted, &mut sums)?;
-        for (loss, offset) in losses.into_iter().zip(counted.len()..) {
-            sums.write(rank, Strides::contiguous(&[]).at(offset), loss)?;
+        let mut write = |scalars: &[Tensor], offset: usize| {
+            scalars.iter().zip(offset..).try_for_each(|(scalar, offset)| {
+                sums.write(rank, Strides::contiguous(&[]).at(offset), scalar.local())
+            })
+        };
+        write(&losses, counted.len())?;
+        for (group, i) in groups.iter().zip(0..) {
+            write(&contributing_scalars(group)?, first_group + i * group_len)?;
         }
+        let (num_control, num_groups) = (self.args.control.numbers().len(), groups.len());
+        let has_counts = self.args.counts.is_some();
         let mut word = LocalTensor::alloc(rank, DType::F64, &[self.outcome.numel() - CHECK_LEN])?;
-        let scalars = [Scalar::Int(counted.len() as i64), Scalar::Real(self.args.loss_divisor as f64)];
-        let control = self.input_range(INPUT_HEAD, &[self.args.control.numbers().len()]);
+        let [num_squares, num_groups, group_len] =
+            [counted.len(), num_groups, group_len].map(|n| Scalar::Int(n as i64));
+        let scalars = [num_squares, Scalar::Real(self.args.loss_divisor as f64), num_groups, group_len];
+        let control = self.input_range(INPUT_HEAD, &[num_control]);
         launch(rank, &CONTROL_WORD, &[&sums, &control], &mut [&mut word], &scalars)?;
         let word = sum_over_world(rank, word, site)?;
         let head = self.input_range(0, &[INPUT_HEAD]);
-        launch(rank, &OVERFLOW_CHECK, &[&word, &head], &mut [&mut self.outcome], &[])
+        // Auxiliary outputs come last and are not checked.
+        let first_sum = WORD_HEAD + num_control;
+        let checked = [first_sum + usize::from(has_counts), if has_counts { first_sum } else { 0 }];
+        let checked = checked.map(|n| Scalar::Int(n as i64));
+        launch(rank, &OVERFLOW_CHECK, &[&word, &head], &mut [&mut self.outcome], &checked)
     }
 
     /// Waits for the device and returns the report. The null back end returns a norm and a loss of 0 and this rank's own
@@ -140,18 +162,29 @@ impl OverflowCheck {
     /// # Errors
     /// Errors of the device, including those of earlier work. The report can be read again after an error.
     pub fn read(&self) -> Result<StepReport> {
-        let StepArgs { lr, loss_scale, control, .. } = &self.args;
-        let report = |grad_scale: f64, skipped: bool, [grad_norm, loss]: [f64; 2], sums: &[f64]| StepReport {
-            loss,
-            grad_norm,
-            lr: *lr,
-            loss_scale: *loss_scale,
-            grad_scale,
-            skipped,
-            control: control.with_numbers(sums.to_vec()),
+        let StepArgs { lr, loss_scale, control, counts, auxiliary, .. } = &self.args;
+        let report = |grad_scale: f64, skipped: bool, [grad_norm, loss]: [f64; 2], sums: &[f64]| {
+            let (control_sums, sums) = sums.split_at(control.numbers().len());
+            let mut sums = sums.iter().copied();
+            let count = counts.as_ref().and_then(|_| sums.next());
+            let values =
+                auxiliary.iter().map(|auxiliary| (auxiliary.name.clone(), auxiliary.value(&mut sums)));
+            StepReport {
+                loss: loss / count.filter(|count| *count != 0.0).unwrap_or(1.0),
+                count,
+                grad_norm,
+                lr: *lr,
+                loss_scale: *loss_scale,
+                grad_scale,
+                skipped,
+                control: control.with_numbers(control_sums.to_vec()),
+                auxiliary: values.collect(),
+            }
         };
         if !self.outcome.buffer.has_memory() {
-            return Ok(report(1.0 / self.args.loss_factor(), false, [0.0; 2], control.numbers()));
+            let zeros = vec![0.0; groups(&self.args).len()];
+            let sums = [control.numbers(), &zeros].concat();
+            return Ok(report(1.0 / self.args.loss_factor(), false, [0.0; 2], &sums));
         }
         let outcome: Vec<f64> = self.outcome.download(&self.rank, self.outcome.numel())?;
         let (head, sums) = outcome.split_first_chunk::<OUTCOME_HEAD>().expect("the outcome has a head");
@@ -214,6 +247,23 @@ impl OverflowCheck {
     }
 }
 
+/// Returns the groups of scalars that are summed over all ranks besides the losses: counts, then auxiliary outputs.
+fn groups(args: &StepArgs) -> Vec<&[Tensor]> {
+    let counts = args.counts.as_deref();
+    counts.into_iter().chain(args.auxiliary.iter().flat_map(Auxiliary::groups)).collect()
+}
+
+/// Returns the scalars that count on this rank.
+fn contributing_scalars(scalars: &[Tensor]) -> Result<Vec<Tensor>> {
+    let mut counted = Vec::with_capacity(scalars.len());
+    for scalar in scalars {
+        if scalar.contributes()? {
+            counted.push(scalar.clone());
+        }
+    }
+    Ok(counted)
+}
+
 /// Returns the inputs in the order of the device memory.
 fn inputs(args: &StepArgs, hyperparameters: &[Vec<f64>]) -> Vec<f64> {
     let head = [args.clip.unwrap_or(f64::INFINITY), args.loss_factor()];
@@ -226,9 +276,9 @@ mod tests {
     use super::*;
     use crate::layout::Layout;
     use crate::methods::value::Value;
-    use crate::training_step::ControlFlags;
     use crate::training_step::control::world_sum;
     use crate::training_step::grad_norm::local_sum_squares;
+    use crate::training_step::{AuxiliaryDivisor, ControlFlags};
     use shardgrad_dist::{Kind, Mesh, World};
 
     fn args(clip: Option<f64>, control: &[(&'static str, f64)]) -> StepArgs {
@@ -248,43 +298,93 @@ mod tests {
             for text in ["f32[5, 3]", "f32[5@a, 3]", "f32[5, 3] ~a", "f32[5@a, 3@b]"] {
                 let mesh = Mesh::parse(mesh).unwrap();
                 let Ok(layout) = Layout::parse(text, &mesh) else { continue };
-                World::run(mesh, |rank| {
-                    let site = Location::caller();
-                    let x = Tensor::from_global(rank, &layout, &data)?;
-                    let wide = x.cast(DType::F64);
-                    let losses = [x.sum().square(), wide.sum(), x.sum()];
-                    let gradients = [&x, &wide, &x];
-                    let own = [rank.index() as f64, -1.5];
-                    let args = StepArgs {
-                        losses: losses.to_vec(),
-                        loss_divisor: 3,
-                        ..args(Some(2.0), &[("index", own[0]), ("other", own[1])])
-                    };
-                    let mut step = OverflowCheck::new(rank, args, rows())?;
-                    step.check(gradients, site)?;
-                    let found = step.read()?;
-                    let loss = losses.iter().map(Tensor::local_contribution).collect::<Result<Vec<f64>>>()?;
-                    let loss = loss.iter().fold(0.0, |sum, part| sum + part / 3.0);
-                    let word = [local_sum_squares(rank, gradients)?, loss, own[0], own[1]];
-                    let sums = world_sum(rank, &word, site)?;
-                    let norm = sums[0].sqrt() / 4.0;
-                    assert!(norm > 1.0, "{norm}");
-                    let scale = if norm > 2.0 { 2.0 / norm } else { 1.0 } / 4.0;
-                    let expected = StepReport {
-                        loss: sums[1],
-                        grad_norm: norm,
-                        lr: 0.5,
-                        loss_scale: Some(4.0),
-                        grad_scale: scale,
-                        skipped: false,
-                        control: ControlFlags::new().number("index", sums[2]).number("other", sums[3]),
-                    };
-                    assert_eq!(found, expected, "{layout}");
-                    Ok(())
-                })
-                .unwrap();
+                for weighted in [false, true] {
+                    World::run(mesh.clone(), |rank| check_against_host(rank, &layout, &data, weighted))
+                        .unwrap();
+                }
             }
         }
+    }
+
+    /// Compares the report of a step, with counts if `weighted`, with the formulas.
+    fn check_against_host(rank: &Rank, layout: &Layout, data: &[f32], weighted: bool) -> Result<()> {
+        let site = Location::caller();
+        let x = Tensor::from_global(rank, layout, data)?;
+        let wide = x.cast(DType::F64);
+        let losses = [x.sum().square(), wide.sum(), x.sum()];
+        let gradients = [&x, &wide, &x];
+        let own = [rank.index() as f64, -1.5];
+        let (counts, labels) = ([x.sum().scale(0.5), wide.sum()], [wide.sum(), wide.sum(), x.sum()]);
+        let auxiliary = |name: &str, sums: &[Tensor], divisor| Auxiliary {
+            name: name.to_string(),
+            sums: sums.to_vec(),
+            divisor,
+        };
+        let clip = if weighted { 0.05 } else { 2.0 };
+        let args = StepArgs {
+            losses: losses.to_vec(),
+            loss_divisor: 3,
+            counts: weighted.then(|| counts.to_vec()),
+            auxiliary: vec![
+                auxiliary("mean", &losses, AuxiliaryDivisor::Number(3.0)),
+                auxiliary("quotient", &[x.sum()], AuxiliaryDivisor::Counts(labels.to_vec())),
+                auxiliary("nothing", &[], AuxiliaryDivisor::Counts(Vec::new())),
+            ],
+            ..args(Some(clip), &[("index", own[0]), ("other", own[1])])
+        };
+        let mut step = OverflowCheck::new(rank, args, rows())?;
+        step.check(gradients, site)?;
+        let mut found = step.read()?;
+        let nothing = found.auxiliary.pop();
+        assert!(nothing.is_some_and(|(name, value)| name == "nothing" && value.is_nan()), "{layout}");
+        let sum = |parts: &[Tensor], divisor: f64| {
+            let part = |sum: f64, part: &Tensor| Ok::<_, Error>(sum + part.local_contribution()? / divisor);
+            parts.iter().try_fold(0.0, part)
+        };
+        let word = [local_sum_squares(rank, gradients)?, sum(&losses, 3.0)?, own[0], own[1]];
+        let groups = [sum(&counts, 1.0)?, sum(&losses, 1.0)?, sum(&[x.sum()], 1.0)?, sum(&labels, 1.0)?];
+        let sums = world_sum(rank, &[word, groups].concat(), site)?;
+        let count = if weighted { sums[4] } else { 1.0 };
+        let factor = 4.0 * count;
+        let norm = sums[0].sqrt() / factor;
+        assert_eq!(clip < norm, weighted, "{norm}");
+        let expected = StepReport {
+            loss: sums[1] / count,
+            count: weighted.then_some(count),
+            grad_norm: norm,
+            lr: 0.5,
+            loss_scale: Some(4.0),
+            grad_scale: if weighted { clip / norm } else { 1.0 } / factor,
+            skipped: false,
+            control: ControlFlags::new().number("index", sums[2]).number("other", sums[3]),
+            auxiliary: vec![("mean".to_string(), sums[5] / 3.0), ("quotient".to_string(), sums[6] / sums[7])],
+        };
+        assert_eq!(found, expected, "{layout}");
+        assert_eq!(found.auxiliary("quotient"), sums[6] / sums[7]);
+        Ok(())
+    }
+
+    #[test]
+    fn an_auxiliary_output_that_is_nan_does_not_skip_the_step_and_a_count_does() {
+        World::run(Mesh::single(), |rank| {
+            let nan = Tensor::from_host(rank, &[], &[f64::NAN])?;
+            let x = Tensor::from_host(rank, &[2], &[3.0f32, 4.0])?;
+            let mut skipped = |args: StepArgs| {
+                let mut step = OverflowCheck::new(rank, args, rows())?;
+                step.check([&x], Location::caller())?;
+                Ok::<_, Error>(step.read()?.skipped)
+            };
+            let auxiliary = Auxiliary {
+                name: "odd".into(),
+                sums: vec![nan.clone()],
+                divisor: AuxiliaryDivisor::Number(1.0),
+            };
+            assert!(!skipped(StepArgs { auxiliary: vec![auxiliary], ..args(None, &[]) })?);
+            assert!(skipped(StepArgs { counts: Some(vec![nan]), ..args(None, &[]) })?);
+            assert!(!skipped(StepArgs { counts: Some(Vec::new()), ..args(None, &[]) })?, "nothing counted");
+            Ok(())
+        })
+        .unwrap();
     }
 
     #[test]

@@ -2,12 +2,17 @@
 
 constexpr int THREADS = 256;
 
-// The number of sums of squares, of all terms, and of the caller's numbers.
+// The number of sums of squares, of these and the parts of the loss, of the caller's numbers, of groups, and of the terms of a group.
 struct Counts {
-    i64 squares, terms, extras;
+    i64 squares, terms, extras, groups, group_len;
 };
 
-// The block loads terms; its first thread sums them.
+// The length of the word, the number of its numbers that are checked, and the position of the count in it, or 0.
+struct Places {
+    i64 len, checked, count;
+};
+
+// The block loads squares and loss; its first thread sums them. One thread sums each group.
 extern "C" __global__ void __launch_bounds__(THREADS)
     control_word(const double *__restrict__ terms, const double *__restrict__ extras, double *word, Counts counts, double count, const Fault *faults, int num_faults) {
     __shared__ double tile[THREADS];
@@ -32,15 +37,21 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (count > 0) word[1] = loss;
     }
     for (i64 i = threadIdx.x; i < counts.extras; i += THREADS) word[first + i] = extras[i];
+    for (i64 i = threadIdx.x; i < counts.groups; i += THREADS) {
+        double sum = 0;
+        for (i64 j = 0; j < counts.group_len; ++j) sum += terms[counts.terms + i * counts.group_len + j];
+        word[first + counts.extras + i] = sum;
+    }
 }
 
 __device__ __forceinline__ bool is_finite(double x) { return x - x == 0; }
 
-extern "C" __global__ void __launch_bounds__(THREADS) overflow_check(const double *__restrict__ word, const double *__restrict__ limits, double *y, i64 len) {
-    const double root = sqrt(word[0]), bound = limits[0], scale = limits[1], norm = root / scale;
+extern "C" __global__ void __launch_bounds__(THREADS) overflow_check(const double *__restrict__ word, const double *__restrict__ limits, double *y, Places places) {
+    const double count = places.count > 0 && word[places.count] != 0 ? word[places.count] : 1.0;
+    const double root = sqrt(word[0]), bound = limits[0], scale = limits[1] * count, norm = fabs(root / scale);
     int odd = is_finite(root) ? 0 : 1;
-    for (i64 i = threadIdx.x; i < len; i += THREADS) {
-        if (i > 0 && !is_finite(word[i])) odd = 1;
+    for (i64 i = threadIdx.x; i < places.len; i += THREADS) {
+        if (i > 0 && i < places.checked && !is_finite(word[i])) odd = 1;
         y[3 + i] = word[i];
     }
     odd = block_reduce(odd, Larger{}, 0);

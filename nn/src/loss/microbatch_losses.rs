@@ -1,0 +1,162 @@
+//! The losses of a step's microbatches: their backward passes, and what an optimizer step gets of them.
+
+use super::step_loss::{AuxiliaryReduction, Loss, LossForm};
+use shardgrad_tensor::{Auxiliary, AuxiliaryDivisor, Error, Kind, Result, StepArgs, Tensor, Value};
+
+/// The losses of all microbatches of a step on this rank, after their backward passes.
+#[derive(Clone, Debug)]
+pub(crate) struct StepLosses {
+    pub(crate) form: LossForm,
+    /// For each microbatch the scalars of `Loss::into_vars`, as far as this rank has them.
+    pub(crate) outputs: Vec<Vec<Option<Tensor>>>,
+    pub(crate) loss_scale: Option<f64>,
+    /// Whether means are divided by the number of microbatches already.
+    pub(crate) is_divided: bool,
+}
+
+impl StepLosses {
+    /// Returns arguments of an optimizer step with these losses, their counts, auxiliary outputs, and the loss scale that their
+    /// gradients have.
+    pub(crate) fn step_args(&self, args: StepArgs) -> StepArgs {
+        let (form, microbatches) = (&self.form, self.outputs.len());
+        let column = |at: usize| -> Vec<Tensor> {
+            self.outputs.iter().filter_map(|of_microbatch| of_microbatch.get(at)?.clone()).collect()
+        };
+        let mut columns = (0..).map(column);
+        let mut next = || columns.next().unwrap_or_default();
+        let losses = next();
+        let counts = form.is_weighted.then(&mut next);
+        let auxiliary = form.auxiliary.iter().map(|(name, reduction)| {
+            let sums = next();
+            let divisor = match reduction {
+                AuxiliaryReduction::Mean => AuxiliaryDivisor::Number(microbatches as f64),
+                AuxiliaryReduction::Sum => AuxiliaryDivisor::Number(1.0),
+                AuxiliaryReduction::Quotient => AuxiliaryDivisor::Counts(next()),
+            };
+            Auxiliary { name: name.clone(), sums, divisor }
+        });
+        let auxiliary = auxiliary.collect();
+        let loss_divisor = if form.is_weighted || self.is_divided { 1 } else { microbatches };
+        let loss_scale = match form.is_weighted {
+            false => self.loss_scale,
+            true => self.loss_scale.map(|scale| form.gradient_factor(microbatches, Some(scale))),
+        };
+        StepArgs { losses, loss_divisor, counts, auxiliary, loss_scale, ..args }
+    }
+}
+
+/// The backward passes of a step's microbatches in a training loop without a trainer: each loss runs backward with the factor that
+/// makes the step's gradients those of [`Loss`], and an optimizer step gets what it divides by and reports.
+///
+/// ```
+/// use shardgrad_nn::{AdamW, CrossEntropy, Linear, MicrobatchLosses, Model, Optimizer, Plan, StepArgs};
+/// use shardgrad_tensor::{Mesh, Tensor, World};
+/// # fn main() -> shardgrad_tensor::Result<()> {
+/// World::run(Mesh::single(), |rank| {
+///     let model = Model::new(rank, Linear::new(1, 3), &Plan::new(), 1)?;
+///     let mut optim = AdamW::new(0.1);
+///     let tape = model.tape().for_rounds(2);
+///     let mut losses = MicrobatchLosses::new(2);
+///     for labels in [[2i64, -100], [-100, -100]] {
+///         let x = tape.constant(Tensor::from_host(rank, &[2, 1], &[1.0f32, 2.0])?);
+///         let labels = tape.constant(Tensor::from_host(rank, &[2], &labels)?);
+///         let cross_entropy = CrossEntropy { ignore_index: Some(-100), ..CrossEntropy::default() };
+///         losses.backward(cross_entropy.loss(&model.forward(&x), &labels))?;
+///     }
+///     let args = losses.step_args(StepArgs { clip: Some(1.0), ..StepArgs::new(0.1) })?;
+///     let report = optim.step(&model, tape.gradients(), args)?;
+///     assert_eq!(report.count, Some(1.0));
+///     Ok(())
+/// })?;
+/// # Ok(())
+/// # }
+/// ```
+#[doc(alias = "gradient accumulation")]
+#[derive(Clone, Debug)]
+pub struct MicrobatchLosses {
+    microbatches: usize,
+    loss_scale: Option<f64>,
+    count_max: usize,
+    form: Option<LossForm>,
+    outputs: Vec<Vec<Option<Tensor>>>,
+}
+
+impl MicrobatchLosses {
+    /// For a step of this number of microbatches.
+    #[must_use]
+    pub fn new(microbatches: usize) -> MicrobatchLosses {
+        MicrobatchLosses { microbatches, loss_scale: None, count_max: 1, form: None, outputs: Vec::new() }
+    }
+
+    /// Multiplies all gradients by a loss scale ([`LossScale::factor`](crate::LossScale::factor)), for f16; the step divides by it.
+    #[doc(alias = "GradScaler")]
+    #[must_use]
+    pub fn loss_scale(self, factor: f64) -> MicrobatchLosses {
+        MicrobatchLosses { loss_scale: Some(factor), ..self }
+    }
+
+    /// Sets the bound of the count of a microbatch for losses that state none.
+    pub(crate) fn with_count_max(self, count_max: usize) -> MicrobatchLosses {
+        MicrobatchLosses { count_max, ..self }
+    }
+
+    /// Runs the backward pass of the loss of the next microbatch.
+    ///
+    /// # Errors
+    /// `Kind::Config` if the loss has another form (mean or sum, names of auxiliary outputs) than that of an earlier microbatch, or
+    /// if there are more losses than microbatches; `Kind::DType` for a loss of 16 bits; as [`Var::backward`](shardgrad_autograd::Var::backward).
+    #[track_caller]
+    pub fn backward(&mut self, loss: impl Into<Loss>) -> Result<()> {
+        let (form, vars) = loss.into().check_dtype()?.into_vars();
+        let form = form.or_count_max(self.count_max);
+        if self.outputs.len() == self.microbatches {
+            let text = format!("a step of {} microbatches has a further loss", self.microbatches);
+            return Err(Error::new(Kind::Config, text)
+                .detail("help", "give MicrobatchLosses::new the number of backward passes of the step"));
+        }
+        let first = self.form.get_or_insert_with(|| form.clone());
+        if *first != form {
+            let text = format!(
+                "the loss of microbatch {} is {form:?}, that of microbatch 0 {first:?}",
+                self.outputs.len()
+            );
+            return Err(Error::new(Kind::Config, text).detail(
+                "help",
+                "return a loss of one kind, with the same auxiliary outputs, for each microbatch",
+            ));
+        }
+        let mut vars = vars.into_iter();
+        let value = vars.next().expect("a loss has a value");
+        let (value, factor) = match (form.is_weighted, self.microbatches) {
+            (true, microbatches) => (value, form.gradient_factor(microbatches, self.loss_scale)),
+            (false, 1) => (value, self.loss_scale.unwrap_or(1.0)),
+            (false, microbatches) => (value.scale(1.0 / microbatches as f64), self.loss_scale.unwrap_or(1.0)),
+        };
+        let scalars = [value.clone()].into_iter().chain(vars);
+        self.outputs.push(scalars.map(|var| Some(var.tensor().clone())).collect());
+        value.backward_scaled(factor)
+    }
+
+    /// Returns arguments of an optimizer step with these losses, their counts, auxiliary outputs and loss scale.
+    ///
+    /// # Errors
+    /// `Kind::Config` if there were fewer losses than microbatches: a mean would be too small.
+    pub fn step_args(self, args: StepArgs) -> Result<StepArgs> {
+        Ok(self.finish()?.step_args(args))
+    }
+
+    /// The losses of the step.
+    pub(crate) fn finish(self) -> Result<StepLosses> {
+        let MicrobatchLosses { microbatches, loss_scale, form, outputs, .. } = self;
+        match form {
+            Some(form) if outputs.len() == microbatches => {
+                Ok(StepLosses { form, outputs, loss_scale, is_divided: true })
+            }
+            _ => {
+                let text = format!("a step of {microbatches} microbatches has {} losses", outputs.len());
+                Err(Error::new(Kind::Config, text)
+                    .detail("help", "call MicrobatchLosses::backward once for each microbatch"))
+            }
+        }
+    }
+}
