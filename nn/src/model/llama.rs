@@ -305,6 +305,7 @@ impl Llama {
     }
 
     /// [`Llama::loss`] of ids whose shape was checked, within packed documents if there are any.
+    #[track_caller]
     fn loss_checked(&self, ids: &Var, targets: &Var, documents: Option<&PackedDocuments>) -> Var {
         let balanced = self.config.experts.as_ref().filter(|experts| experts.output_router_logits);
         let (logits, usage) = self.forward_checked(ids, documents, balanced.is_some());
