@@ -108,7 +108,7 @@ impl DocumentRow<'_> {
 }
 
 /// Iterates over the tiles of keys that queries from `first` on see, without those of other documents.
-pub(super) fn tiles(
+pub(super) fn visible_tiles(
     problem: Problem,
     documents: Option<&DocumentRow<'_>>,
     [first, queries]: [usize; 2],
