@@ -320,6 +320,7 @@ impl Llama {
 
     /// [`Llama::loss`] of ids whose shape was checked, within packed documents if there are any, and with `wants_usage` the expert usage
     /// of each block with experts.
+    #[track_caller]
     fn loss_checked(
         &self,
         ids: &Var,

@@ -17,8 +17,11 @@ use shardgrad_tensor::{DType, Kind, Phase, Rank, Result, Tensor, Value, World};
 /// Even, uneven and empty shards of 7 tokens, with and without data and tensor parallelism.
 const MESHES: [&str; 7] = ["cp=2", "cp=3", "cp=4", "cp=9", "dp=2,cp=2", "cp=2,tp=2", "dp=2,cp=3,tp=2"];
 
-/// The forms of context parallelism besides gathering.
-const FORMS: [(&str, fn(Plan) -> Plan); 3] =
+/// Gives a plan a form of context parallelism.
+type WithForm = fn(Plan) -> Plan;
+
+/// The forms of context parallelism, the gather first.
+const FORMS: [(&str, WithForm); 3] =
     [("gather", |plan| plan), ("ring", Plan::ring), ("exchange", Plan::exchange)];
 
 /// Two groups of two heads; windows of 3 and of all tokens.
@@ -97,7 +100,7 @@ fn exchange_supports_dropout_on_attention_weights_and_ring_refuses_it() {
 #[test]
 fn a_block_moves_what_its_form_says() {
     // Two microbatches of two blocks.
-    let records = |with_form: fn(Plan) -> Plan, mesh: &str| {
+    let records = |with_form: WithForm, mesh: &str| {
         let config = ModelConfig::from(config());
         let (case, plan) = (TrainingCase::new(config.clone(), 8), with_form(Plan::gpt2()));
         run(mesh, |rank| {

@@ -7,7 +7,7 @@ use shardgrad_nn::ExpertsConfig;
 use shardgrad_nn::{
     Attention, Bert, BertConfig, Block, Dropout, Embedding, EncoderAttention, GatedMlp, Gpt2, Gpt2Config,
     GroupedQueryAttention, LanguageModel, LayerNorm, Linear, Llama, LlamaConfig, LlamaKind, Lora,
-    MixtureOfExperts, Mlp, Model, Module, Plan, RmsNorm, cross_entropy,
+    MixtureOfExperts, Mlp, Model, Module, PackedDocuments, Plan, RmsNorm, cross_entropy,
 };
 use shardgrad_tensor::ops::Input;
 use shardgrad_tensor::{DType, Rank, Result, Tensor, Value};
@@ -237,6 +237,19 @@ fn grouped_query_attention() {
     check("noisy", || on(rich().dropout(0.3), &[&[2, 3, 3]], |m, x| m.forward(&x[0])).noisy());
 }
 
+fn packed_documents() {
+    let inputs = [Input::real(&[2, 4, 4]), Input::index(&[2, 4], 2), Input::index(&[2, 4], 4)];
+    fn documents(x: &[Var]) -> PackedDocuments {
+        PackedDocuments { segments: x[1].clone(), positions: x[2].clone() }
+    }
+    let forward: Forward<Block> = |m, x| m.forward_packed(&x[0], &documents(x));
+    let block = || Block::new(4, Attention::new(4, 2), Mlp::new(4, 5), 1e-5, 0.0);
+    check("packed block", || on(block(), &[], forward).inputs(&inputs));
+    let forward: Forward<GroupedQueryAttention> = |m, x| m.forward_packed(&x[0], &documents(x), None);
+    let grouped = || GroupedQueryAttention::new(4, [2, 2, 4], &[1.0, 0.3]).sliding_window(Some(2));
+    check("packed grouped", || on(grouped(), &[], forward).inputs(&inputs));
+}
+
 fn llama() {
     let tokens = [Input::index(&[2, 3], 5), Input::index(&[2, 3], 5)];
     let cases = LlamaKind::ALL.into_iter().zip([(true, false, 0.0), (false, true, 0.2)].into_iter().cycle());
@@ -307,6 +320,7 @@ fn lora() {
 const FILES: &[(&str, fn())] = &[
     ("layer/attention", attention),
     ("layer/block", block),
+    ("layer/documents", packed_documents),
     ("layer/dropout", dropout),
     ("layer/embedding", embedding),
     ("layer/gated_mlp", gated_mlp),

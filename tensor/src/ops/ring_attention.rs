@@ -157,13 +157,13 @@ impl<'a> RingCall<'a> {
         let num_shards = self.ring.num_shards();
         let mut lane = self.ring.lane(self.dtype());
         if num_shards > 1 {
-            lane.send(self.pack([&self.tensors[1], &self.tensors[2]])?)?;
+            lane.pass_on(self.pack([&self.tensors[1], &self.tensors[2]])?)?;
         }
         let [mut o, mut lse] = self.attend([&self.tensors[1], &self.tensors[2]], 0)?;
         for hops in 1..num_shards {
             let keys = lane.receive(&self.message_shape(hops))?;
             if hops + 1 < num_shards {
-                lane.send(keys.clone())?;
+                lane.pass_on(keys.clone())?;
             }
             if self.sees(hops) {
                 let [k, v] = self.unpack(&keys, hops);
@@ -191,13 +191,13 @@ impl<'a> RingCall<'a> {
         let mut lane = self.ring.lane(self.dtype());
         let mut sums_lane = self.ring.lane(self.dtype().accumulator());
         if num_shards > 1 {
-            lane.send(self.pack([&self.tensors[1], &self.tensors[2]])?)?;
+            lane.pass_on(self.pack([&self.tensors[1], &self.tensors[2]])?)?;
         }
         let [mut dq, mut dk, mut dv] = self.differentiate([&self.tensors[1], &self.tensors[2]], 0)?;
         for hops in 1..num_shards {
             let keys = lane.receive(&self.message_shape(hops))?;
             if hops + 1 < num_shards {
-                lane.send(keys.clone())?;
+                lane.pass_on(keys.clone())?;
             }
             // The sums of the ranks between that of the chunk and this one.
             let mut sums = match hops {
@@ -216,7 +216,7 @@ impl<'a> RingCall<'a> {
             }
             drop(keys);
             let zeros = || LocalTensor::full(self.rank, dq.dtype, &self.message_shape(hops), 0.0);
-            sums_lane.send(sums.map_or_else(zeros, Ok)?)?;
+            sums_lane.pass_on(sums.map_or_else(zeros, Ok)?)?;
         }
         if num_shards > 1 {
             // The sums of this rank's own chunk return after a whole round.
@@ -393,7 +393,8 @@ pub(super) fn cases() -> Vec<Case> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use shardgrad_dist::{Mesh, World};
+    use crate::methods::value::Value;
+    use shardgrad_dist::{Kind, Mesh, World};
 
     /// Attention of three tokens of one channel on a mesh `a`.
     fn attend(mesh: &str, mask: Mask, segments: Option<[i64; 3]>) -> Vec<f64> {
@@ -412,6 +413,25 @@ mod tests {
             Tensor::apply_one(Rc::new(op), &args.iter().collect::<Vec<_>>()).to_f64()
         });
         results.unwrap().remove(0)
+    }
+
+    #[test]
+    fn documents_of_another_number_of_tokens_are_refused() {
+        for (mesh, num_queries, num_ids) in [("a=1", 4, 3), ("a=2", 4, 3), ("a=2", 4, 5), ("a=1", 5, 4)] {
+            let error = World::run(Mesh::parse(mesh).unwrap(), |rank| {
+                let zeros =
+                    |n| Tensor::zeros(rank, &Layout::parse(&format!("f64[1, {n}@a, 1, 1]"), rank.mesh())?);
+                let ids = Tensor::zeros(rank, &Layout::parse(&format!("i64[1, {num_ids}]"), rank.mesh())?)?;
+                let keys = zeros(4)?;
+                let _ = zeros(num_queries)?.document_attention(&keys, &keys, [&ids, &ids], true, None);
+                Ok(())
+            });
+            assert_eq!(
+                error.unwrap_err().kind(),
+                Kind::Shape,
+                "{mesh}: {num_queries} queries, {num_ids} ids"
+            );
+        }
     }
 
     #[test]

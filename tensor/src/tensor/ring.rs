@@ -85,7 +85,7 @@ impl RingLane<'_> {
     ///
     /// # Errors
     /// Errors of the messages.
-    pub(crate) fn send(&mut self, x: LocalTensor) -> Result<()> {
+    pub(crate) fn pass_on(&mut self, x: LocalTensor) -> Result<()> {
         self.wait_until_read()?;
         let ring = self.ring;
         send(ring.rank, &LocalTensor { lineage: ring.lineage, ..x }, ring.neighbor(1), ring.site)?;

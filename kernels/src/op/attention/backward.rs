@@ -1,7 +1,7 @@
 //! The backward of attention on the CPU: one task per batch element and key head. Probabilities are recomputed from the scores and the
 //! saved log-sum-exp.
 
-use super::documents::{DocumentRow, Documents};
+use super::documents::{DocumentRow, Documents, visible_tiles};
 use super::strips::{Queries, in_strips, transpose_strips};
 use super::tile::{KEYS, Operand, Pairs, QUERIES, rows, with_operand};
 use super::{Head, OutputRow, Problem, output_rows};
@@ -214,7 +214,7 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
         [k, v]: [&Head<'_, T>; 2],
         [first, queries]: [usize; 2],
     ) {
-        for pairs in Pairs::visible(*problem, documents, first, queries) {
+        for pairs in visible_tiles(*problem, documents, [first, queries]) {
             pairs.score(scratch, self.q, k, self.prob);
             pairs.score(scratch, self.d_out, v, self.d_score);
             vectorized(
@@ -240,7 +240,7 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
         let (c, whole) = (problem.c, in_strips::<P>(queries) * problem.c);
         transpose_strips(self.q, c, &mut self.transposed[0][..whole]);
         transpose_strips(self.d_out, c, &mut self.transposed[1][..whole]);
-        for pairs in Pairs::visible(*problem, documents, first, queries) {
+        for pairs in visible_tiles(*problem, documents, [first, queries]) {
             let [k, v] = self.keys.each_ref().map(|keys| &keys[pairs.first_key * c..]);
             let [q, d_out] = self.transposed.each_ref().map(|transposed| &transposed[..whole]);
             let (q, d_out) = (

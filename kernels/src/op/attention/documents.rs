@@ -1,5 +1,6 @@
 //! The mask of packed documents: a query sees the keys of its own document only, by position if causal.
 
+use super::Problem;
 use super::tile::Pairs;
 use crate::dtype::Real;
 use crate::kernel::{Arg, Scalar};
@@ -83,7 +84,7 @@ impl DocumentRow<'_> {
     }
 
     /// Whether a query of a tile may see a key of the tile.
-    pub(super) fn may_see_in(&self, pairs: &Pairs) -> bool {
+    fn may_see_in(&self, pairs: &Pairs) -> bool {
         let Pairs { first, queries, first_key, keys, .. } = *pairs;
         self.may_see(first..first + queries, first_key..first_key + keys)
     }
@@ -104,4 +105,14 @@ impl DocumentRow<'_> {
             }
         }
     }
+}
+
+/// Iterates over the tiles of keys that queries from `first` on see, without those of other documents.
+pub(super) fn visible_tiles(
+    problem: Problem,
+    documents: Option<&DocumentRow<'_>>,
+    [first, queries]: [usize; 2],
+) -> impl Iterator<Item = Pairs> {
+    Pairs::of(problem, first, queries)
+        .filter(move |pairs| documents.is_none_or(|documents| documents.may_see_in(pairs)))
 }

@@ -1,6 +1,6 @@
 //! Attention on the CPU: one task per head and tile of queries; keys in tiles, with online softmax (a running maximum and sum).
 
-use super::documents::{DocumentRow, Documents};
+use super::documents::{DocumentRow, Documents, visible_tiles};
 use super::strips::{Queries, in_strips, transpose_strips};
 use super::tile::{KEYS, Operand, Pairs, QUERIES, with_operand};
 use super::{FORWARD, Head, OutputRow, Problem, operands, output_rows};
@@ -70,7 +70,7 @@ fn forward_tile<T: Float<Acc: Maths>, P: Operand<Acc = T::Acc>>(
     if in_strips::<P>(queries) > 0 && T::DTYPE == <T::Acc as Element>::DTYPE {
         state.walk_strips(problem, documents, packs, [&k, &v], [first, queries]);
     } else {
-        for pairs in Pairs::visible(*problem, documents, first, queries) {
+        for pairs in visible_tiles(*problem, documents, [first, queries]) {
             pairs.score(packs, state.q, &k, state.scores);
             vectorized(
                 #[inline(always)]
@@ -141,7 +141,7 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
     ) {
         let c = problem.c;
         transpose_strips(self.q, c, self.transposed);
-        for pairs in Pairs::visible(*problem, documents, first, queries) {
+        for pairs in visible_tiles(*problem, documents, [first, queries]) {
             let q = Queries { transposed: &*self.transposed, rows: &*self.q };
             pairs.score_strips(problem, scratch, q, k.matrix(pairs.first_key), self.scores);
             vectorized(

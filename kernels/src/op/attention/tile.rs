@@ -1,7 +1,6 @@
 //! Tiles of attention: rows of queries times rows of keys, in scratch memory of the accumulator type, or of bf16 where bf16 dot products
 //! are worth it.
 
-use super::documents::DocumentRow;
 use super::{Head, Problem};
 use crate::cpu::gemm::{MatrixMut, MatrixRef, gemm};
 use crate::cpu::math::Maths;
@@ -143,17 +142,6 @@ impl Pairs {
             let pairs = Pairs { first, queries, skip: 0, first_key, keys, c: problem.c };
             Pairs { skip: pairs.hidden(&problem, 0) / LANES * LANES, ..pairs }
         })
-    }
-
-    /// [`Pairs::of`] without the tiles whose queries and keys are of different documents.
-    pub(super) fn visible(
-        problem: Problem,
-        documents: Option<&DocumentRow<'_>>,
-        first: usize,
-        queries: usize,
-    ) -> impl Iterator<Item = Pairs> {
-        Pairs::of(problem, first, queries)
-            .filter(move |pairs| documents.is_none_or(|documents| documents.may_see_in(pairs)))
     }
 
     /// Returns the length of a row of scores: the number of queries, padded to a full vector.
