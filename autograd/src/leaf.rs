@@ -10,10 +10,11 @@ pub(crate) use gathered::{Regather, largest_numel, layout_of_sums};
 use crate::id::{Gradients, Id, Key, KeyMap};
 use crate::node::{BackwardSite, Node, add_cotangent, with_backward_site};
 use crate::program::AccumulationDType;
+use crate::regather::along_route;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_tensor::op::Vjp;
 use shardgrad_tensor::ops::redistribute::Redistribute;
-use shardgrad_tensor::{Context, Layout, Op, PackCacheGuard, Tensor, op, unwind};
+use shardgrad_tensor::{Context, Layout, Op, PackCacheGuard, Tensor, unwind};
 use smallvec::SmallVec;
 use std::cell::RefCell;
 use std::panic::Location;
@@ -485,22 +486,4 @@ impl Leaves {
         }
         gradients
     }
-}
-
-/// A tensor moved along a route, on a rank with a context, or as a meta tensor.
-///
-/// # Errors
-/// Errors of the collectives, `Kind::OutOfMemory`.
-fn along_route(
-    route: &dyn Op,
-    from: &Tensor,
-    (rank, context, is_meta): (&Rank, &Context, bool),
-    site: &'static Location<'static>,
-) -> Result<Tensor> {
-    let inference = op::plan(route, (rank, context), &[from.layout()], &[], site)?;
-    let made = match is_meta {
-        true => op::meta(&inference, rank),
-        false => op::run(route, &[from.local()], &inference, (rank, context), site)?,
-    };
-    Ok(made.into_iter().next().expect("redistribute has one output"))
 }

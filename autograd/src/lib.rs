@@ -8,6 +8,7 @@
 
 mod id;
 pub mod program;
+mod regather;
 mod node;
 mod leaf;
 mod accumulate;

@@ -1,6 +1,7 @@
 //! Nodes of the tape: one per recorded op or checkpointed block of a round, and the sums of cotangents.
 
 use crate::id::Id;
+use crate::regather::SavedUngathered;
 use shardgrad_dist::{Error, Rank, Result};
 use shardgrad_tensor::op::{
     Cotangents, GradAccumulator, Vjp, check_cotangent_layouts, check_cotangents_present,
@@ -39,6 +40,8 @@ pub(crate) struct SavedTensors {
     pub(crate) outputs: SmallVec<[Option<Tensor>; 2]>,
     /// Inputs that are leaves of gather groups, as (input, leaf): their tensors are filled in before the vjp.
     pub(crate) leaves: SmallVec<[(u32, u32); 1]>,
+    /// Inputs that were gathered, by number: they are gathered again before a vjp that reads them.
+    pub(crate) ungathered: SmallVec<[(usize, SavedUngathered); 1]>,
 }
 
 /// A recorded operation: the tensors saved for backward, and the ids of its inputs.
@@ -98,7 +101,23 @@ impl Node {
 
     /// The tensors saved for backward.
     pub(crate) fn saved(&self) -> impl Iterator<Item = &Tensor> {
-        self.saved.inputs.iter().chain(&self.saved.outputs).flatten()
+        let ungathered = self.saved.ungathered.iter().map(|(_, saved)| saved.from());
+        self.saved.inputs.iter().chain(&self.saved.outputs).flatten().chain(ungathered)
+    }
+
+    /// Gathers the inputs that were saved as they were before, as far as the vjp of the wanted cotangents reads them.
+    fn gather_saved_inputs(&mut self, op: &dyn Op, wanted: &[bool], rank_context: (&Rank, &Context)) {
+        if self.saved.ungathered.is_empty() {
+            return;
+        }
+        let read = op.saved_for_backward_of(wanted).inputs;
+        let (now, later) =
+            std::mem::take(&mut self.saved.ungathered).into_iter().partition(|(i, _)| read.contains(i));
+        self.saved.ungathered = later;
+        let now: SmallVec<[(usize, SavedUngathered); 1]> = now;
+        for (input, saved) in now {
+            self.saved.inputs[input] = Some(saved.gather(rank_context.0, rank_context.1));
+        }
     }
 
     /// The accumulated cotangent of an output.
@@ -134,9 +153,13 @@ impl Node {
         (wanted, sums): (&[bool], &[GradAccumulator]),
         backward_site: &BackwardSite,
     ) -> Cotangents {
+        if let NodeKind::Op(op, _) = &self.kind {
+            let op = op.clone();
+            backward_site.set(Some((self.site, op.name())));
+            self.gather_saved_inputs(&*op, wanted, (rank, context));
+        }
         match &self.kind {
             NodeKind::Op(op, inference) => {
-                backward_site.set(Some((self.site, op.name())));
                 let closed = context.set_in_vjp(true);
                 let donated =
                     op.donated_input().filter(|&i| wanted[i]).and_then(|i| self.saved.inputs[i].take());

@@ -66,6 +66,8 @@ struct Inner {
     meta: bool,
     /// Whether parameters become leaves: on tapes that record, and on meta tapes, whose programs name their parameters.
     tracks_parameters: bool,
+    /// Whether nodes save what a gathered activation was gathered from, and not the activation.
+    regathers: Cell<bool>,
     /// Whether the next backward pass is the last before [`Tape::gradients`].
     expects_gradients: Cell<bool>,
     draws: NoiseState,
@@ -127,6 +129,7 @@ impl Tape {
             no_grad: Cell::new(false),
             meta,
             tracks_parameters: records || meta,
+            regathers: Cell::new(true),
             expects_gradients: Cell::new(false),
             draws: NoiseState::default(),
             recorder: RefCell::default(),
@@ -300,6 +303,16 @@ impl Tape {
 
     /// Adds a node; returns the round and the number of the node in it.
     #[inline]
+    /// Whether the backward pass gathers activations again ([`Var::to_regathered_layout_at`]).
+    fn regathers(&self) -> bool {
+        self.0.regathers.get()
+    }
+
+    /// Keeps gathered activations for the backward pass.
+    fn keep_gathered(&self) {
+        self.0.regathers.set(false);
+    }
+
     fn push_node(&self, node: Node) -> (u32, u32) {
         let mut arena = self.0.arena.borrow_mut();
         arena.nodes.push(node);

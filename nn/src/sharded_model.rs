@@ -117,7 +117,8 @@ impl<M: Module> Model<M> {
         let gather_order = Rc::new(GatherOrder::of_groups(gather_groups.len()));
         visit_leaves(&module, &mut |path, leaf| {
             if let ModuleLeaf::Point(point) = leaf {
-                point.bind(path, placements.remove(path).unwrap_or_default());
+                let placements = placements.remove(path).unwrap_or_default();
+                point.bind(path, placements, plan.is_regathered(path));
             }
         });
         let params = params.into_iter().map(|(_, param)| param).collect();

@@ -133,6 +133,11 @@ pub trait Op: fmt::Debug + 'static {
         args.iter().copied().chain(outputs).map(Layout::numel).max().unwrap_or(0)
     }
 
+    /// Whether the backward pass runs the op again rather than let other ops keep its output, which is larger than its argument.
+    fn is_regathered(&self) -> bool {
+        false
+    }
+
     /// The saved argument whose memory the vjp may overwrite if nothing else holds it (buffer donation), for [`Vjp::take_donated`].
     ///
     /// Only for an op that is differentiable in this argument alone, so that its vjp is the last reader.

@@ -7,10 +7,11 @@
 //! pass. All ranks run the same ops, so that all gather in the same order. Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully
 //! Sharded Data Parallel", arXiv 2304.11277.
 
-use super::{Leaves, Parameter, along_route};
+use super::{Leaves, Parameter};
 use crate::id::{Id, Key};
 use crate::node::Node;
 use crate::program::AccumulationDType;
+use crate::regather::along_route;
 use shardgrad_dist::Rank;
 use shardgrad_tensor::{Context, Layout, Tensor, unwind};
 use smallvec::SmallVec;

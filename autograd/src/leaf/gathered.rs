@@ -6,7 +6,8 @@
 //! per step. Parameters that are used outside of blocks, and compute layouts that take no more memory than the stored ones, are kept
 //! for the step.
 
-use super::{Leaves, along_route};
+use super::Leaves;
+use crate::regather::along_route;
 use shardgrad_dist::{Axis, Rank};
 use shardgrad_tensor::{Context, Layout, Op, Placement, Tensor, unwind};
 use smallvec::SmallVec;

@@ -52,7 +52,8 @@ pub(super) fn record_block(
         return Ok(results.into_iter().map(|v| tape.constant(v.tensor().clone())).collect());
     }
     let outputs = SmallVec::from_elem(None, results.len());
-    let saved = SavedTensors { inputs: saved_inputs, outputs, leaves: saved_leaves };
+    let saved =
+        SavedTensors { inputs: saved_inputs, outputs, leaves: saved_leaves, ..SavedTensors::default() };
     let site = (tape.context().path(), site);
     let block = CheckpointedBlock { program, regathers };
     let node = Node::new(NodeKind::Block(Box::new(block)), inputs, saved, results.len(), site);
@@ -80,6 +81,8 @@ impl BlockVjp for CheckpointedBlock {
         (wanted, sums): (&[bool], &[GradAccumulator]),
     ) -> Cotangents {
         let (tape, program) = (Tape::new(rank), &self.program);
+        // The recomputed values live for this backward pass alone.
+        tape.keep_gathered();
         let mut values = Values::new();
         let context = Context::of(rank);
         let before = context.set_backward(false);

@@ -5,6 +5,7 @@ use crate::id::Id;
 use crate::leaf::largest_numel;
 use crate::node::{Node, NodeKind, SavedTensors};
 use crate::program::{OpRecord, RecordingCache, Slot};
+use crate::regather::{GatheredActivation, SavedUngathered};
 use shardgrad_dist::{Error, Kind, Result};
 use shardgrad_tensor::execution::local_tensor::with_mapped;
 use shardgrad_tensor::ops::redistribute::Redistribute;
@@ -28,6 +29,8 @@ struct Inner {
     slot: Option<(u32, Slot)>,
     /// Whether the variable is detached.
     detached: bool,
+    /// How to gather the value again, if the backward pass does so.
+    gathered: Option<Rc<GatheredActivation>>,
     /// Other layouts of the same value, made once by implied redistributions and shared by all uses while this handle
     /// lives.
     cached_layouts: RefCell<SmallVec<[CachedLayout; 1]>>,
@@ -51,14 +54,23 @@ impl Var {
             id,
             slot,
             detached: false,
+            gathered: None,
             cached_layouts: RefCell::default(),
         }))
+    }
+
+    /// Sets how to gather a new value again.
+    fn set_gathered(&mut self, gathered: &Rc<GatheredActivation>) {
+        if let Some(inner) = Rc::get_mut(&mut self.0) {
+            inner.gathered = Some(gathered.clone());
+        }
     }
 
     /// The same variable, detached or not.
     fn with_detached(&self, detached: bool) -> Var {
         let (tensor, tape, cached_layouts) = (self.0.tensor.clone(), self.0.tape.clone(), RefCell::default());
-        Var(Rc::new(Inner { tensor, tape, id: self.0.id, slot: self.0.slot, detached, cached_layouts }))
+        let (id, slot, gathered) = (self.0.id, self.0.slot, self.0.gathered.clone());
+        Var(Rc::new(Inner { tensor, tape, id, slot, detached, gathered, cached_layouts }))
     }
 
     /// The tape of this variable.
@@ -102,6 +114,21 @@ impl Var {
     #[must_use]
     pub fn to_layout_at(&self, to: &Layout, site: &'static Location<'static>) -> Var {
         if self.layout() == to { self.clone() } else { self.cached_layout(to, site) }
+    }
+
+    /// [`Var::to_layout_at`] for a value that no op keeps for the backward pass: what it was gathered from is kept, and gathered again
+    /// there. As `to_layout_at` where the other layout takes no more memory.
+    ///
+    /// # Panics
+    /// As [`Var::to_layout_at`].
+    #[must_use]
+    pub fn to_regathered_layout_at(&self, to: &Layout, site: &'static Location<'static>) -> Var {
+        if self.layout() == to || largest_numel(to) <= largest_numel(self.layout()) {
+            return self.to_layout_at(to, site);
+        }
+        let op = Redistribute::regathered(self.rank(), self.layout(), to);
+        let op = op.unwrap_or_else(|e| e.at(site).raise());
+        Var::apply_at(op, &[self], &[], site).into_iter().next().expect("redistribute has one output")
     }
 
     /// Backpropagates from this scalar: adds gradients to the leaves of the tape and consumes its graph.
@@ -298,6 +325,10 @@ fn run(
         let id = id.map(|(round, node)| Id::Output { round, node, out });
         made.push(Var::new(tape, tensor, id, record.map(|record| Slot::Output { record, out })));
     }
+    if op.is_regathered() && tape.regathers() && id.is_some() {
+        let gathered = GatheredActivation::new(args[0].tensor(), op, (tape.context().path(), site));
+        made.iter_mut().for_each(|var: &mut Var| var.set_gathered(&gathered));
+    }
     made
 }
 
@@ -322,6 +353,11 @@ fn make_node(
     let mut saved = SavedTensors::default();
     for (i, arg) in args.iter().enumerate() {
         let kept = keeps.inputs.contains(&i);
+        if let (true, Some(gathered)) = (kept, &arg.0.gathered) {
+            saved.ungathered.push((i, SavedUngathered::new(gathered)));
+            saved.inputs.push(None);
+            continue;
+        }
         let leaf = tape.saved_by_number(arg.0.id.filter(|_| kept && tape.same_as(arg.tape())), &arg.0.tensor);
         saved.leaves.extend(leaf.map(|leaf| (i as u32, leaf)));
         saved.inputs.push((kept && leaf.is_none()).then(|| arg.0.tensor.clone()));

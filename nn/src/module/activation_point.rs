@@ -22,6 +22,8 @@ pub struct ActivationPoint {
 struct Binding {
     name: Rc<str>,
     placements: Vec<(Axis, Placement)>,
+    /// Whether a gathered activation is gathered again in the backward pass.
+    is_regathered: bool,
     hooks: Hooks,
 }
 
@@ -47,7 +49,10 @@ impl ActivationPoint {
         } else {
             let to = with_placements(x.layout(), &binding.placements)
                 .unwrap_or_else(|e| e.detail("point", &*binding.name).at(site).raise());
-            x.to_layout_at(&to, site)
+            match binding.is_regathered {
+                true => x.to_regathered_layout_at(&to, site),
+                false => x.to_layout_at(&to, site),
+            }
         };
         if binding.hooks.is_empty() {
             return x;
@@ -70,8 +75,9 @@ impl ActivationPoint {
         self.binding.borrow().as_ref().map(|p| p.name.clone())
     }
 
-    pub(crate) fn bind(&self, name: &str, placements: Vec<(Axis, Placement)>) {
-        *self.binding.borrow_mut() = Some(Binding { name: name.into(), placements, hooks: Hooks::default() });
+    pub(crate) fn bind(&self, name: &str, placements: Vec<(Axis, Placement)>, is_regathered: bool) {
+        let hooks = Hooks::default();
+        *self.binding.borrow_mut() = Some(Binding { name: name.into(), placements, is_regathered, hooks });
     }
 
     /// Changes the hooks of a point that has a name.

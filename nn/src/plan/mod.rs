@@ -6,6 +6,7 @@ mod axes;
 mod parallel;
 mod sharded_data;
 mod experts;
+mod sequence;
 mod context;
 mod pipeline;
 mod text;
@@ -55,6 +56,7 @@ use shardgrad_tensor::{Axis, DType, Error, Kind, Layout, Mesh, Placement, Result
 /// | `store PATTERN WORD.. one-of KIND` | a rule of a kind, of which at least one must match |
 /// | `batch AXIS@DIM` | an axis that shards batches: rows are dim 0, tokens dim 1 |
 /// | `zero STAGE AXIS` | how long gathered parameters and whole gradients live where rules shard the storage over the axis, as `store * dp@*` does ([`Plan::zero`]) |
+/// | `regather PATTERN` | [`Plan::regather`] |
 /// | `gather_group PATTERN` | [`Plan::gather_group`] |
 /// | `pipeline AXIS SCHEDULE CUT` | [`Plan::pipeline_parallel`]; a schedule given as action lists prints as its name |
 #[doc(alias = "DeviceMesh")]
@@ -73,6 +75,8 @@ pub struct Plan {
     zero: Vec<ZeroAxis>,
     /// Patterns of modules whose parameters are gathered together in stage 3.
     gather_groups: Vec<String>,
+    /// Patterns of points whose gathered activations are gathered again in the backward pass.
+    regathered_points: Vec<String>,
     /// The axis of `exchange_experts` and `gather_experts`.
     expert_axis: Option<String>,
     /// The axis of `ring` and `exchange`.
@@ -138,6 +142,7 @@ impl Plan {
             self.zero.push(zero);
         }
         self.gather_groups.extend(other.gather_groups);
+        self.regathered_points.extend(other.regathered_points);
         self.tensor_axis = other.tensor_axis.or(self.tensor_axis);
         self.expert_axis = other.expert_axis.or(self.expert_axis);
         self.context_axis = other.context_axis.or(self.context_axis);
@@ -222,6 +227,11 @@ impl Plan {
             placements.push((axis, best_dim(shape.unwrap_or_default(), axis, &placements, mesh)));
         }
         placements
+    }
+
+    /// Whether the activation at a point is gathered again in the backward pass.
+    pub(crate) fn is_regathered(&self, point: &str) -> bool {
+        self.regathered_points.iter().any(|pattern| matches(pattern, point))
     }
 
     /// The number of rules.

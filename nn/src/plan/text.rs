@@ -10,19 +10,21 @@ use std::fmt;
 use std::str::FromStr;
 
 /// The words with which a line begins.
-const ITEMS: [&str; 7] = ["store", "compute", "point", "batch", "zero", "gather_group", "pipeline"];
+const ITEMS: [&str; 8] =
+    ["store", "compute", "point", "batch", "zero", "gather_group", "regather", "pipeline"];
 /// The mark of a rule that may match nothing.
 const OPTIONAL: &str = "optional";
 /// The mark of a rule of a kind.
 const ONE_OF: &str = "one-of";
 
-/// One item per line: the pipeline, the batch axes, the stages of ZeRO, the gather groups, the rules in order.
+/// One item per line: the pipeline, the batch axes, the stages of ZeRO, the gather groups, the regathered points, the rules in order.
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.pipeline.iter().try_for_each(|pipeline| writeln!(f, "{pipeline}"))?;
         self.batch.iter().try_for_each(|(axis, dim)| writeln!(f, "batch {axis}@{dim}"))?;
         self.zero.iter().try_for_each(|zero| writeln!(f, "{zero}"))?;
         self.gather_groups.iter().try_for_each(|modules| writeln!(f, "gather_group {modules}"))?;
+        self.regathered_points.iter().try_for_each(|points| writeln!(f, "regather {points}"))?;
         let write_rule = |rule: &Rule| match &rule.presence {
             Presence::Required => writeln!(f, "{rule}"),
             Presence::Optional => writeln!(f, "{rule} {OPTIONAL}"),
@@ -78,6 +80,10 @@ fn parse_item(line: &str) -> Result<Plan, String> {
         "gather_group" => match *words {
             [modules] => Ok(Plan::new().gather_group(modules)),
             _ => Err("write `gather_group PATTERN`, as in `gather_group h.*.attn`".to_string()),
+        },
+        "regather" => match *words {
+            [points] => Ok(Plan::new().regather(points)),
+            _ => Err("write `regather PATTERN`, as in `regather h.*.ln_1.out`".to_string()),
         },
         "pipeline" => parse_pipeline(&words),
         _ => {
@@ -173,7 +179,11 @@ mod tests {
             .point("h.*.out", "x+ y@0");
         let cut_at =
             Plan::pipeline_parallel("stages").pipeline_cut(Cut::At(vec!["h.2".into(), "head".into()]));
-        let sharded = Plan::gpt2().and(Plan::zero(2, "dp")).and(Plan::fsdp("fsdp")).gather_group("h.*.attn");
+        let sharded = Plan::gpt2()
+            .and(Plan::sequence_parallel("tp"))
+            .and(Plan::zero(2, "dp"))
+            .and(Plan::fsdp("fsdp"))
+            .gather_group("h.*.attn");
         for plan in
             [Plan::new(), Plan::gpt2(), Plan::llama(), Plan::llama_moe(), Plan::bert(), own, cut_at, sharded]
         {
@@ -231,6 +241,7 @@ mod tests {
             fault("zero 4 dp").contains("with stage 1, 2 or 3") && fault("zero 1").contains("STAGE AXIS")
         );
         assert!(fault("gather_group").contains("gather_group PATTERN"));
+        assert!(fault("regather a b").contains("regather PATTERN"));
         assert!(fault("pipeline p-p").contains("`p-p` is not the name of an axis"));
         assert!(fault("pipeline pp 2f2b").contains("2f2b"));
         assert!(fault("pipeline pp 1f1b 3,,5").contains("is not a list of cuts"));

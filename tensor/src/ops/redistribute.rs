@@ -34,6 +34,7 @@ pub struct Redistribute {
     from: Layout,
     to: Layout,
     steps: Vec<Step>,
+    is_regathered: bool,
     /// The line of the caller, set by the forward: errors of the adjoint steps name the same line.
     site: Cell<Option<&'static Location<'static>>>,
 }
@@ -45,10 +46,25 @@ impl Redistribute {
     /// `Kind::Layout` if the layouts differ in shape or mesh, the target dtype is neither the same nor a narrower float, or a partial
     /// sum would be rounded.
     pub fn between(rank: &Rank, from: &Layout, to: &Layout) -> Result<Rc<dyn Op>> {
+        Ok(Rc::new(Redistribute::along_cheapest_route(rank, from, to)?))
+    }
+
+    /// [`Redistribute::between`] that the backward pass runs again, so that no op keeps its output.
+    ///
+    /// # Errors
+    /// As [`Redistribute::between`].
+    pub fn regathered(rank: &Rank, from: &Layout, to: &Layout) -> Result<Rc<dyn Op>> {
+        Ok(Rc::new(Redistribute {
+            is_regathered: true,
+            ..Redistribute::along_cheapest_route(rank, from, to)?
+        }))
+    }
+
+    fn along_cheapest_route(rank: &Rank, from: &Layout, to: &Layout) -> Result<Redistribute> {
         let start = rounded(from, to)?;
         let route = Context::of(rank).routes.route(&start, to, from.dtype().is_float())?;
         let (from, to, steps) = (from.clone(), to.clone(), route.steps.to_vec());
-        Ok(Rc::new(Redistribute { from, to, steps, site: Cell::new(None) }))
+        Ok(Redistribute { from, to, steps, is_regathered: false, site: Cell::new(None) })
     }
 }
 
@@ -76,6 +92,10 @@ impl Op for Redistribute {
 
     fn linear_in(&self) -> &'static [&'static [usize]] {
         &[&[0]]
+    }
+
+    fn is_regathered(&self) -> bool {
+        self.is_regathered
     }
 
     fn dtypes(&self, _: &[DType], _: usize) -> Result<DTypes> {
@@ -116,7 +136,8 @@ impl Op for Redistribute {
         let wide = wide.expect("two dtypes are compared");
         let (from, to) = (self.to.dual().with_dtype(wide), self.from.dual().with_dtype(wide));
         let steps = merge_all_reduces(&from, steps);
-        let op: Rc<dyn Op> = Rc::new(Redistribute { from, to, steps, site: self.site.clone() });
+        let op: Rc<dyn Op> =
+            Rc::new(Redistribute { from, to, steps, is_regathered: false, site: self.site.clone() });
         let site = self.site.get().unwrap_or(Location::caller());
         cx.cotangents(|i| {
             let grad = unwind(grad.clone().widen(wide));
