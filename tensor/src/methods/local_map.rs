@@ -116,38 +116,58 @@ fn check(name: &str, count: usize, layouts: LocalMapLayouts<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Checks that a user function returned the stated local tensors, since later ops trust their layouts.
-fn check_outputs(
-    map: &str,
-    function: &str,
-    outputs: LocalTensors,
-    stated: &[Layout],
-    rank: &Rank,
-) -> Result<LocalTensors> {
-    let refuse = |text: String| {
-        Err(Error::new(Kind::Shape, format!("local_map {map}: the {function} function returned {text}")).detail(
-            "help",
-            "return a local tensor for each layout, with its dtype and its local_shape(rank.coordinates())",
-        ))
-    };
-    if outputs.len() != stated.len() {
-        return refuse(format!("{} local tensors for {} layouts", outputs.len(), stated.len()));
-    }
-    for (i, (output, layout)) in outputs.iter().zip(stated).enumerate() {
-        let local = layout.local_shape(rank.coordinates());
-        if (output.dtype, &output.view.shape) != (layout.dtype(), &local) {
-            let [given, right] = [(output.dtype, &output.view.shape), (layout.dtype(), &local)]
-                .map(|(dtype, shape)| format!("{dtype}{:?}", shape.as_slice()));
-            return refuse(format!("{given} as local tensor {i}; of {layout} this rank holds {right}"));
-        }
-    }
-    Ok(outputs)
+/// The stated results of a user function.
+struct StatedOutputs {
+    map: &'static str,
+    /// Which function of the map: `forward` or `backward`.
+    function: &'static str,
+    layouts: Vec<Layout>,
 }
 
-/// Local tensors of these layouts without values, in place of the results of a user function in a dry run.
-fn meta_locals(rank: &Rank, stated: &[Layout]) -> Result<LocalTensors> {
-    let empty = |l: &Layout| LocalTensor::alloc(rank, l.dtype(), &l.local_shape(rank.coordinates()));
-    stated.iter().map(empty).collect()
+impl StatedOutputs {
+    fn dtypes(&self) -> DTypes {
+        self.layouts.iter().map(Layout::dtype).collect()
+    }
+
+    /// The inference of an op with these results: the arguments stay as they are.
+    fn inference(&self, num_inputs: usize) -> Rc<Inference> {
+        Rc::new(Inference::direct(num_inputs, self.layouts.iter().cloned()))
+    }
+
+    /// Calls the user function and checks its results; in a dry run returns local tensors without values instead.
+    fn run(&self, rank: &Rank, function: impl FnOnce() -> Result<LocalTensors>) -> Result<LocalTensors> {
+        if rank.is_dry_run() {
+            let empty = |l: &Layout| LocalTensor::alloc(rank, l.dtype(), &l.local_shape(rank.coordinates()));
+            return self.layouts.iter().map(empty).collect();
+        }
+        let outputs = function()?;
+        self.check(&outputs, rank)?;
+        Ok(outputs)
+    }
+
+    /// Checks that the user function returned the stated local tensors, since later ops trust their layouts.
+    fn check(&self, outputs: &LocalTensors, rank: &Rank) -> Result<()> {
+        let StatedOutputs { map, function, layouts } = self;
+        let refuse = |text: String| {
+            let text = format!("local_map {map}: the {function} function returned {text}");
+            Err(Error::new(Kind::Shape, text).detail(
+                "help",
+                "return a local tensor for each layout, with its dtype and its local_shape(rank.coordinates())",
+            ))
+        };
+        if outputs.len() != layouts.len() {
+            return refuse(format!("{} local tensors for {} layouts", outputs.len(), layouts.len()));
+        }
+        for (i, (output, layout)) in outputs.iter().zip(layouts).enumerate() {
+            let local = layout.local_shape(rank.coordinates());
+            if (output.dtype, &output.view.shape) != (layout.dtype(), &local) {
+                let [given, right] = [(output.dtype, &output.view.shape), (layout.dtype(), &local)]
+                    .map(|(dtype, shape)| format!("{dtype}{:?}", shape.as_slice()));
+                return refuse(format!("{given} as local tensor {i}; of {layout} this rank holds {right}"));
+            }
+        }
+        Ok(())
+    }
 }
 
 /// A signature with its own label for each dim of each tensor: no two dims need be the same index.
@@ -164,25 +184,23 @@ fn signature(inputs: &[Layout], outputs: &[Layout]) -> String {
 }
 
 /// Clones the handles of local tensors, for functions that may keep them.
-fn clone_all(outputs: &[&LocalTensor]) -> Vec<LocalTensor> {
-    outputs.iter().map(|p| (*p).clone()).collect()
+fn clone_all(locals: &[&LocalTensor]) -> Vec<LocalTensor> {
+    locals.iter().map(|p| (*p).clone()).collect()
 }
 
 struct LocalMap {
-    name: &'static str,
     signature: String,
     inputs: Vec<Layout>,
-    outputs: Vec<Layout>,
+    outputs: StatedOutputs,
     forward: Box<MapForward>,
     backward: Rc<MapBackward>,
 }
 
 /// The backward op: its arguments are those of the forward, then the cotangents of the results.
 struct LocalMapBackward {
-    name: &'static str,
     signature: String,
     num_inputs: usize,
-    outputs: Vec<Layout>,
+    outputs: StatedOutputs,
     backward: Rc<MapBackward>,
 }
 
@@ -194,10 +212,9 @@ impl LocalMap {
         backward: impl Fn(&Rank, &[LocalTensor], &[LocalTensor]) -> Result<LocalTensors> + 'static,
     ) -> LocalMap {
         LocalMap {
-            name,
             signature: signature(layouts.inputs, layouts.outputs),
             inputs: layouts.inputs.to_vec(),
-            outputs: layouts.outputs.to_vec(),
+            outputs: StatedOutputs { map: name, function: "forward", layouts: layouts.outputs.to_vec() },
             forward: Box::new(forward),
             backward: Rc::new(backward),
         }
@@ -206,19 +223,19 @@ impl LocalMap {
 
 impl fmt::Debug for LocalMap {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "LocalMap({}, {:?} -> {:?})", self.name, self.inputs, self.outputs)
+        write!(f, "LocalMap({}, {:?} -> {:?})", self.outputs.map, self.inputs, self.outputs.layouts)
     }
 }
 
 impl fmt::Debug for LocalMapBackward {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "LocalMapBackward({}, {:?})", self.name, self.outputs)
+        write!(f, "LocalMapBackward({}, {:?})", self.outputs.map, self.outputs.layouts)
     }
 }
 
 impl Op for LocalMap {
     fn name(&self) -> &'static str {
-        self.name
+        self.outputs.map
     }
 
     fn signature(&self) -> &str {
@@ -231,7 +248,7 @@ impl Op for LocalMap {
     }
 
     fn dtypes(&self, _: &[DType], _: usize) -> Result<DTypes> {
-        Ok(self.outputs.iter().map(Layout::dtype).collect())
+        Ok(self.outputs.dtypes())
     }
 
     fn infer(
@@ -242,7 +259,7 @@ impl Op for LocalMap {
         _: &[Option<Layout>],
     ) -> Result<Rc<Inference>, Refusal> {
         match args.iter().zip(&self.inputs).position(|(arg, stated)| *arg != stated) {
-            None => Ok(Rc::new(Inference::direct(args.len(), self.outputs.iter().cloned()))),
+            None => Ok(self.outputs.inference(args.len())),
             Some(i) => {
                 let text = format!("argument {i} is {}, but the map needs {}", args[i], self.inputs[i]);
                 let hint = format!("redistribute argument {i} to {} first", self.inputs[i]);
@@ -252,24 +269,19 @@ impl Op for LocalMap {
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
-        if local.rank.is_dry_run() {
-            return meta_locals(local.rank, &self.outputs);
-        }
-        let outputs = (self.forward)(local.rank, &clone_all(x))?;
-        check_outputs(self.name, "forward", outputs, &self.outputs, local.rank)
+        self.outputs.run(local.rank, || (self.forward)(local.rank, &clone_all(x)))
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        let grads: Vec<Tensor> = (0..self.outputs.len()).map(|i| cx.grad(i)).collect();
+        let grads: Vec<Tensor> = (0..self.outputs.layouts.len()).map(|i| cx.grad(i)).collect();
         let saved = (0..self.inputs.len()).map(|i| cx.input(i));
         let args: Vec<&Tensor> = saved.chain(&grads).collect();
         let layouts: Vec<Layout> = args.iter().map(|t| t.layout().clone()).collect();
-        let outputs: Vec<Layout> = self.inputs.iter().map(Layout::dual).collect();
+        let duals: Vec<Layout> = self.inputs.iter().map(Layout::dual).collect();
         let op = LocalMapBackward {
-            name: self.name,
-            signature: signature(&layouts, &outputs),
+            signature: signature(&layouts, &duals),
             num_inputs: self.inputs.len(),
-            outputs,
+            outputs: StatedOutputs { map: self.outputs.map, function: "backward", layouts: duals },
             backward: self.backward.clone(),
         };
         let cotangents = Tensor::apply(op, &args);
@@ -279,7 +291,7 @@ impl Op for LocalMap {
 
 impl Op for LocalMapBackward {
     fn name(&self) -> &'static str {
-        self.name
+        self.outputs.map
     }
 
     fn signature(&self) -> &str {
@@ -287,7 +299,7 @@ impl Op for LocalMapBackward {
     }
 
     fn dtypes(&self, _: &[DType], _: usize) -> Result<DTypes> {
-        Ok(self.outputs.iter().map(Layout::dtype).collect())
+        Ok(self.outputs.dtypes())
     }
 
     fn infer(
@@ -297,16 +309,12 @@ impl Op for LocalMapBackward {
         _: &[DType],
         _: &[Option<Layout>],
     ) -> Result<Rc<Inference>, Refusal> {
-        Ok(Rc::new(Inference::direct(args.len(), self.outputs.iter().cloned())))
+        Ok(self.outputs.inference(args.len()))
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
-        if local.rank.is_dry_run() {
-            return meta_locals(local.rank, &self.outputs);
-        }
         let (inputs, grads) = x.split_at(self.num_inputs);
-        let outputs = (self.backward)(local.rank, &clone_all(inputs), &clone_all(grads))?;
-        check_outputs(self.name, "backward", outputs, &self.outputs, local.rank)
+        self.outputs.run(local.rank, || (self.backward)(local.rank, &clone_all(inputs), &clone_all(grads)))
     }
 }
 

@@ -9,6 +9,64 @@ use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::op::{adamw, sgd};
 use shardgrad_kernels::{DType, Scalar};
 
+/// The optimizer state of one parameter, this rank's shard: N local tensors of the layout of the stored parameter, in the
+/// accumulator dtype.
+#[derive(Clone, Debug)]
+struct StateTensors<const N: usize> {
+    layout: Layout,
+    locals: [LocalTensor; N],
+}
+
+impl<const N: usize> StateTensors<N> {
+    fn zeros(rank: &Rank, param: &Layout) -> Result<StateTensors<N>> {
+        param.check_storable()?;
+        let layout = param.with_dtype(param.dtype().accumulator());
+        let shape = layout.local_shape(rank.coordinates());
+        let zeros = (0..N).map(|_| LocalTensor::full(rank, layout.dtype(), &shape, 0.0));
+        let locals = zeros.collect::<Result<Vec<LocalTensor>>>()?.try_into().expect("there are N of them");
+        Ok(StateTensors { layout, locals })
+    }
+
+    /// Takes saved tensors; `what` names them in an error, with its verb.
+    fn from_tensors(param: &Layout, tensors: [&Tensor; N], what: &str) -> Result<StateTensors<N>> {
+        let layout = param.with_dtype(param.dtype().accumulator());
+        match tensors.into_iter().find(|t| *t.layout() != layout) {
+            None => Ok(StateTensors { layout, locals: tensors.map(|t| t.local().clone()) }),
+            Some(other) => {
+                let text = format!("{what} layout {}, the parameter needs {layout}", other.layout());
+                Err(Error::new(Kind::Layout, text))
+            }
+        }
+    }
+
+    fn tensors(&self, rank: &Rank) -> [Tensor; N] {
+        self.locals.each_ref().map(|local| Tensor::assemble(rank, self.layout.clone(), local.clone()))
+    }
+
+    /// Copies local tensors that are shared or have gaps, so that they can be written.
+    fn make_unique(&mut self, rank: &Rank) -> Result<()> {
+        for local in &mut self.locals {
+            if !(local.view.is_contiguous() && local.buffer.is_unique()) {
+                *local = local.to_dtype(rank, local.dtype)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Prepares the state for a step: checks all layouts and makes the state unique. `names` are those of the step and the state in an
+    /// error.
+    fn prepare(&mut self, param: &Tensor, grad: &Tensor, names: [&str; 2]) -> Result<()> {
+        let layout = param.layout();
+        if layout.with_dtype(self.layout.dtype()) == self.layout && grad.layout() == layout {
+            return self.make_unique(param.rank());
+        }
+        let ([step, state], grad, own) = (names, grad.layout(), &self.layout);
+        let text =
+            format!("{step} needs one layout: the parameter is {layout}, the gradient {grad}, {state} {own}");
+        Err(Error::new(Kind::Layout, text))
+    }
+}
+
 /// The rates of one parameter in an AdamW step; see [`adamw::STEP`] for the formula.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamWRates {
@@ -44,11 +102,7 @@ impl AdamWRates {
 #[doc(alias = "exp_avg_sq")]
 #[doc(alias = "optimizer_state")]
 #[derive(Clone, Debug)]
-pub struct Moments {
-    layout: Layout,
-    m: LocalTensor,
-    v: LocalTensor,
-}
+pub struct Moments(StateTensors<2>);
 
 impl Moments {
     /// Makes zeros for a parameter with a stored layout.
@@ -56,11 +110,7 @@ impl Moments {
     /// # Errors
     /// `Kind::OutOfMemory`; `Kind::Layout` for a layout that is not storable.
     pub fn zeros(rank: &Rank, param: &Layout) -> Result<Moments> {
-        param.check_storable()?;
-        let layout = param.with_dtype(param.dtype().accumulator());
-        let zeros = || LocalTensor::full(rank, layout.dtype(), &layout.local_shape(rank.coordinates()), 0.0);
-        let (m, v) = (zeros()?, zeros()?);
-        Ok(Moments { layout, m, v })
+        StateTensors::zeros(rank, param).map(Moments)
     }
 
     /// Makes the moments from saved tensors, for a parameter with a stored layout.
@@ -68,21 +118,13 @@ impl Moments {
     /// # Errors
     /// `Kind::Layout` if their layout or dtype does not match the parameter.
     pub fn from_tensors(param: &Layout, [m, v]: [Tensor; 2]) -> Result<Moments> {
-        let layout = param.with_dtype(param.dtype().accumulator());
-        match [&m, &v].into_iter().find(|t| *t.layout() != layout) {
-            None => Ok(Moments { layout, m: m.local().clone(), v: v.local().clone() }),
-            Some(other) => {
-                let text =
-                    format!("the moments have layout {}, the parameter needs {layout}", other.layout());
-                Err(Error::new(Kind::Layout, text))
-            }
-        }
+        StateTensors::from_tensors(param, [&m, &v], "the moments have").map(Moments)
     }
 
     /// Returns the moments as tensors, first moment first.
     #[must_use]
     pub fn tensors(&self, rank: &Rank) -> [Tensor; 2] {
-        [&self.m, &self.v].map(|local| Tensor::assemble(rank, self.layout.clone(), local.clone()))
+        self.0.tensors(rank)
     }
 
     /// Copies shared moments, so that they can be changed in place.
@@ -90,21 +132,7 @@ impl Moments {
     /// # Errors
     /// `Kind::OutOfMemory`.
     pub fn make_unique(&mut self, rank: &Rank) -> Result<()> {
-        make_local_unique(rank, &mut self.m)?;
-        make_local_unique(rank, &mut self.v)
-    }
-
-    fn check(&self, param: &Tensor, grad: &Tensor) -> Result<()> {
-        let layout = param.layout();
-        if layout.with_dtype(self.layout.dtype()) == self.layout && grad.layout() == layout {
-            return Ok(());
-        }
-        let text = format!(
-            "an AdamW step needs one layout: the parameter is {layout}, the gradient {}, the moments {}",
-            grad.layout(),
-            self.layout
-        );
-        Err(Error::new(Kind::Layout, text))
+        self.0.make_unique(rank)
     }
 }
 
@@ -133,11 +161,10 @@ pub struct AdamWStep<'a> {
 #[doc(alias = "multi_tensor_apply")]
 pub fn adamw(steps: Vec<AdamWStep<'_>>, check: &OverflowCheck) -> (Vec<Tensor>, Result<()>) {
     let steps = steps.into_iter().map(|AdamWStep { param, grad, moments }| (param, (grad, moments)));
-    let own = |param: &Tensor, (grad, moments): &mut (&Tensor, &mut Moments)| {
-        moments.check(param, grad)?;
-        moments.make_unique(param.rank())
+    let prepare = |param: &Tensor, (grad, moments): &mut (&Tensor, &mut Moments)| {
+        moments.0.prepare(param, grad, ["an AdamW step", "the moments"])
     };
-    update_in_place(steps.collect(), own, |rank, params, others| {
+    update_in_place(steps.collect(), prepare, |rank, params, others| {
         check.check_hyperparameters(params.len(), adamw::NUM_RATES)?;
         let contiguous = others.iter().map(|(grad, _)| grad.local().contiguous(rank));
         let contiguous = contiguous.collect::<Result<Vec<LocalTensor>>>()?;
@@ -150,7 +177,8 @@ pub fn adamw(steps: Vec<AdamWStep<'_>>, check: &OverflowCheck) -> (Vec<Tensor>, 
             for (i, (param, (_, moments))) in params.iter_mut().zip(&mut *others).enumerate() {
                 if param.dtype == dtype {
                     inputs.push(&contiguous[i]);
-                    outputs.extend([param, &mut moments.m, &mut moments.v]);
+                    outputs.push(param);
+                    outputs.extend(&mut moments.0.locals);
                     rows.push(Scalar::Int(i as i64));
                 }
             }
@@ -184,10 +212,7 @@ impl SgdRates {
 /// no handle of a rank.
 #[doc(alias = "momentum_buffer")]
 #[derive(Clone, Debug)]
-pub struct Velocity {
-    layout: Layout,
-    v: LocalTensor,
-}
+pub struct Velocity(StateTensors<1>);
 
 impl Velocity {
     /// Makes zeros for a parameter with a stored layout.
@@ -195,10 +220,7 @@ impl Velocity {
     /// # Errors
     /// `Kind::OutOfMemory`; `Kind::Layout` for a layout that is not storable.
     pub fn zeros(rank: &Rank, param: &Layout) -> Result<Velocity> {
-        param.check_storable()?;
-        let layout = param.with_dtype(param.dtype().accumulator());
-        let v = LocalTensor::full(rank, layout.dtype(), &layout.local_shape(rank.coordinates()), 0.0)?;
-        Ok(Velocity { layout, v })
+        StateTensors::zeros(rank, param).map(Velocity)
     }
 
     /// Makes the velocity from a saved tensor, for a parameter with a stored layout.
@@ -206,18 +228,14 @@ impl Velocity {
     /// # Errors
     /// `Kind::Layout` if its layout or dtype does not match the parameter.
     pub fn from_tensor(param: &Layout, v: &Tensor) -> Result<Velocity> {
-        let layout = param.with_dtype(param.dtype().accumulator());
-        if *v.layout() == layout {
-            return Ok(Velocity { layout, v: v.local().clone() });
-        }
-        let text = format!("the velocity has layout {}, the parameter needs {layout}", v.layout());
-        Err(Error::new(Kind::Layout, text))
+        StateTensors::from_tensors(param, [v], "the velocity has").map(Velocity)
     }
 
     /// Returns the velocity as a tensor.
     #[must_use]
     pub fn tensor(&self, rank: &Rank) -> Tensor {
-        Tensor::assemble(rank, self.layout.clone(), self.v.clone())
+        let [velocity] = self.0.tensors(rank);
+        velocity
     }
 
     /// Copies a shared velocity, so that it can be changed in place.
@@ -225,20 +243,7 @@ impl Velocity {
     /// # Errors
     /// `Kind::OutOfMemory`.
     pub fn make_unique(&mut self, rank: &Rank) -> Result<()> {
-        make_local_unique(rank, &mut self.v)
-    }
-
-    fn check(&self, param: &Tensor, grad: &Tensor) -> Result<()> {
-        let layout = param.layout();
-        if layout.with_dtype(self.layout.dtype()) == self.layout && grad.layout() == layout {
-            return Ok(());
-        }
-        let text = format!(
-            "an SGD step needs one layout: the parameter is {layout}, the gradient {}, the velocity {}",
-            grad.layout(),
-            self.layout
-        );
-        Err(Error::new(Kind::Layout, text))
+        self.0.make_unique(rank)
     }
 }
 
@@ -262,16 +267,16 @@ pub struct SgdStep<'a> {
 #[doc(alias = "SGD")]
 pub fn sgd(steps: Vec<SgdStep<'_>>, nesterov: bool, check: &OverflowCheck) -> (Vec<Tensor>, Result<()>) {
     let steps = steps.into_iter().map(|SgdStep { param, grad, velocity }| (param, (grad, velocity)));
-    let own = |param: &Tensor, (grad, velocity): &mut (&Tensor, &mut Velocity)| {
-        velocity.check(param, grad)?;
-        velocity.make_unique(param.rank())
+    let prepare = |param: &Tensor, (grad, velocity): &mut (&Tensor, &mut Velocity)| {
+        velocity.0.prepare(param, grad, ["an SGD step", "the velocity"])
     };
-    update_in_place(steps.collect(), own, |rank, params, others| {
+    update_in_place(steps.collect(), prepare, |rank, params, others| {
         check.check_hyperparameters(params.len(), sgd::NUM_RATES)?;
         let (gate, scalars) = (check.scale_and_gate(), [Scalar::Int(i64::from(nesterov))]);
         for (i, (param, (grad, velocity))) in params.iter_mut().zip(others).enumerate() {
             let (grad, rates) = (grad.local().contiguous(rank)?, check.row(i, sgd::NUM_RATES));
-            launch(rank, &sgd::STEP, &[&grad, &rates, &gate], &mut [param, &mut velocity.v], &scalars)?;
+            let [v] = &mut velocity.0.locals;
+            launch(rank, &sgd::STEP, &[&grad, &rates, &gate], &mut [param, v], &scalars)?;
         }
         Ok(())
     })
@@ -280,12 +285,12 @@ pub fn sgd(steps: Vec<SgdStep<'_>>, nesterov: bool, check: &OverflowCheck) -> (V
 /// Updates parameters and their optimizer state on unshared memory; returns the parameters even if the update fails.
 fn update_in_place<K>(
     steps: Vec<(Tensor, K)>,
-    own: impl Fn(&Tensor, &mut K) -> Result<()>,
+    prepare: impl Fn(&Tensor, &mut K) -> Result<()>,
     change: impl FnOnce(&Rank, &mut [LocalTensor], &mut [K]) -> Result<()>,
 ) -> (Vec<Tensor>, Result<()>) {
     let (mut params, mut state): (Vec<Tensor>, Vec<K>) = steps.into_iter().unzip();
     let ready = params.iter_mut().zip(&mut state).try_for_each(|(param, state)| {
-        own(param, state)?;
+        prepare(param, state)?;
         param.make_unique()
     });
     let Some(rank) = params.first().map(|param| param.rank().clone()).filter(|_| ready.is_ok()) else {
@@ -296,14 +301,6 @@ fn update_in_place<K>(
     let done = change(&rank, &mut locals, &mut state);
     let params = layouts.into_iter().zip(locals);
     (params.map(|(layout, local)| Tensor::assemble(&rank, layout, local)).collect(), done)
-}
-
-/// Copies a local tensor that is shared or has gaps, so that it can be written.
-fn make_local_unique(rank: &Rank, local: &mut LocalTensor) -> Result<()> {
-    if !(local.view.is_contiguous() && local.buffer.is_unique()) {
-        *local = local.to_dtype(rank, local.dtype)?;
-    }
-    Ok(())
 }
 
 #[cfg(test)]
