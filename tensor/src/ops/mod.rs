@@ -10,6 +10,7 @@ pub mod neg;
 pub mod div;
 pub mod add;
 pub mod sub;
+mod unary_row;
 pub mod unary;
 pub mod clamp;
 pub mod pow;
