@@ -17,6 +17,12 @@ impl<T> DirectMappedCache<T> {
         self.0.borrow()[slot as usize % NUM_SLOTS].as_ref().and_then(accept)
     }
 
+    /// Returns the values of all slots.
+    #[cfg(test)]
+    pub(crate) fn values(&self) -> Vec<Rc<T>> {
+        self.0.borrow().iter().flatten().cloned().collect()
+    }
+
     /// Stores a value, replacing the old value of the slot.
     pub(crate) fn insert(&self, slot: u64, value: &Rc<T>) {
         self.0.borrow_mut()[slot as usize % NUM_SLOTS] = Some(value.clone());

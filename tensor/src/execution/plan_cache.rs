@@ -42,7 +42,7 @@ impl PlanKey {
 }
 
 /// A cached plan with its key. It keeps the layouts alive, so that no other layouts get their addresses.
-struct CachedPlan {
+pub(crate) struct CachedPlan {
     key: PlanKey,
     args: SmallVec<[Layout; 2]>,
     inference: Rc<Inference>,
@@ -61,6 +61,12 @@ impl PlanCache {
                 && plan.key == key
         };
         self.0.get(slot_hash(key, args), |plan| is(plan).then(|| plan.inference.clone()))
+    }
+
+    /// Returns the plans of all slots.
+    #[cfg(test)]
+    pub(crate) fn plans(&self) -> Vec<Rc<CachedPlan>> {
+        self.0.values()
     }
 
     /// Stores a plan, replacing the old plan of its slot.

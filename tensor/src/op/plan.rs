@@ -79,24 +79,69 @@ fn infer_checked(
 mod tests {
     use super::*;
     use crate::execution::local_tensor::LocalTensor;
+    use crate::execution::plan_cache::CachedPlan;
+    use crate::methods::value::Value;
     use crate::op::{DTypes, ForwardContext, LocalTensors, PlanKey};
     use crate::ops::add::Add;
+    use crate::tensor::Tensor;
     use shardgrad_dist::{Kind, Mesh, World};
     use shardgrad_kernels::DType;
+
+    /// Returns whether no plan was made between two states of the cache: a plan that was made again has another address.
+    fn are_same(before: &[Rc<CachedPlan>], after: &[Rc<CachedPlan>]) -> bool {
+        before.len() == after.len() && before.iter().zip(after).all(|(a, b)| Rc::ptr_eq(a, b))
+    }
 
     #[test]
     fn plans_are_cached_by_layouts() {
         World::run(Mesh::single(), |rank| {
-            let rank_context = (rank, Context::of(rank));
+            let (context, rank_context) = (Context::of(rank), (rank, Context::of(rank)));
             let [x, y] = ["f32[4, 3]", "f32[3]"].map(|text| Layout::parse(text, rank.mesh()).unwrap());
             let add = |a: &Layout, b: &Layout| {
                 plan(&Add::between(a.extents(), b.extents()), rank_context, &[a, b], &[], Location::caller())
             };
-            let same = Rc::ptr_eq(&add(&x, &x)?, &add(&x, &x)?);
-            assert!(same && !Rc::ptr_eq(&add(&x, &x)?, &add(&x, &y)?));
+            let first = add(&x, &x)?;
+            let plans = context.plans.plans();
+            assert!(Rc::ptr_eq(&first, &add(&x, &x)?) && are_same(&plans, &context.plans.plans()));
+            assert!(!Rc::ptr_eq(&first, &add(&x, &y)?));
             // A plan that was refused is refused again.
             for _ in 0..2 {
                 assert_eq!(add(&y, &Layout::parse("f32[4]", rank.mesh())?).unwrap_err().kind(), Kind::Shape);
+            }
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn the_second_step_of_fused_ops_makes_no_plan() {
+        World::run(Mesh::parse("dp=2").unwrap(), |rank| {
+            let tensor = |text| Tensor::full(rank, &Layout::parse(text, rank.mesh())?, 0.5);
+            let (x, w, b) = (tensor("f32[2@dp, 4, 6]")?, tensor("f32[6, 6]")?, tensor("f32[6]")?);
+            let qkv = tensor("f32[2@dp, 4, 3, 2, 3]")?;
+            let [q, k, v] = [0, 1, 2].map(|i| qkv.select(2, i));
+            let plans = &Context::of(rank).plans;
+            // Each call makes its op anew, as the layers of a model do in every microbatch.
+            let fused_ops: [(&str, &dyn Fn() -> Tensor); 11] = [
+                ("layer_norm", &|| x.layer_norm(&b, &b, 1e-5)),
+                ("rms_norm", &|| x.rms_norm(&b, 1e-5)),
+                ("linear", &|| x.linear(&w, Some(&b), None)),
+                ("linear with residual", &|| x.linear(&w, Some(&b), Some(&x))),
+                ("linear with residual, without bias", &|| x.linear(&w, None, Some(&x))),
+                ("mlp", &|| x.mlp(&w, &b, &w, None, None)),
+                ("mlp with last bias", &|| x.mlp(&w, &b, &w, Some(&b), None)),
+                ("mlp with residual", &|| x.mlp(&w, &b, &w, Some(&b), Some(&x))),
+                ("swiglu", &|| x.swiglu(&x)),
+                ("attention", &|| q.attention(&k, &v, true)),
+                ("qkv_packed_attention", &|| qkv.qkv_packed_attention(true, &[])),
+            ];
+            for (name, apply) in fused_ops {
+                let before = plans.plans();
+                let _ = apply();
+                let first = plans.plans();
+                assert!(!are_same(&before, &first), "{name}: the first step makes a plan");
+                let _ = apply();
+                assert!(are_same(&first, &plans.plans()), "{name}: the second step makes a plan again");
             }
             Ok(())
         })
