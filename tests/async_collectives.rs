@@ -2,6 +2,7 @@
 
 use crate::cli::Folder;
 use crate::fake_gpu;
+use approx::relative_eq;
 use shardgrad::dist::{AxisSet, Call, Origin, Phase, ReduceOp};
 use shardgrad::kernels::gpu::{Grid, GridArg};
 use shardgrad::kernels::op::copy::COPY;
@@ -227,10 +228,7 @@ fn gpu_training_losses_match_the_cpu_on_meshes() {
     let Some(card) = fake_gpu::open(&folder) else { return };
     for mesh in ["dp=2,tp=2", "pp=2"] {
         let (there, here) = (steps(world(mesh).on_device(card.provider.clone())), steps(world(mesh)));
-        let is_near = |(a, b): (&f64, &f64)| (a - b).abs() <= 1e-6 * b.abs();
-        assert!(
-            there.as_flattened().iter().zip(here.as_flattened()).all(is_near),
-            "{mesh}: {there:?} {here:?}"
-        );
+        let [on_gpu, on_cpu] = [&there, &here].map(|steps| steps.as_flattened());
+        assert!(relative_eq!(on_gpu, on_cpu, max_relative = 1e-6), "{mesh}: {there:?} {here:?}");
     }
 }

@@ -1,5 +1,6 @@
 //! The gated scan on a tape: values and gradients against loops on the host, on sharded steps and lanes, uneven and empty shards.
 
+use approx::relative_eq;
 use shardgrad_autograd::{Tape, Var};
 use shardgrad_dist::{Mesh, Rank, Result, World};
 use shardgrad_tensor::{DType, Layout, Reduction, Resharding, Tensor, Value};
@@ -45,12 +46,8 @@ fn distributed(rank: &Rank, layout: &Layout, data: &[f64]) -> Result<Tensor> {
 
 fn assert_near(what: &str, dtype: DType, got: &[f64], want: &[f64]) {
     let bound = if dtype == DType::F64 { 1e-13 } else { 2e-6 };
-    for (i, (got, want)) in got.iter().zip(want).enumerate() {
-        assert!(
-            (got - want).abs() <= bound * (1.0 + want.abs()),
-            "{what}, element {i}: {got} instead of {want}"
-        );
-    }
+    let is_near = relative_eq!(got, want, epsilon = bound, max_relative = bound);
+    assert!(is_near, "{what}: {got:?} instead of {want:?}");
 }
 
 #[test]

@@ -2,6 +2,7 @@
 //! loss and a result that is not a loss. Under every schedule, on any number of stages, it has the gradients of one
 //! rank, and as many live passes as the simulation.
 
+use approx::abs_diff_eq;
 use shardgrad_autograd::pipeline::{
     NAMES, PassTimes, PipelineInputs, PipelineOutputs, Runner, Schedule, Stages,
 };
@@ -79,11 +80,8 @@ fn values(gradients: &Gradients) -> Result<BTreeMap<u64, Vec<f64>>> {
 }
 
 fn close(a: &[f64], b: &[f64], what: &str) {
-    assert_eq!(a.len(), b.len(), "{what}");
     let scale = b.iter().fold(0.0f64, |most, x| most.max(x.abs()));
-    for (a, b) in a.iter().zip(b) {
-        assert!((a - b).abs() <= 1e-12 * scale, "{what}: {a}, on one rank {b}");
-    }
+    assert!(abs_diff_eq!(a, b, epsilon = 1e-12 * scale), "{what}: {a:?}, on one rank {b:?}");
 }
 
 fn recorded(rank: &Rank) -> Result<Program> {

@@ -211,6 +211,7 @@ impl Timeline {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use approx::{abs_diff_eq, assert_abs_diff_eq};
 
     fn chain(n: usize) -> Vec<(usize, usize)> {
         (1..n).map(|s| (s - 1, s)).collect()
@@ -230,19 +231,23 @@ mod tests {
         for (p, m) in [(2, 2), (4, 8), (8, 32), (3, 7)] {
             let even = [1.0, 1.0, 1.0, 0.0];
             let fused = (p as f64 - 1.0) / (m as f64 + p as f64 - 1.0);
-            assert!((bubble(&Schedule::one_f_one_b(p, m).unwrap(), even) - fused).abs() < 1e-12, "{p} {m}");
-            assert!((bubble(&Schedule::gpipe(p, m).unwrap(), even) - fused).abs() < 1e-12, "{p} {m}");
+            let near = |schedule: Schedule, expected: f64| {
+                let found = bubble(&schedule, even);
+                assert!(abs_diff_eq!(found, expected, epsilon = 1e-12), "{p} {m}: {found}, not {expected}");
+            };
+            near(Schedule::one_f_one_b(p, m).unwrap(), fused);
+            near(Schedule::gpipe(p, m).unwrap(), fused);
             // The span is 3 m + (p - 1) passes instead of 3 (m + p - 1).
             let deferred = (p as f64 - 1.0) / (3.0 * m as f64 + p as f64 - 1.0);
-            assert!((bubble(&Schedule::zb_h1(p, m).unwrap(), even) - deferred).abs() < 1e-12, "{p} {m}");
+            near(Schedule::zb_h1(p, m).unwrap(), deferred);
             if m >= 2 * p - 1 {
-                assert!(bubble(&Schedule::zb_h2(p, m).unwrap(), even).abs() < 1e-12, "{p} {m}");
+                near(Schedule::zb_h2(p, m).unwrap(), 0.0);
             }
         }
         let even = [1.0, 1.0, 1.0, 0.0];
         let interleaved = Schedule::interleaved(4, 8, 2).unwrap();
         let expected = 3.0 / 2.0 / (8.0 + 3.0 / 2.0);
-        assert!((bubble(&interleaved, even) - expected).abs() < 1e-12);
+        assert_abs_diff_eq!(bubble(&interleaved, even), expected, epsilon = 1e-12);
     }
 
     #[test]
@@ -257,7 +262,7 @@ mod tests {
             };
             let near = |found: [f64; 2], idle: [f64; 2]| {
                 let expected = idle.map(|idle| idle / (3.0 * m as f64 + idle));
-                assert!(found.iter().zip(expected).all(|(a, b)| (a - b).abs() < 1e-12), "{p} {m}: {found:?}");
+                assert!(abs_diff_eq!(found[..], expected[..], epsilon = 1e-12), "{p} {m}: {found:?}");
             };
             let late = p as f64 - 1.0;
             // In 1F1B the first rank works from the first pass to the last. In the zero-bubble schedules each rank
@@ -301,7 +306,7 @@ mod tests {
                 for (i, (found, published)) in found.into_iter().zip(rates).enumerate() {
                     let bound = if i == 1 { 0.004 } else { 0.000_051 };
                     assert!(
-                        (found - published).abs() <= bound,
+                        abs_diff_eq!(found, published, epsilon = bound),
                         "p {p} m {m} column {i}: {found}, not {published}"
                     );
                 }
@@ -322,7 +327,7 @@ mod tests {
         for ((p, published, distances), (_, _, _, times, _)) in table_8.into_iter().zip(&PUBLISHED[1..]) {
             for (i, m) in [3 * p, 4 * p, 8 * p].into_iter().enumerate() {
                 let distance = bubble(&Schedule::zb_v(p, m).unwrap(), times[i]) - published[i];
-                assert!((distance - distances[i]).abs() < 0.000_051, "p {p} m {m}: {distance}");
+                assert!(abs_diff_eq!(distance, distances[i], epsilon = 0.000_051), "p {p} m {m}: {distance}");
             }
         }
     }

@@ -213,6 +213,7 @@ mod tests {
     use super::*;
     use crate::layout::Layout;
     use crate::tensor::Tensor;
+    use approx::{abs_diff_eq, assert_abs_diff_eq};
     use shardgrad_dist::{Mesh, Result, World};
 
     const X: [f64; 12] = [1.0, 2.0, 4.0, -1.0, 0.5, 3.0, 2.5, -2.0, 0.0, 7.0, 1.5, -3.0];
@@ -223,8 +224,10 @@ mod tests {
             let x = Tensor::from_global(rank, &Layout::parse(text, rank.mesh())?, &X)?;
             let near = |y: Tensor, right: [f64; 2]| {
                 let y = y.to_f64()?;
-                let same = y.len() == 2 && y.iter().zip(right).all(|(y, e)| (y - e).abs() < 1e-12);
-                assert!(same, "{text}: {y:?} instead of {right:?}");
+                assert!(
+                    abs_diff_eq!(y[..], right[..], epsilon = 1e-12),
+                    "{text}: {y:?} instead of {right:?}"
+                );
                 Ok::<(), Error>(())
             };
             let rows = [&X[..6], &X[6..]];
@@ -267,8 +270,8 @@ mod tests {
                 let root = (row.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / 6.0).sqrt();
                 let first = if row == &X[..6] { 0.0 } else { 0.5 };
                 let second = if row == &X[..6] { 2.0 } else { 1.0 };
-                assert!((group[0] - ((row[0] - mean) / root + first)).abs() < 1e-12, "{group:?}");
-                assert!((group[3] - second * (row[3] - mean) / root).abs() < 1e-12, "{group:?}");
+                assert_abs_diff_eq!(group[0], (row[0] - mean) / root + first, epsilon = 1e-12);
+                assert_abs_diff_eq!(group[3], second * (row[3] - mean) / root, epsilon = 1e-12);
             }
             Ok(())
         })

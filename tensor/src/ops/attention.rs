@@ -359,6 +359,7 @@ pub(super) fn cases() -> Vec<Case> {
 mod tests {
     use super::*;
     use crate::methods::value::Value;
+    use approx::assert_abs_diff_eq;
     use shardgrad_dist::{Mesh, World};
 
     #[test]
@@ -369,15 +370,13 @@ mod tests {
             let (q, k, v) = (tensor(&[1.0, 1.0])?, tensor(&[0.0, 3f64.ln()])?, tensor(&[4.0, 8.0])?);
             let causal = q.attention(&k, &v, true).to_host::<f64>()?;
             let full = q.attention(&k, &v, false).to_host::<f64>()?;
-            assert!(causal.iter().zip([4.0, 7.0]).all(|(o, e)| (o - e).abs() < 1e-12), "{causal:?}");
-            assert!(full.iter().zip([7.0, 7.0]).all(|(o, e)| (o - e).abs() < 1e-12), "{full:?}");
+            assert_abs_diff_eq!(causal[..], [4.0, 7.0][..], epsilon = 1e-12);
+            assert_abs_diff_eq!(full[..], [7.0, 7.0][..], epsilon = 1e-12);
             let last = q.slice(1, 1..2).attention(&k, &v, true).to_host::<f64>()?;
-            assert!(
-                (last[0] - 7.0).abs() < 1e-12,
-                "the one query that continues two keys sees both: {last:?}"
-            );
+            // The one query that continues two keys sees both.
+            assert_abs_diff_eq!(last[..], [7.0][..], epsilon = 1e-12);
             let own = q.window_attention(&k, &v, 1).to_host::<f64>()?;
-            assert!(own.iter().zip([4.0, 8.0]).all(|(o, e)| (o - e).abs() < 1e-12), "{own:?}");
+            assert_abs_diff_eq!(own[..], [4.0, 8.0][..], epsilon = 1e-12);
             Ok(())
         })
         .unwrap();

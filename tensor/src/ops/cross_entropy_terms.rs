@@ -200,6 +200,7 @@ pub(super) fn cases() -> Vec<Case> {
 mod tests {
     use super::*;
     use crate::methods::value::Value;
+    use approx::assert_abs_diff_eq;
     use shardgrad_dist::{Mesh, World};
     use std::cell::RefCell;
 
@@ -209,7 +210,7 @@ mod tests {
             let z = Tensor::from_host(rank, &[1, 3], &[2f64.ln(), 0.0, 4f64.ln()])?;
             let target = Tensor::from_host(rank, &[1], &[2i64])?;
             let (lse, picked) = z.cross_entropy_terms(&target);
-            assert!((lse.item()? - 7f64.ln()).abs() < 1e-15);
+            assert_abs_diff_eq!(lse.item()?, 7f64.ln(), epsilon = 1e-15);
             assert_eq!(picked.item()?, 4f64.ln());
             Ok(())
         })

@@ -357,6 +357,7 @@ mod tests {
     use super::*;
     use crate::methods::contraction::Contraction;
     use crate::op;
+    use approx::assert_abs_diff_eq;
     use shardgrad_dist::{Kind, Mesh, World};
     use std::panic::Location;
 
@@ -381,7 +382,7 @@ mod tests {
             let y = x.experts(&index, &p, &gate, &up, &down).to_host::<f64>()?;
             // The experts return 1 (1, 0), 2 (0, 1) and 4 (10, -1).
             let right = [0.5 * 40.0 + 0.25, -2.0, 1.0, 4.0];
-            assert!(y.iter().zip(right).all(|(y, right)| (y - right).abs() < 1e-14), "{y:?}");
+            assert_abs_diff_eq!(y[..], right[..], epsilon = 1e-14);
             Ok(())
         })
         .unwrap();

@@ -95,6 +95,7 @@ mod tests {
     use super::*;
     use crate::layout::Layout;
     use crate::methods::value::Value;
+    use approx::assert_abs_diff_eq;
     use shardgrad_dist::{Mesh, World};
 
     #[test]
@@ -104,7 +105,7 @@ mod tests {
             let quarter: Rc<[f64]> = [std::f64::consts::FRAC_PI_2].into();
             let near = |y: &Tensor, exact: [f64; 6]| {
                 let y = y.to_host::<f64>().expect("the tensor is not sharded");
-                assert!(y.iter().zip(exact).all(|(y, e)| (y - e).abs() < 1e-15), "{y:?}");
+                assert_abs_diff_eq!(y[..], exact[..], epsilon = 1e-15);
             };
             near(&x.rope(&quarter, 0), [1.0, 2.0, -2.0, 1.0, -1.0, -2.0]);
             near(&x.rope(&quarter, 1), [-2.0, 1.0, -1.0, -2.0, 2.0, -1.0]);

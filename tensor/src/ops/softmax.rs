@@ -74,6 +74,7 @@ pub(super) fn cases() -> Vec<Case> {
 mod tests {
     use super::*;
     use crate::methods::value::Value;
+    use approx::assert_abs_diff_eq;
     use shardgrad_dist::{Mesh, World};
 
     #[test]
@@ -81,7 +82,7 @@ mod tests {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[2, 2], &[0.0f64, 3f64.ln(), 800.0, 800.0])?;
             let y = x.softmax().to_host::<f64>()?;
-            assert!(y.iter().zip([0.25, 0.75, 0.5, 0.5]).all(|(y, e)| (y - e).abs() < 1e-15), "{y:?}");
+            assert_abs_diff_eq!(y[..], [0.25, 0.75, 0.5, 0.5][..], epsilon = 1e-15);
             Ok(())
         })
         .unwrap();

@@ -78,6 +78,7 @@ pub(super) fn cases() -> Vec<Case> {
 mod tests {
     use crate::methods::value::Value;
     use crate::tensor::Tensor;
+    use approx::abs_diff_eq;
     use shardgrad_dist::{Mesh, World};
 
     #[test]
@@ -87,7 +88,7 @@ mod tests {
             let g = Tensor::from_host(rank, &[2], &[3f64.ln(), 0.0])?;
             let u = Tensor::from_host(rank, &[2], &[2.0, 5.0])?;
             let y = g.swiglu(&u).to_host::<f64>()?;
-            assert!((y[0] - 1.5 * 3f64.ln()).abs() < 1e-15 && y[1] == 0.0, "{y:?}");
+            assert!(abs_diff_eq!(y[0], 1.5 * 3f64.ln(), epsilon = 1e-15) && y[1] == 0.0, "{y:?}");
             Ok(())
         })
         .unwrap();

@@ -1,6 +1,7 @@
 //! Ops in f32, bf16 and f16: dtypes of the results, and values up to rounding.
 
 use crate::layouts::{cases, references};
+use approx::abs_diff_eq;
 use shardgrad_dist::{Mesh, Result, World};
 use shardgrad_kernels::DType;
 use shardgrad_tensor::op::DTypes;
@@ -40,7 +41,8 @@ fn narrower_floats_agree_up_to_rounding() {
                     for (i, (y, want)) in outputs.iter().zip(&reference.outputs).enumerate() {
                         assert_eq!(y.dtype(), ruled[i], "{:?} output {i}", case.op);
                         for (got, want) in y.to_f64()?.iter().zip(&want.data) {
-                            let near = (got - want).abs() <= tolerance * (1.0 + want.abs()) || got == want;
+                            let epsilon = tolerance * (1.0 + want.abs());
+                            let near = got == want || abs_diff_eq!(got, want, epsilon = epsilon);
                             assert!(near, "{:?} in {dtype}, output {i}: {got} instead of {want}", case.op);
                         }
                     }
