@@ -16,6 +16,8 @@ import sys
 import time
 from pathlib import Path
 
+from torch_gpt import Shape, training_step
+
 ROWS, WIDTH, TOKENS, VOCAB, PARAMETERS = 65536, 1024, 32768, 50304, 128 << 20
 
 
@@ -115,62 +117,12 @@ def kernels():
                 yield f"attention gradient {name}, {backend}", lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
 
 
-def gpt2(compiled):
-    """A training step of GPT-2 124M: f32 parameters, bf16 autocast, fused AdamW."""
-    import torch
-    from torch import nn
-    from torch.nn import functional as F
-
-    rows, seq, width, heads, blocks = 32, 1024, 768, 12, 12
-
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-            self.fused, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-        def forward(self, x):
-            split = self.fused(self.norms[0](x)).view(rows, seq, 3, heads, width // heads)
-            query, key, value = split.permute(2, 0, 3, 1, 4)
-            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-            x = x + self.out(mixed.transpose(1, 2).reshape(rows, seq, width))
-            return x + self.down(F.gelu(self.up(self.norms[1](x)), approximate="tanh"))
-
-    class Gpt(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.tokens, self.places = nn.Embedding(VOCAB, width), nn.Embedding(seq, width)
-            self.blocks = nn.Sequential(*(Block() for _ in range(blocks)))
-            self.norm = nn.LayerNorm(width)
-            for weight in self.parameters():
-                if weight.dim() == 2:
-                    nn.init.normal_(weight, std=0.02)
-
-        def forward(self, ids, targets):
-            with torch.autocast("cuda", torch.bfloat16):
-                x = self.norm(self.blocks(self.tokens(ids) + self.places.weight))
-                return F.cross_entropy((x @ self.tokens.weight.t()).flatten(0, 1), targets.flatten())
-
-    model = Gpt().cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
-    loss_of = torch.compile(model) if compiled else model
-    ids, targets = torch.randint(VOCAB, (2, rows, seq), device="cuda")
-
-    def step():
-        optimizer.zero_grad(set_to_none=True)
-        loss = loss_of(ids, targets)
-        loss.backward()
-        optimizer.step()
-        return loss.item()
-
-    return step
-
-
 def models():
     """Name and call of each training step."""
+    shape = Shape(blocks=12, width=768, heads=12, seq=1024, rows=32, vocab=VOCAB)
     for compiled in (False, True):
-        yield f"gpt2-124m bf16, 32 x 1024 tokens, {'compiled' if compiled else 'eager'}", gpt2(compiled)
+        step = training_step(shape, "cuda", tied=True, autocast=True, compiled=compiled)
+        yield f"gpt2-124m bf16, 32 x 1024 tokens, {'compiled' if compiled else 'eager'}", step
 
 
 def main():

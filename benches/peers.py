@@ -20,8 +20,14 @@ import tempfile
 import time
 from pathlib import Path
 
-# Preset: blocks, width, heads, sequence length, batch, vocabulary; as `shardgrad train --preset NAME`.
-SHAPES = {"s": (4, 256, 4, 128, 8, 512), "m": (6, 384, 6, 256, 8, 4096), "l": (12, 768, 12, 256, 2, 8192)}
+from torch_gpt import Shape, training_step
+
+# Shape of each preset, as `shardgrad train --preset NAME`.
+SHAPES = {
+    "s": Shape(4, 256, 4, 128, 8, 512),
+    "m": Shape(6, 384, 6, 256, 8, 4096),
+    "l": Shape(12, 768, 12, 256, 2, 8192),
+}
 # Python framework: its module, and settings of matmul precision and compilation.
 MODULES = {
     "torch": ("torch", {}),
@@ -59,59 +65,14 @@ def on_cores(threads):
 
 
 def torch_step(shape, threads, precision=None, compile=False, autocast=False):
-    """A training step in PyTorch: pre-norm blocks, tanh GELU, untied output layer, fused AdamW."""
+    """A training step in PyTorch, with an untied output layer."""
     import torch
-    from torch import nn
-    from torch.nn import functional as F
 
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     if precision:
         torch.set_float32_matmul_precision(precision)
-    blocks, width, heads, seq, rows, vocab = shape
-
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-            self.fused, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-        def forward(self, x):
-            split = self.fused(self.norms[0](x)).view(rows, seq, 3, heads, width // heads)
-            query, key, value = split.permute(2, 0, 3, 1, 4)
-            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-            x = x + self.out(mixed.transpose(1, 2).reshape(rows, seq, width))
-            return x + self.down(F.gelu(self.up(self.norms[1](x)), approximate="tanh"))
-
-    class Gpt(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.tokens, self.places = nn.Embedding(vocab, width), nn.Embedding(seq, width)
-            self.blocks = nn.Sequential(*(Block() for _ in range(blocks)))
-            self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocab, bias=False)
-            for weight in self.parameters():
-                if weight.dim() == 2:
-                    nn.init.normal_(weight, std=0.02)
-
-        def forward(self, ids, targets):
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                logits = self.head(self.norm(self.blocks(self.tokens(ids) + self.places.weight)))
-            return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-
-    model = Gpt()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
-    loss_of = torch.compile(model) if compile else model
-    ids, targets = torch.randint(vocab, (2, rows, seq))
-
-    def step():
-        optimizer.zero_grad(set_to_none=True)
-        loss = loss_of(ids, targets)
-        loss.backward()
-        optimizer.step()
-        return loss.item()
-
-    return step
+    return training_step(shape, "cpu", tied=False, autocast=autocast, compiled=compile)
 
 
 def jax_step(shape, threads):
@@ -184,7 +145,7 @@ def work(peer, name, threads, seconds):
     while len(rates) < STEPS_MIN or time.perf_counter() - began < seconds:
         started = time.perf_counter()
         losses.append(step())
-        rates.append(shape[3] * shape[4] / (time.perf_counter() - started))
+        rates.append(shape.seq * shape.rows / (time.perf_counter() - started))
     print(json.dumps({"rates": rates, "losses": [losses[0], losses[-1]]}))
 
 
@@ -212,7 +173,7 @@ def rates_of_peer(peer, folder, name, threads, seconds):
 
 def rates_of_ours(binary, options, name, threads, seconds, expected):
     """Runs `shardgrad train` for about as long as the others, on the source files of the working directory."""
-    blocks, width, heads, seq, rows, vocab = SHAPES[name]
+    _, _, _, seq, rows, _ = SHAPES[name]
     steps = STEPS_BEFORE + max(STEPS_MIN, round(seconds * expected / (rows * seq)))
     with tempfile.TemporaryDirectory() as out:
         command = [
