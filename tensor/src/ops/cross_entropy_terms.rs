@@ -1,14 +1,13 @@
 //! The two terms of a cross-entropy loss over the last dim, which may be sharded: lse = ln(sum_j exp(z_j)) and picked =
 //! z_target. The loss of a row is lse - picked.
 
-use super::amax::keep_invariant_inputs;
 use super::embedding::check_index;
+use super::reduced_dims::{invariant_on, keep_invariant_inputs};
 use super::{Case, Input};
 use crate::execution::context::Context;
 use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::layout::Layout;
 use crate::layout::infer::Inference;
-use crate::layout::placement::Placement;
 use crate::layout::refusal::Refusal;
 use crate::op::{
     Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, common_float,
@@ -97,10 +96,7 @@ impl Op for CrossEntropyTerms {
     ) -> Result<Rc<Inference>, Refusal> {
         let mut inference = Rc::unwrap_or_clone(infer_by_signature(self, context, args, dtypes, want)?);
         let sharding_axes = axes(&inference);
-        let lse = &mut inference.outputs[0];
-        *lse = sharding_axes
-            .iter()
-            .fold(lse.clone(), |layout, axis| layout.with_placement(axis, Placement::Invariant));
+        inference.outputs[0] = invariant_on(sharding_axes, &inference.outputs[0]);
         Ok(Rc::new(inference))
     }
 

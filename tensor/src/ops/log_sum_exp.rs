@@ -1,7 +1,7 @@
 //! Logarithm of the sum of exponentials over some dims, which may be sharded: y = ln(sum of exp(x)), finite for every
 //! finite x.
 
-use super::amax::ReducedDims;
+use super::reduced_dims::ReducedDims;
 use super::{Case, Input};
 use crate::execution::context::Context;
 use crate::execution::local_tensor::{LocalTensor, launch};
