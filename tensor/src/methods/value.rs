@@ -33,7 +33,7 @@ use crate::ops::sum::{Expand, Sum};
 use crate::ops::sum_squares::SumSquares;
 use crate::ops::swiglu::SwiGlu;
 use crate::ops::unary::ops_of_value;
-use crate::ops::unary_row::unary_methods;
+use crate::ops::unary::unary_methods;
 use crate::ops::unbind::{Stack, Unbind};
 use crate::tensor::Tensor;
 use shardgrad_dist::{Error, Kind, Rank};

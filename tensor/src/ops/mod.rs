@@ -11,7 +11,7 @@ pub mod neg;
 pub mod div;
 pub mod add;
 pub mod sub;
-pub(crate) mod unary_row;
+mod unary_row;
 pub mod unary;
 pub mod clamp;
 pub mod pow;

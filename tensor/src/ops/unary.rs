@@ -1,6 +1,6 @@
 //! Elementwise functions of one argument, as a table: formula, kernel, derivative, cases, and values computed by hand.
 //!
-//! A row is an op, which [`unary_row`](super::unary_row) generates. Its name is the name of its kernel; the formula in code is the
+//! A row is an op, which a macro in `unary_row.rs` generates. Its name is the name of its kernel; the formula in code is the
 //! kernel's row in [`shardgrad_kernels::op::unary`]. `neg` and `scale` have files of their own, because ops that derivatives are composed
 //! of use them; so has `clamp`, which checks its limits.
 
@@ -16,6 +16,43 @@ use shardgrad_dist::Result;
 use shardgrad_kernels::Scalar;
 use shardgrad_kernels::op::unary as kernels;
 use std::rc::Rc;
+
+/// Defines the methods of rows, inside of a trait over [`Value`](crate::Value).
+macro_rules! unary_methods {
+    ($(
+        $(#[doc = $doc:literal])+
+        $(#[doc(alias = $alias:literal)])*
+        $name:ident $(($($method:tt)+))? => $Op:ident {
+            $(fields: { $($(#[doc = $field_doc:literal])+ $field:ident,)+ },)?
+            kernel: $($rest:tt)+
+        }
+    )+) => {$(
+        $crate::ops::unary::unary_methods! {
+            @method [
+                $(#[doc = $doc])+
+                $($(
+                    #[doc = ""]
+                    #[doc = concat!("- `", stringify!($field), "`:")]
+                    $(#[doc = $field_doc])+
+                )+)?
+            ]
+            [$(#[doc(alias = $alias)])* $name] [$($($method)+)?] $Op [$($($field)+)?]
+        }
+    )+};
+    (@method $docs:tt $name:tt [$($method:tt)+] $Op:ident $fields:tt) => {
+        $crate::ops::unary::unary_methods! { @method $docs [$($method)+] [] $Op $fields }
+    };
+    (@method [$($docs:tt)+] [$(#[$alias:meta])* $name:ident] [] $Op:ident [$($field:ident)*]) => {
+        $($docs)+
+        $(#[$alias])*
+        #[track_caller]
+        #[must_use]
+        fn $name(&self $(, $field: f64)*) -> Self {
+            Self::apply_one($crate::ops::unary::$Op { $($field),* }, &[self])
+        }
+    };
+}
+pub(crate) use unary_methods;
 
 /// The rows whose methods are in [`Value`](crate::Value).
 macro_rules! ops_of_value {

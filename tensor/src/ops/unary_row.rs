@@ -1,4 +1,4 @@
-//! The op, the method and the test that a row of the table [`unary`](super::unary) generates.
+//! The op and the test that a row of the table [`unary`](super::unary) generates.
 
 use crate::execution::local_tensor::LocalTensor;
 use crate::op::{ForwardContext, LocalTensors, Op, PlanKey};
@@ -165,40 +165,3 @@ macro_rules! unary_ops {
 }
 
 pub(super) use unary_ops;
-
-/// Defines the methods of rows, inside of a trait over [`Value`](crate::Value).
-macro_rules! unary_methods {
-    ($(
-        $(#[doc = $doc:literal])+
-        $(#[doc(alias = $alias:literal)])*
-        $name:ident $(($($method:tt)+))? => $Op:ident {
-            $(fields: { $($(#[doc = $field_doc:literal])+ $field:ident,)+ },)?
-            kernel: $($rest:tt)+
-        }
-    )+) => {$(
-        $crate::ops::unary_row::unary_methods! {
-            @method [
-                $(#[doc = $doc])+
-                $($(
-                    #[doc = ""]
-                    #[doc = concat!("- `", stringify!($field), "`:")]
-                    $(#[doc = $field_doc])+
-                )+)?
-            ]
-            [$(#[doc(alias = $alias)])* $name] [$($($method)+)?] $Op [$($($field)+)?]
-        }
-    )+};
-    (@method $docs:tt $name:tt [$($method:tt)+] $Op:ident $fields:tt) => {
-        $crate::ops::unary_row::unary_methods! { @method $docs [$($method)+] [] $Op $fields }
-    };
-    (@method [$($docs:tt)+] [$(#[$alias:meta])* $name:ident] [] $Op:ident [$($field:ident)*]) => {
-        $($docs)+
-        $(#[$alias])*
-        #[track_caller]
-        #[must_use]
-        fn $name(&self $(, $field: f64)*) -> Self {
-            Self::apply_one($crate::ops::unary::$Op { $($field),* }, &[self])
-        }
-    };
-}
-pub(crate) use unary_methods;

@@ -53,8 +53,9 @@ impl<const N: usize> StateTensors<N> {
         Ok(())
     }
 
-    /// Makes the state unique for a step, after a check of all layouts; `names` are those of the step and the state in an error.
-    fn own(&mut self, param: &Tensor, grad: &Tensor, names: [&str; 2]) -> Result<()> {
+    /// Prepares the state for a step: checks all layouts and makes the state unique. `names` are those of the step and the state in an
+    /// error.
+    fn prepare(&mut self, param: &Tensor, grad: &Tensor, names: [&str; 2]) -> Result<()> {
         let layout = param.layout();
         if layout.with_dtype(self.layout.dtype()) == self.layout && grad.layout() == layout {
             return self.make_unique(param.rank());
@@ -160,10 +161,10 @@ pub struct AdamWStep<'a> {
 #[doc(alias = "multi_tensor_apply")]
 pub fn adamw(steps: Vec<AdamWStep<'_>>, check: &OverflowCheck) -> (Vec<Tensor>, Result<()>) {
     let steps = steps.into_iter().map(|AdamWStep { param, grad, moments }| (param, (grad, moments)));
-    let own = |param: &Tensor, (grad, moments): &mut (&Tensor, &mut Moments)| {
-        moments.0.own(param, grad, ["an AdamW step", "the moments"])
+    let prepare = |param: &Tensor, (grad, moments): &mut (&Tensor, &mut Moments)| {
+        moments.0.prepare(param, grad, ["an AdamW step", "the moments"])
     };
-    update_in_place(steps.collect(), own, |rank, params, others| {
+    update_in_place(steps.collect(), prepare, |rank, params, others| {
         check.check_hyperparameters(params.len(), adamw::NUM_RATES)?;
         let contiguous = others.iter().map(|(grad, _)| grad.local().contiguous(rank));
         let contiguous = contiguous.collect::<Result<Vec<LocalTensor>>>()?;
@@ -266,10 +267,10 @@ pub struct SgdStep<'a> {
 #[doc(alias = "SGD")]
 pub fn sgd(steps: Vec<SgdStep<'_>>, nesterov: bool, check: &OverflowCheck) -> (Vec<Tensor>, Result<()>) {
     let steps = steps.into_iter().map(|SgdStep { param, grad, velocity }| (param, (grad, velocity)));
-    let own = |param: &Tensor, (grad, velocity): &mut (&Tensor, &mut Velocity)| {
-        velocity.0.own(param, grad, ["an SGD step", "the velocity"])
+    let prepare = |param: &Tensor, (grad, velocity): &mut (&Tensor, &mut Velocity)| {
+        velocity.0.prepare(param, grad, ["an SGD step", "the velocity"])
     };
-    update_in_place(steps.collect(), own, |rank, params, others| {
+    update_in_place(steps.collect(), prepare, |rank, params, others| {
         check.check_hyperparameters(params.len(), sgd::NUM_RATES)?;
         let (gate, scalars) = (check.scale_and_gate(), [Scalar::Int(i64::from(nesterov))]);
         for (i, (param, (grad, velocity))) in params.iter_mut().zip(others).enumerate() {
@@ -284,12 +285,12 @@ pub fn sgd(steps: Vec<SgdStep<'_>>, nesterov: bool, check: &OverflowCheck) -> (V
 /// Updates parameters and their optimizer state on unshared memory; returns the parameters even if the update fails.
 fn update_in_place<K>(
     steps: Vec<(Tensor, K)>,
-    own: impl Fn(&Tensor, &mut K) -> Result<()>,
+    prepare: impl Fn(&Tensor, &mut K) -> Result<()>,
     change: impl FnOnce(&Rank, &mut [LocalTensor], &mut [K]) -> Result<()>,
 ) -> (Vec<Tensor>, Result<()>) {
     let (mut params, mut state): (Vec<Tensor>, Vec<K>) = steps.into_iter().unzip();
     let ready = params.iter_mut().zip(&mut state).try_for_each(|(param, state)| {
-        own(param, state)?;
+        prepare(param, state)?;
         param.make_unique()
     });
     let Some(rank) = params.first().map(|param| param.rank().clone()).filter(|_| ready.is_ok()) else {
