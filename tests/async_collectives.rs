@@ -132,7 +132,7 @@ fn command_line_has_hardware_queues_for_many_ranks() {
         ["CUDA", "NVRTC", "CUBLASLT"].iter().for_each(|library| {
             doctor.env(format!("SHARDGRAD_{library}_PATH"), &folder.0);
         });
-        set.iter().for_each(|number| drop(doctor.env("CUDA_DEVICE_MAX_CONNECTIONS", number)));
+        doctor.envs(set.map(|number| ("CUDA_DEVICE_MAX_CONNECTIONS", number)));
         let output = doctor.output().unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         std::fs::read_to_string(folder.path("connections.txt")).unwrap()
