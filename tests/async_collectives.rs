@@ -138,8 +138,8 @@ fn command_line_has_hardware_queues_for_many_ranks() {
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         std::fs::read_to_string(folder.path("connections.txt")).unwrap()
     };
-    assert_eq!(number_of_queues(None), "32\n");
-    assert_eq!(number_of_queues(Some("12")), "12\n");
+    assert_eq!(number_of_queues(None), "32");
+    assert_eq!(number_of_queues(Some("12")), "12");
 }
 
 /// y = x as soon as the gate is 1; y = -1 after a timeout of seconds.

@@ -145,7 +145,6 @@ fn kernels_use_the_memory_that_they_load() {
                 loads: 1.0 + 8.0 / (600.0 * size),
                 stores: 1.0 + 8.0 / (301.0 * size),
                 conflicts: &[("gelu_bias_backward", one_way)],
-                ..ONCE
             },
         );
         let norm = rows_of(&layer_norm::FORWARD).input(&[d], &values(2, d)).input(&[d], &values(3, d));
