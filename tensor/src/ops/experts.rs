@@ -303,9 +303,11 @@ impl ExpertsBackward {
         if self.num_input_grads() == 0 {
             return Ok(None);
         }
-        let (a, b) =
-            (pairs.grouped_matmul(&dgate, &transposed(gate))?, pairs.grouped_matmul(&dup, &transposed(up))?);
-        Ok(Some([pairs.binary(&ADD, &a, &b)?, pairs.row_dots(&hidden, &back)?]))
+        let dx = {
+            let of_gate = pairs.grouped_matmul(&dgate, &transposed(gate))?;
+            pairs.binary(&ADD, &of_gate, &pairs.grouped_matmul(&dup, &transposed(up))?)?
+        };
+        Ok(Some([dx, pairs.row_dots(&hidden, &back)?]))
     }
 }
 
