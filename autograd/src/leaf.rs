@@ -80,7 +80,7 @@ impl Leaf {
     /// Holds the same value in another tensor, after the tensor before was freed. Variables of that tensor stay valid.
     fn hold_again(&mut self, tensor: Tensor) {
         let before = std::mem::replace(&mut self.tensor_id, tensor.identity());
-        if !self.former_ids.contains(&before) {
+        if before != 0 && !self.former_ids.contains(&before) {
             self.former_ids.push(before);
         }
         self.tensor = Some(tensor);

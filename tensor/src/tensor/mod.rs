@@ -1,6 +1,7 @@
 //! The distributed tensor: a global tensor as one rank sees it (PyTorch's `DTensor`, a sharded `jax.Array`).
 
 pub mod redistribute;
+pub mod gather_ahead;
 pub mod host;
 mod show;
 pub mod compare;
