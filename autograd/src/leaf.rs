@@ -440,6 +440,11 @@ impl Leaves {
             if count == 1 && is_alone && leaf.cotangent.is_none() {
                 leaf.cotangent = sum(leaf.key);
             }
+            // Of the uses of a gathered leaf, one sum arrives along its route.
+            let is_reduced = leaf.origin.is_none() && leaf.policy.reduces_each_round && !is_alone;
+            if is_reduced && leaf.cotangent.is_none() {
+                leaf.cotangent = sum(leaf.key);
+            }
         }
     }
 
