@@ -81,7 +81,7 @@ impl Leaf {
     /// Holds the same value in another tensor, after the tensor before was freed. Variables of that tensor stay valid.
     fn hold_again(&mut self, tensor: Tensor) {
         let before = std::mem::replace(&mut self.tensor_id, tensor.identity());
-        if !self.former_ids.contains(&before) {
+        if before != 0 && !self.former_ids.contains(&before) {
             self.former_ids.push(before);
         }
         self.tensor = Some(tensor);
@@ -439,6 +439,11 @@ impl Leaves {
         for (leaf, count) in self.leaves.iter_mut().zip(counts) {
             let is_alone = leaf.origin.is_none() && leaf.derived.is_empty();
             if count == 1 && is_alone && leaf.cotangent.is_none() {
+                leaf.cotangent = sum(leaf.key);
+            }
+            // Of the uses of a gathered leaf, one sum arrives along its route.
+            let is_reduced = leaf.origin.is_none() && leaf.policy.reduces_each_round && !is_alone;
+            if is_reduced && leaf.cotangent.is_none() {
                 leaf.cotangent = sum(leaf.key);
             }
         }

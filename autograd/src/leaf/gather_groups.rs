@@ -2,17 +2,19 @@
 //! other groups are used, and gathered again for the backward pass.
 //!
 //! Nodes save the number of a leaf in place of its gathered tensor, so that the leaf alone holds it. When the group of a parameter
-//! comes into use, the next group is gathered too: on a back end with a communication stream it arrives while the first one is
-//! computed with. Which group is next is known from the nodes in the backward pass, and from the forward pass before in the forward
+//! comes into use, the gathers of the next group begin: on a back end with a communication stream it arrives while the first one is
+//! computed with. Small parameters of a group share a collective. Which group is next is known from the nodes in the backward pass, and from the forward pass before in the forward
 //! pass. All ranks run the same ops, so that all gather in the same order. Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully
 //! Sharded Data Parallel", arXiv 2304.11277.
 
-use super::{Leaves, Parameter};
+use super::{Leaf, Leaves, Parameter, layout_of_sums};
 use crate::id::{Id, Key};
 use crate::node::Node;
 use crate::program::AccumulationDType;
 use crate::regather::along_route;
 use shardgrad_dist::Rank;
+use shardgrad_tensor::ops::redistribute::Redistribute;
+use shardgrad_tensor::tensor::gather_ahead::{BegunGathers, GatherRequest};
 use shardgrad_tensor::{Context, Layout, Tensor, unwind};
 use smallvec::SmallVec;
 use std::cell::RefCell;
@@ -97,16 +99,31 @@ pub(crate) struct GatherGroups {
     position: Option<usize>,
     /// The groups that this forward pass has used, in order; the last one is in use.
     used: Vec<u32>,
+    pending: Vec<PendingGathers>,
+}
+
+/// Gathers of leaves of a group that were begun and not used yet.
+struct PendingGathers {
+    group: u32,
+    /// The leaves, with the identities of the stored tensors.
+    leaves: Vec<(usize, usize)>,
+    gathers: BegunGathers,
 }
 
 impl GatherGroups {
     pub(crate) fn new(members: Vec<Vec<GatherMember>>, order: Rc<GatherOrder>) -> GatherGroups {
-        GatherGroups { members, order, position: None, used: Vec::new() }
+        GatherGroups { members, order, position: None, used: Vec::new(), pending: Vec::new() }
     }
 
     /// Drops the handles of the stored tensors, so that the optimizer can update them in place.
     pub(super) fn release(&mut self) {
         self.members.clear();
+        self.pending.clear();
+    }
+
+    /// Whether gathers of a group were begun.
+    fn is_pending(&self, group: u32) -> bool {
+        self.pending.iter().any(|pending| pending.group == group)
     }
 
     /// Ends a forward pass: the next one is expected to use the groups in the same order.
@@ -150,7 +167,8 @@ impl Leaves {
         self.mark_used(at, tensor, round).then_some(at as u32)
     }
 
-    /// Brings a group into use in a forward pass: frees the groups before, gathers the parameters of this group and of the next.
+    /// Brings a group into use in a forward pass: frees the groups before, gathers the parameters of this group, and begins to gather
+    /// those of the next.
     pub(super) fn use_group(
         &mut self,
         group: u32,
@@ -172,30 +190,113 @@ impl Leaves {
         let in_use: SmallVec<[u32; 2]> = [group].into_iter().chain(next).collect();
         self.free_groups_except(&in_use);
         let path = place.1.path();
-        in_use.iter().for_each(|group| self.gather_members(*group, place, round, site));
+        self.finish_gathers(group);
+        self.begin_members(group, place, round, site);
+        self.finish_gathers(group);
+        if let Some(next) = next.filter(|next| !self.groups.is_pending(*next)) {
+            self.begin_members(next, place, round, site);
+        }
         place.1.set_path(&path);
     }
 
-    /// Gathers the parameters of a group that are not gathered yet.
-    fn gather_members(&mut self, group: u32, place: Place<'_>, round: u32, site: &'static Location<'static>) {
+    /// Begins to gather the parameters of a group that are not gathered yet.
+    fn begin_members(&mut self, group: u32, place: Place<'_>, round: u32, site: &'static Location<'static>) {
         let members = std::mem::take(&mut self.groups.members);
-        for member in members.get(group as usize).into_iter().flatten() {
-            let GatherMember { key, stored, computed, policy, path } = member;
-            let accumulation = AccumulationDType::of(stored.dtype());
-            let parameter = Parameter { key: *key, tensor: stored, accumulation, policy: *policy };
-            let at = match self.find(parameter, false) {
-                Some((Id::Leaf(at), _)) => at,
-                // The tape holds another tensor of this parameter, which is gathered at its use.
-                _ if self.by_key.contains_key(key) => continue,
-                _ => {
-                    let id = unwind(self.insert(parameter, round, (path.clone(), site)));
-                    id.leaf().expect("a parameter is a leaf") as u32
-                }
-            };
-            place.1.set_path(path);
-            self.derive_by_steps((at, stored), computed, (place.0, place.1, false), 0, site);
-        }
+        let of_group = members.get(group as usize).into_iter().flatten();
+        let leaves: Vec<usize> =
+            of_group.filter_map(|member| self.leaf_of_member(member, place, round, site)).collect();
         self.groups.members = members;
+        self.begin_gathers(group, &leaves, place, site);
+    }
+
+    /// The leaf of a parameter in its compute layout, without a tensor if it is new; `None` if the tape holds another tensor of the
+    /// parameter, which is gathered at its use.
+    fn leaf_of_member(
+        &mut self,
+        member: &GatherMember,
+        place: Place<'_>,
+        round: u32,
+        site: &'static Location<'static>,
+    ) -> Option<usize> {
+        let GatherMember { key, stored, computed, policy, path } = member;
+        let accumulation = AccumulationDType::of(stored.dtype());
+        let parameter = Parameter { key: *key, tensor: stored, accumulation, policy: *policy };
+        let root = match self.find(parameter, false) {
+            Some((id, _)) => id,
+            None if self.by_key.contains_key(key) => return None,
+            None => unwind(self.insert(parameter, round, (path.clone(), site))),
+        };
+        let root = root.leaf().expect("a parameter is a leaf") as u32;
+        let summed = layout_of_sums(stored.layout(), computed);
+        let (origin, from) = match policy.reduces_each_round && summed != *stored.layout() {
+            true => self.derive_one((root, stored), &summed, (place.0, place.1, false), 0, site)?,
+            false => (Id::Leaf(root), stored.clone()),
+        };
+        let origin = origin.leaf().expect("a derived leaf is a leaf");
+        let known =
+            self.leaves[origin].derived.iter().find(|at| self.leaves[**at as usize].layout == *computed);
+        if let Some(at) = known {
+            return Some(*at as usize);
+        }
+        let route = unwind(Redistribute::between(place.0, from.layout(), computed).map_err(|e| e.at(site)));
+        let accumulation = self.leaves[origin].accumulation.before_reduction();
+        let like = Parameter { key: *key, tensor: &from, accumulation, policy: *policy };
+        let mut leaf = Leaf::new(like, None, (path.clone(), site));
+        (leaf.layout, leaf.tensor, leaf.tensor_id) = (computed.clone(), None, 0);
+        leaf.origin = Some((origin as u32, route));
+        let at = self.leaves.len();
+        self.leaves[origin].derived.push(at as u32);
+        self.leaves.push(leaf);
+        Some(at)
+    }
+
+    /// Begins to gather those of some leaves of a group that have no tensor. Leaves derived from gathered ones are not gathered.
+    fn begin_gathers(
+        &mut self,
+        group: u32,
+        leaves: &[usize],
+        place: Place<'_>,
+        site: &'static Location<'static>,
+    ) {
+        let origin_of =
+            |leaves: &Leaves, at: usize| leaves.leaves[at].origin.as_ref().map(|(at, _)| *at as usize);
+        let is_missing = |at: &&usize| {
+            let origin = origin_of(self, **at);
+            self.leaves[**at].tensor.is_none() && origin.is_some_and(|origin| !self.is_gathered(origin))
+        };
+        let missing: Vec<usize> = leaves.iter().filter(is_missing).copied().collect();
+        if missing.is_empty() {
+            return;
+        }
+        if place.1.detects_anomalies() {
+            missing.iter().for_each(|at| drop(self.gathered_again(*at, place)));
+            return;
+        }
+        let mut requests = Vec::with_capacity(missing.len());
+        for &at in &missing {
+            let origin = origin_of(self, at).expect("a missing leaf is derived");
+            let from = self.gathered_again(origin, place);
+            let leaf = &self.leaves[at];
+            requests.push(GatherRequest { from, to: leaf.layout.clone(), path: leaf.path.clone() });
+        }
+        let gathers = unwind(BegunGathers::begin(place.0, &requests, site).map_err(|e| e.at(site)));
+        let leaves =
+            missing.into_iter().map(|at| (at, self.leaves[self.stored_leaf(at)].tensor_id)).collect();
+        self.groups.pending.push(PendingGathers { group, leaves, gathers });
+    }
+
+    /// Takes over the gathered tensors of a group, if they were begun.
+    fn finish_gathers(&mut self, group: u32) {
+        while let Some(at) = self.groups.pending.iter().position(|pending| pending.group == group) {
+            let PendingGathers { leaves, gathers, .. } = self.groups.pending.swap_remove(at);
+            for ((at, stored_id), tensor) in leaves.into_iter().zip(unwind(gathers.finish())) {
+                // The parameter may be another tensor by now.
+                let is_current = self.leaves[self.stored_leaf(at)].tensor_id == stored_id;
+                if is_current && self.leaves[at].tensor.is_none() {
+                    self.leaves[at].hold_again(tensor);
+                }
+            }
+        }
     }
 
     /// Frees the gathered form of the parameters of all groups but some.
@@ -205,6 +306,7 @@ impl Leaves {
                 self.leaves[at].release_tensor();
             }
         }
+        self.groups.pending.retain(|pending| kept.contains(&pending.group));
     }
 
     /// The tensor of a group leaf, gathered again if it was freed.
@@ -268,7 +370,7 @@ impl Leaves {
         node.fill_saved_leaves(|leaf| self.gathered_again(leaf as usize, place));
     }
 
-    /// Frees the groups that are neither in use nor next, and gathers the given leaves and those of the next group.
+    /// Frees the groups that are neither in use nor next, gathers the given leaves, and begins to gather those of the next group.
     fn gather_for_backward(&mut self, groups: &mut BackwardGroups, leaves: Option<(&[usize], Place<'_>)>) {
         if !self.has_groups {
             return;
@@ -278,8 +380,16 @@ impl Leaves {
             groups.in_use.iter().copied().chain(next.map(|next| next.group)).collect();
         self.free_groups_except(&kept);
         let Some((leaves, place)) = leaves else { return };
-        for leaf in leaves.iter().chain(next.iter().flat_map(|next| &next.leaves)) {
-            self.gathered_again(*leaf, place);
+        for group in &groups.in_use {
+            self.finish_gathers(*group);
+            let of_group: Vec<usize> =
+                leaves.iter().filter(|at| self.gathered_group(**at) == Some(*group)).copied().collect();
+            let Some(first) = of_group.first() else { continue };
+            self.begin_gathers(*group, &of_group, place, self.leaves[*first].site);
+            self.finish_gathers(*group);
+        }
+        if let Some(next) = next.filter(|next| !self.groups.is_pending(next.group)) {
+            self.begin_gathers(next.group, &next.leaves, place, self.leaves[next.leaves[0]].site);
         }
     }
 

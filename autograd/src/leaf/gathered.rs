@@ -50,12 +50,18 @@ pub(crate) fn layout_of_sums(stored: &Layout, computed: &Layout) -> Layout {
 }
 
 impl Leaves {
+    /// The leaf of the stored form of a leaf's parameter.
+    pub(super) fn stored_leaf(&self, leaf: usize) -> usize {
+        let mut at = leaf;
+        while let Some((origin, _)) = &self.leaves[at].origin {
+            at = *origin as usize;
+        }
+        at
+    }
+
     /// Whether a leaf is larger than the stored form of its parameter.
     pub(super) fn is_gathered(&self, leaf: usize) -> bool {
-        let mut stored = leaf;
-        while let Some((origin, _)) = &self.leaves[stored].origin {
-            stored = *origin as usize;
-        }
+        let stored = self.stored_leaf(leaf);
         largest_numel(&self.leaves[leaf].layout) > largest_numel(&self.leaves[stored].layout)
     }
 

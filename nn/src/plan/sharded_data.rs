@@ -96,7 +96,7 @@ impl Plan {
             let last = path.rsplit('.').next().unwrap_or_default();
             !last.is_empty() && last.bytes().all(|byte| byte.is_ascii_digit())
         };
-        stated.or_else(|| modules().find(is_number)).or_else(|| modules().last()).unwrap_or(name)
+        stated.or_else(|| modules().find(is_number)).or_else(|| modules().next_back()).unwrap_or(name)
     }
 
     /// How a tape treats a parameter of these layouts, of the gather group `group`: by the highest stage of the axes over which it

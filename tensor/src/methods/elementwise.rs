@@ -8,8 +8,7 @@ use crate::ops::logical::{Connective, Logical, Not};
 use crate::ops::masked_fill::MaskedFill;
 use crate::ops::maximum::Maximum;
 use crate::ops::pow::Pow;
-use crate::ops::unary::ops_of_elementwise;
-use crate::ops::unary::unary_methods;
+use crate::ops::unary::{ops_of_elementwise, unary_methods};
 use crate::ops::where_cond::WhereCond;
 use std::rc::Rc;
 

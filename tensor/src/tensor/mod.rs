@@ -2,6 +2,7 @@
 
 pub mod redistribute;
 pub(crate) mod ring;
+pub mod gather_ahead;
 pub mod host;
 mod show;
 pub mod compare;

@@ -145,6 +145,22 @@ pub(crate) fn recv(
     Ok(LocalTensor { lineage, ..LocalTensor::from_buffer(buffer, dtype, shape) })
 }
 
+/// Gathers these numbers of elements from the ranks of an axis into one flat tensor, in group order.
+///
+/// # Errors
+/// Errors of the collective.
+pub(super) fn all_gather_parts(
+    rank: &Rank,
+    (own, lineage): (&LocalTensor, Lineage),
+    counts: &[usize],
+    axis: Axis,
+    site: &'static Location<'static>,
+) -> Result<LocalTensor> {
+    let call_context = CollectiveContext { axes: AxisSet::one(axis), dtype: own.dtype, lineage, site };
+    let buffer = call_context.of(rank, |call| rank.all_gather(call, &own.buffer, counts))?;
+    Ok(LocalTensor::from_buffer(buffer, own.dtype, &[counts.iter().sum()]))
+}
+
 /// What a collective call reports besides the state of the context.
 struct CollectiveContext {
     axes: AxisSet,
@@ -165,12 +181,12 @@ impl CollectiveContext {
 }
 
 /// Runs one step on one rank.
-struct StepRunner<'a> {
-    rank: &'a Rank,
-    from: &'a Layout,
-    to: &'a Layout,
-    axes: AxisSet,
-    site: &'static Location<'static>,
+pub(super) struct StepRunner<'a> {
+    pub(super) rank: &'a Rank,
+    pub(super) from: &'a Layout,
+    pub(super) to: &'a Layout,
+    pub(super) axes: AxisSet,
+    pub(super) site: &'static Location<'static>,
 }
 
 impl StepRunner<'_> {
@@ -243,7 +259,7 @@ impl StepRunner<'_> {
     }
 
     /// The local shapes of the members under the layout in which `axis` shards dim `d`.
-    fn part_shapes(&self, split: &Layout, axis: Axis) -> Vec<Vec<usize>> {
+    pub(super) fn part_shapes(&self, split: &Layout, axis: Axis) -> Vec<Vec<usize>> {
         let size = split.mesh().size(axis);
         (0..size).map(|i| split.local_shape(&self.group_member(axis, i)).to_vec()).collect()
     }
@@ -311,16 +327,32 @@ impl StepRunner<'_> {
         d: usize,
         shape: &[usize],
     ) -> Result<LocalTensor> {
-        if shape[..d].iter().all(|&n| n == 1) {
+        let offsets = parts.iter().scan(0, |end, part| {
+            let start = *end;
+            *end += part.iter().product::<usize>();
+            Some(start)
+        });
+        self.concat_parts_at(flat, parts, &offsets.collect::<Vec<_>>(), d, shape)
+    }
+
+    /// Concatenates parts along dim `d` that begin at these offsets of a flat buffer.
+    pub(super) fn concat_parts_at(
+        &self,
+        flat: &LocalTensor,
+        parts: &[Vec<usize>],
+        offsets: &[usize],
+        d: usize,
+        shape: &[usize],
+    ) -> Result<LocalTensor> {
+        if flat.numel() == shape.iter().product::<usize>() && shape[..d].iter().all(|&n| n == 1) {
             return Ok(flat.with_view(Strides::contiguous(shape)));
         }
         let mut whole = LocalTensor::alloc(self.rank, flat.dtype, shape)?;
-        let (mut offset, mut start) = (0, 0);
-        for part in parts {
-            let from = flat.with_view(Strides::contiguous(part).at(offset));
+        let mut start = 0;
+        for (part, offset) in parts.iter().zip(offsets) {
+            let from = flat.with_view(Strides::contiguous(part).at(*offset));
             let at = whole.view.narrow(d, start, start + part[d]);
             whole.write(self.rank, at, &from)?;
-            offset += from.numel();
             start += part[d];
         }
         Ok(whole)
