@@ -1,12 +1,12 @@
 //! Maximum or minimum over some dims, which may be sharded.
 
 use super::labels::{check_dim, check_ndim, full_and_reduced, invalid_argument};
+use super::shard_candidates::{keep_invariant_inputs, with_invariant_outputs};
 use super::{Case, Input};
 use crate::execution::context::Context;
 use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::layout::Layout;
 use crate::layout::infer::Inference;
-use crate::layout::placement::Placement;
 use crate::layout::refusal::Refusal;
 use crate::op::{
     Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, common_float,
@@ -59,17 +59,6 @@ pub(super) struct ReducedDims {
     order: Dims,
 }
 
-/// Drops from the inference of a backward op the steps that make its other arguments `~` on `axes`, which shard the reduced dims:
-/// there x and its cotangent are sharded, and the other arguments stay `=`.
-pub(super) fn keep_invariant_inputs(inferred: Rc<Inference>, axes: AxisSet) -> Rc<Inference> {
-    let mut inference = Rc::unwrap_or_clone(inferred);
-    inference.steps.retain(|step| !(axes.contains(step.axis) && step.to == Placement::Replicate));
-    if inference.steps.is_empty() {
-        inference.targets.iter_mut().for_each(|target| *target = None);
-    }
-    Rc::new(inference)
-}
-
 impl ReducedDims {
     /// Some dims of a tensor of `ndim` dims, for a vjp that reads `num_saved` values besides x.
     pub(super) fn over(name: &str, ndim: usize, dims: &[usize], num_saved: usize) -> Result<ReducedDims> {
@@ -112,14 +101,7 @@ impl ReducedDims {
 
     /// Makes the results of an inference `=` on the mesh axes that shard the reduced dims.
     pub(super) fn with_invariant_outputs(&self, inferred: Rc<Inference>, x: &Layout) -> Rc<Inference> {
-        let mut inference = Rc::unwrap_or_clone(inferred);
-        let axes = self.axes(inference.targets[0].as_ref().unwrap_or(x));
-        for output in &mut inference.outputs {
-            *output = axes
-                .iter()
-                .fold(output.clone(), |layout, axis| layout.with_placement(axis, Placement::Invariant));
-        }
-        Rc::new(inference)
+        with_invariant_outputs(inferred, x, &self.dims)
     }
 
     /// [`keep_invariant_inputs`] for the mesh axes that shard the reduced dims.

@@ -1,8 +1,8 @@
 //! The two terms of a cross-entropy loss over the last dim, which may be sharded: lse = ln(sum_j exp(z_j)) and picked =
 //! z_target. The loss of a row is lse - picked.
 
-use super::amax::keep_invariant_inputs;
 use super::embedding::check_index;
+use super::shard_candidates::keep_invariant_inputs;
 use super::{Case, Input};
 use crate::execution::context::Context;
 use crate::execution::local_tensor::{LocalTensor, launch};

@@ -2,6 +2,7 @@
 //! or a row of a table: the elementwise functions of one argument are the table [`unary`].
 
 mod labels;
+mod shard_candidates;
 pub mod scale;
 pub mod sum;
 mod broadcast;

@@ -369,7 +369,7 @@ mod tests {
         World::run(Mesh::single(), |rank| {
             let nan = Tensor::from_host(rank, &[], &[f64::NAN])?;
             let x = Tensor::from_host(rank, &[2], &[3.0f32, 4.0])?;
-            let mut skipped = |args: StepArgs| {
+            let skipped = |args: StepArgs| {
                 let mut step = OverflowCheck::new(rank, args, rows())?;
                 step.check([&x], Location::caller())?;
                 Ok::<_, Error>(step.read()?.skipped)
