@@ -18,6 +18,7 @@ pub mod plan;
 pub mod sharded_model;
 mod inspection;
 pub mod loss;
+pub mod metric;
 pub mod layer;
 pub mod optim;
 mod pipelined_model;
@@ -44,6 +45,7 @@ pub use loss::{
     CrossEntropy, Loss, MicrobatchLosses, PartialLoss, bce_with_logits, cross_entropy, expert_imbalance,
     load_balancing_loss, mse,
 };
+pub use metric::accuracy;
 pub use model::{Bert, Gpt2, HfModel, LanguageModel, Llama};
 pub use module::activation_point::ActivationPoint;
 pub use module::adapter::{Adaptable, Adapter, AdapterSlot};

@@ -13,6 +13,7 @@ mod error_sites;
 mod mesh_parity;
 mod gradient_accumulation;
 mod exact_mean;
+mod auxiliary;
 mod traces;
 mod llama;
 mod context_parallel;

@@ -75,8 +75,9 @@ pub trait Indexing: Value {
         self.sort(dim, descending).1
     }
 
-    /// The k largest elements along an unsharded dim in descending order (or the smallest in ascending order), and
-    /// their indices (i64). Of equal elements the lowest indices are taken, lowest first.
+    /// The k largest elements along a dim in descending order (or the smallest in ascending order), and their indices
+    /// (i64). Of equal elements the lowest indices are taken, lowest first, on every layout; NaN is larger than all numbers.
+    /// Over a sharded dim a rank gathers k elements and indices for each row from each rank.
     #[doc(alias = "topk")]
     #[track_caller]
     #[must_use]

@@ -35,14 +35,15 @@ pub trait Reduction: Value {
         Self::apply_one(unwind(Amax::over(self.layout().ndim(), dims, false)), &[self])
     }
 
-    /// Index (i64) of the maximum along an unsharded dim: the first of ties.
+    /// Index (i64) of the maximum along a dim: the first of ties, and the first NaN if there is one, on every layout. Over a sharded dim a
+    /// rank gathers one element and one index for each row from each rank.
     #[track_caller]
     #[must_use]
     fn argmax(&self, dim: usize) -> Self {
         Self::apply_one(unwind(Argmax::along(&self.shape(), dim, true)), &[self])
     }
 
-    /// Index (i64) of the minimum along an unsharded dim: the first of ties.
+    /// Index (i64) of the minimum along a dim; otherwise as [`Reduction::argmax`].
     #[track_caller]
     #[must_use]
     fn argmin(&self, dim: usize) -> Self {

@@ -1,6 +1,7 @@
 //! Gated linear recurrence along a dim, which may be sharded: h_t = a_t h_(t-1) + x_t.
 
 use super::labels::{check_dim, dim_labels};
+use super::shard_candidates::gather_shards;
 use super::{Case, Input};
 use crate::execution::context::Context;
 use crate::execution::local_tensor::{LocalTensor, View, launch};
@@ -10,11 +11,10 @@ use crate::layout::placement::Placement;
 use crate::layout::refusal::Refusal;
 use crate::op::{Cotangents, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, infer_by_signature};
 use crate::tensor::Tensor;
-use crate::tensor::redistribute::all_gather;
-use shardgrad_dist::{AxisSet, Result};
+use shardgrad_dist::Result;
 use shardgrad_kernels::op::fill::FILL;
 use shardgrad_kernels::op::gated_scan::{BACKWARD, CARRY, SCAN, SUMMARY};
-use shardgrad_kernels::{DType, Dims, Scalar, Strides};
+use shardgrad_kernels::{DType, Scalar, Strides};
 use smallvec::SmallVec;
 use std::rc::Rc;
 
@@ -98,21 +98,10 @@ impl StepDim {
         x: &[&LocalTensor],
         own: LocalTensor,
     ) -> Result<LocalTensor> {
-        let (mesh, own_shape) = (local.rank.mesh(), own.view.shape.clone());
-        let list = local.inputs[0].dims()[self.dim].axes;
-        let axes: AxisSet = list.iter().collect();
-        let gathered = all_gather(local.rank, local.with_lineage(x, own), axes, local.site)?;
-        // Members come in the order of the axes in the mesh, shards in the order of the axes in the layout.
-        let mut shape: Dims = axes.iter().map(|axis| mesh.size(axis)).collect();
-        let position =
-            |axis| axes.iter().position(|other| other == axis).expect("a set has the axes of its list");
-        let mut order: Dims = list.iter().map(position).collect();
-        order.push(shape.len());
-        shape.push(own_shape.iter().product());
-        let in_order =
-            gathered.with_view(Strides::contiguous(&shape).permute(&order)).contiguous(local.rank)?;
-        let num_shards = self.shard(local).1;
-        Ok(in_order.with_view(Strides::contiguous(&[num_shards, own_shape[0], own_shape[1]])))
+        let own_shape = own.view.shape.clone();
+        let gathered = gather_shards(local, x, self.dim, own)?;
+        let num_shards = gathered.view.shape[0];
+        Ok(gathered.with_view(Strides::contiguous(&[num_shards, own_shape[0], own_shape[1]])))
     }
 
     /// The summary of this rank's shard, as the first rows of a tensor of `rows` rows: (row, lane).

@@ -4,6 +4,7 @@
 
 use super::embedding::check_index;
 use super::labels::{check_dim, dim_labels_with};
+use super::reduced_dims::keep_invariant_inputs;
 use super::{Case, Input};
 use crate::execution::context::Context;
 use crate::execution::local_tensor::{LocalTensor, launch};
@@ -57,6 +58,8 @@ pub struct ScatterAdd {
     dim: usize,
     is_shared: bool,
     output_dim: Dim,
+    /// Mesh axes over which the arguments may stay `=` while v is sharded.
+    invariant_over: AxisSet,
 }
 
 /// The labels of the indexed tensor, of the picked elements and of the index.
@@ -101,7 +104,17 @@ impl ScatterAdd {
             dim,
             is_shared,
             output_dim,
+            invariant_over: AxisSet::EMPTY,
         })
+    }
+
+    /// The adjoint of an op that picks elements of a dim, which is sharded as `output_dim` says, and has the same results on all ranks of
+    /// these axes.
+    pub(super) fn into_shards(ndim: usize, dim: usize, output_dim: Dim) -> Rc<dyn Op> {
+        let [source, picked, index] = label_texts(ndim, dim, false);
+        let signature = format!("{picked}, {index} -> {source}");
+        let invariant_over = output_dim.axes.iter().collect();
+        Rc::new(ScatterAdd { signature, dim, is_shared: false, output_dim, invariant_over })
     }
 
     /// The layout of a result of shape (a, v, c) with v sharded as `output_dim`, up to the first axis that shards an argument.
@@ -227,10 +240,18 @@ impl Op for ScatterAdd {
         dtypes: &[DType],
         want: &[Option<Layout>],
     ) -> Result<Rc<Inference>, Refusal> {
-        if !want.is_empty() {
-            return infer_by_signature(self, context, args, dtypes, want);
-        }
-        infer_by_signature(self, context, args, dtypes, &[Some(self.output_layout(args, dtypes[0]))])
+        let own;
+        let want = if want.is_empty() {
+            own = [Some(self.output_layout(args, dtypes[0]))];
+            &own
+        } else {
+            want
+        };
+        let inferred = infer_by_signature(self, context, args, dtypes, want)?;
+        Ok(match self.invariant_over.is_empty() {
+            true => inferred,
+            false => keep_invariant_inputs(inferred, self.invariant_over),
+        })
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {

@@ -3,6 +3,7 @@
 
 mod labels;
 mod reduced_dims;
+mod shard_candidates;
 pub mod scale;
 pub mod sum;
 mod broadcast;

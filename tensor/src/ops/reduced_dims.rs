@@ -27,6 +27,15 @@ pub(super) fn invariant_on(axes: AxisSet, layout: &Layout) -> Layout {
     axes.iter().fold(layout.clone(), |layout, axis| layout.with_placement(axis, Placement::Invariant))
 }
 
+/// Makes the results of an inference `=` on the mesh axes that shard the given dims of x, over which the op exchanges itself.
+pub(super) fn with_invariant_outputs(inferred: Rc<Inference>, x: &Layout, dims: &[usize]) -> Rc<Inference> {
+    let mut inference = Rc::unwrap_or_clone(inferred);
+    let x = inference.targets[0].as_ref().unwrap_or(x);
+    let axes: AxisSet = dims.iter().flat_map(|&dim| x.dims()[dim].axes.iter()).collect();
+    inference.outputs.iter_mut().for_each(|output| *output = invariant_on(axes, output));
+    Rc::new(inference)
+}
+
 /// Drops from the inference of a backward op the steps that make its other arguments `~` on `axes`, which shard the reduced dims:
 /// there x and its cotangent are sharded, and the other arguments stay `=`.
 pub(super) fn keep_invariant_inputs(inferred: Rc<Inference>, axes: AxisSet) -> Rc<Inference> {
@@ -80,10 +89,7 @@ impl ReducedDims {
 
     /// Makes the results of an inference `=` on the mesh axes that shard the reduced dims.
     pub(super) fn with_invariant_outputs(&self, inferred: Rc<Inference>, x: &Layout) -> Rc<Inference> {
-        let mut inference = Rc::unwrap_or_clone(inferred);
-        let axes = self.axes(inference.targets[0].as_ref().unwrap_or(x));
-        inference.outputs.iter_mut().for_each(|output| *output = invariant_on(axes, output));
-        Rc::new(inference)
+        with_invariant_outputs(inferred, x, &self.dims)
     }
 
     /// [`keep_invariant_inputs`] for the mesh axes that shard the reduced dims.

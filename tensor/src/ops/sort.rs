@@ -4,7 +4,6 @@ use super::gather::ScatterAdd;
 use super::labels::{check_dim, dim_labels_with};
 use super::{Case, Input};
 use crate::execution::local_tensor::{LocalTensor, launch};
-use crate::layout::dim::Dim;
 use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp};
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::sort::SORT;
@@ -44,23 +43,43 @@ pub(super) fn sort_prefix(
     count: usize,
     descending: bool,
 ) -> Result<LocalTensors> {
+    let sorted = sort_rows(local, &dim_last(local, x, dim)?, count, descending)?;
+    Ok(sorted.into_iter().map(|sorted| dim_back(&sorted, dim)).collect())
+}
+
+/// A local tensor with a dim as the last one, contiguous.
+pub(super) fn dim_last(local: &ForwardContext<'_>, x: &LocalTensor, dim: usize) -> Result<LocalTensor> {
+    let last: Dims = (0..x.view.ndim()).filter(|&d| d != dim).chain([dim]).collect();
+    x.with_view(x.view.permute(&last)).contiguous(local.rank)
+}
+
+/// The inverse of [`dim_last`].
+pub(super) fn dim_back(x: &LocalTensor, dim: usize) -> LocalTensor {
     let ndim = x.view.ndim();
-    let last: Dims = (0..ndim).filter(|&d| d != dim).chain([dim]).collect();
-    let x = x.with_view(x.view.permute(&last)).contiguous(local.rank)?;
+    let back: Dims = (0..dim).chain([ndim - 1]).chain(dim..ndim - 1).collect();
+    x.with_view(x.view.permute(&back))
+}
+
+/// The first `count` elements of the rows of a contiguous local tensor in sorted order, and their indices in the row.
+pub(super) fn sort_rows(
+    local: &ForwardContext<'_>,
+    x: &LocalTensor,
+    count: usize,
+    descending: bool,
+) -> Result<[LocalTensor; 2]> {
     let mut shape = x.view.shape.clone();
-    shape[ndim - 1] = count;
+    *shape.last_mut().expect("a sorted tensor has a dim") = count;
     let mut values = LocalTensor::alloc(local.rank, x.dtype, &shape)?;
     let mut indices = LocalTensor::alloc(local.rank, DType::I64, &shape)?;
     let scalars = [Scalar::Int(descending.into())];
-    launch(local.rank, &SORT, &[&x], &mut [&mut values, &mut indices], &scalars)?;
-    let back: Dims = (0..dim).chain([ndim - 1]).chain(dim..ndim - 1).collect();
-    Ok([values, indices].into_iter().map(|p| p.with_view(p.view.permute(&back))).collect())
+    launch(local.rank, &SORT, &[x], &mut [&mut values, &mut indices], &scalars)?;
+    Ok([values, indices])
 }
 
 /// The cotangent of the sorted tensor: g of the values, scattered to the source positions.
 pub(super) fn sort_vjp(cx: &Vjp<'_>, dim: usize) -> Cotangents {
-    let target = Dim::unsharded(cx.input_layouts[0].extent(dim));
-    let op = ScatterAdd::of(cx.input_layouts[0].ndim(), dim, target, false);
+    let sorted = &cx.input_layouts[0];
+    let op = ScatterAdd::into_shards(sorted.ndim(), dim, sorted.dims()[dim]);
     cx.cotangents(|i| cx.cotangent(i, op.clone(), &[&cx.grad(0), cx.output(1)]))
 }
 
