@@ -4,9 +4,12 @@ use shardgrad::prelude::*;
 use std::cell::RefCell;
 use std::rc::Rc;
 
-/// Collects the root mean square of each activation and gradient that passes a point.
-pub(super) fn watch(model: &Model<Mlp>, pattern: &str) -> Result<Rc<RefCell<Vec<(String, f64)>>>> {
-    let seen = Rc::new(RefCell::new(Vec::new()));
+/// Names of points, and the root mean square of an activation or gradient at each.
+type Seen = Rc<RefCell<Vec<(String, f64)>>>;
+
+/// Collects what passes the points of a pattern.
+pub(super) fn watch(model: &Model<Mlp>, pattern: &str) -> Result<Seen> {
+    let seen = Seen::default();
     let note = || {
         let seen = seen.clone();
         move |name: &str, x: &Tensor| {
