@@ -486,7 +486,7 @@ pub(crate) struct ExplainArgs {
     /// Compare the step under two plans: files, or `family` for the plan of the model's family
     #[arg(
         long, num_args = 2, value_names = ["PLAN1", "PLAN2"], value_parser = values::plan_choice,
-        conflicts_with_all = ["plan", "zero", "context", "experts"], help_heading = "Output"
+        conflicts_with_all = ["plan", "zero", "sequence_parallel", "context", "experts"], help_heading = "Output"
     )]
     diff: Option<Vec<values::PlanChoice>>,
     /// Print the plan as text, for --plan, and nothing else

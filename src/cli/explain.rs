@@ -180,6 +180,7 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
     let config = args.model.config()?;
     let mesh = args.mesh()?.clone();
     check_experts(&mesh, &config)?;
+    args.parallelism.check_family(&config)?;
     let precision = args.stored.precision(args.dtype);
     let faults = args.pipeline.faults(&mesh, args.batch).into_iter().chain(args.stored.fault(args.dtype));
     let faults = faults.chain(args.parallelism.fault(&mesh));

@@ -4,7 +4,7 @@ use super::axes::{SupportedAxes, check_axes};
 use super::values::{self, PlanArg};
 use clap::{Args, ValueEnum};
 use shardgrad::dist::Mesh;
-use shardgrad::nn::Plan;
+use shardgrad::nn::{ModelConfig, Plan};
 use shardgrad::{Error, Kind, Result};
 use std::path::Path;
 
@@ -36,6 +36,9 @@ pub(crate) struct ParallelismArgs {
     /// use (3); needs dp in --mesh. The mesh axis fsdp means stage 3. `eval` and `generate` shard parameters in stage 3 only
     #[arg(long, value_name = "STAGE", value_parser = values::zero_stage)]
     zero: Option<usize>,
+    /// Shard the residual stream, norms and dropout along tokens over tp, in training; for GPT-2 and the Llama family
+    #[arg(long)]
+    sequence_parallel: bool,
     /// How queries meet the keys and values of other ranks of cp [default: gather]
     #[arg(long, value_name = "HOW", value_enum)]
     context: Option<ContextArg>,
@@ -62,6 +65,10 @@ impl ParallelismArgs {
             None => plan,
         };
         let plan = context(experts(self.plan.as_ref().map_or(family, |plan| plan.plan.clone())));
+        let plan = match self.sequence_parallel {
+            true => plan.and(Plan::sequence_parallel("tp")),
+            false => plan,
+        };
         match self.zero {
             Some(stage) => plan.and(Plan::zero(stage, "dp")),
             None => plan,
@@ -82,10 +89,24 @@ impl ParallelismArgs {
         if self.plan.is_some() { Ok(()) } else { check_axes(mesh, supported) }
     }
 
-    /// Adds the styles to a plan of a model in inference, which has no gradients and no optimizer state to shard.
+    /// Adds the styles to a plan of a model in inference, which has no gradients, no optimizer state and no saved activations to shard.
     pub(crate) fn inference_plan(&self, plan: Plan) -> Plan {
         let zero = self.zero.filter(|stage| *stage == 3);
-        ParallelismArgs { zero, ..self.clone() }.plan(plan)
+        ParallelismArgs { zero, sequence_parallel: false, ..self.clone() }.plan(plan)
+    }
+
+    /// Rejects styles that the model's family does not have.
+    ///
+    /// # Errors
+    /// `Kind::Unsupported`.
+    pub(crate) fn check_family(&self, config: &ModelConfig) -> Result<()> {
+        match config {
+            ModelConfig::Bert(_) if self.sequence_parallel => {
+                let why = "--sequence-parallel shards the tokens of GPT-2 and the Llama family, and the model is an encoder";
+                Err(Error::new(Kind::Unsupported, why).detail("help", "omit --sequence-parallel"))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Returns the ZeRO stage over `dp`, if given.
@@ -96,6 +117,12 @@ impl ParallelismArgs {
     /// Returns an error text for options that do not fit the mesh.
     pub(crate) fn fault(&self, mesh: &Mesh) -> Option<String> {
         let size = |name| mesh.axis(name).map(|axis| mesh.size(axis));
+        if self.sequence_parallel && size("tp").is_none() {
+            return Some(
+                "--sequence-parallel needs a tp axis; add tp=2 to --mesh, or omit --sequence-parallel"
+                    .to_string(),
+            );
+        }
         if self.context.is_some() && size("cp").is_none() {
             return Some("--context needs a cp axis; add cp=2 to --mesh, or omit --context".to_string());
         }
@@ -144,6 +171,15 @@ mod tests {
 
     #[test]
     fn context_and_experts_need_their_axes() {
+        let args = ParallelismArgs { sequence_parallel: true, ..Default::default() };
+        assert!(
+            args.fault(&Mesh::parse("dp=2").unwrap()).unwrap().contains("--sequence-parallel needs a tp")
+        );
+        assert!(args.plan(Plan::gpt2()).to_string().contains("regather *.ln_1.out\n"));
+        assert!(!args.inference_plan(Plan::gpt2()).to_string().contains("regather"));
+        assert!(args.check_family(&ModelConfig::preset("tiny").unwrap()).is_ok());
+        let error = args.check_family(&ModelConfig::preset("bert-base").unwrap()).unwrap_err();
+        assert!(error.message().contains("the model is an encoder"));
         let args = ParallelismArgs { context: Some(ContextArg::Ring), ..Default::default() };
         assert!(args.fault(&Mesh::parse("dp=2").unwrap()).unwrap().contains("--context needs a cp axis"));
         let text = args.plan(Plan::gpt2()).to_string();

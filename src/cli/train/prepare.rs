@@ -65,6 +65,7 @@ pub(super) fn prepare(args: &TrainArgs) -> Result<Option<Job>> {
         config = config.with_dropout(p);
     }
     check_experts(&args.mesh(), &config)?;
+    args.parallelism.check_family(&config)?;
     let (lines, interrupt) = (StdoutWriter::new(), Interrupt::install(has_launcher())?);
     let found = open_inputs(args, &config)?;
     let train_config = train_config(args, found.seq);
