@@ -114,7 +114,7 @@ pub(crate) enum PlanChoice {
     /// The plan of the model's family.
     Family,
     /// The plan of a file.
-    File(PlanArg),
+    File(Box<PlanArg>),
 }
 
 impl PlanChoice {
@@ -129,7 +129,7 @@ impl PlanChoice {
 
 /// Parses `family`, or reads a plan file.
 pub(super) fn plan_choice(text: &str) -> Result<PlanChoice> {
-    if text == "family" { Ok(PlanChoice::Family) } else { plan(text).map(PlanChoice::File) }
+    if text == "family" { Ok(PlanChoice::Family) } else { plan(text).map(Box::new).map(PlanChoice::File) }
 }
 
 /// Parses three times: forward, input gradients, weight gradients.

@@ -9,6 +9,9 @@ use std::fmt::{Display, Write as _};
 /// A quantity of the step under the first and the second plan; `None` where a plan does not have it.
 type Pair<T> = [Option<T>; 2];
 
+/// The axes, the phase and the name of collectives.
+type CallKind = [String; 3];
+
 /// What differs between the steps of one rank under two plans.
 pub(super) struct PlanDiff {
     rank: usize,
@@ -17,7 +20,7 @@ pub(super) struct PlanDiff {
     /// Activations by module path, in order: layouts.
     activations: Vec<(String, Pair<String>)>,
     /// Collectives by axes, phase and name: calls and bytes.
-    collectives: Vec<([String; 3], Pair<(u64, u64)>)>,
+    collectives: Vec<(CallKind, Pair<(u64, u64)>)>,
     flops: [u64; 2],
     peak_bytes: [u64; 2],
 }
@@ -43,7 +46,7 @@ impl PlanDiff {
             list
         };
         let collectives = |step: &StepSummary| {
-            let mut totals: BTreeMap<[String; 3], (u64, u64)> = BTreeMap::new();
+            let mut totals: BTreeMap<CallKind, (u64, u64)> = BTreeMap::new();
             for r in &step.records {
                 let key = [mesh.names(r.axes), phase(r.phase).to_string(), r.op.to_string()];
                 let total = totals.entry(key).or_default();
@@ -77,7 +80,7 @@ impl PlanDiff {
         let change = |(path, pair): &(String, Pair<String>)| (path.clone(), arrow(pair, String::clone));
         section(&mut out, "activations per microbatch", self.activations.iter().map(change).collect());
         let total = |(calls, bytes): &(u64, u64)| format!("{calls} calls {}", format_bytes(*bytes));
-        let change = |([axes, phase, op], pair): &([String; 3], Pair<(u64, u64)>)| {
+        let change = |([axes, phase, op], pair): &(CallKind, Pair<(u64, u64)>)| {
             (format!("{axes:<6} {phase:<8} {op:<14}"), arrow(pair, total))
         };
         section(&mut out, "collectives", self.collectives.iter().map(change).collect());
