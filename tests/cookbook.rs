@@ -2,6 +2,8 @@
 
 mod accumulation;
 mod clipping;
+mod averages;
+mod two_optimizers;
 mod freezing;
 mod hooks;
 mod own_op;
@@ -60,6 +62,8 @@ fn page_shows_the_tested_code_in_few_lines() {
     let files = [
         include_str!("cookbook/accumulation.rs"),
         include_str!("cookbook/clipping.rs"),
+        include_str!("cookbook/averages.rs"),
+        include_str!("cookbook/two_optimizers.rs"),
         include_str!("cookbook/freezing.rs"),
         include_str!("cookbook/hooks.rs"),
         include_str!("cookbook/own_op.rs"),
