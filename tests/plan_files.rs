@@ -31,7 +31,7 @@ fn the_documented_grid_trains_as_one_rank() {
     };
     let want = trained("one", &["--mesh", "dp=1"]);
     assert_eq!(want.len(), 3);
-    for mesh in ["x=2,y=2", "x=1,y=2", "y=2,x=2"] {
+    for mesh in ["x=2,y=2", "x=1,y=2"] {
         let got = trained(&mesh.replace(['=', ','], "_"), &["--mesh", mesh, "--plan", &file]);
         for (got, want) in got.iter().zip(&want) {
             approx::assert_relative_eq!(*got, *want, max_relative = 1e-5);

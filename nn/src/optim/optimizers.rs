@@ -72,7 +72,7 @@ impl Optimizers {
         Optimizers::default()
     }
 
-    /// Adds an optimizer for the parameters whose names match a pattern ([`matches`]) and that no later pattern matches.
+    /// Adds an optimizer for the parameters whose names match a pattern ([`matches()`]) and that no later pattern matches.
     /// [`Optimizer::check_params`] refuses a pattern that selects no parameter.
     #[must_use]
     pub fn on(self, pattern: &str, optimizer: impl Optimizer + 'static) -> Optimizers {
