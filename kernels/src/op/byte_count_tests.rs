@@ -130,6 +130,7 @@ fn other_kernels_count_their_operands_once() {
         "attention",
         "attention_backward",
         "attention_backward_joined",
+        "attention_merge",
         "cross_entropy_backward",
         "embedding",
         "gather",

@@ -50,11 +50,12 @@ enum KernelKind {
 }
 
 impl KernelKind {
-    fn new(dtype: DType, problem: &Problem) -> KernelKind {
+    /// Documents have plain kernels: their masks leave the tiles too few registers.
+    fn new(dtype: DType, problem: &Problem, has_documents: bool) -> KernelKind {
         let (pieces, is_narrow) = (problem.c.div_ceil(32).max(1), dtype.size() == 2);
         match problem.c {
             // Maxima are those of scores before they are scaled.
-            1..=128 if is_narrow && problem.scale > 0.0 => {
+            1..=128 if is_narrow && problem.scale > 0.0 && !has_documents => {
                 KernelKind::Tiles(if pieces > 2 { 128 } else { 64 })
             }
             _ => KernelKind::Plain([(16 / pieces).clamp(1, 8), pieces]),
@@ -214,7 +215,8 @@ pub(super) fn forward(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), 
     }
     let problem = Problem::new(args, FORWARD_OPERANDS, launch.scalars);
     check_grid(FORWARD.name, &problem)?;
-    let (kind, shape) = (KernelKind::new(dtype, &problem), shape(&problem, FORWARD_OPERANDS, launch));
+    let kind = KernelKind::new(dtype, &problem, args.len() > FORWARD_OPERANDS);
+    let shape = shape(&problem, FORWARD_OPERANDS, launch);
     let defines = defines(kind, &problem, FORWARD_OPERANDS, launch);
     let planner = Planner { problem, dtype, kind, defines, shape: &shape };
     // 128 rows of q, 64 of k and 64 of v; four totals for each of 128 threads and two bounds.
@@ -249,7 +251,8 @@ pub(super) fn backward(
         return Ok(());
     }
     check_grid(kernel.name, &problem)?;
-    let (kind, shape) = (KernelKind::new(dtype, &problem), shape(&problem, BACKWARD_OPERANDS, launch));
+    let kind = KernelKind::new(dtype, &problem, args.len() > BACKWARD_OPERANDS);
+    let shape = shape(&problem, BACKWARD_OPERANDS, launch);
     let mut defines = defines(kind, &problem, BACKWARD_OPERANDS, launch);
     let is_joined = launch.outputs.len() == 1;
     if is_joined {

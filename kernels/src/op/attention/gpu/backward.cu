@@ -62,7 +62,7 @@ __device__ __forceinline__ void probabilities(float (&scores)[GROUPS][BACKWARD_R
 }
 
 // Masks probabilities: sets pairs that do not see each other to 0. Rows of a tile of scores are keys, from `key` on.
-__device__ __forceinline__ void mask_rows(const Problem &p, const Documents &documents, float (&scores)[GROUPS][BACKWARD_ROWS / 8][4], int key, int row) {
+__device__ __forceinline__ void mask_rows(const Problem &p, float (&scores)[GROUPS][BACKWARD_ROWS / 8][4], int key, int row) {
     int lane = threadIdx.x % 32;
 #pragma unroll
     for (int m = 0; m < GROUPS; m++) {
@@ -75,8 +75,7 @@ __device__ __forceinline__ void mask_rows(const Problem &p, const Documents &doc
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     int i = n * 8 + lane % 4 * 2 + e;
-                    bool sees = i >= low && i < high && (!DOCUMENTS || row + i < rows_of(p)) && documents.sees((row + i) / group(p), j);
-                    if (!sees) scores[m][n][2 * h + e] = 0.0f;
+                    if (i < low || i >= high) scores[m][n][2 * h + e] = 0.0f;
                 }
             }
         }
@@ -85,8 +84,7 @@ __device__ __forceinline__ void mask_rows(const Problem &p, const Documents &doc
 
 // `scale2` is for powers of 2, as lse is: the softmax scale times log2 e.
 extern "C" __global__ void __launch_bounds__(BACKWARD_THREADS, GROUPS)
-    backward_keys(Problem p, const T *q_data, const T *k_data, const T *v_data, const T *d_out_data, const float *lse, const float *delta, OUT *dk_data, OUT *dv_data, float scale, float scale2, int padded DOCUMENT_PARAMS) {
-    auto documents = DOCUMENTS_OF(p);
+    backward_keys(Problem p, const T *q_data, const T *k_data, const T *v_data, const T *d_out_data, const float *lse, const float *delta, OUT *dk_data, OUT *dv_data, float scale, float scale2, int padded) {
     // The keys that most rows see run first.
     int key = blockIdx.x * BLOCK;
     int warp = warp_number(), lane = threadIdx.x % 32, c = (int)p.c, r = group(p);
@@ -113,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(BACKWARD_THREADS, GROUPS)
         float probs[GROUPS][BACKWARD_ROWS / 8][4] = {}, slopes[GROUPS][BACKWARD_ROWS / 8][4] = {};
         score<GROUPS, BACKWARD_ROWS / 16>(probs, k_place, right + shift);
         probabilities(probs, numbers, scale2);
-        if (part_hidden) mask_rows(p, documents, probs, own_key, row);
+        if (part_hidden) mask_rows(p, probs, own_key, row);
         unsigned weights[GROUPS][BACKWARD_ROWS / 8][2];
         round_pairs(probs, weights);
         score<GROUPS, BACKWARD_ROWS / 16>(slopes, k_place + TILE, right + shift + ROW_TILE);
@@ -138,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(BACKWARD_THREADS, GROUPS)
         cp_async_wait_all();
         __syncthreads();
         if (row + BACKWARD_ROWS < limit) load_rows_async(half ^ 1, q, d_out, lse, delta, row + BACKWARD_ROWS, c);
-        if (!DOCUMENTS && row >= all_from && row + BACKWARD_ROWS <= all_to) {
+        if (row >= all_from && row + BACKWARD_ROWS <= all_to) {
             process(row, half, false);
         } else if (row + BACKWARD_ROWS > any_from && row < any_to) {
             process(row, half, true);
@@ -165,8 +163,7 @@ template <class R> __device__ __forceinline__ void load_keys_async(int half, con
 }
 
 extern "C" __global__ void __launch_bounds__(128, 2)
-    backward_queries(Problem p, const T *q_data, const T *k_data, const T *v_data, const T *d_out_data, const float *lse_data, const float *delta_data, OUT *dq_data, float scale, float scale2, int padded DOCUMENT_PARAMS) {
-    auto documents = DOCUMENTS_OF(p);
+    backward_queries(Problem p, const T *q_data, const T *k_data, const T *v_data, const T *d_out_data, const float *lse_data, const float *delta_data, OUT *dq_data, float scale, float scale2, int padded) {
     // The rows with the most keys run first.
     int first = (gridDim.x - 1 - blockIdx.x) * BLOCK;
     int warp = warp_number(), lane = threadIdx.x % 32, c = (int)p.c, r = group(p);
@@ -213,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
                 }
             }
         }
-        if (part_hidden) mask(p, documents, slopes, own, key, 0.0f);
+        if (part_hidden) mask(p, slopes, own, key, 0.0f);
         unsigned weights[2][4][2];
         round_pairs(slopes, weights);
         gather<2, 2>(sums, weights, transposed + shift);
@@ -224,7 +221,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
         __syncthreads();
         if (key + KEYS < limit) load_keys_async(half ^ 1, k, v, key + KEYS, c);
         unsigned shift = 2 * half * KEY_TILE;
-        bool whole = !DOCUMENTS && key >= all_from && key + KEYS <= all_to;
+        bool whole = key >= all_from && key + KEYS <= all_to;
 #if HEAD == 64 || GROUP != 1
         // No registers are left for two versions of the code.
         if (!GROUP || key < any_to) {

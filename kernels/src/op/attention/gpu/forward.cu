@@ -110,8 +110,7 @@ __device__ __forceinline__ void exponentiate(const Scores &scores, unsigned (&we
 
 // `scale` is positive and for powers of 2: the softmax scale times log2 e.
 extern "C" __global__ void __launch_bounds__(128, 2)
-    forward(Problem p, const T *q_data, const T *k_data, const T *v_data, OUT *o_data, float *lse, float scale DOCUMENT_PARAMS) {
-    auto documents = DOCUMENTS_OF(p);
+    forward(Problem p, const T *q_data, const T *k_data, const T *v_data, OUT *o_data, float *lse, float scale) {
     // The rows with the most keys run first, so that no long block starts last.
     int first = (gridDim.x - 1 - blockIdx.x) * ROWS, r = group(p);
     int warp = HEAD == 64 ? warp_number() : threadIdx.x / 32, lane = threadIdx.x % 32, c = (int)p.c;
@@ -156,8 +155,8 @@ extern "C" __global__ void __launch_bounds__(128, 2)
         // A tile that no row sees is skipped, but the tile before the first visible one computes the scores of that one; its own are
         // masked.
         if (key >= any_to || key + 2 * KEYS <= any_from) return load_next();
-        if (DOCUMENTS || key < all_from || key + KEYS > all_to) {
-            mask(p, documents, scores, own, key, -infinity<float>());
+        if (key < all_from || key + KEYS > all_to) {
+            mask(p, scores, own, key, -infinity<float>());
             moves = needs_rescale(scores, row_max, scale);
         }
         if (moves) rescale(scores, sums, row_max, totals, scale);
@@ -191,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
         cp_async_commit();
         Scores scores = {};
         score<2, KEYS / 16>(scores, q_place, k_place);
-        if (DOCUMENTS || key < all[0] || key + KEYS > all[1]) mask(p, documents, scores, own, key, -infinity<float>());
+        if (key < all[0] || key + KEYS > all[1]) mask(p, scores, own, key, -infinity<float>());
         cp_async_wait_all();
         __syncthreads();
         if (key + KEYS < limit) load_tile_async<KEYS, 128>(K_AT, k, key + KEYS, c);
@@ -214,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
             sum += __shfl_xor_sync(ALL_LANES, sum, 1);
             sum += __shfl_xor_sync(ALL_LANES, sum, 2);
             int row = own + m * 16 + h * 8 + lane / 4, i = row / r;
-            bool sees = DOCUMENTS ? sum != 0.0f : begin(p, i) < end(p, i);
+            bool sees = begin(p, i) < end(p, i);
             factors[m][h] = sees ? 1.0f / sum : 0.0f;
             if (row < q.count && lane % 4 == 0) {
                 float origin = row_max[m][h] == -infinity<float>() ? 0.0f : row_max[m][h] * scale / LOG2_E;

@@ -17,7 +17,7 @@ struct Problem {
 #define OUT T
 #endif
 
-// With DOCUMENTS, further arguments: segment ids and positions of queries and of keys.
+// With DOCUMENTS, further arguments of the plain entries: segment ids and positions of queries and of keys.
 #ifndef DOCUMENTS
 #define DOCUMENTS 0
 #endif
@@ -144,16 +144,16 @@ __device__ __forceinline__ int clamped(i64 x, i64 limit) {
 
 // Query i attends to the keys begin(i) .. end(i).
 __device__ __forceinline__ int begin(const Problem &p, i64 i) {
-    return p.causal == 1 ? clamped(p.t_start + i + 1 - p.window, p.s) : 0;
+    return !DOCUMENTS && p.causal ? clamped(p.t_start + i + 1 - p.window, p.s) : 0;
 }
 __device__ __forceinline__ int end(const Problem &p, i64 i) {
-    return p.causal == 1 ? clamped(p.t_start + i + 1, p.s) : (int)p.s;
+    return !DOCUMENTS && p.causal ? clamped(p.t_start + i + 1, p.s) : (int)p.s;
 }
 
 // Key j is visible to the queries first_seeing(j) .. past_seeing(j).
 __device__ __forceinline__ int first_seeing(const Problem &p, i64 j) {
-    return p.causal == 1 ? clamped(j - p.t_start, p.t) : 0;
+    return !DOCUMENTS && p.causal ? clamped(j - p.t_start, p.t) : 0;
 }
 __device__ __forceinline__ int past_seeing(const Problem &p, i64 j) {
-    return p.causal == 1 ? clamped(j - p.t_start + p.window, p.t) : (int)p.t;
+    return !DOCUMENTS && p.causal ? clamped(j - p.t_start + p.window, p.t) : (int)p.t;
 }

@@ -165,21 +165,20 @@ template <int M> struct LeftOperand {
 
 // Masks scores: sets the keys that a row does not see to `hidden`. The rows of the warp begin at `first`, the keys at `key`.
 template <int N>
-__device__ __forceinline__ void mask(const Problem &p, const Documents &documents, float (&scores)[2][N][4], int first, int key, float hidden) {
+__device__ __forceinline__ void mask(const Problem &p, float (&scores)[2][N][4], int first, int key, float hidden) {
     int lane = threadIdx.x % 32;
 #pragma unroll
     for (int m = 0; m < 2; m++) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            int row = first + m * 16 + h * 8 + lane / 4, i = row / group(p);
+            int i = (first + m * 16 + h * 8 + lane / 4) / group(p);
             int low = begin(p, i) - key, high = end(p, i) - key;
 #pragma unroll
             for (int n = 0; n < N; n++) {
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     int j = n * 8 + lane % 4 * 2 + e;
-                    bool sees = j >= low && j < high && (!DOCUMENTS || row < rows_of(p)) && documents.sees(i, key + j);
-                    if (!sees) scores[m][n][2 * h + e] = hidden;
+                    if (j < low || j >= high) scores[m][n][2 * h + e] = hidden;
                 }
             }
         }
