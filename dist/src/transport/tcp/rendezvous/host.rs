@@ -8,13 +8,13 @@ use super::token_file::LeftFile;
 use super::{GRACE, JoinWait, POLL_INTERVAL, RAISE_TIMEOUT, names, seconds};
 use crate::error::{Error, Kind, Result};
 use std::io::Read;
-use std::net::Shutdown;
+use std::net::{Shutdown, TcpStream};
 use std::time::{Duration, Instant};
 
 /// The interval at which rank 0 reports to ready ranks that the rendezvous is still waiting.
 const KEEP_WAITING_EVERY: Duration = Duration::from_secs(1);
-/// How long rank 0 waits at the end for ranks to read a refusal.
-const DRAIN: Duration = Duration::from_millis(200);
+/// How long rank 0 waits at the end, at most, for ranks to read a refusal and to close their connections.
+const DRAIN: Duration = Duration::from_secs(2);
 
 /// A rank that is connected to rank 0.
 #[derive(Debug)]
@@ -36,6 +36,8 @@ pub(super) struct RendezvousHost {
     address: String,
     /// By rank; `None` for rank 0.
     ranks: Vec<Option<ConnectedRank>>,
+    /// Connections that were refused: closed after the other end has read why.
+    refused: Vec<TcpStream>,
     /// Which ranks know that the start has failed, by rank.
     is_informed: Vec<bool>,
     /// The error with which the start has failed.
@@ -51,7 +53,16 @@ impl RendezvousHost {
     ) -> RendezvousHost {
         let ranks = (0..own.num_ranks).map(|_| None).collect();
         let is_informed = (0..own.num_ranks).map(|rank| rank == 0).collect();
-        RendezvousHost { listener, _left_file: left_file, own, address, ranks, is_informed, failure: None }
+        RendezvousHost {
+            listener,
+            _left_file: left_file,
+            own,
+            address,
+            ranks,
+            refused: Vec::new(),
+            is_informed,
+            failure: None,
+        }
     }
 
     /// Waits for all other ranks and connects them. Returns the connections by rank.
@@ -84,7 +95,7 @@ impl RendezvousHost {
         let error = self.failure.take().unwrap_or_else(|| refusal(0, error));
         self.refuse_all(&error);
         let answer = HostMessage::Refused(error).encode();
-        let mut late = Vec::new();
+        let mut refused = std::mem::take(&mut self.refused);
         while self.is_informed.contains(&false) && start.elapsed() < limit {
             let Some((mut link, hello)) = self.next_rank() else { continue };
             if self.refuse_other_run(&mut link, &hello) {
@@ -95,11 +106,11 @@ impl RendezvousHost {
             if let Some(is_informed) = self.is_informed.get_mut(hello.rank) {
                 *is_informed = true;
             }
-            late.push(link.stream);
+            refused.push(link.stream);
         }
         // Read remaining bytes: closing a connection with unread data may discard data sent over it.
         let (start, streams) = (Instant::now(), self.ranks.drain(..).flatten().map(|peer| peer.link.stream));
-        for mut stream in streams.chain(late) {
+        for mut stream in streams.chain(refused) {
             let left = DRAIN.saturating_sub(start.elapsed()).max(Duration::from_millis(1));
             let _ = stream.set_read_timeout(Some(left));
             while stream.read(&mut [0; 1024]).is_ok_and(|count| count > 0) && start.elapsed() < DRAIN {}
@@ -217,6 +228,7 @@ impl RendezvousHost {
         if let Some(is_informed) = self.is_informed.get_mut(rank).filter(|_| self.ranks[rank].is_none()) {
             *is_informed = true;
         }
+        self.refused.push(link.stream);
         Err(error)
     }
 
