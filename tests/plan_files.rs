@@ -1,7 +1,7 @@
 //! Plan files of the command line: the plan of docs/plans.md, the printed plan of a family, differences, and faulty files.
 
 use crate::cli::{Folder, exit_code_and_stderr, shardgrad};
-use crate::resume::record;
+use crate::resume::{record, text};
 use std::fs;
 
 /// The plan that docs/plans.md shows.
@@ -22,11 +22,12 @@ fn the_documented_grid_trains_as_one_rank() {
     let folder = Folder::new("plan-grid");
     let file = folder.path("grid.plan");
     fs::write(&file, documented_plan()).unwrap();
+    let data = text(&folder);
     let trained = |name: &str, more: &[&str]| {
         let out = folder.path(name);
-        let given =
-            ["train", "--preset", "tiny", "--steps", "3", "--batch", "4", "--seq", "16", "--out", &out];
-        stdout(&[&given[..], more].concat());
+        let step = ["--steps", "3", "--batch", "4", "--seq", "16", "--eval-every", "0"];
+        let given = ["train", "--preset", "tiny", "--data", &data, "--out", &out];
+        stdout(&[&given[..], &step, more].concat());
         record(out.as_ref()).iter().filter_map(|line| line["loss"].as_f64()).collect::<Vec<_>>()
     };
     let want = trained("one", &["--mesh", "dp=1"]);
