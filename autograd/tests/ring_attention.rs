@@ -369,7 +369,7 @@ fn the_exchange_moves_as_many_bytes_as_its_formula() {
 
 #[test]
 fn a_rank_holds_at_most_two_chunks_of_others() {
-    // k and v of a shard: large beside everything else.
+    // k and v of a shard: large compared with everything else.
     let (n, t, c) = (8, 64, 4096);
     let chunk = (t / n * 2 * c * 8) as u64;
     let mesh = Mesh::parse("cp=8").unwrap();

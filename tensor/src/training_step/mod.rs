@@ -51,7 +51,7 @@ pub struct StepArgs {
     /// clipping. A count of 0 divides as 1. Every rank passes `Some`, or every rank `None`; a rank without scalars an empty list.
     #[doc(alias = "num_items_in_batch")]
     pub counts: Option<Vec<Tensor>>,
-    /// Numbers to report beside the loss; the same names on every rank.
+    /// Numbers to report with the loss; the same names on every rank.
     pub auxiliary: Vec<Auxiliary>,
     /// Named numbers to sum over all ranks; the same names on every rank.
     pub control: ControlFlags,

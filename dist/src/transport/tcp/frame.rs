@@ -3,7 +3,7 @@
 //! A frame is: one byte for its kind; the lengths of head and body, eight bytes each; the head; the body, which holds elements in
 //! their memory layout. A heartbeat has neither head nor body. The first [`PREFIX_BYTES`] are one record of the connection, so the
 //! lengths are verified before they are used. Head and body follow as one record if they are short, the body before the head, where the
-//! receiver uses it without another copy; else each in records of its own, the head first, which tells whether the body is due.
+//! receiver uses it without another copy; else each in records of its own, the head first, which states whether the body is due.
 
 use crate::call::IssuedCall;
 use crate::encoding::{Decoder, Encoder};

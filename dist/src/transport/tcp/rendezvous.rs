@@ -196,7 +196,7 @@ impl Rendezvous {
     }
 }
 
-/// Listens where the other ranks reach rank 0, or where it is told to, and nowhere else.
+/// Listens where the other ranks reach rank 0, or at the address of `--listen`, and nowhere else.
 fn listen(process: &Process) -> Result<TcpListener> {
     let port = process.port();
     let refused = |why: String, help: String| {

@@ -28,7 +28,7 @@ pub(super) fn of_rank_zero(process: &Process) -> std::io::Result<Vec<SocketAddr>
     }
 }
 
-/// The addresses at which rank 0 listens: those of its host, unless it is told another one.
+/// The addresses at which rank 0 listens: those of its host, or the address of `--listen`.
 pub(super) fn of_listener(process: &Process) -> std::io::Result<Vec<SocketAddr>> {
     match process.listen_host() {
         Some(host) => (host, process.port()).to_socket_addrs().map(Iterator::collect),
