@@ -4,8 +4,9 @@
     python benches/ranks.py --rounds 3 > table.md
 
 Prints a table of tokens per second of both ranks together: the median over rounds of each round's median, with minimum and maximum. `alone` are
-two independent programs of one rank each on half of the batch: the limit without communication and waiting. Without PyTorch only shardgrad is
-measured. Run it on an otherwise idle machine.
+two independent programs of one rank each on half of the batch: the limit without communication and waiting. Memory is the peak resident size of
+both ranks together, without what PyTorch's processes hold before the model is built. Without PyTorch only shardgrad is measured. Run it on an
+otherwise idle machine.
 """
 
 import argparse
@@ -25,7 +26,9 @@ from peers import SHAPES, STEPS_BEFORE, STEPS_MIN
 # Parallelism: its PyTorch implementation, and options of shardgrad.
 SPLITS = {
     "data": ("ddp", ["--mesh", "dp=2"]),
+    "sharded data": ("fsdp", ["--mesh", "fsdp=2"]),
     "tensor": ("tp", ["--mesh", "tp=2"]),
+    "tensor, sequence": ("sp", ["--mesh", "tp=2", "--sequence-parallel"]),
     "pipeline": ("pp", ["--mesh", "pp=2"]),
 }
 RANKS = 2
@@ -36,6 +39,7 @@ def peer_step(split, shape, rank, microbatches):
     import torch
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, parallel
     from torch.nn import functional as F
 
     blocks, width, heads, seq, rows, vocab = shape
@@ -51,8 +55,10 @@ def peer_step(split, shape, rank, microbatches):
 
         def forward(self, x):
             normed = self.norms[0](x)
-            split = (head(normed).unflatten(-1, (-1, width // heads)).transpose(1, 2) for head in self.heads)
-            mixed = F.scaled_dot_product_attention(*split, is_causal=True)
+            if split == "sp":  # one gather for all three layers
+                normed = normed.redistribute(placements=[Replicate()])
+            per_head = (head(normed).unflatten(-1, (-1, width // heads)).transpose(1, 2) for head in self.heads)
+            mixed = F.scaled_dot_product_attention(*per_head, is_causal=True)
             x = x + self.out(mixed.transpose(1, 2).flatten(2))
             return x + self.down(F.gelu(self.up(self.norms[1](x)), approximate="tanh"))
 
@@ -96,21 +102,33 @@ def peer_step(split, shape, rank, microbatches):
             schedule.step(*([ids] if rank == 0 else []), **({"target": targets, "losses": losses} if rank else {}))
             return sum(one.item() for one in losses) / max(len(losses), 1)
 
-    elif split == "tp":
-        from torch.distributed.tensor import DTensor, Shard
-        from torch.distributed.tensor import parallel
-
+    elif split in ("tp", "sp"):
         mesh, model = init_device_mesh("cpu", (RANKS,)), Part(0, blocks)
         column, row = parallel.ColwiseParallel, parallel.RowwiseParallel
+        # Sequence parallelism: activations between the products are sharded along the tokens.
+        along = {"output_layouts": Shard(1), "use_local_output": False} if split == "sp" else {}
         for block in model.blocks:
-            plan = {f"heads.{i}": column() for i in range(3)}
-            parallel.parallelize_module(block, mesh, plan | {"up": column(), "out": row(), "down": row()})
-        head = column(output_layouts=Shard(-1), use_local_output=False)
-        parallel.parallelize_module(model, mesh, {"head": head})
+            plan = {f"heads.{i}": column() for i in range(3)} | {"out": row(**along), "down": row(**along)}
+            if split == "sp":
+                plan |= {f"norms.{i}": parallel.SequenceParallel() for i in range(2)}
+            up = column(input_layouts=Shard(1)) if split == "sp" else column()
+            parallel.parallelize_module(block, mesh, plan | {"up": up})
+        head = {"output_layouts": Shard(-1), "use_local_output": False}
+        plan = {"head": column(**head)}
+        if split == "sp":
+            head["input_layouts"] = Shard(1)
+            plan = {
+                "tokens": row(input_layouts=Replicate(), **along),
+                "norm": parallel.SequenceParallel(),
+                "head": column(**head),
+            }
+            places = distribute_tensor(model.places.weight.detach(), mesh, [Shard(0)])
+            model.places.weight = nn.Parameter(places)
+        parallel.parallelize_module(model, mesh, plan)
         kinds = {True: [], False: []}
         for weight in model.parameters():
             kinds[isinstance(weight, DTensor)].append(weight)
-        optimizers = [optimizer(each) for each in kinds.values()]
+        optimizers = [optimizer(each) for each in kinds.values() if each]
 
         def loss():
             with parallel.loss_parallel():
@@ -122,6 +140,12 @@ def peer_step(split, shape, rank, microbatches):
         model = Part(0, blocks)
         mine = slice(rank * rows // RANKS, (rank + 1) * rows // RANKS)
         whole = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True) if split == "ddp" else model
+        if split == "fsdp":
+            from torch.distributed.fsdp import fully_shard
+
+            mesh = init_device_mesh("cpu", (RANKS,))
+            for each in [*model.blocks, model]:
+                fully_shard(each, mesh=mesh)
         optimizers = [optimizer(model.parameters())]
 
         def loss():
@@ -149,6 +173,10 @@ def work(split, name, rank, port, microbatches, seconds):
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", rank=rank, world_size=RANKS)
     shape = SHAPES[name]
+    # Modules that a split imports are not memory of the model.
+    for module in ("fsdp", "pipelining", "tensor.parallel"):
+        importlib.import_module(f"torch.distributed.{module}")
+    before = resident("VmRSS")
     step = peer_step(split, shape, rank, microbatches)
     losses = [step() for _ in range(STEPS_BEFORE)]
     began = time.perf_counter()
@@ -161,13 +189,21 @@ def work(split, name, rank, port, microbatches, seconds):
         began = time.perf_counter()
         losses.append(step())
         rates.append(shape[3] * shape[4] / (time.perf_counter() - began))
+    memory = torch.tensor([resident("VmHWM") - before])
+    distributed.all_reduce(memory)
     distributed.barrier()
     distributed.destroy_process_group()
     if rank == RANKS - 1:
-        print(json.dumps({"rates": rates, "losses": [losses[0], losses[-1]]}))
+        print(json.dumps({"rates": rates, "losses": [losses[0], losses[-1]], "mib": int(memory) / 1024}))
 
 
-def rates_of_peer(split, name, microbatches, seconds):
+def resident(field):
+    """A resident size of this process in KiB: `VmRSS` now, `VmHWM` at its peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field))
+
+
+def run_of_peer(split, name, microbatches, seconds):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -185,7 +221,7 @@ def rates_of_peer(split, name, microbatches, seconds):
     found = json.loads(found[-1][0].splitlines()[-1])
     if not found["losses"][1] < found["losses"][0]:
         raise SystemExit(f"PyTorch, {split}, does not learn on {name}: losses {found['losses']}")
-    return found["rates"]
+    return statistics.median(found["rates"]), found["mib"]
 
 
 def ours(binary, name, rows, steps, options, core=None):
@@ -200,14 +236,18 @@ def ours(binary, name, rows, steps, options, core=None):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=pinned), out
 
 
-def rates_of_ours(program):
+def run_of_ours(program):
+    """Median rate of a program, and the peak of its resident size in MiB."""
     process, out = program
-    stdout, stderr = process.communicate(timeout=600)
+    with process.stdout, process.stderr:
+        stdout, stderr = process.stdout.read(), process.stderr.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
     out.cleanup()
     if process.returncode:
         raise SystemExit(f"shardgrad failed:\n{stderr}")
     lines = [json.loads(line) for line in stdout.splitlines() if line.startswith("{")]
-    return [line["tokens_per_s"] for line in lines[STEPS_BEFORE:]]
+    return statistics.median(line["tokens_per_s"] for line in lines[STEPS_BEFORE:]), usage.ru_maxrss / 1024
 
 
 def main():
@@ -222,8 +262,8 @@ def main():
     if not has_peer:
         print("skipped: PyTorch is not installed", file=sys.stderr)
     cores = sorted(os.sched_getaffinity(0))[:RANKS]
-    print("| shape | split | shardgrad | rounds | of alone | PyTorch | rounds | shardgrad over it |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| shape | split | shardgrad | rounds | of alone | PyTorch | rounds | shardgrad over it | MiB | MiB of PyTorch |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for name in args.shapes.split(","):
         rows, tokens = SHAPES[name][4], SHAPES[name][3] * SHAPES[name][4]
         cases = [("alone", "alone", 1, [])]
@@ -239,21 +279,27 @@ def main():
                 steps = STEPS_BEFORE + max(STEPS_MIN, round(args.seconds * expected / tokens))
                 if title == "alone":
                     both = [ours(args.binary, name, rows // RANKS, steps, ["--mesh", "dp=1"], core) for core in cores]
-                    rate = sum(statistics.median(rates_of_ours(one)) for one in both)
+                    run = tuple(map(sum, zip(*map(run_of_ours, both))))
                 else:
-                    rate = statistics.median(rates_of_ours(ours(args.binary, name, rows, steps, options)))
-                expected = rate
-                found[title][0].append(rate)
+                    run = run_of_ours(ours(args.binary, name, rows, steps, options))
+                expected = run[0]
+                found[title][0].append(run)
                 if has_peer:
-                    found[title][1].append(statistics.median(rates_of_peer(peer, name, count, args.seconds)))
-        alone = statistics.median(found["alone"][0])
+                    found[title][1].append(run_of_peer(peer, name, count, args.seconds))
+        alone = statistics.median(rate for rate, _ in found["alone"][0])
         for title, (own, theirs) in found.items():
-            rate = statistics.median(own)
-            line = f"| {name} | {title} | {rate:.0f} | {min(own):.0f}..{max(own):.0f} | {rate / alone:.2f} |"
+            (rate, rates, mib), cells = summary(own), ["", "", "", ""]
             if theirs:
-                peer = statistics.median(theirs)
-                line += f" {peer:.0f} | {min(theirs):.0f}..{max(theirs):.0f} | {rate / peer:.2f} |"
-            print(line if theirs else line + " | | |", flush=True)
+                peer, peer_rates, peer_mib = summary(theirs)
+                cells = [f"{peer:.0f}", peer_rates, f"{rate / peer:.2f}", f"{peer_mib:.0f}"]
+            cells = [name, title, f"{rate:.0f}", rates, f"{rate / alone:.2f}", *cells[:3], f"{mib:.0f}", cells[3]]
+            print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def summary(runs):
+    """Median rate, smallest and largest rate, and largest memory of runs."""
+    rates = [rate for rate, _ in runs]
+    return statistics.median(rates), f"{min(rates):.0f}..{max(rates):.0f}", max(mib for _, mib in runs)
 
 
 if __name__ == "__main__":
