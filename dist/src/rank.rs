@@ -310,9 +310,10 @@ impl Rank {
         self.issue_with_result(call, Op::Broadcast { root }, x, numel_held, &[numel], &[])
     }
 
-    /// Sends `numel` elements to the member with group rank `to`, without waiting for the receiver (buffered send). Messages of a pair
-    /// of ranks over the same axes are received in the order in which they were sent. A message that is never received is an error of
-    /// the launch.
+    /// Sends `numel` elements to the member with group rank `to`, without waiting for its recv (buffered send). A process that sends more
+    /// than the receiver's queue holds (65 MiB) waits while the receiver computes; ranks that send to each other before they receive go
+    /// on. Messages of a pair of ranks over the same axes are received in the order in which they were sent. A message that is never
+    /// received is an error of the launch.
     ///
     /// # Errors
     /// See [`Rank`].

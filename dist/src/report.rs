@@ -167,7 +167,7 @@ pub(crate) fn unfinished(mesh: &Mesh, rank: usize, call: &IssuedCall, limit: Dur
     .detail("help", RAISE_TIMEOUT)
 }
 
-/// The error of a timeout in a send: the receiver reads nothing.
+/// The error of a timeout in a send: the receiver takes nothing.
 pub(crate) fn send_timed_out(
     mesh: &Mesh,
     rank: usize,
@@ -216,6 +216,15 @@ pub(crate) fn unresponsive(rank: usize, silence: Duration) -> Error {
 /// The error of a process that sent a malformed message.
 pub(crate) fn malformed(rank: usize) -> Error {
     Error::new(Kind::PeerLost, format!("rank {rank} sent a malformed message")).detail("help", SAME_PROGRAM)
+}
+
+/// The error of a message that was announced while the queue of announced messages is full.
+pub(crate) fn too_many_announced(mesh: &Mesh, rank: usize, from: usize, issued: &IssuedCall) -> Error {
+    let call = issued.text(mesh, from);
+    let why = format!(
+        "rank {from} has sent too many messages that rank {rank} has not received: {call} is one more"
+    );
+    Error::new(Kind::PeerLost, why).detail("help", "receive messages before more of them are sent")
 }
 
 /// The error of bytes that the other end of a connection has not sent here and now: they were changed, dropped, repeated or reordered on

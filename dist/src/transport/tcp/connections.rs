@@ -1,5 +1,5 @@
-//! The connections of one process to all others. One thread per connection reads all incoming frames, so that senders never wait for
-//! what the receiving rank computes; one more thread sends heartbeats.
+//! The connections of one process to all others. One thread per connection reads all incoming frames, so that writers never wait for
+//! what the receiving rank computes; one more thread sends elements that other ranks have asked for, and one sends heartbeats.
 
 use super::frame::{Frame, PREFIX_BYTES, heartbeat, is_short, set_body};
 use super::link::{Link, is_pause};
@@ -10,7 +10,7 @@ use crate::error::{Error, Kind, Result};
 use std::io::{IoSlice, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -20,6 +20,8 @@ const HEARTBEAT_EVERY: Duration = Duration::from_secs(1);
 const SILENCE_MIN: Duration = Duration::from_secs(10);
 /// The timeout of one write, after which the writer runs its checks.
 const WRITE_TIMEOUT: Duration = Duration::from_millis(10);
+/// The pause of a thread that waits until another thread has written a frame.
+const LOCK_PAUSE: Duration = Duration::from_micros(200);
 /// How long a process waits at the end for the others to send final frames, and to close their connections.
 const LINGER: Duration = Duration::from_millis(500);
 
@@ -52,6 +54,7 @@ pub(crate) struct Connections {
     shared: Arc<SharedConnections>,
     streams: Vec<TcpStream>,
     readers: Vec<JoinHandle<()>>,
+    elements: Option<JoinHandle<()>>,
     heartbeat: Option<JoinHandle<()>>,
 }
 
@@ -81,8 +84,8 @@ impl Connections {
         let open = AtomicUsize::new(readings.len());
         let shared =
             Arc::new(SharedConnections { view, write_halves, is_over: AtomicBool::new(false), open });
-        let mut connections =
-            Connections { shared: shared.clone(), streams, readers: Vec::new(), heartbeat: None };
+        let (readers, elements, heartbeat) = (Vec::new(), None, None);
+        let mut connections = Connections { shared: shared.clone(), streams, readers, elements, heartbeat };
         for (from, stream, opener) in readings {
             let shared = shared.clone();
             let read = move || {
@@ -100,6 +103,9 @@ impl Connections {
             };
             connections.readers.push(Builder::new().name(format!("from-rank-{from}")).spawn(read)?);
         }
+        let sender = shared.clone();
+        let send_elements = move || sender.send_cleared_elements();
+        connections.elements = Some(Builder::new().name("elements".to_string()).spawn(send_elements)?);
         let heartbeat = move || {
             while !shared.is_over.load(Ordering::SeqCst) {
                 shared.send_heartbeats();
@@ -110,8 +116,8 @@ impl Connections {
         Ok(connections)
     }
 
-    /// Writes a frame. `tick` runs while the peer reads nothing; its error ends the write, and no frame is sent there any more. A
-    /// connection closed by the peer is no error here: the frames received from the peer state the reason.
+    /// Writes a frame. `tick` runs while the peer reads nothing or another thread writes; its error ends the write, and if a part is
+    /// written no frame is sent there any more. A connection closed by the peer is no error here: the frames received from the peer state the reason.
     ///
     /// # Errors
     /// The errors of `tick`.
@@ -122,15 +128,7 @@ impl Connections {
         body: &[u8],
         mut tick: impl FnMut() -> Result<()>,
     ) -> Result<()> {
-        let Some(half) = &self.shared.write_halves[to] else { return Ok(()) };
-        set_body(head, body.len());
-        let mut half = lock(half);
-        let Some(writer) = &mut *half else { return Ok(()) };
-        let written = writer.write_frame(head, body, &mut tick);
-        if written.is_err() {
-            *half = None;
-        }
-        written
+        self.shared.send(to, head, body, &mut tick)
     }
 
     /// Sends a frame without a body to all other ranks, with a timeout for each.
@@ -156,6 +154,10 @@ impl Drop for Connections {
     /// Closes all connections, write halves first, and joins the threads.
     fn drop(&mut self) {
         self.shared.is_over.store(true, Ordering::SeqCst);
+        self.shared.view.end_cleared();
+        if let Some(elements) = self.elements.take() {
+            let _ = elements.join();
+        }
         if let Some(heartbeat) = self.heartbeat.take() {
             heartbeat.thread().unpark();
             let _ = heartbeat.join();
@@ -170,6 +172,47 @@ impl Drop for Connections {
 }
 
 impl SharedConnections {
+    /// Writes a frame: see [`Connections::send`].
+    fn send(
+        &self,
+        to: usize,
+        head: &mut [u8],
+        body: &[u8],
+        tick: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<()> {
+        let Some(half) = &self.write_halves[to] else { return Ok(()) };
+        set_body(head, body.len());
+        let mut half = lock(half, tick)?;
+        let Some(writer) = &mut *half else { return Ok(()) };
+        let written = writer.write_frame(head, body, tick);
+        if written.is_err() {
+            *half = None;
+        }
+        written
+    }
+
+    /// Sends elements that other ranks ask for, until the connections are closed.
+    fn send_cleared_elements(&self) {
+        let is_over = || self.is_over.load(Ordering::SeqCst);
+        while let Some((to, id, kept)) = self.view.next_cleared(is_over) {
+            let mut failed_at = None;
+            let mut tick = || {
+                // A frame that is written only in part closes the connection to later ones, which report the failure.
+                let is_failed =
+                    self.view.has_failed() && failed_at.get_or_insert_with(Instant::now).elapsed() > LINGER;
+                if is_failed || is_over() {
+                    return Err(Error::new(
+                        Kind::PeerLost,
+                        "the world has failed, or the connections are closed",
+                    ));
+                }
+                Ok(())
+            };
+            // The rank notices a failure itself.
+            let _ = self.send(to, &mut Frame::Elements(id).encode(), &kept.buffer[kept.range], &mut tick);
+        }
+    }
+
     /// Sends a heartbeat to all other ranks, except those to which another frame is being written, or that read nothing.
     fn send_heartbeats(&self) {
         for half in self.write_halves.iter().flatten() {
@@ -224,8 +267,19 @@ impl Writer {
     }
 }
 
-fn lock(half: &WriteHalf) -> MutexGuard<'_, Option<Writer>> {
-    half.lock().unwrap_or_else(PoisonError::into_inner)
+/// Locks a write half. `tick` runs while another thread writes a frame; its error ends the wait.
+fn lock<'a>(
+    half: &'a WriteHalf,
+    tick: &mut dyn FnMut() -> Result<()>,
+) -> Result<MutexGuard<'a, Option<Writer>>> {
+    loop {
+        match half.try_lock() {
+            Ok(half) => return Ok(half),
+            Err(TryLockError::Poisoned(half)) => return Ok(half.into_inner()),
+            Err(TryLockError::WouldBlock) => tick()?,
+        }
+        std::thread::sleep(LOCK_PAUSE);
+    }
 }
 
 /// Writes all bytes, or as many as the peer accepts before it closes the connection.
@@ -298,12 +352,14 @@ mod tests {
                         writer.write_frame(&head, &of(len), &mut || Ok(())).unwrap();
                     }
                 });
-                lengths.iter().for_each(|_| (0..2).for_each(|_| reader.read_one().unwrap()));
+                for len in lengths {
+                    (0..2).for_each(|_| reader.read_one().unwrap());
+                    let (message, _) = view.take_message(1, mesh.all_axes()).unwrap();
+                    assert_eq!(message.elements(), of(len), "{len} bytes, {protection:?}");
+                    // Makes room in the queue.
+                    let _ = view.next_reply(1);
+                }
             });
-            for len in lengths {
-                let message = view.take_message(1, mesh.all_axes()).unwrap();
-                assert_eq!(message.body, of(len), "{len} bytes, {protection:?}");
-            }
         }
     }
 }

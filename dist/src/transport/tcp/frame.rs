@@ -5,6 +5,7 @@
 //! lengths are verified before they are used. Head and body follow as one record if they are short, the body before the head, where the
 //! receiver uses it without another copy; else each in records of its own, the head first, which states whether the body is due.
 
+use super::flow_control::CallId;
 use crate::call::IssuedCall;
 use crate::encoding::{Decoder, Encoder};
 use crate::error::Error;
@@ -46,6 +47,16 @@ pub(super) enum Frame {
     Failed(Failure),
     /// The sender's function has returned; its last call.
     Returned(IssuedCall),
+    /// A call or message without its elements, which the sender keeps until the receiver asks for them.
+    ReadyToSend(IssuedCall),
+    /// The receiver of a call asks for its elements.
+    ClearToSend(CallId),
+    /// The receiver of a message cannot ask for its elements soon.
+    Hold(CallId),
+    /// The elements of a call, in the body.
+    Elements(CallId),
+    /// The receiver has taken this many bytes out of its queue.
+    Credit(u64),
 }
 
 impl Frame {
@@ -70,6 +81,14 @@ impl Frame {
                 6
             }
             Frame::Returned(issued) => encode_call(7, issued, &mut out),
+            Frame::ReadyToSend(issued) => encode_call(8, issued, &mut out),
+            Frame::ClearToSend(id) => encode_id(9, *id, &mut out),
+            Frame::Hold(id) => encode_id(10, *id, &mut out),
+            Frame::Elements(id) => encode_id(11, *id, &mut out),
+            Frame::Credit(bytes) => {
+                out.number(*bytes);
+                12
+            }
         };
         let Encoder(mut head) = out;
         let len = (head.len() - PREFIX_BYTES) as u64;
@@ -99,6 +118,11 @@ impl Frame {
                 Frame::Failed(Failure { error: Error::decode(&mut from)?, origin, affected })
             }
             7 => Frame::Returned(IssuedCall::decode(&mut from, mesh)?),
+            8 => Frame::ReadyToSend(IssuedCall::decode(&mut from, mesh)?),
+            9 => Frame::ClearToSend(decode_id(&mut from)?),
+            10 => Frame::Hold(decode_id(&mut from)?),
+            11 => Frame::Elements(decode_id(&mut from)?),
+            12 => Frame::Credit(from.number()?),
             _ => return None,
         };
         from.0.is_empty().then_some(frame)
@@ -108,6 +132,20 @@ impl Frame {
 fn encode_call(kind: u8, issued: &IssuedCall, out: &mut Encoder) -> u8 {
     issued.encode(out);
     kind
+}
+
+fn encode_id(kind: u8, id: CallId, out: &mut Encoder) -> u8 {
+    out.number(id.is_message.into()).number(id.bits.into()).number(id.number);
+    kind
+}
+
+fn decode_id(from: &mut Decoder<'_>) -> Option<CallId> {
+    let is_message = match from.number()? {
+        0 => false,
+        1 => true,
+        _ => return None,
+    };
+    Some(CallId { is_message, bits: from.number()?.try_into().ok()?, number: from.number()? })
 }
 
 /// The prefix of a heartbeat.
@@ -144,6 +182,7 @@ mod tests {
         let mesh = Mesh::new(&[("dp", 2), ("tp", 2)]).unwrap();
         let failure = || Failure { error: Error::new(Kind::Io, "no disk"), origin: 3, affected: vec![1, 2] };
         let path = vec![(1, IssuedCall::none()), (3, IssuedCall::none())];
+        let id = CallId { is_message: true, bits: 3, number: 5 };
         let frames = [
             Frame::Call(IssuedCall::none()),
             Frame::ReducedChunk(3),
@@ -152,6 +191,11 @@ mod tests {
             Frame::Probe(Probe { round: 4, path }),
             Frame::Failed(failure()),
             Frame::Returned(IssuedCall::none()),
+            Frame::ReadyToSend(IssuedCall::none()),
+            Frame::ClearToSend(id),
+            Frame::Hold(CallId { is_message: false, ..id }),
+            Frame::Elements(id),
+            Frame::Credit(1 << 40),
         ];
         for frame in frames {
             let mut head = frame.encode();

@@ -2,6 +2,7 @@
 
 #![cfg(not(loom))]
 
+use super::flow_control::{CallId, QUEUE_BYTES_MAX};
 use super::frame::{Frame, HEARTBEAT, PREFIX_BYTES, is_short, lengths, set_body};
 use super::link::Link;
 use super::{Endpoint, TcpTransport};
@@ -248,6 +249,8 @@ fn issued(op: Op, bits: u16, counts: &[usize]) -> IssuedCall {
 #[test]
 fn unexpected_frames_are_malformed() {
     let sum = Op::AllReduce(ReduceOp::Sum);
+    let id = CallId { is_message: true, bits: 2, number: 1 };
+    let full = vec![0; QUEUE_BYTES_MAX];
     // Ranks 0 and 1 differ in dp alone, the second axis; rank 0 is in a barrier over both.
     for (what, frame, body) in [
         ("a chunk without an all-reduce", Frame::ReducedChunk(3), &[0; 4][..]),
@@ -263,6 +266,17 @@ fn unexpected_frames_are_malformed() {
         ("counts that overflow", Frame::Call(issued(Op::AllGather, 3, &[usize::MAX; 4])), &[0; 4]),
         ("a wait with a body", Frame::Resumed, &[0]),
         ("an end with a body", Frame::Returned(IssuedCall::none()), &[0]),
+        ("elements that nobody has asked for", Frame::Elements(id), &[0; 4]),
+        ("a question for elements that are not kept", Frame::ClearToSend(id), &[]),
+        ("a reply to a message that was not announced", Frame::Hold(id), &[]),
+        ("credit for what was not sent", Frame::Credit(1), &[]),
+        ("an announced call with elements", Frame::ReadyToSend(issued(sum, 3, &[1])), &[0; 4]),
+        (
+            "an announced message to another rank",
+            Frame::ReadyToSend(issued(Op::Send { to: 1 }, 2, &[1])),
+            &[],
+        ),
+        ("more than a queue holds", Frame::Call(issued(Op::Send { to: 0 }, 2, &[full.len() / 4])), &full),
     ] {
         let error = end_after(&[(frame, body)]);
         assert_eq!(error.kind(), Kind::PeerLost, "{what}: {error}");
@@ -275,6 +289,21 @@ fn unexpected_frames_are_malformed() {
         "rank 1 sent a malformed message; rank 0 stops too",
         "a rank outside of the mesh"
     );
+}
+
+#[test]
+fn more_announced_messages_than_a_queue_can_list_are_an_error() {
+    let mut message = issued(Op::Send { to: 0 }, 2, &[1 << 30]);
+    message.recent_inputs = "x".repeat(QUEUE_BYTES_MAX / 3);
+    let announced = |number: u64| {
+        let mut message = message.clone();
+        message.number = number;
+        (Frame::ReadyToSend(message), &[][..])
+    };
+    let error = end_after(&[announced(1), announced(2), announced(3)]);
+    let why =
+        "rank 1 has sent too many messages that rank 0 has not received: #3 send f32[1073741824] to rank 0";
+    assert!(error.kind() == Kind::PeerLost && error.message().starts_with(why), "{error}");
 }
 
 #[test]

@@ -5,6 +5,8 @@
 //! The kernels of the thread transport reduce elements in the same order: every operand of a small sum goes to all members; of a
 //! large sum, chunk i goes to member i, which reduces the chunk and sends it to all. So both transports give the same bits.
 //!
+//! Elements that the receiver has no room for stay with their sender until it asks for them ([`flow_control`]).
+//!
 //! There is no shared wait-for graph. Deadlocks are detected by edge chasing (Chandy, Misra, Haas 1983): a rank that waits for long
 //! announces that, and sends a probe to the ranks that it waits for; a rank that waits itself forwards the probe to the ranks that
 //! it waits for. A probe that returns to its sender has followed a cycle of waits, each of which was still lasting when the probe
@@ -14,6 +16,7 @@ mod record;
 mod handshake;
 mod link;
 mod listener;
+mod flow_control;
 mod frame;
 mod world_view;
 mod reader;
@@ -21,8 +24,11 @@ mod connections;
 mod rendezvous;
 pub(crate) mod wire_fuzz;
 mod assemble;
+mod wait;
 #[cfg(test)]
 mod malformed_tests;
+#[cfg(test)]
+mod queue_tests;
 
 pub(crate) use connections::Connections;
 pub use rendezvous::Rendezvous;
@@ -35,25 +41,21 @@ use crate::error::{Error, Result};
 use crate::mesh::Mesh;
 use crate::report;
 use crate::spin_condvar::WaitClock;
-use crate::world_state::{Failure, RankStatus};
+use crate::world_state::Failure;
 use assemble::{form_result, other_group_ranks, reduce_range, upload};
-use frame::{Frame, Probe};
+use flow_control::{CallId, call_bytes};
+use frame::{Frame, PREFIX_BYTES};
 use link::Link;
 use shardgrad_kernels::host_vec::{try_copied, try_filled};
 use shardgrad_kernels::{Backend, Buffer};
 use smallvec::SmallVec;
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use world_view::{Activity, ReceivedCall};
+use world_view::ReceivedCall;
 
-/// A rank that has waited this long announces its wait to all others, and sends probes.
-const ANNOUNCE_AFTER: Duration = Duration::from_millis(50);
-/// The interval between the probes of a waiting rank; longer in large worlds, where each probe is forwarded to many ranks.
-const PROBE_EVERY: Duration = Duration::from_millis(200);
-/// The number of ranks up to which the interval is not prolonged.
-const FREQUENT_PROBERS_MAX: usize = 8;
 /// The timeout for sending a status frame, such as a failure, to a peer that reads nothing.
 const FINAL_SEND_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -71,8 +73,8 @@ pub(crate) struct TcpTransport {
     timeout: Duration,
     spin: Duration,
     min_timeout: Cell<Duration>,
-    /// The argument of the current call, as bytes on the host.
-    argument: RefCell<Vec<u8>>,
+    /// The argument of the current call, as bytes on the host; shared with the elements that this rank keeps for others.
+    argument: RefCell<Arc<Vec<u8>>>,
     counters: RefCell<CallCounters>,
 }
 
@@ -89,15 +91,6 @@ struct CallCounters {
     waits: u64,
     /// The last forwarded probe of each rank, and the wait in which it was forwarded.
     forwarded: HashMap<usize, (u64, u64)>,
-}
-
-/// One wait of this rank for other ranks.
-struct Wait<'a> {
-    request: &'a Request<'a>,
-    clock: WaitClock,
-    /// The waited time at which the next probe is sent.
-    next: Duration,
-    is_announced: bool,
 }
 
 impl Endpoint {
@@ -128,7 +121,6 @@ impl Endpoint {
     /// The failure of the world; `Kind::Collective` for a message that this rank has not received.
     pub(crate) fn finish(&self) -> Result<()> {
         let view = &self.view;
-        view.set_activity(Activity::Sends);
         self.connections.send_to_all(&Frame::Returned(view.last(view.rank)), FINAL_SEND_TIMEOUT);
         view.condvar.wait(Duration::ZERO, || view.is_over(), || Ok(()))?;
         if let Some(failure) = view.failure() {
@@ -241,36 +233,50 @@ impl TcpTransport {
 
     /// Writes a frame to a rank, within the timeout.
     fn write(&self, to: usize, head: &mut [u8], body: &[u8], issued: &IssuedCall) -> Result<()> {
-        let (mut clock, mut is_blocked, view) = (WaitClock::default(), false, &self.endpoint.view);
-        let written = self.endpoint.connections.send(to, head, body, || {
-            if !std::mem::replace(&mut is_blocked, true) {
-                view.set_activity(Activity::Sends);
-            }
-            self.check()?;
-            if clock.advance(Instant::now()) <= self.limit() {
-                return Ok(());
-            }
-            let me = self.rank();
-            let seen = &view.snapshot(&[to])[to];
-            let error = report::send_timed_out(&view.mesh, me, to, seen, issued, self.limit());
-            self.fail(error.clone(), vec![self.rank()]);
-            Err(error)
-        });
-        if is_blocked {
-            view.set_activity(Activity::Computes);
+        let mut clock = WaitClock::default();
+        self.endpoint.connections.send(to, head, body, || self.check_send(&mut clock, to, issued))
+    }
+
+    /// Checks a send that cannot go on: returns an error if the world has failed, or the timeout is exceeded.
+    fn check_send(&self, clock: &mut WaitClock, to: usize, issued: &IssuedCall) -> Result<()> {
+        self.check()?;
+        if clock.advance(Instant::now()) <= self.limit() {
+            return Ok(());
         }
-        written
+        let (view, me) = (&self.endpoint.view, self.rank());
+        let seen = &view.snapshot(&[to])[to];
+        let error = report::send_timed_out(&view.mesh, me, to, seen, issued, self.limit());
+        self.fail(error.clone(), vec![me]);
+        Err(error)
+    }
+
+    /// Sends a call with a range of the argument. If the receiver has no room for it, sends the call alone and keeps the elements until it
+    /// asks for them. Returns whether this rank keeps them.
+    fn send_call(
+        &self,
+        to: usize,
+        head: &mut [u8],
+        elements: Range<usize>,
+        issued: &IssuedCall,
+    ) -> Result<bool> {
+        let (view, argument) = (&self.endpoint.view, &*self.argument.borrow());
+        if view.reserve(to, call_bytes(head.len() - PREFIX_BYTES, elements.len())) {
+            return self.write(to, head, &argument[elements], issued).map(|()| false);
+        }
+        view.keep(to, CallId::of(issued), argument.clone(), elements);
+        self.write(to, &mut Frame::ReadyToSend(issued.clone()).encode(), &[], issued).map(|()| true)
     }
 
     /// Downloads the argument of a call to the host.
     fn download_argument(&self, backend: &dyn Backend, request: &Request<'_>) -> Result<()> {
         let bytes = request.published_numel(request.position.group_rank) * request.call.dtype.size();
-        let argument = &mut *self.argument.borrow_mut();
+        let shared = &mut *self.argument.borrow_mut();
         let len = if request.x.is_some() { bytes } else { 0 };
-        if len > argument.capacity() {
-            *argument = Vec::new();
-            *argument = try_filled(0, len, "a message to other ranks")?;
+        if Arc::get_mut(shared).is_none_or(|argument| len > argument.capacity()) {
+            *shared = Arc::default();
+            *shared = Arc::new(try_filled(0, len, "a message to other ranks")?);
         }
+        let argument = Arc::get_mut(shared).expect("bug: a new buffer is shared");
         argument.resize(len, 0);
         Ok(request.x.map_or(Ok(()), |x| backend.download(x, argument))?)
     }
@@ -282,21 +288,16 @@ impl TcpTransport {
         let mut head = Frame::Call(issued.clone()).encode();
         for group_rank in other_group_ranks(request) {
             let part = payload.elements(position.group_rank, group_rank);
-            let argument = self.argument.borrow();
-            self.write(
-                position.members[group_rank],
-                &mut head,
-                &argument[part.start * size..part.end * size],
-                &issued,
-            )?;
+            let bytes = part.start * size..part.end * size;
+            self.send_call(position.members[group_rank], &mut head, bytes, &issued)?;
         }
         let axes = request.call.axes;
-        self.wait(request, |view, member| view.has_call(member, axes))?;
-        let take = |group_rank: usize| self.endpoint.view.take_call(position.members[group_rank], axes);
-        let arrived: Vec<Option<ReceivedCall>> = (0..position.size()).map(take).collect();
+        self.wait_for_calls(request)?;
+        let take = |&member: &usize| self.reply_after(member, self.endpoint.view.take_call(member, axes));
+        let arrived: Vec<Option<ReceivedCall>> = position.members.iter().map(take).collect();
         self.compare(request, &issued, &arrived)?;
         let received: Vec<&[u8]> =
-            arrived.iter().map(|one| one.as_ref().map_or(&[][..], |one| &one.body)).collect();
+            arrived.iter().map(|one| one.as_ref().map_or(&[][..], ReceivedCall::elements)).collect();
         match payload.is_chunked() {
             true => self.all_reduce_in_chunks(backend, request, &issued, &received).map(Some),
             false => form_result(backend, request, &received),
@@ -340,7 +341,7 @@ impl TcpTransport {
         for group_rank in other_group_ranks(request) {
             self.write(position.members[group_rank], &mut head, &own, issued)?;
         }
-        self.wait(request, |view, member| view.has_chunk(member, axes))?;
+        self.wait(request, false, |view, member| view.has_chunk(member, axes))?;
         let mut y = backend.alloc(request.counts[0] * dtype.size())?;
         for group_rank in 0..position.size() {
             let theirs = self.endpoint.view.take_chunk(position.members[group_rank], axes);
@@ -357,159 +358,32 @@ impl TcpTransport {
         Ok(y)
     }
 
-    /// Sends a copy to the receiver without waiting for its recv.
+    /// Sends a message without waiting for its recv, unless the receiver computes and has no room for it.
     fn send(&self, backend: &dyn Backend, request: &Request<'_>, to: usize) -> Result<()> {
         self.download_argument(backend, request)?;
         let issued = self.issue(request);
         if to == self.rank() {
-            self.endpoint.view.deliver_to_self(
-                issued,
-                try_copied(&self.argument.borrow(), "a message to this rank itself")?,
-            );
+            let elements = try_copied(&self.argument.borrow(), "a message to this rank itself")?;
+            self.endpoint.view.deliver_to_self(issued, elements);
             return Ok(());
         }
-        self.write(to, &mut Frame::Call(issued.clone()).encode(), &self.argument.borrow(), &issued)
+        let (mut head, elements) = (Frame::Call(issued.clone()).encode(), 0..self.argument.borrow().len());
+        if self.send_call(to, &mut head, elements, &issued)? {
+            self.wait_for_answer(to, &issued)?;
+        }
+        Ok(())
     }
 
     fn recv(&self, backend: &dyn Backend, request: &Request<'_>, from: usize) -> Result<Buffer> {
         let (issued, axes) = (self.issue(request), request.call.axes);
-        self.wait(request, |view, member| member != from || view.has_message(from, axes))?;
-        let message =
-            self.endpoint.view.take_message(from, axes).expect("bug: the awaited message is missing");
+        self.wait_for_calls(request)?;
+        let message = self.reply_after(from, self.endpoint.view.take_message(from, axes));
+        let message = message.expect("bug: the awaited message is missing");
         let (mesh, me) = (&self.endpoint.view.mesh, self.rank());
         if let Some(error) = report::wrong_message(mesh, from, &message.issued, me, &issued) {
             self.fail(error.clone(), vec![me, from]);
             return Err(error);
         }
-        upload(backend, &message.body)
+        upload(backend, message.elements())
     }
-
-    /// Waits until `has_come` holds for every other member of the group; for a recv, which may be from this rank itself, for all members.
-    fn wait(&self, request: &Request<'_>, has_come: impl Fn(&WorldView, usize) -> bool) -> Result<()> {
-        let view = &self.endpoint.view;
-        let is_alone = matches!(request.op, Op::Recv { .. });
-        let missing = |member: &usize| (is_alone || *member != view.rank) && !has_come(view, *member);
-        let absent = || request.position.members.iter().copied().filter(missing).collect::<Vec<usize>>();
-        let done = || !request.position.members.iter().any(&missing);
-        self.counters.borrow_mut().waits += 1;
-        let mut wait =
-            Wait { request, clock: WaitClock::default(), next: ANNOUNCE_AFTER, is_announced: false };
-        let mut is_blocked = false;
-        view.condvar.wait(self.spin, done, || {
-            is_blocked = true;
-            view.set_activity(Activity::Waits(absent()));
-            self.check_wait(&mut wait, &absent)
-        })?;
-        if is_blocked {
-            view.set_activity(Activity::Computes);
-        }
-        if wait.is_announced {
-            self.endpoint.connections.send_to_all(&Frame::Resumed, FINAL_SEND_TIMEOUT);
-        }
-        Ok(())
-    }
-
-    /// Checks a wait, every ten milliseconds and whenever a frame arrives: returns an error if the world has failed, an awaited rank
-    /// has ended, or the wait exceeds its timeout; else forwards and sends probes.
-    fn check_wait(&self, wait: &mut Wait<'_>, absent: &dyn Fn() -> Vec<usize>) -> Result<()> {
-        let (view, me) = (&self.endpoint.view, self.rank());
-        let waited = wait.clock.advance(Instant::now());
-        let (members, mesh) = (&wait.request.position.members, &view.mesh);
-        if !view.has_failed() {
-            let gone = absent().into_iter().find(|r| *r != me && view.status(*r) != RankStatus::Running);
-            // It may have sent the awaited data before it ended.
-            let gone = gone.filter(|gone| absent().contains(gone));
-            if absent().contains(&me) {
-                self.fail(report::cycle(mesh, &view.snapshot(&[me]), &[me]), vec![me]);
-            } else if let Some(gone) = gone {
-                let error = report::departed(mesh, &view.snapshot(&absent()), me, gone);
-                self.fail(error, with_last(members, &[gone]));
-            } else if waited > self.limit() && !absent().is_empty() {
-                let error = report::timed_out(mesh, &view.snapshot(&absent()), me, self.limit());
-                self.fail(error, with_last(members, &absent()));
-            } else {
-                self.probe(wait, waited, &absent());
-            }
-        }
-        if view.has_failed() {
-            let call = view.last(me).text(mesh, me);
-            return Err(self.failure_error(&format!("waits in {call}")));
-        }
-        Ok(())
-    }
-
-    /// Forwards the probes of other ranks; after a while, announces this wait and sends a probe of its own.
-    fn probe(&self, wait: &mut Wait<'_>, waited: Duration, absent: &[usize]) {
-        let (view, connections, me) = (&self.endpoint.view, &self.endpoint.connections, self.rank());
-        let own = view.last(me);
-        for probe in view.take_probes() {
-            self.forward_probe(probe, &own, absent);
-        }
-        if waited < wait.next {
-            return;
-        }
-        let num_ranks = view.mesh.num_ranks();
-        wait.next = waited + PROBE_EVERY * num_ranks.div_ceil(FREQUENT_PROBERS_MAX) as u32;
-        if !std::mem::replace(&mut wait.is_announced, true) {
-            connections.send_to_all(&Frame::Waiting(own.clone()), FINAL_SEND_TIMEOUT);
-        }
-        let round = {
-            let counters = &mut *self.counters.borrow_mut();
-            counters.round += 1;
-            counters.round
-        };
-        self.send_probe(&Probe { round, path: vec![(me, own)] }, absent);
-    }
-
-    /// Forwards a probe to the ranks that this rank waits for. A probe of its own that has returned is a deadlock and fails the world.
-    fn forward_probe(&self, mut probe: Probe, own: &IssuedCall, absent: &[usize]) {
-        let (view, me) = (&self.endpoint.view, self.rank());
-        let (first, asked) = &probe.path[0];
-        let (sender, call) = &probe.path[probe.path.len() - 1];
-        if !self.is_waited_for_by(*sender, call) {
-            return;
-        }
-        if *first == me {
-            if view.still_waits_in(asked) {
-                let ranks: Vec<usize> = probe.path.iter().map(|(rank, _)| *rank).collect();
-                let mut seen = view.snapshot(absent);
-                probe.path.into_iter().for_each(|(rank, issued)| seen[rank].issued = issued);
-                let error = report::cycle(&view.mesh, &seen, &ranks);
-                self.fail(error, with_last(&ranks, &[]));
-            }
-            return;
-        }
-        let counters = &mut *self.counters.borrow_mut();
-        let now = (probe.round, counters.waits);
-        let is_new = counters.forwarded.insert(*first, now) != Some(now);
-        if is_new && probe.path.iter().all(|(rank, _)| *rank != me) {
-            probe.path.push((me, own.clone()));
-            self.send_probe(&probe, absent);
-        }
-    }
-
-    fn send_probe(&self, probe: &Probe, to: &[usize]) {
-        let mut head = Frame::Probe(probe.clone()).encode();
-        for to in to {
-            // The next check of the wait notices a failure.
-            let _ = self.endpoint.connections.send(*to, &mut head, &[], || self.check());
-        }
-    }
-
-    /// Whether the rank `by` still waits for this rank in `call`: whether this rank has not made the matching call yet.
-    fn is_waited_for_by(&self, by: usize, call: &IssuedCall) -> bool {
-        let (bits, counters) = (call.axes.bits(), self.counters.borrow());
-        let number = match call.op {
-            Op::Recv { .. } => counters.messages.get(&(bits, by)),
-            _ => counters.calls.get(&bits),
-        };
-        number.is_none_or(|number| *number < call.number)
-    }
-}
-
-/// Sorts ranks by number, those in `last` behind all others: the first rank reports the error, and ranks in `last` may be unable to.
-fn with_last(ranks: &[usize], last: &[usize]) -> Vec<usize> {
-    let mut sorted = ranks.to_vec();
-    sorted.sort_by_key(|rank| (last.contains(rank), *rank));
-    sorted
 }

@@ -125,8 +125,7 @@ impl Reader<'_> {
     pub(super) fn read_one(&mut self) -> Result<()> {
         let mut prefix = Vec::with_capacity(PREFIX_BYTES);
         self.read_record(PREFIX_BYTES, &mut prefix)?;
-        let IncomingBytes { from, view, is_over, .. } = self.incoming;
-        let is_over = || is_over.load(Ordering::SeqCst);
+        let IncomingBytes { from, view, .. } = self.incoming;
         let malformed = || report::malformed(from);
         let prefix = prefix.first_chunk::<PREFIX_BYTES>().ok_or_else(malformed)?;
         if *prefix == heartbeat() {
@@ -140,18 +139,14 @@ impl Reader<'_> {
         } else {
             self.read_bytes(head, &mut bytes)?;
         }
-        let head = bytes.split_off(if in_one_record { body } else { 0 });
-        let frame = Frame::decode(prefix[0], &head, &view.mesh).ok_or_else(malformed)?;
-        view.check(from, &frame, body)?;
+        let encoded = bytes.split_off(if in_one_record { body } else { 0 });
+        let frame = Frame::decode(prefix[0], &encoded, &view.mesh).ok_or_else(malformed)?;
+        view.check(from, &frame, head, body)?;
         if !in_one_record {
-            view.wait_for_room(from, is_over);
             bytes = Vec::new();
             self.read_bytes(body, &mut bytes)?;
         }
-        view.receive(from, frame, bytes);
-        if in_one_record {
-            view.wait_for_room(from, is_over);
-        }
+        view.receive(from, frame, head, bytes);
         Ok(())
     }
 

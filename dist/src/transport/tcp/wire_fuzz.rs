@@ -14,7 +14,7 @@ use crate::mesh::Mesh;
 #[must_use]
 pub fn decode_untrusted(bytes: &[u8]) -> usize {
     let mesh = Mesh::new(&[("dp", 2), ("tp", 2)]).expect("bug: an invalid mesh");
-    let frames = (0..=8).filter(|kind| Frame::decode(*kind, bytes, &mesh).is_some()).count();
+    let frames = (0..=13).filter(|kind| Frame::decode(*kind, bytes, &mesh).is_some()).count();
     let prefix = bytes.first_chunk::<PREFIX_BYTES>().and_then(lengths).is_some();
     let hello = Hello::decode(bytes).is_some() || decode_rank(bytes).is_some();
     let messages = ClientMessage::decode(bytes).is_some() || HostMessage::decode(bytes).is_some();
@@ -45,6 +45,7 @@ fn decode_without_the_token(bytes: &[u8]) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use super::super::flow_control::CallId;
     use super::*;
     use crate::call::IssuedCall;
     use crate::error::{Error, Kind};
@@ -70,6 +71,8 @@ mod tests {
             Frame::ReducedChunk(3),
             Frame::Failed(Failure { error: error(), origin: 3, affected: vec![1, 2] }),
             Frame::Returned(IssuedCall::none()),
+            Frame::Elements(CallId { is_message: true, bits: 3, number: 5 }),
+            Frame::Credit(7),
         ];
         let mut seeds: Vec<Vec<u8>> =
             frames.iter().map(|frame| frame.encode()[PREFIX_BYTES..].to_vec()).collect();
@@ -97,7 +100,7 @@ mod tests {
                 assert!(!decode_without_the_token(&bytes), "case {case}");
             }
             let mesh = Mesh::new(&[("dp", 2), ("tp", 2)]).unwrap();
-            accepted += (0..=8).filter(|kind| Frame::decode(*kind, &bytes, &mesh).is_some()).count();
+            accepted += (0..=13).filter(|kind| Frame::decode(*kind, &bytes, &mesh).is_some()).count();
             let _ = (Hello::decode(&bytes), decode_rank(&bytes));
             let _ = (ClientMessage::decode(&bytes), HostMessage::decode(&bytes));
         }

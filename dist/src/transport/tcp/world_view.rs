@@ -1,50 +1,40 @@
 //! One process's view of the world: the status of every rank, and the calls, messages and chunks received but not used yet.
 
+use super::flow_control::{CALL_BYTES, CallId, KeptElements, ReceiveWindow, SendWindow, call_bytes};
 use super::frame::{Frame, Probe};
 use crate::call::{IssuedCall, Op};
 use crate::error::{Error, Result};
 use crate::mesh::{AxisSet, Mesh};
 use crate::report;
 use crate::spin_condvar::SpinCondvar;
-use crate::sync::{AtomicBool, Condvar, Mutex, MutexGuard};
+use crate::sync::{AtomicBool, AtomicUsize, Condvar, Mutex, MutexGuard};
 use crate::world_state::{Failure, RankSnapshot, RankStatus};
 use std::collections::{HashMap, VecDeque};
-use std::sync::PoisonError;
+use std::ops::Range;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
-
-/// The bytes received from a rank but not used yet, above which its connection is read only while this rank cannot go on.
-///
-/// So a rank holds for each other rank:
-///
-/// - while it computes, less than this and one message;
-/// - while it waits for other ranks, one message more per [`WAITING_PAUSE`];
-/// - while it waits for that rank, or cannot finish a send, what that rank has sent and this rank has not received. Of collectives these
-///   are two calls and a chunk for each set of axes, because no rank begins a call before all members have made the one before. Of
-///   messages their number is up to the program: two ranks may send each other any number before they receive, and then one of them
-///   has to hold what it cannot deliver yet. Without memory for it, the world fails with an error.
-const QUEUE_BYTES_MAX: usize = 64 << 20;
-/// A rank that waits for others reads one message beyond the limit in this time.
-const WAITING_PAUSE: Duration = Duration::from_millis(100);
-/// The interval at which a paused reader looks what its rank does.
-const ROOM_INTERVAL: Duration = Duration::from_millis(5);
-
-/// What the rank of this process does, as far as its readers need to know.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Activity {
-    /// It computes, and will come back for what has arrived.
-    Computes,
-    /// It waits for these ranks.
-    Waits(Vec<usize>),
-    /// It sends, and the receiver may be unable to read before this rank does; or its function has returned.
-    Sends,
-}
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
 
 /// A call of another rank, with the elements that it sent.
 #[derive(Debug)]
 pub(super) struct ReceivedCall {
     pub(super) issued: IssuedCall,
-    pub(super) body: Vec<u8>,
+    /// `None` while the sender keeps them.
+    elements: Option<Vec<u8>>,
+    /// The bytes that it counts in the queue with its elements.
+    counted: usize,
+    /// The bytes that it counts among the calls that came without elements.
+    announced: usize,
+}
+
+const _: () =
+    assert!(size_of::<ReceivedCall>() <= CALL_BYTES, "queued calls count fewer bytes than they take");
+
+impl ReceivedCall {
+    /// The elements of a call that was taken out of its queue.
+    pub(super) fn elements(&self) -> &[u8] {
+        self.elements.as_ref().expect("bug: a call is used before its elements have arrived")
+    }
 }
 
 /// The view of one rank.
@@ -59,12 +49,43 @@ struct Peer {
     calls: HashMap<u16, VecDeque<ReceivedCall>>,
     messages: HashMap<u16, VecDeque<ReceivedCall>>,
     chunks: HashMap<u16, VecDeque<Vec<u8>>>,
-    /// The bytes of these.
-    queued_bytes: usize,
+    outgoing: SendWindow,
+    incoming: ReceiveWindow,
+    /// The most bytes of elements in the queues at any time.
+    #[cfg(test)]
+    queued_peak: usize,
     /// How long nothing has arrived from it.
     silence: Duration,
     /// The failure of the world that it reported.
     failure: Option<Failure>,
+}
+
+impl Peer {
+    fn enqueue(&mut self, call: ReceivedCall) {
+        self.is_waiting = false;
+        self.last.clone_from(&call.issued);
+        let is_message = !call.issued.op.is_collective();
+        let queues = if is_message { &mut self.messages } else { &mut self.calls };
+        queues.entry(call.issued.axes.bits()).or_default().push_back(call);
+    }
+
+    /// The first call or message in a queue.
+    fn first(&self, axes: AxisSet, is_message: bool) -> Option<&ReceivedCall> {
+        let queues = if is_message { &self.messages } else { &self.calls };
+        queues.get(&axes.bits())?.front()
+    }
+
+    fn queued_call(&mut self, id: CallId) -> Option<&mut ReceivedCall> {
+        let queues = if id.is_message { &mut self.messages } else { &mut self.calls };
+        queues.get_mut(&id.bits)?.iter_mut().find(|call| call.issued.number == id.number)
+    }
+
+    #[cfg(test)]
+    fn update_queued_peak(&mut self) {
+        let queues = self.calls.values().chain(self.messages.values()).flatten();
+        let queued = queues.filter_map(|call| call.elements.as_ref()).map(Vec::len).sum();
+        self.queued_peak = self.queued_peak.max(queued);
+    }
 }
 
 /// One process's view of the world. Reader threads put frames in, the rank takes them out.
@@ -76,9 +97,12 @@ pub(crate) struct WorldView {
     failed: AtomicBool,
     failure: Mutex<Option<Failure>>,
     probes: Mutex<Vec<Probe>>,
-    activity: Mutex<Activity>,
-    /// On which readers wait for room in their queues.
-    room: Condvar,
+    /// The number of calls that have arrived without their elements.
+    num_announced: AtomicUsize,
+    /// Elements that other ranks have asked for, in this order.
+    cleared: Mutex<VecDeque<(usize, CallId, KeptElements)>>,
+    /// On which the thread waits that sends these.
+    has_cleared: Condvar,
     /// On which the rank waits for frames.
     pub(super) condvar: SpinCondvar,
 }
@@ -92,7 +116,10 @@ impl WorldView {
             calls: HashMap::new(),
             messages: HashMap::new(),
             chunks: HashMap::new(),
-            queued_bytes: 0,
+            outgoing: SendWindow::default(),
+            incoming: ReceiveWindow::default(),
+            #[cfg(test)]
+            queued_peak: 0,
             silence: Duration::ZERO,
             failure: None,
         };
@@ -105,8 +132,9 @@ impl WorldView {
             failed,
             failure,
             probes: Mutex::default(),
-            activity: Mutex::new(Activity::Computes),
-            room: Condvar::new(),
+            num_announced: AtomicUsize::new(0),
+            cleared: Mutex::default(),
+            has_cleared: Condvar::new(),
             condvar: SpinCondvar::default(),
         }
     }
@@ -116,26 +144,36 @@ impl WorldView {
         self.peers[rank].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Checks a frame from a rank and the length of its body, before the body is read. The call in the frame determines the expected
-    /// length; whether the calls of all members match is compared later.
+    /// Checks a frame from a rank and the lengths of its head and body, before the body is read. The call in the frame determines the
+    /// expected length; whether the calls of all members match is compared later.
     ///
     /// # Errors
-    /// `Kind::PeerLost` for a frame that a correct rank cannot send here and now.
-    pub(super) fn check(&self, from: usize, frame: &Frame, bytes: usize) -> Result<()> {
+    /// `Kind::PeerLost` for a frame that a correct rank cannot send here and now, and for more announced calls than a queue holds.
+    pub(super) fn check(&self, from: usize, frame: &Frame, head: usize, bytes: usize) -> Result<()> {
         let malformed = || report::malformed(from);
         let of_size = |call: &IssuedCall, due: usize| match bytes == due {
             true => Ok(()),
             false => Err(report::wrong_size(&self.mesh, from, call, bytes, due)),
         };
+        let has_room = |bytes: usize, is_eager: bool| self.peer(from).incoming.has_room(bytes, is_eager);
         match frame {
             Frame::Call(call) => {
-                let (members, group_ranks) = self.group_ranks(from, call.axes).ok_or_else(malformed)?;
-                match call.op {
-                    Op::Recv { .. } => Err(malformed()),
-                    Op::Send { to } if to != group_ranks[1] => Err(malformed()),
-                    _ => of_size(call, call.payload(members).bytes(group_ranks[0], group_ranks[1])),
+                of_size(call, self.due_bytes(from, call).ok_or_else(malformed)?)?;
+                has_room(call_bytes(head, bytes), true).then_some(()).ok_or_else(malformed)
+            }
+            Frame::ReadyToSend(call) if bytes == 0 => {
+                self.due_bytes(from, call).ok_or_else(malformed)?;
+                match has_room(call_bytes(head, 0), false) {
+                    true => Ok(()),
+                    false => Err(report::too_many_announced(&self.mesh, self.rank, from, call)),
                 }
             }
+            Frame::Elements(id) if self.peer(from).incoming.is_due(*id, bytes) => Ok(()),
+            Frame::Elements(_) => Err(malformed()),
+            Frame::ClearToSend(id) | Frame::Hold(id) if !self.peer(from).outgoing.is_kept(*id) => {
+                Err(malformed())
+            }
+            Frame::Credit(bytes) if !self.peer(from).outgoing.may_acknowledge(*bytes) => Err(malformed()),
             Frame::ReducedChunk(bits) => {
                 // A reduced chunk arrives after this rank's call, and before its next call.
                 let call = self.last(self.rank);
@@ -159,74 +197,67 @@ impl WorldView {
         Some((members.len(), [group_rank(from)?, group_rank(self.rank)?]))
     }
 
-    /// Waits, in the thread that reads from a rank, until less than [`QUEUE_BYTES_MAX`] bytes from it are queued, so that a rank that runs
-    /// ahead is slowed down by its connection. Returns at once if this rank waits for that rank, or sends: the receiver may be sending
-    /// too, and then neither would read. While this rank waits for others, returns after a pause: these may wait for the rank whose
-    /// connection is not read.
-    pub(super) fn wait_for_room(&self, from: usize, is_over: impl Fn() -> bool) {
-        let is_full = || self.peer(from).queued_bytes >= QUEUE_BYTES_MAX;
-        if !is_full() {
-            return;
-        }
-        let mut waits_since = None;
-        let mut activity = self.activity.lock().unwrap_or_else(PoisonError::into_inner);
-        while is_full() && !self.has_failed() && !is_over() {
-            match &*activity {
-                Activity::Sends => return,
-                Activity::Computes => waits_since = None,
-                Activity::Waits(ranks) if ranks.contains(&from) => return,
-                Activity::Waits(_) => {
-                    let since: &Instant = waits_since.get_or_insert_with(Instant::now);
-                    if since.elapsed() >= WAITING_PAUSE {
-                        return;
-                    }
-                }
-            }
-            activity =
-                self.room.wait_timeout(activity, ROOM_INTERVAL).unwrap_or_else(PoisonError::into_inner).0;
+    /// The length of the elements that a rank sends to this rank in a call; `None` if the call cannot come from that rank.
+    fn due_bytes(&self, from: usize, call: &IssuedCall) -> Option<usize> {
+        let (members, group_ranks) = self.group_ranks(from, call.axes)?;
+        match call.op {
+            Op::Recv { .. } => None,
+            Op::Send { to } if to != group_ranks[1] => None,
+            _ => Some(call.payload(members).bytes(group_ranks[0], group_ranks[1])),
         }
     }
 
-    /// Sets what this rank does.
-    pub(super) fn set_activity(&self, activity: Activity) {
-        *self.activity.lock().unwrap_or_else(PoisonError::into_inner) = activity;
-    }
-
-    /// Takes what `pop` returns out of a queue; its bytes make room.
-    fn take<T>(
+    /// Takes the first call out of a queue, whose elements have arrived. Returns whether [`WorldView::next_reply`] may have something to send
+    /// then.
+    fn take(
         &self,
         from: usize,
-        pop: impl FnOnce(&mut Peer) -> Option<T>,
-        bytes: impl FnOnce(&T) -> usize,
-    ) -> Option<T> {
+        queue: impl FnOnce(&mut Peer) -> Option<&mut VecDeque<ReceivedCall>>,
+    ) -> Option<(ReceivedCall, bool)> {
         let mut peer = self.peer(from);
-        let taken = pop(&mut peer)?;
-        let was_full = peer.queued_bytes >= QUEUE_BYTES_MAX;
-        peer.queued_bytes -= bytes(&taken);
-        drop(peer);
-        if was_full {
-            self.room.notify_all();
-        }
-        Some(taken)
+        let call = queue(&mut peer)?.pop_front()?;
+        let is_reply_due = peer.incoming.take(call.counted, call.announced);
+        Some((call, is_reply_due))
     }
 
-    /// Stores a frame that a rank has sent.
-    pub(super) fn receive(&self, from: usize, frame: Frame, body: Vec<u8>) {
+    /// Stores a frame that a rank has sent, with a head of this length, and that [`WorldView::check`] accepts.
+    pub(super) fn receive(&self, from: usize, frame: Frame, head: usize, body: Vec<u8>) {
         let mut peer = self.peer(from);
-        peer.queued_bytes += body.len();
         match frame {
             Frame::Call(issued) => {
-                let bits = issued.axes.bits();
-                peer.is_waiting = false;
-                peer.last.clone_from(&issued);
-                let is_message = !issued.op.is_collective();
-                let queues = if is_message { &mut peer.messages } else { &mut peer.calls };
-                queues.entry(bits).or_default().push_back(ReceivedCall { issued, body });
+                let counted = if from == self.rank { 0 } else { call_bytes(head, body.len()) };
+                peer.incoming.add(counted);
+                peer.enqueue(ReceivedCall { issued, elements: Some(body), counted, announced: 0 });
             }
+            Frame::ReadyToSend(issued) => {
+                let announced = call_bytes(head, 0);
+                let bytes = self.due_bytes(from, &issued).unwrap_or(0);
+                peer.incoming.announce(CallId::of(&issued), announced, bytes);
+                peer.enqueue(ReceivedCall { issued, elements: None, counted: 0, announced });
+                self.num_announced.fetch_add(1, Ordering::SeqCst);
+            }
+            Frame::Elements(id) => {
+                let counted = peer.incoming.arrive(id);
+                if let Some(call) = peer.queued_call(id) {
+                    (call.elements, call.counted) = (Some(body), counted);
+                }
+                self.num_announced.fetch_sub(1, Ordering::SeqCst);
+            }
+            Frame::ClearToSend(id) => {
+                let kept = peer.outgoing.clear(id);
+                drop(peer);
+                let mut cleared = self.cleared.lock().unwrap_or_else(PoisonError::into_inner);
+                cleared.extend(kept.map(|kept| (from, id, kept)));
+                drop(cleared);
+                self.has_cleared.notify_all();
+                return self.condvar.notify_all();
+            }
+            Frame::Hold(id) => peer.outgoing.hold(id),
+            Frame::Credit(bytes) => return peer.outgoing.acknowledge(bytes),
             Frame::ReducedChunk(bits) => peer.chunks.entry(bits).or_default().push_back(body),
             Frame::Waiting(issued) => (peer.last, peer.is_waiting) = (issued, true),
             Frame::Resumed => peer.is_waiting = false,
-            Frame::Probe(probe) => self.probes.lock().unwrap_or_else(PoisonError::into_inner).push(probe),
+            Frame::Probe(probe) => self.add_probe(probe),
             Frame::Failed(failure) => {
                 peer.failure = Some(failure.clone());
                 drop(peer);
@@ -240,13 +271,81 @@ impl WorldView {
                 peer.last = issued;
             }
         }
+        #[cfg(test)]
+        peer.update_queued_peak();
         drop(peer);
         self.condvar.notify_all();
     }
 
+    /// Stores a deadlock probe, in place of the last one that came from the same rank on the same way.
+    fn add_probe(&self, probe: Probe) {
+        let ends = |probe: &Probe| (probe.path[0].0, probe.path[probe.path.len() - 1].0);
+        let mut probes = self.probes.lock().unwrap_or_else(PoisonError::into_inner);
+        probes.retain(|earlier| ends(earlier) != ends(&probe));
+        probes.push(probe);
+    }
+
+    /// Whether a call to a rank may be sent with its elements, and so many bytes in all, which then count as sent.
+    pub(super) fn reserve(&self, to: usize, bytes: usize) -> bool {
+        self.peer(to).outgoing.reserve(bytes)
+    }
+
+    /// Keeps elements for a rank until it asks for them.
+    pub(super) fn keep(&self, to: usize, id: CallId, buffer: Arc<Vec<u8>>, range: Range<usize>) {
+        self.peer(to).outgoing.keep(id, buffer, range);
+    }
+
+    /// Whether a rank has neither asked for elements that this rank keeps nor replied that it cannot, and may still do so.
+    pub(super) fn is_unanswered(&self, to: usize, id: CallId) -> bool {
+        let peer = self.peer(to);
+        peer.status == RankStatus::Running && peer.outgoing.is_unanswered(id)
+    }
+
+    /// The number of calls that have arrived without their elements.
+    pub(super) fn num_announced(&self) -> usize {
+        self.num_announced.load(Ordering::SeqCst)
+    }
+
+    /// The next reply to a rank, after a call of it was taken.
+    pub(super) fn next_reply(&self, from: usize) -> Option<Frame> {
+        self.peer(from).incoming.next_reply()
+    }
+
+    /// The next reply to a rank while this rank waits for its next call over some axes or its next message (`true`), or cannot go on for
+    /// another reason: see [`ReceiveWindow::next_waiting_reply`].
+    pub(super) fn next_waiting_reply(
+        &self,
+        from: usize,
+        awaited: Option<(AxisSet, bool)>,
+        pause: Duration,
+    ) -> Option<Frame> {
+        let mut peer = self.peer(from);
+        let awaited = awaited.and_then(|(axes, is_message)| peer.first(axes, is_message));
+        let awaited = awaited.map(|call| CallId::of(&call.issued));
+        peer.incoming.next_waiting_reply(awaited, pause)
+    }
+
+    /// Waits, in the thread that sends them, for elements that a rank has asked for. `None` if `is_over`.
+    pub(super) fn next_cleared(&self, is_over: impl Fn() -> bool) -> Option<(usize, CallId, KeptElements)> {
+        let mut cleared = self.cleared.lock().unwrap_or_else(PoisonError::into_inner);
+        while !is_over() {
+            if let Some(next) = cleared.pop_front() {
+                return Some(next);
+            }
+            cleared = self.has_cleared.wait(cleared).unwrap_or_else(PoisonError::into_inner);
+        }
+        None
+    }
+
+    /// Wakes the thread that sends elements, once nothing is left to send.
+    pub(super) fn end_cleared(&self) {
+        drop(self.cleared.lock().unwrap_or_else(PoisonError::into_inner));
+        self.has_cleared.notify_all();
+    }
+
     /// Delivers a message of this rank to itself.
     pub(super) fn deliver_to_self(&self, issued: IssuedCall, body: Vec<u8>) {
-        self.receive(self.rank, Frame::Call(issued), body);
+        self.receive(self.rank, Frame::Call(issued), 0, body);
     }
 
     /// Marks a rank as lost, with the reason. Fails the world if the rank has not returned.
@@ -317,28 +416,32 @@ impl WorldView {
         self.peer(rank).status
     }
 
-    pub(super) fn has_call(&self, from: usize, axes: AxisSet) -> bool {
-        self.peer(from).calls.get(&axes.bits()).is_some_and(|queue| !queue.is_empty())
-    }
-
-    pub(super) fn has_message(&self, from: usize, axes: AxisSet) -> bool {
-        self.peer(from).messages.get(&axes.bits()).is_some_and(|queue| !queue.is_empty())
+    /// Whether a call or message of a rank has arrived, perhaps without its elements.
+    pub(super) fn has_call(&self, from: usize, axes: AxisSet, is_message: bool) -> bool {
+        self.peer(from).first(axes, is_message).is_some()
     }
 
     pub(super) fn has_chunk(&self, from: usize, axes: AxisSet) -> bool {
         self.peer(from).chunks.get(&axes.bits()).is_some_and(|queue| !queue.is_empty())
     }
 
-    pub(super) fn take_call(&self, from: usize, axes: AxisSet) -> Option<ReceivedCall> {
-        self.take(from, |peer| peer.calls.get_mut(&axes.bits())?.pop_front(), |call| call.body.len())
+    /// Whether the elements of the first call in a queue have arrived.
+    pub(super) fn has_elements(&self, from: usize, axes: AxisSet, is_message: bool) -> bool {
+        self.peer(from).first(axes, is_message).is_some_and(|call| call.elements.is_some())
     }
 
-    pub(super) fn take_message(&self, from: usize, axes: AxisSet) -> Option<ReceivedCall> {
-        self.take(from, |peer| peer.messages.get_mut(&axes.bits())?.pop_front(), |message| message.body.len())
+    /// Takes the first call of a rank, whose elements have arrived, and whether a reply may be due.
+    pub(super) fn take_call(&self, from: usize, axes: AxisSet) -> Option<(ReceivedCall, bool)> {
+        self.take(from, |peer| peer.calls.get_mut(&axes.bits()))
+    }
+
+    /// Takes the first message of a rank, whose elements have arrived, and whether a reply may be due.
+    pub(super) fn take_message(&self, from: usize, axes: AxisSet) -> Option<(ReceivedCall, bool)> {
+        self.take(from, |peer| peer.messages.get_mut(&axes.bits()))
     }
 
     pub(super) fn take_chunk(&self, from: usize, axes: AxisSet) -> Option<Vec<u8>> {
-        self.take(from, |peer| peer.chunks.get_mut(&axes.bits())?.pop_front(), Vec::len)
+        self.peer(from).chunks.get_mut(&axes.bits())?.pop_front()
     }
 
     pub(super) fn take_probes(&self) -> Vec<Probe> {
@@ -349,6 +452,12 @@ impl WorldView {
     pub(super) fn is_over(&self) -> bool {
         let returned = |rank: usize| rank == self.rank || self.status(rank) == RankStatus::Returned;
         self.has_failed() || (0..self.peers.len()).all(returned)
+    }
+
+    /// The most bytes of elements of a rank's calls and messages that were queued at any time.
+    #[cfg(test)]
+    pub(super) fn queued_peak(&self, from: usize) -> usize {
+        self.peer(from).queued_peak
     }
 
     /// A message to this rank that was never received, with its sender.
@@ -384,59 +493,5 @@ impl WorldView {
             (own, asked) => own.is_collective() && asked.is_collective(),
         };
         is_same_end && peer.last.axes == asked.axes && peer.last.number == asked.number
-    }
-}
-
-#[cfg(all(test, not(loom)))]
-mod tests {
-    use super::*;
-
-    /// Whether the reader of the connection to `from` pauses while its rank is in this state.
-    fn is_paused(view: &WorldView, from: usize, activity: Activity) -> bool {
-        view.set_activity(activity);
-        let looks = std::cell::Cell::new(0);
-        // Paused readers look again and again whether the world is over.
-        view.wait_for_room(from, || {
-            looks.set(looks.get() + 1);
-            looks.get() == 3
-        });
-        looks.get() > 1
-    }
-
-    #[test]
-    fn full_queue_pauses_its_connection_unless_its_rank_cannot_go_on() {
-        let mesh = Mesh::new(&[("tp", 3)]).unwrap();
-        let view = WorldView::new(mesh.clone(), 0);
-        let message = |bytes: usize| {
-            let mut issued = IssuedCall::none();
-            (issued.op, issued.axes) = (Op::Send { to: 0 }, mesh.all_axes());
-            view.receive(1, Frame::Call(issued), vec![0; bytes]);
-        };
-        message(QUEUE_BYTES_MAX - 1);
-        assert!(!is_paused(&view, 1, Activity::Computes), "there is room");
-        message(1);
-        for (activity, expected) in [
-            (Activity::Computes, true),
-            (Activity::Waits(vec![2]), true),
-            (Activity::Waits(vec![2, 1]), false),
-            (Activity::Sends, false),
-        ] {
-            assert_eq!(is_paused(&view, 1, activity.clone()), expected, "{activity:?}");
-            assert!(!is_paused(&view, 2, activity), "another rank has its own queue");
-        }
-        assert!(view.take_message(1, mesh.all_axes()).is_some());
-        assert!(!is_paused(&view, 1, Activity::Computes), "there is room again");
-    }
-
-    #[test]
-    fn wait_for_other_ranks_takes_in_one_message_after_a_pause() {
-        let mesh = Mesh::new(&[("tp", 3)]).unwrap();
-        let view = WorldView::new(mesh.clone(), 0);
-        let mut issued = IssuedCall::none();
-        (issued.op, issued.axes) = (Op::Send { to: 0 }, mesh.all_axes());
-        view.receive(1, Frame::Call(issued), vec![0; QUEUE_BYTES_MAX]);
-        view.set_activity(Activity::Waits(vec![2]));
-        // Returns although the world is not over.
-        view.wait_for_room(1, || false);
     }
 }
