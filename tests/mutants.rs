@@ -103,10 +103,108 @@ patches one at a time, and runs the tests that the patch names; it fails if a mu
 each patch still applies. Update this page with `SHARDGRAD_UPDATE=1 cargo test --test main mutants`.
 ";
 
-/// Returns the text of the page: one table for each class of bugs.
+/// A class of silent bugs that frameworks have shipped, with instances, and the mutants that stand for it.
+type ShippedClass = (&'static str, &'static str, &'static [&'static str]);
+
+const SHIPPED: [ShippedClass; 10] = [
+    (
+        "replicated parameter drifts between tensor-parallel ranks",
+        "BLOOM-176B, TransformerEngine #441, Megatron-LM #1446 (last norm under sequence parallelism)",
+        &[
+            "norm_gradients_not_summed_over_tp",
+            "gradient_of_derived_leaf_not_redistributed",
+            "merged_all_reduce_over_one_axis",
+            "copies_compared_in_the_first_update_only",
+        ],
+    ),
+    (
+        "missing or extra backward collective",
+        "torchtitan #1805, pytorch #175867, #172932",
+        &[
+            "adjoint_step_placement_not_dual",
+            "gradients_reduced_each_round_are_lost",
+            "sums_of_shards_reduced_each_round",
+            "gradient_reduced_before_its_last_use",
+        ],
+    ),
+    (
+        "gradient scaled by the size of an axis",
+        "pytorch #160285 (experts), Megatron-LM #673, #3768 (auxiliary loss), #1464 (context parallelism)",
+        &[
+            "balancing_loss_counts_local_tokens",
+            "ring_counts_its_own_chunk_twice",
+            "partial_sum_filled_on_every_rank",
+            "every_rank_contributes_to_partial_sum",
+        ],
+    ),
+    (
+        "gradient norm counts replicas or misses shards",
+        "TransformerEngine for ROCm #715, Megatron-LM #5916, #7452",
+        &[
+            "tied_gradient_counted_by_both_stages",
+            "grad_norm_counts_replicas",
+            "grad_norm_of_one_rank",
+            "grad_norm_skips_a_parameter",
+        ],
+    ),
+    (
+        "wrong process group",
+        "Megatron-LM #7452",
+        &["collective_over_all_axes", "merged_all_reduce_over_one_axis", "whole_matrix_sent_by_every_copy"],
+    ),
+    (
+        "collective in place on a temporary copy",
+        "SkyRL #1886",
+        &["all_reduce_ignores_strides", "grad_accumulator_dropped"],
+    ),
+    (
+        "illegal placement accepted",
+        "pytorch #179502 (view), #172350 (index_put), #175776 (max.dim), #166598 (order of shards), #191926 (convolution)",
+        &[
+            "axis_order_not_compared",
+            "axis_shards_two_labels",
+            "reshape_merges_sharded_inner_dim",
+            "reshape_shards_inside_a_row",
+            "shard_boundaries_not_compared",
+            "unsharded_label_may_be_sharded",
+        ],
+    ),
+    (
+        "uneven or empty shards",
+        "pytorch #144109",
+        &[
+            "all_gather_assumes_even_shards",
+            "shard_start_rounded_up",
+            "shard_index_in_reverse_axis_order",
+            "expert_without_pairs_is_lost",
+        ],
+    ),
+    (
+        "cache of rules keyed too coarsely",
+        "pytorch #134050",
+        &[
+            "inference_cache_ignores_differentiable_inputs",
+            "inference_cache_ignores_layouts",
+            "memoized_views_compared_by_count",
+        ],
+    ),
+    (
+        "mean over the local length, fill on a shard",
+        "pytorch: huber_loss, full_like of DTensor",
+        &[
+            "mean_divides_by_local_count",
+            "balancing_loss_counts_local_tokens",
+            "partial_sum_filled_on_every_rank",
+        ],
+    ),
+];
+
+/// Returns the text of the page: one table for each class of bugs, and a table of those that frameworks have shipped.
 fn page() -> String {
     let mut classes: BTreeMap<String, Vec<Mutant>> = BTreeMap::new();
-    for mutant in mutants() {
+    let all = mutants();
+    let shipped = shipped_table(&all);
+    for mutant in all {
         classes.entry(mutant.class.clone()).or_default().push(mutant);
     }
     let mut page = HEAD.to_string();
@@ -121,7 +219,21 @@ fn page() -> String {
             let _ = writeln!(page, "| {} | `{file}` | `cargo test {killed_by}` |", name.replace('_', " "));
         }
     }
-    page
+    page + &shipped
+}
+
+/// Returns the table of [`SHIPPED`].
+fn shipped_table(mutants: &[Mutant]) -> String {
+    let mut table = "\n## Silent bugs that frameworks have shipped\n\n| class | shipped | bug planted here | killed by |\n|---|---|---|---|\n".to_string();
+    for (class, shipped, names) in SHIPPED {
+        for name in names {
+            let mutant = mutants.iter().find(|mutant| mutant.name == *name);
+            let killed_by = &mutant.unwrap_or_else(|| panic!("there is no mutant {name}")).killed_by;
+            let bug = name.replace('_', " ");
+            let _ = writeln!(table, "| {class} | {shipped} | {bug} | `cargo test {killed_by}` |");
+        }
+    }
+    table
 }
 
 #[test]
