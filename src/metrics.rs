@@ -8,7 +8,7 @@ use crate::background::BackgroundWorker;
 use crate::outputs::OutFolder;
 use serde::{Deserialize, Deserializer, Serialize};
 use shardgrad::Result;
-use shardgrad::nn::{Log, Scalar};
+use shardgrad::nn::{ExpertLoad, Log, Scalar, StepReport};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// The metrics of a step. In the file, non-finite numbers are `null`.
@@ -37,9 +37,44 @@ pub(crate) struct StepMetrics {
     /// With f16: whether the update was skipped because gradients overflowed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) skipped: Option<bool>,
+    /// With experts: how far their load is from even.
+    #[serde(flatten, skip_serializing_if = "Option::is_none")]
+    pub(crate) experts: Option<ExpertMetrics>,
     /// The mean loss over the validation split after this step, if evaluated.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) val_loss: Option<f64>,
+}
+
+/// The load of the experts in a step.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct ExpertMetrics {
+    /// The tokens of the expert with most tokens divided by the mean over the experts of its layer; mean over the layers.
+    pub(crate) expert_imbalance: f64,
+    /// The largest imbalance of a layer.
+    pub(crate) expert_imbalance_max: f64,
+    /// The fewest tokens of an expert of any layer.
+    pub(crate) expert_tokens_min: f64,
+    /// The most tokens of an expert of any layer.
+    pub(crate) expert_tokens_max: f64,
+}
+
+impl ExpertMetrics {
+    /// Returns the metrics of a step; `None` without experts.
+    pub(crate) fn of(report: &StepReport) -> Option<ExpertMetrics> {
+        let load = ExpertLoad::of(report)?;
+        let [expert_tokens_min, expert_tokens_max] = load.token_range();
+        let (expert_imbalance, expert_imbalance_max) = (load.mean_imbalance(), load.max_imbalance());
+        Some(ExpertMetrics { expert_imbalance, expert_imbalance_max, expert_tokens_min, expert_tokens_max })
+    }
+
+    fn scalars(&self) -> [(&'static str, Scalar); 4] {
+        [
+            ("expert_imbalance", self.expert_imbalance.into()),
+            ("expert_imbalance_max", self.expert_imbalance_max.into()),
+            ("expert_tokens_min", self.expert_tokens_min.into()),
+            ("expert_tokens_max", self.expert_tokens_max.into()),
+        ]
+    }
 }
 
 /// Deserializes a number; `null` becomes NaN.
@@ -59,7 +94,9 @@ impl StepMetrics {
         ];
         let scale = self.loss_scale.map(|scale| ("loss_scale", scale.into()));
         let skipped = self.skipped.map(|skipped| ("skipped", skipped.into()));
-        numbers.map(|(name, number)| (name, number.into())).into_iter().chain(scale).chain(skipped).collect()
+        let experts = self.experts.iter().flat_map(ExpertMetrics::scalars);
+        let numbers = numbers.map(|(name, number)| (name, number.into())).into_iter();
+        numbers.chain(scale).chain(skipped).chain(experts).collect()
     }
 
     /// The validation loss as a scalar of the log.
@@ -265,6 +302,12 @@ mod tests {
     fn step(step: u64, val_loss: Option<f64>) -> StepMetrics {
         let loss = 5.5 / step as f64;
         let (loss_scale, skipped) = (val_loss.map(|_| 32_768.0), val_loss.map(|_| false));
+        let experts = val_loss.map(|_| ExpertMetrics {
+            expert_imbalance: 1.5,
+            expert_imbalance_max: 2.0,
+            expert_tokens_min: 0.0,
+            expert_tokens_max: 8.0,
+        });
         StepMetrics {
             step,
             loss,
@@ -274,6 +317,7 @@ mod tests {
             seconds: 0.5,
             loss_scale,
             skipped,
+            experts,
             val_loss,
         }
     }
@@ -293,7 +337,9 @@ mod tests {
         let text = fs::read_to_string(&path).unwrap();
         let rest = text.strip_prefix(first).unwrap();
         assert!(rest.starts_with("{\"step\":2,\"loss\":null,"), "{rest}");
-        assert!(rest.ends_with("\"loss_scale\":32768.0,\"skipped\":false,\"val_loss\":2.5}\n"), "{rest}");
+        let load = "\"expert_imbalance\":1.5,\"expert_imbalance_max\":2.0,\"expert_tokens_min\":0.0,\"expert_tokens_max\":8.0";
+        let end = format!("\"loss_scale\":32768.0,\"skipped\":false,{load},\"val_loss\":2.5}}\n");
+        assert!(rest.ends_with(&end), "{rest}");
         assert_eq!((metrics.steps().len(), &metrics.steps()[0]), (2, &step(1, None)));
         assert_eq!(Log::event_files(&dir.path("")).len(), 1);
     }
@@ -355,7 +401,7 @@ mod tests {
         let text = || fs::read_to_string(&path).unwrap();
         metrics.begin_step(&known).unwrap();
         metrics.writer.wait().unwrap();
-        assert!(text().ends_with("\"skipped\":false"), "{}", text());
+        assert!(text().ends_with("\"expert_tokens_max\":8.0"), "{}", text());
         metrics.add(&whole).unwrap();
         metrics.finish().unwrap();
         assert_eq!(

@@ -3,7 +3,7 @@
 
 use crate::cli::{Folder, exit_code_and_stderr, shardgrad};
 use crate::explain::peak_bytes;
-use crate::resume::text;
+use crate::resume::{refused, text, train};
 use crate::training_run::{Run, same};
 use shardgrad::nn::ExpertsConfig;
 use shardgrad::nn::{LanguageModel, LlamaConfig, LlamaKind};
@@ -97,6 +97,38 @@ fn generated_text_does_not_depend_on_the_mesh() {
     for mesh in ["ep=2", "ep=2,tp=2"] {
         assert_eq!(text(mesh), alone, "{mesh}");
     }
+}
+
+#[test]
+fn balanced_runs_log_the_load_and_resume_alike_on_other_meshes() {
+    let folder = Folder::new("balanced-experts");
+    let text = text(&folder);
+    let options = ["--data", &text, "--preset", "mixtral-tiny", "--threads", "1", "--save-every", "2"];
+    let options = [&options[..], &["--router-bias-update-rate", "0.05"]].concat();
+    let [alone, many] = ["alone", "many"].map(|name| folder.path(name));
+    train(&[&options[..], &["--steps", "4", "--out", &alone]].concat());
+    train(&[&options[..], &["--steps", "2", "--mesh", "pp=2,ep=2", "--out", &many]].concat());
+    train(&[&options[..], &["--steps", "4", "--mesh", "dp=2,tp=2", "--out", &many, "--resume"]].concat());
+    let lines = |out: &str| -> Vec<serde_json::Value> {
+        let text = std::fs::read_to_string(format!("{out}/metrics.jsonl")).unwrap();
+        text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    };
+    let (alone, many) = (lines(&alone), lines(&many));
+    assert_eq!((alone.len(), many.len()), (4, 4));
+    for (a, b) in alone.iter().zip(&many) {
+        for field in ["expert_imbalance", "expert_imbalance_max", "expert_tokens_min", "expert_tokens_max"] {
+            assert_eq!(a[field], b[field], "{field}: {a} {b}");
+        }
+        assert!(a["expert_imbalance"].as_f64().is_some_and(|x| (1.0..=8.0).contains(&x)), "{a}");
+    }
+    let config = std::fs::read_to_string(folder.path("many/model/config.json")).unwrap();
+    assert!(config.contains("\"router_bias_update_rate\": 0.05"), "{config}");
+    // The saved model has its biases, and a model without them begins with zeros.
+    let model = folder.path("many/model");
+    let (code, message) = exit_code_and_stderr(&["eval", "--model", &model, "--data", &text, "--seq", "16"]);
+    assert_eq!(code, 0, "{message}");
+    let message = refused(&["--data", &text, "--preset", "tiny", "--router-bias-update-rate", "0.05"]);
+    assert!(message.contains("the model has none"), "{message}");
 }
 
 #[test]

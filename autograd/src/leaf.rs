@@ -10,7 +10,7 @@ pub(crate) use gathered::{Regather, largest_numel, layout_of_sums};
 use crate::id::{Gradients, Id, Key, KeyMap};
 use crate::node::{BackwardSite, Node, add_cotangent, with_backward_site};
 use crate::program::AccumulationDType;
-use crate::regather::along_route;
+use crate::route::along_route;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_tensor::op::Vjp;
 use shardgrad_tensor::ops::redistribute::Redistribute;

@@ -8,8 +8,10 @@
 
 mod id;
 pub mod program;
+mod route;
 mod regather;
 mod node;
+mod gathers_ahead;
 mod leaf;
 mod accumulate;
 pub mod tape;

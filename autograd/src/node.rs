@@ -6,11 +6,14 @@ use shardgrad_dist::{Error, Rank, Result};
 use shardgrad_tensor::op::{
     Cotangents, GradAccumulator, Vjp, check_cotangent_layouts, check_cotangents_present,
 };
-use shardgrad_tensor::{Context, Inference, Op, Tensor, unwind};
+use shardgrad_tensor::{Context, Inference, Layout, Op, Tensor, op, unwind};
 use smallvec::SmallVec;
 use std::cell::{Cell, RefCell};
 use std::panic::{AssertUnwindSafe, Location, catch_unwind, resume_unwind};
 use std::rc::Rc;
+
+/// A flag per argument of a node.
+pub(crate) type Mask = SmallVec<[bool; 4]>;
 
 /// How the cotangents of a node's inputs are computed.
 pub(crate) enum NodeKind {
@@ -82,6 +85,11 @@ impl Node {
         }
     }
 
+    /// The inputs that have a gradient.
+    pub(crate) fn differentiated(&self) -> Mask {
+        self.inputs.iter().map(Option::is_some).collect()
+    }
+
     /// The name of the parameter or checkpoint used last before the node.
     pub(crate) fn path(&self) -> &Rc<str> {
         &self.path
@@ -103,6 +111,32 @@ impl Node {
     pub(crate) fn saved(&self) -> impl Iterator<Item = &Tensor> {
         let ungathered = self.saved.ungathered.iter().map(|(_, saved)| saved.from());
         self.saved.inputs.iter().chain(&self.saved.outputs).flatten().chain(ungathered)
+    }
+
+    /// Whether inputs were saved as they were before they were gathered.
+    pub(crate) fn has_ungathered(&self) -> bool {
+        !self.saved.ungathered.is_empty()
+    }
+
+    /// Whether the vjp of the wanted cotangents reads inputs that were saved as they were before they were gathered.
+    pub(crate) fn reads_ungathered(&self, wanted: &[bool]) -> bool {
+        self.op().is_some_and(|(op, _)| {
+            let read = op.saved_for_backward_of(wanted).inputs;
+            self.saved.ungathered.iter().any(|(input, _)| read.contains(input))
+        })
+    }
+
+    /// The inputs that were saved as they were before they were gathered.
+    pub(crate) fn ungathered(&self) -> impl Iterator<Item = &SavedUngathered> {
+        self.saved.ungathered.iter().map(|(_, saved)| saved)
+    }
+
+    /// Whether the node computes more than one multiply-add for each number that it reads or writes: long enough to gather meanwhile.
+    pub(crate) fn is_product(&self, rank: &Rank) -> bool {
+        let Some((op, inference)) = self.op() else { return true };
+        let inputs: SmallVec<[&Layout; 6]> = inference.inputs().iter().collect();
+        let numbers: usize = inputs.iter().copied().chain(&inference.outputs).map(Layout::numel).sum();
+        op::estimate_work(op, rank, &inputs, &inference.outputs) > numbers
     }
 
     /// Gathers the inputs that were saved as they were before, as far as the vjp of the wanted cotangents reads them.

@@ -1,64 +1,60 @@
 //! Activations that a plan gathers for a product, and that the backward pass gathers again rather than keep.
 //!
-//! The nodes that need such a value save where it was gathered from. The first of them to run backward gathers it, and the last
-//! frees it. Sequence parallelism saves memory by this: the inputs of column-parallel layers stay sharded by tokens. Korthikanti
-//! et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv 2205.05198, section 4.2.2.
+//! The nodes that need such a value save the tensor that it was gathered from. The gather begins ahead of the first of these nodes
+//! ([`gathers_ahead`](crate::gathers_ahead)), and the last of them frees the value. Sequence parallelism saves memory by this: the
+//! inputs of column-parallel layers stay sharded by tokens. Korthikanti et al., "Reducing Activation Recomputation in Large
+//! Transformer Models", arXiv 2205.05198, section 4.2.2.
 
-use shardgrad_dist::{Rank, Result};
-use shardgrad_tensor::{Context, Op, Tensor, op, unwind};
+use shardgrad_dist::Rank;
+use shardgrad_tensor::tensor::gather_ahead::{BegunGathers, GatherRequest};
+use shardgrad_tensor::{Context, Layout, Tensor, unwind};
 use std::cell::{Cell, RefCell};
 use std::panic::Location;
 use std::rc::Rc;
 
-/// A tensor moved along a route, on a rank with a context, or as a meta tensor.
-///
-/// # Errors
-/// Errors of the collectives, `Kind::OutOfMemory`.
-pub(crate) fn along_route(
-    route: &dyn Op,
-    from: &Tensor,
-    (rank, context, is_meta): (&Rank, &Context, bool),
-    site: &'static Location<'static>,
-) -> Result<Tensor> {
-    let inference = op::plan(route, (rank, context), &[from.layout()], &[], site)?;
-    let made = match is_meta {
-        true => op::meta(&inference, rank),
-        false => op::run(route, &[from.local()], &inference, (rank, context), site)?,
-    };
-    Ok(made.into_iter().next().expect("redistribute has one output"))
-}
-
 /// A gathered activation, and how to gather it again.
 pub(crate) struct GatheredActivation {
-    from: Tensor,
-    route: Rc<dyn Op>,
-    path: Rc<str>,
+    request: GatherRequest,
     site: &'static Location<'static>,
-    /// The value, while nodes run backward.
-    gathered: RefCell<Option<Tensor>>,
+    progress: RefCell<Progress>,
     /// The nodes that saved the value and did not run backward yet.
     num_users: Cell<usize>,
 }
 
+/// How far the backward pass has gathered an activation.
+#[derive(Default)]
+enum Progress {
+    #[default]
+    Sharded,
+    Begun(BegunGathers),
+    Gathered(Tensor),
+}
+
 impl GatheredActivation {
-    /// An activation that `route` gathered from `from`, at a place in the model, for the caller's line `site`.
+    /// An activation that was gathered from a tensor into a layout, at a place in the model, for the caller's line `site`.
     pub(crate) fn new(
         from: &Tensor,
-        route: &Rc<dyn Op>,
+        to: &Layout,
         (path, site): (Rc<str>, &'static Location<'static>),
     ) -> Rc<GatheredActivation> {
         Rc::new(GatheredActivation {
-            from: from.clone(),
-            route: route.clone(),
-            path,
+            request: GatherRequest { from: from.clone(), to: to.clone(), path },
             site,
-            gathered: RefCell::default(),
+            progress: RefCell::default(),
             num_users: Cell::new(0),
         })
     }
+
+    /// Begins to gather the activation.
+    fn begin(&self, rank: &Rank, context: &Context) -> BegunGathers {
+        let before = context.path();
+        let begun = unwind(BegunGathers::begin(rank, std::slice::from_ref(&self.request), self.site));
+        context.set_path(&before);
+        begun
+    }
 }
 
-/// What a node saves of a gathered activation.
+/// A gathered activation as a node saves it: sharded.
 pub(crate) struct SavedUngathered(Rc<GatheredActivation>);
 
 impl SavedUngathered {
@@ -69,20 +65,32 @@ impl SavedUngathered {
 
     /// The tensor that the activation was gathered from.
     pub(crate) fn from(&self) -> &Tensor {
-        &self.0.from
+        &self.0.request.from
     }
 
-    /// Gathers the activation, unless another node has done so.
+    /// Begins to gather the activation, unless that was done for another node. A collective call: all ranks begin the same gathers in
+    /// the same order.
+    pub(crate) fn begin(&self, rank: &Rank, context: &Context) {
+        let progress = &mut *self.0.progress.borrow_mut();
+        if let Progress::Sharded = progress {
+            *progress = Progress::Begun(self.0.begin(rank, context));
+        }
+    }
+
+    /// Returns the gathered activation.
     pub(crate) fn gather(self, rank: &Rank, context: &Context) -> Tensor {
-        let GatheredActivation { from, route, path, site, gathered, .. } = &*self.0;
-        let gather = || {
-            let before = context.path();
-            context.set_path(path);
-            let made = unwind(along_route(&**route, from, (rank, context, false), site));
-            context.set_path(&before);
-            made
+        let mut progress = self.0.progress.borrow_mut();
+        let begun = match std::mem::take(&mut *progress) {
+            Progress::Sharded => self.0.begin(rank, context),
+            Progress::Begun(begun) => begun,
+            Progress::Gathered(tensor) => {
+                *progress = Progress::Gathered(tensor.clone());
+                return tensor;
+            }
         };
-        gathered.borrow_mut().get_or_insert_with(gather).clone()
+        let tensor = unwind(begun.finish()).remove(0);
+        *progress = Progress::Gathered(tensor.clone());
+        tensor
     }
 }
 
@@ -92,7 +100,7 @@ impl Drop for SavedUngathered {
         let left = self.0.num_users.get() - 1;
         self.0.num_users.set(left);
         if left == 0 {
-            *self.0.gathered.borrow_mut() = None;
+            *self.0.progress.borrow_mut() = Progress::Sharded;
         }
     }
 }

@@ -20,6 +20,7 @@ pub use var::Var;
 pub(crate) use var::no_gradient_error;
 
 use crate::accumulate::{add, backward_node};
+use crate::gathers_ahead::GathersAhead;
 use crate::id::{Gradients, Id, Key, Noise, NoiseState};
 use crate::leaf::{
     GatherGroups, GatherMember, GatherOrder, GatherPolicy, GatheredLifetime, Leaves, Parameter, Regather,
@@ -28,7 +29,6 @@ use crate::node::{Node, with_backward_site};
 use crate::program::{AccumulationDType, OpRecord, Recorder, RecordingCache, Slot};
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_tensor::{Context, Layout, Tensor, Value};
-use smallvec::SmallVec;
 use std::cell::{Cell, RefCell, RefMut};
 use std::collections::HashSet;
 use std::fmt;
@@ -301,8 +301,6 @@ impl Tape {
         Rc::ptr_eq(&self.0, &other.0)
     }
 
-    /// Adds a node; returns the round and the number of the node in it.
-    #[inline]
     /// Whether the backward pass gathers activations again ([`Var::to_regathered_layout_at`]).
     fn regathers(&self) -> bool {
         self.0.regathers.get()
@@ -313,6 +311,8 @@ impl Tape {
         self.0.regathers.set(false);
     }
 
+    /// Adds a node; returns the round and the number of the node in it.
+    #[inline]
     fn push_node(&self, node: Node) -> (u32, u32) {
         let mut arena = self.0.arena.borrow_mut();
         arena.nodes.push(node);
@@ -548,6 +548,7 @@ impl Tape {
         let mut nodes = arena.take_nodes();
         let mut ready = arena.leaves.ready_after(&nodes, self.0.expects_gradients.take());
         let mut groups = arena.leaves.begin_backward(&nodes);
+        let mut gathers_ahead = GathersAhead::of(&nodes, |at| nodes[at].differentiated(), self.rank());
         for (id, seed) in seeds {
             add(&mut arena.leaves, &mut nodes, id, seed);
         }
@@ -555,8 +556,9 @@ impl Tape {
             for at in (0..nodes.len()).rev() {
                 let (earlier, node) = nodes.split_at_mut(at);
                 let node = &mut node[0];
+                gathers_ahead.begin_due(earlier, self.place());
                 if node.has_cotangent() {
-                    let wanted: SmallVec<[bool; 4]> = node.inputs().iter().map(Option::is_some).collect();
+                    let wanted = node.differentiated();
                     arena.leaves.prepare_backward(&mut groups, (at, node), self.place());
                     backward_node((&mut arena.leaves, earlier), node, &wanted, self.place(), backward_site);
                 }

@@ -31,6 +31,21 @@ impl<M: Module> Model<M> {
         })
     }
 
+    /// Returns the names of the activation points whose gathered values the backward pass gathers again rather than keep
+    /// ([`Plan::regather`](crate::Plan::regather)).
+    #[must_use]
+    pub fn regathered_points(&self) -> Vec<Rc<str>> {
+        let mut names = Vec::new();
+        visit_leaves(&**self, &mut |_, leaf| {
+            if let ModuleLeaf::Point(point) = leaf
+                && point.is_regathered()
+            {
+                names.extend(point.name());
+            }
+        });
+        names
+    }
+
     /// Calls `hook` with name and activation whenever an activation passes a point whose name matches the pattern, in the layout that
     /// the plan states. Returns the number of points.
     ///

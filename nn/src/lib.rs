@@ -36,9 +36,9 @@ pub use inference::decoding::DecodingSession;
 pub use inference::inference_model::{InferenceModel, ResultRanks};
 pub use layer::kv_cache::{KvCache, LayerKvCache};
 pub use layer::{
-    Attention, Block, DocumentPoints, Dropout, Embedding, EncoderAttention, FeedForward, GatedMlp,
-    GroupedQueryAttention, LayerNorm, Linear, Lora, MixtureOfExperts, Mlp, PackedDocuments, Residual,
-    RmsNorm, document_ids, zigzag_order,
+    Attention, Block, DocumentPoints, Dropout, Embedding, EncoderAttention, ExpertLoad, FeedForward,
+    GatedMlp, GroupedQueryAttention, LayerNorm, Linear, Lora, MixtureOfExperts, Mlp, PackedDocuments,
+    Residual, RmsNorm, document_ids, zigzag_order,
 };
 pub use log::{Log, Scalar};
 pub use loss::{

@@ -159,6 +159,8 @@ impl Gathering {
 struct StepSummary {
     rank: usize,
     gathering: Option<Gathering>,
+    /// The points whose activations the backward pass gathers again.
+    regathered: Vec<Rc<str>>,
     /// Name, layout and local bytes of the parameters on this rank.
     parameters: Vec<(String, Layout, u64)>,
     /// Module path and layout of each activation of the forward pass of a microbatch, in order.
@@ -260,7 +262,7 @@ fn diff(args: &ExplainArgs, mesh: &Mesh, specs: [&StepSpec<'_>; 2]) -> Result<()
 
 /// Runs a step of a trainer on a rank of a dry run and collects layouts, collectives, cost and peak memory.
 fn summarize(rank: &Rank, trainer: &mut Trainer<'_, LanguageModel>, plan: &Plan) -> Result<StepSummary> {
-    let gathering = Gathering::of(plan, trainer);
+    let (gathering, regathered) = (Gathering::of(plan, trainer), trainer.model().regathered_points());
     let bytes = |layout: &Layout| {
         let here = layout.local_shape(trainer.rank().coordinates());
         (here.iter().product::<usize>() * layout.dtype().size()) as u64
@@ -279,7 +281,17 @@ fn summarize(rank: &Rank, trainer: &mut Trainer<'_, LanguageModel>, plan: &Plan)
     trainer.step_with(RunFlags::default().to_control())?;
     let peak_bytes = rank.backend().memory().peak_bytes as u64;
     let rank = rank.index();
-    Ok(StepSummary { rank, gathering, parameters, activations, records, checks, cost, peak_bytes })
+    Ok(StepSummary {
+        rank,
+        gathering,
+        regathered,
+        parameters,
+        activations,
+        records,
+        checks,
+        cost,
+        peak_bytes,
+    })
 }
 
 /// Keeps the last layout of consecutive ops with the same module path.
@@ -336,6 +348,10 @@ fn print_json(mesh: &Mesh, step: &StepSummary) {
             json!({"kind": "sharded_data", "rank": rank, "stage": stage, "axis": axis, "gather_groups": groups})
         );
     }
+    if !step.regathered.is_empty() {
+        let points: Vec<&str> = step.regathered.iter().map(|point| &**point).collect();
+        println!("{}", json!({"kind": "regathered", "rank": rank, "points": points}));
+    }
     println!(
         "{}",
         json!({"kind": "total", "rank": rank, "flops": step.cost.flops, "memory_bytes": step.cost.bytes,
@@ -362,6 +378,13 @@ fn text(mesh: &Mesh, step: &StepSummary) -> String {
     let _ = writeln!(out, "  {:<width$} {:<32} {:>10}\n", "total", "", format_bytes(total));
     if let Some(gathering) = &step.gathering {
         let _ = writeln!(out, "{}", gathering.text());
+    }
+    if !step.regathered.is_empty() {
+        let _ = writeln!(
+            out,
+            "sharded activations\n  gathered again for the backward pass, each while the product before is computed: {}\n",
+            step.regathered.join(", ")
+        );
     }
     out.push_str("activations per microbatch\n");
     let width = step.activations.iter().map(|(path, _)| path.len()).max().unwrap_or(0);

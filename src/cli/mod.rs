@@ -21,7 +21,8 @@ use shardgrad::autograd::Var;
 use shardgrad::dist::{Process, Rank, Rendezvous};
 use shardgrad::kernels::DType;
 use shardgrad::nn::checkpoint::Weights;
-use shardgrad::nn::{CastRule, InferenceModel, LanguageModel, Model, ModelConfig, Plan};
+use shardgrad::nn::module::name::matches;
+use shardgrad::nn::{CastRule, InferenceModel, LanguageModel, LoadFilter, Model, ModelConfig, Plan};
 use shardgrad::tensor::training_step::control::world_sum;
 use shardgrad::{Error, Kind, Result};
 use std::ffi::OsString;
@@ -224,10 +225,15 @@ fn inference_model(
     InferenceModel::new(rank, LanguageModel::new(config), plan, 0, dtype, ids, forward)
 }
 
-/// Loads the weights of a model from a folder; rank 0 reports which were converted from another dtype. Collective.
+/// Loads the weights of a model from a folder; rank 0 reports which were converted from another dtype. A folder may lack the biases that
+/// balance experts: they begin at 0. Collective.
 fn load(model: &Model<LanguageModel>, dir: &Path, cast: CastRule) -> Result<()> {
     collective_io(model.rank(), || {
-        let casts = model.load_as(dir, cast)?;
+        let biases = "*.e_score_correction_bias";
+        let casts = match model.params().iter().any(|param| matches(biases, &param.name())) {
+            true => model.load_filtered(dir, cast, &LoadFilter::new().may_lack(biases))?,
+            false => model.load_as(dir, cast)?,
+        };
         let is_rank_zero = model.rank().world().index() == 0;
         if !casts.is_empty() && is_rank_zero {
             eprintln!("{}: {casts}", dir.display());

@@ -54,4 +54,4 @@ pub use tensor::bytes::DetachedBytes;
 pub use tensor::growable::GrowableTensor;
 pub use training_step::graph_capture::{CapturedGraph, capture};
 pub use training_step::overflow_check::{Hyperparameters, OverflowCheck};
-pub use training_step::{Auxiliary, AuxiliaryDivisor, ControlFlags, StepArgs, StepReport};
+pub use training_step::{Auxiliary, AuxiliaryDivisor, AuxiliaryVector, ControlFlags, StepArgs, StepReport};

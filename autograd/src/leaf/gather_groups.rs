@@ -11,7 +11,7 @@ use super::{Leaf, Leaves, Parameter, layout_of_sums};
 use crate::id::{Id, Key};
 use crate::node::Node;
 use crate::program::AccumulationDType;
-use crate::regather::along_route;
+use crate::route::along_route;
 use shardgrad_dist::Rank;
 use shardgrad_tensor::ops::redistribute::Redistribute;
 use shardgrad_tensor::tensor::gather_ahead::{BegunGathers, GatherRequest};

@@ -7,7 +7,7 @@
 //! for the step.
 
 use super::Leaves;
-use crate::regather::along_route;
+use crate::route::along_route;
 use shardgrad_dist::{Axis, Rank};
 use shardgrad_tensor::{Context, Layout, Op, Placement, Tensor, unwind};
 use smallvec::SmallVec;

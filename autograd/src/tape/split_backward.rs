@@ -5,13 +5,11 @@
 
 use super::Tape;
 use crate::accumulate::{add, backward_node};
+use crate::gathers_ahead::GathersAhead;
 use crate::id::{Id, Key};
-use crate::node::{Node, with_backward_site};
+use crate::node::{Mask, Node, with_backward_site};
 use shardgrad_tensor::Tensor;
 use smallvec::SmallVec;
-
-/// A flag per argument of a node.
-type Mask = SmallVec<[bool; 4]>;
 
 /// The nodes of a round after their input gradients: per argument, whether its cotangent is still pending.
 pub(crate) struct DeferredWeightGrads {
@@ -47,7 +45,7 @@ impl DeferredWeightGrads {
             let mut mask: Mask = node.inputs().iter().map(reaches_target).collect();
             reaches.push(mask.contains(&true));
             if node.op().is_none() && mask.contains(&true) {
-                mask = node.inputs().iter().map(Option::is_some).collect();
+                mask = node.differentiated();
             }
             now.push(mask);
         }
@@ -84,10 +82,12 @@ impl DeferredWeightGrads {
         let context = tape.context();
         let before = context.set_backward(true);
         let arena = &mut *tape.0.arena.borrow_mut();
+        let mut gathers_ahead = GathersAhead::of(&self.nodes, |at| masks[at].clone(), tape.rank());
         with_backward_site(|backward_site| {
             for at in (0..self.nodes.len()).rev() {
                 let (earlier, node) = self.nodes.split_at_mut(at);
                 let node = &mut node[0];
+                gathers_ahead.begin_due(earlier, tape.place());
                 if node.has_cotangent() && masks[at].contains(&true) {
                     backward_node(
                         (&mut arena.leaves, earlier),

@@ -326,8 +326,11 @@ fn run(
         made.push(Var::new(tape, tensor, id, record.map(|record| Slot::Output { record, out })));
     }
     if op.is_regathered() && tape.regathers() && id.is_some() {
-        let gathered = GatheredActivation::new(args[0].tensor(), op, (tape.context().path(), site));
-        made.iter_mut().for_each(|var: &mut Var| var.set_gathered(&gathered));
+        made.iter_mut().for_each(|var: &mut Var| {
+            let place = (tape.context().path(), site);
+            let gathered = GatheredActivation::new(args[0].tensor(), var.layout(), place);
+            var.set_gathered(&gathered);
+        });
     }
     made
 }

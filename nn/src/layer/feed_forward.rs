@@ -16,6 +16,14 @@ pub enum FeedForward {
 }
 
 impl FeedForward {
+    /// The mixture of experts, if it is one.
+    pub(crate) fn experts(&self) -> Option<&MixtureOfExperts> {
+        match self {
+            FeedForward::Dense(_) => None,
+            FeedForward::MixtureOfExperts(experts) => Some(experts),
+        }
+    }
+
     /// Returns residual + y, and the routing if there are experts: `[.., d]` to `[.., d]`.
     ///
     /// # Panics

@@ -2,15 +2,19 @@
 
 use super::gated_mlp::GatedMlp;
 use super::linear::Linear;
-use crate::loss::expert_imbalance;
+use crate::loss::{Loss, expert_imbalance};
 use crate::module;
-use crate::module::activation_point::ActivationPoint;
+use crate::module::activation_point::{ActivationPoint, set_path};
 use crate::module::param::{Init, Param};
 use shardgrad_autograd::Var;
 use shardgrad_tensor::{
-    Contraction, Error, Indexing, Kind, Point, Resharding, Result, RowsToExperts, Tensor, Value,
+    Contraction, Error, Indexing, Kind, Point, Resharding, Result, RowsToExperts, StepReport, Tensor, Value,
 };
 use std::panic::Location;
+use std::rc::Rc;
+
+/// The name of the tokens per expert of a layer among the auxiliary vectors of a step, after the path of the layer.
+pub(super) const TOKENS_PER_EXPERT: &str = "tokens_per_expert";
 
 module! {
     /// Mixture of experts with top-k routing: the sum over the k experts of a token of p_e (silu(x wg_e) * (x wu_e)) wd_e. The router
@@ -20,6 +24,8 @@ module! {
     ///
     /// Options: experts for all tokens ([`MixtureOfExperts::with_shared_experts`]), and balancing without a loss
     /// ([`MixtureOfExperts::with_bias_balancing`]).
+    ///
+    /// Activation point: `out`, the sum of routed and shared experts.
     #[doc(alias = "MoE")]
     #[doc(alias = "MoELayer")]
     #[doc(alias = "SparseMoeBlock")]
@@ -33,7 +39,8 @@ module! {
         /// The experts that all tokens use, as one MLP.
         pub shared_experts: Option<GatedMlp>,
         /// A number for each expert that is added to its scores for the selection alone: `[experts]`. Without gradient.
-        pub e_score_correction_bias: Option<Param>;
+        pub e_score_correction_bias: Option<Param>,
+        out: ActivationPoint;
         top_k: usize,
         renormalize: bool,
         bias_step: f64,
@@ -86,6 +93,7 @@ impl MixtureOfExperts {
             experts: experts.init([up, up, down]),
             shared_experts: None,
             e_score_correction_bias: None,
+            out: ActivationPoint::default(),
             top_k,
             renormalize,
             bias_step: 0.0,
@@ -102,8 +110,10 @@ impl MixtureOfExperts {
     }
 
     /// Returns the same layer with bias-based load balancing: the experts of a token are those with the largest scores plus bias, and
-    /// their weights are the scores without bias. [`MixtureOfExperts::update_bias`] moves each bias by `step` once per training step.
-    /// DeepSeek-AI, "DeepSeek-V3", arXiv 2412.19437, section 2.1.2 (with a step of 0.001).
+    /// their weights are the scores without bias. Each training step that is not skipped moves each bias by `step`: a
+    /// [`Trainer`](crate::Trainer) does it with the counts that the loss reports ([`Routing::report_in`]), an own loop with
+    /// [`MixtureOfExperts::update_bias`]. With a step of 0 the bias stays. DeepSeek-AI, "DeepSeek-V3", arXiv 2412.19437,
+    /// section 2.1.2 (with a step of 0.001).
     ///
     /// The bias is a frozen parameter, which checkpoints hold, and which every mesh updates to the same bits.
     #[doc(alias = "auxiliary-loss-free")]
@@ -112,6 +122,8 @@ impl MixtureOfExperts {
     #[must_use]
     pub fn with_bias_balancing(self, step: f64) -> MixtureOfExperts {
         let bias = Param::new(&[self.num_experts()]);
+        let bias =
+            if step == 0.0 { bias } else { bias.after_step(move |bias, report| balance(bias, step, report)) };
         bias.set_frozen(true);
         MixtureOfExperts { e_score_correction_bias: Some(bias), bias_step: step, ..self }
     }
@@ -150,7 +162,17 @@ impl MixtureOfExperts {
             Some(shared) => y.add(&shared.forward(x)),
             None => y,
         };
-        (y, Routing { scores, index })
+        (self.out.constrain(&y), Routing { scores, index, layer: self.path() })
+    }
+
+    /// The name of the tokens per expert in the report of a step.
+    pub(crate) fn report_name(&self) -> String {
+        format!("{}{TOKENS_PER_EXPERT}", self.path())
+    }
+
+    /// The dotted path of this layer and a dot; empty for the root, and before [`Model::new`](crate::Model::new).
+    fn path(&self) -> Rc<str> {
+        self.out.name().and_then(|out| out.strip_suffix("out").map(Rc::from)).unwrap_or_else(|| Rc::from(""))
     }
 
     /// The scores of the experts of each row, and their indices.
@@ -165,7 +187,8 @@ impl MixtureOfExperts {
 
     /// Moves the bias of each expert by the step of [`MixtureOfExperts::with_bias_balancing`]: up if the expert got fewer tokens than
     /// the mean, down if more. `tokens_per_expert` counts the tokens of a whole step ([`Routing::tokens_per_expert`], summed over
-    /// microbatches). Call it once per step, on every rank. Does nothing without a bias, or on a pipeline stage without this layer.
+    /// microbatches). Call it once per step, on every rank, in a loop without a trainer. Does nothing without a bias, or on a pipeline
+    /// stage without this layer.
     ///
     /// # Errors
     /// `Kind::Shape` unless there is one count for each expert; `Kind::OutOfMemory`.
@@ -183,11 +206,30 @@ impl MixtureOfExperts {
             let help = "pass one count for each expert: Routing::tokens_per_expert";
             return Err(Error::new(Kind::Shape, text).detail("help", help).at(Location::caller()));
         }
-        let tokens = tokens_per_expert.gathered().to_f64()?;
-        let mean = tokens.iter().sum::<f64>() / tokens.len() as f64;
-        let steps: Vec<f64> = tokens.iter().map(|tokens| self.bias_step * sign_of(mean - tokens)).collect();
-        bias.add_values(&steps)
+        move_bias(bias, self.bias_step, &tokens_per_expert.gathered().to_f64()?)
     }
+}
+
+/// Moves the biases of a layer by `step` with the tokens per expert that a step reports.
+fn balance(bias: &Param, step: f64, report: &StepReport) -> Result<()> {
+    let name = bias.name();
+    let path = name.strip_suffix("e_score_correction_bias").unwrap_or(&name);
+    let wanted = format!("{path}{TOKENS_PER_EXPERT}");
+    match report.auxiliary_vectors.iter().find(|(name, _)| *name == wanted) {
+        Some((_, tokens)) => move_bias(bias, step, tokens),
+        None => {
+            let text = format!("`{name}` cannot balance its experts: the loss does not report `{wanted}`");
+            let help = "return routing.report_in(loss) from the loss, or use masked_loss or loss_from_batch of the model";
+            Err(Error::new(Kind::Config, text).detail("help", help))
+        }
+    }
+}
+
+/// Moves the bias of each expert by a step: up if the expert got fewer tokens than the mean, down if more.
+fn move_bias(bias: &Param, step: f64, tokens: &[f64]) -> Result<()> {
+    let mean = tokens.iter().sum::<f64>() / tokens.len() as f64;
+    let steps: Vec<f64> = tokens.iter().map(|tokens| step * sign_of(mean - tokens)).collect();
+    bias.add_values(&steps)
 }
 
 /// -1, 0 or 1.
@@ -202,9 +244,24 @@ pub struct Routing {
     pub scores: Var,
     /// The selected experts of each token (i64): `[.., k]`.
     pub index: Var,
+    /// The path of the layer with a dot; empty for the root.
+    layer: Rc<str>,
 }
 
 impl Routing {
+    /// Returns the loss with the tokens per expert of this layer as an auxiliary vector: a trainer sums them over ranks and microbatches,
+    /// reports them ([`ExpertLoad::of`](crate::ExpertLoad::of)), and updates biases with them.
+    #[track_caller]
+    #[must_use]
+    pub fn report_in(&self, loss: impl Into<Loss>) -> Loss {
+        loss.into().also_vector(self.report_name(), self.tokens_per_expert())
+    }
+
+    /// The name of the tokens per expert in the report of a step.
+    pub(crate) fn report_name(&self) -> String {
+        format!("{}{TOKENS_PER_EXPERT}", self.layer)
+    }
+
     /// Returns the number of rows routed to each expert, and the sum of its scores over all rows: `[experts]` both; partial sums
     /// where rows are sharded.
     #[track_caller]
@@ -220,6 +277,8 @@ impl Routing {
     pub fn tokens_per_expert(&self) -> Var {
         let dims: Vec<usize> = (0..self.scores.shape().len()).collect();
         let count = self.scores.shape()[dims.len() - 1];
+        // The ops of the count are not those of the activation before.
+        set_path(&self.scores, &self.report_name());
         self.index.one_hot(count, self.scores.dtype()).sum_dims(&dims)
     }
 

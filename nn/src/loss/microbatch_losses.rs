@@ -1,13 +1,15 @@
 //! The losses of a step's microbatches: their backward passes, and what an optimizer step gets of them.
 
 use super::step_loss::{AuxiliaryReduction, Loss, LossForm};
-use shardgrad_tensor::{Auxiliary, AuxiliaryDivisor, Error, Kind, Result, StepArgs, Tensor, Value};
+use shardgrad_tensor::{
+    Auxiliary, AuxiliaryDivisor, AuxiliaryVector, Error, Kind, Result, StepArgs, Tensor, Value,
+};
 
 /// The losses of all microbatches of a step on this rank, after their backward passes.
 #[derive(Clone, Debug)]
 pub(crate) struct StepLosses {
     pub(crate) form: LossForm,
-    /// For each microbatch the scalars of `Loss::into_vars`, as far as this rank has them.
+    /// For each microbatch the values of `Loss::into_vars`, as far as this rank has them.
     pub(crate) outputs: Vec<Vec<Option<Tensor>>>,
     pub(crate) loss_scale: Option<f64>,
     /// Whether means are divided by the number of microbatches already.
@@ -36,12 +38,15 @@ impl StepLosses {
             Auxiliary { name: name.clone(), sums, divisor }
         });
         let auxiliary = auxiliary.collect();
+        let vector =
+            |(name, len): &(String, usize)| AuxiliaryVector { name: name.clone(), len: *len, sums: next() };
+        let auxiliary_vectors = form.vectors.iter().map(vector).collect();
         let loss_divisor = if form.is_weighted || self.is_divided { 1 } else { microbatches };
         let loss_scale = match form.is_weighted {
             false => self.loss_scale,
             true => self.loss_scale.map(|scale| form.gradient_factor(microbatches, Some(scale))),
         };
-        StepArgs { losses, loss_divisor, counts, auxiliary, loss_scale, ..args }
+        StepArgs { losses, loss_divisor, counts, auxiliary, auxiliary_vectors, loss_scale, ..args }
     }
 }
 

@@ -45,6 +45,8 @@ pub struct Loss {
     count: Option<Var>,
     count_max: Option<usize>,
     auxiliary: Vec<AuxiliaryVar>,
+    /// Names and values of auxiliary vectors.
+    vectors: Vec<(String, Var)>,
 }
 
 /// An auxiliary output of a microbatch.
@@ -75,7 +77,7 @@ impl Loss {
     /// A scalar that is a mean over the rows of the microbatch. A [`Var`] converts to it.
     #[must_use]
     pub fn mean(value: Var) -> Loss {
-        Loss { value, count: None, count_max: None, auxiliary: Vec::new() }
+        Loss { value, count: None, count_max: None, auxiliary: Vec::new(), vectors: Vec::new() }
     }
 
     /// A sum over the microbatch, and the count, or the sum of weights, to divide it by: scalars. The step divides the sum of all
@@ -90,7 +92,7 @@ impl Loss {
     #[must_use]
     pub fn weighted(sum: Var, count: Var) -> Loss {
         check_scalar("the count of a weighted loss", &count, Location::caller());
-        Loss { value: sum, count: Some(count), count_max: None, auxiliary: Vec::new() }
+        Loss { value: sum, count: Some(count), count_max: None, auxiliary: Vec::new(), vectors: Vec::new() }
     }
 
     /// States a bound of the count of one microbatch that shapes give, such as its number of tokens; equal for all microbatches.
@@ -135,6 +137,22 @@ impl Loss {
         self.with_auxiliary(name.into(), sum, AuxiliaryReduction::Quotient, Some(count), Location::caller())
     }
 
+    /// Adds a vector of numbers, each summed over ranks and microbatches in the report
+    /// ([`StepReport::auxiliary_vector`](crate::StepReport::auxiliary_vector)), such as the tokens of each expert. It has no gradient and
+    /// may be a partial sum; no axis shards it.
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::Shape` if the value is not a vector; otherwise as [`Loss::also`].
+    #[track_caller]
+    #[must_use]
+    pub fn also_vector(mut self, name: impl Into<String>, sums: Var) -> Loss {
+        let (name, site) = (name.into(), Location::caller());
+        check_dims(&format!("the auxiliary vector `{name}`"), &sums, 1, site);
+        self.check_new_name(&name, site);
+        self.vectors.push((name, sums));
+        self
+    }
+
     /// Adds a mean over the microbatch, such as a regularizer, to a loss. In a weighted loss the mean weighs as many elements as the
     /// loss counts.
     ///
@@ -161,14 +179,20 @@ impl Loss {
         for scalar in [Some(&value), count.as_ref()].into_iter().flatten() {
             check_scalar(&format!("the auxiliary output `{name}`"), scalar, site);
         }
-        if self.auxiliary.iter().any(|known| known.name == name) {
+        self.check_new_name(&name, site);
+        self.auxiliary.push(AuxiliaryVar { name, value, reduction, count });
+        self
+    }
+
+    /// Refuses a second auxiliary output of a name.
+    fn check_new_name(&self, name: &str, site: &'static Location<'static>) {
+        let names = self.auxiliary.iter().map(|known| &known.name);
+        if names.chain(self.vectors.iter().map(|(known, _)| known)).any(|known| known == name) {
             Error::new(Kind::Config, format!("the loss has two auxiliary outputs `{name}`"))
                 .detail("help", "give each auxiliary output a name of its own")
                 .at(site)
                 .raise();
         }
-        self.auxiliary.push(AuxiliaryVar { name, value, reduction, count });
-        self
     }
 
     /// The loss of this microbatch alone: the mean, or the sum divided by its count (NaN if that is 0).
@@ -187,16 +211,17 @@ impl Loss {
         [Some(self.value), self.count].into_iter().flatten().collect()
     }
 
-    /// The form, and the scalars: value, count if there is one, auxiliary outputs.
+    /// The form, and the values: loss, count if there is one, auxiliary outputs, auxiliary vectors.
     pub(crate) fn into_vars(self) -> (LossForm, Vec<Var>) {
         let form = LossForm {
             is_weighted: self.count.is_some(),
             count_max: self.count_max,
             auxiliary: self.auxiliary.iter().map(|a| (a.name.clone(), a.reduction)).collect(),
+            vectors: self.vectors.iter().map(|(name, sums)| (name.clone(), sums.layout().numel())).collect(),
         };
         let auxiliary = self.auxiliary.into_iter().flat_map(|a| [Some(a.value), a.count]);
-        let vars = [Some(self.value), self.count].into_iter().chain(auxiliary).flatten();
-        (form, vars.collect())
+        let scalars = [Some(self.value), self.count].into_iter().chain(auxiliary).flatten();
+        (form, scalars.chain(self.vectors.into_iter().map(|(_, sums)| sums)).collect())
     }
 
     /// Refuses a loss of 16 bits: its mean has three digits, and whether the scaled loss overflows would depend on the number of
@@ -217,10 +242,19 @@ impl Loss {
 
 /// Refuses what is not a scalar, or has too few digits for a sum.
 fn check_scalar(what: &str, scalar: &Var, site: &'static Location<'static>) {
-    let layout: &Layout = scalar.layout();
-    if layout.ndim() != 0 {
-        Error::new(Kind::Shape, format!("{what} is {layout}, but must be a scalar"))
-            .detail("help", "sum it first: x.sum()")
+    check_dims(what, scalar, 0, site);
+}
+
+/// Refuses what is not a scalar (0 dims) or a vector (1 dim), or has too few digits for a sum.
+fn check_dims(what: &str, sums: &Var, ndim: usize, site: &'static Location<'static>) {
+    let layout: &Layout = sums.layout();
+    if layout.ndim() != ndim {
+        let (kind, help) = match ndim {
+            0 => ("a scalar", "sum it first: x.sum()"),
+            _ => ("a vector", "sum over all other dims first: x.sum_dims(&[0, 1])"),
+        };
+        Error::new(Kind::Shape, format!("{what} is {layout}, but must be {kind}"))
+            .detail("help", help)
             .at(site)
             .raise();
     }
@@ -233,12 +267,14 @@ fn check_scalar(what: &str, scalar: &Var, site: &'static Location<'static>) {
     }
 }
 
-/// What a loss is besides its scalars; equal in all microbatches and on all ranks.
+/// What a loss is besides its values; equal in all microbatches and on all ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct LossForm {
     pub(super) is_weighted: bool,
     count_max: Option<usize>,
     pub(super) auxiliary: Vec<(String, AuxiliaryReduction)>,
+    /// Names and lengths of the auxiliary vectors.
+    pub(super) vectors: Vec<(String, usize)>,
 }
 
 impl LossForm {

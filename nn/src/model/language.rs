@@ -119,7 +119,11 @@ impl LanguageModel {
     #[track_caller]
     #[must_use]
     pub fn loss(&self, ids: &Var, targets: &Var) -> Var {
-        self.loss_from_batch(&[ids.clone(), targets.clone()]).value()
+        match self {
+            LanguageModel::Gpt2(model) => model.loss(ids, targets),
+            LanguageModel::Llama(model) => model.loss(ids, targets),
+            LanguageModel::Bert(model) => model.masked_loss(ids, targets, None, None).value(),
+        }
     }
 
     /// [`LanguageModel::loss`] over the tokens whose target is not [`IGNORE_INDEX`](crate::loss::IGNORE_INDEX), as the loss of a step: a
@@ -139,7 +143,8 @@ impl LanguageModel {
 
     /// The loss of the tensors of a batch for a step: ids, targets and, for an encoder with padding, mask and types as in
     /// [`Bert::hidden_states`], or, for a decoder of packed documents, segment ids and positions as in [`PackedDocuments`]. A mean, or
-    /// for an encoder a sum with the number of labels, which microbatches have unequally.
+    /// for an encoder a sum with the number of labels, which microbatches have unequally. Reports the tokens of each expert
+    /// ([`ExpertLoad`](crate::ExpertLoad)).
     ///
     /// # Panics
     /// As [`LanguageModel::loss`], and if there are fewer than two tensors.
@@ -151,10 +156,7 @@ impl LanguageModel {
             (LanguageModel::Gpt2(model), Some(documents)) => {
                 Loss::mean(model.loss_packed(&x[0], &x[1], &documents))
             }
-            (LanguageModel::Llama(model), None) => Loss::mean(model.loss(&x[0], &x[1])),
-            (LanguageModel::Llama(model), Some(documents)) => {
-                Loss::mean(model.loss_packed(&x[0], &x[1], &documents))
-            }
+            (LanguageModel::Llama(model), documents) => model.step_loss(&x[0], &x[1], documents.as_ref()),
             (LanguageModel::Bert(model), _) => model.masked_loss(&x[0], &x[1], x.get(2), x.get(3)),
         }
     }

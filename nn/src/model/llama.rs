@@ -132,6 +132,37 @@ impl LlamaBlock {
     }
 }
 
+/// What a forward pass returns of the routing of its experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum UsageStats {
+    None,
+    /// The tokens of each expert, for the report of a step.
+    Tokens,
+    /// Also the sums of the router scores, for the load-balancing loss.
+    TokensAndScores,
+}
+
+impl UsageStats {
+    /// The statistics of the routing of a block.
+    #[track_caller]
+    fn of(self, routing: &Routing) -> Vec<Var> {
+        match self {
+            UsageStats::None => Vec::new(),
+            UsageStats::Tokens => vec![routing.tokens_per_expert()],
+            UsageStats::TokensAndScores => routing.expert_usage().into(),
+        }
+    }
+}
+
+/// The use of the experts of a block in a forward pass.
+struct ExpertUsage {
+    /// The name of the tokens in the report of a step.
+    name: String,
+    tokens: Var,
+    /// The sums of the scores, if asked for.
+    scores: Option<Var>,
+}
+
 /// Returns the dense MLP or the mixture of experts of a block.
 fn feed_forward(config: &LlamaConfig, layer: usize, std: Init) -> FeedForward {
     let d = config.hidden_size;
@@ -141,6 +172,10 @@ fn feed_forward(config: &LlamaConfig, layer: usize, std: Init) -> FeedForward {
     };
     let (count, top_k) = (experts.num_experts, experts.num_experts_per_tok);
     let layer = MixtureOfExperts::new(d, experts.moe_intermediate_size, count, top_k, experts.norm_topk_prob);
+    let layer = match experts.router_bias_update_rate {
+        0.0 => layer,
+        rate => layer.with_bias_balancing(rate),
+    };
     FeedForward::MixtureOfExperts(Box::new(layer.init(std)))
 }
 
@@ -216,7 +251,7 @@ impl Llama {
     #[must_use]
     pub fn forward(&self, ids: &Var) -> Var {
         check_ids(ids, 0, self.config.max_position_embeddings);
-        self.forward_checked(ids, None, false).0
+        self.forward_checked(ids, None, UsageStats::None).0
     }
 
     /// [`Llama::forward`] of rows of packed documents: tokens attend within their documents, and are rotated by their positions there.
@@ -228,32 +263,32 @@ impl Llama {
     #[must_use]
     pub fn forward_packed(&self, ids: &Var, documents: &PackedDocuments) -> Var {
         check_ids(ids, 0, usize::MAX);
-        self.forward_checked(ids, Some(documents), false).0
+        self.forward_checked(ids, Some(documents), UsageStats::None).0
     }
 
-    /// [`Llama::forward`] of ids whose shape was checked, within packed documents if there are any; with `wants_usage` also the expert usage of each block with experts. Not
-    /// `track_caller`: errors point to the model's code, not to its caller.
+    /// [`Llama::forward`] of ids whose shape was checked, within packed documents if there are any, and statistics of each block with
+    /// experts. Not `track_caller`: errors point to the model's code, not to its caller.
     fn forward_checked(
         &self,
         ids: &Var,
         documents: Option<&PackedDocuments>,
-        wants_usage: bool,
-    ) -> (Var, Vec<[Var; 2]>) {
+        stats: UsageStats,
+    ) -> (Var, Vec<ExpertUsage>) {
         let mut usage = Vec::new();
         let documents = documents.map(|documents| self.documents.constrain(documents));
         let mut x = self.model.embed_tokens.forward(ids);
         for block in &self.model.layers {
             let forward = |x: &Var| {
-                let (x, routes) = block.forward_with_routing(x, documents.as_ref());
-                let usage = routes.filter(|_| wants_usage).map(|routes| routes.expert_usage());
-                [vec![x], usage.map_or_else(Vec::new, Vec::from)].concat()
+                let (x, routing) = block.forward_with_routing(x, documents.as_ref());
+                [vec![x], routing.map_or_else(Vec::new, |routing| stats.of(&routing))].concat()
             };
             let mut made = match self.recompute {
                 true => unwind(x.tape().clone().checkpoint(&[x], |x| Ok(forward(&x[0])))),
                 false => forward(&x),
             };
-            if let Ok(of_block) = <[Var; 2]>::try_from(made.split_off(1)) {
-                usage.push(of_block);
+            let mut of_block = made.split_off(1).into_iter();
+            if let (Some(tokens), Some(experts)) = (of_block.next(), block.mlp.experts()) {
+                usage.push(ExpertUsage { name: experts.report_name(), tokens, scores: of_block.next() });
             }
             x = made.swap_remove(0);
         }
@@ -290,7 +325,7 @@ impl Llama {
     #[must_use]
     pub fn loss(&self, ids: &Var, targets: &Var) -> Var {
         check_ids(ids, 0, self.config.max_position_embeddings);
-        self.loss_checked(ids, targets, None, self.is_balanced_by_loss()).0
+        self.loss_checked(ids, targets, None, self.stats_of_loss()).0
     }
 
     /// [`Llama::loss`] of rows of packed documents.
@@ -301,7 +336,7 @@ impl Llama {
     #[must_use]
     pub fn loss_packed(&self, ids: &Var, targets: &Var, documents: &PackedDocuments) -> Var {
         check_ids(ids, 0, usize::MAX);
-        self.loss_checked(ids, targets, Some(documents), self.is_balanced_by_loss()).0
+        self.loss_checked(ids, targets, Some(documents), self.stats_of_loss()).0
     }
 
     /// [`Llama::loss`], and the number of tokens routed to each expert of each block with experts, `[experts]`, partial sums where rows
@@ -314,27 +349,40 @@ impl Llama {
     #[must_use]
     pub fn loss_with_tokens_per_expert(&self, ids: &Var, targets: &Var) -> (Var, Vec<Var>) {
         check_ids(ids, 0, self.config.max_position_embeddings);
-        let (loss, usage) = self.loss_checked(ids, targets, None, true);
-        (loss, usage.into_iter().map(|[tokens, _]| tokens).collect())
+        let (loss, usage) = self.loss_checked(ids, targets, None, self.stats_of_report());
+        (loss, usage.into_iter().map(|usage| usage.tokens).collect())
     }
 
-    /// [`Llama::loss`] of ids whose shape was checked, within packed documents if there are any, and with `wants_usage` the expert usage
-    /// of each block with experts.
+    /// [`Llama::loss`] as the loss of a step, which reports the tokens of each expert ([`ExpertLoad`](crate::ExpertLoad)); within packed
+    /// documents if there are any.
+    ///
+    /// # Panics
+    /// As [`Llama::loss`] and [`Llama::loss_packed`].
+    #[track_caller]
+    #[must_use]
+    pub fn step_loss(&self, ids: &Var, targets: &Var, documents: Option<&PackedDocuments>) -> Loss {
+        check_ids(ids, 0, documents.map_or(self.config.max_position_embeddings, |_| usize::MAX));
+        let (loss, usage) = self.loss_checked(ids, targets, documents, self.stats_of_report());
+        report(loss.into(), usage)
+    }
+
+    /// [`Llama::loss`] of ids whose shape was checked, within packed documents if there are any, and statistics of each block with
+    /// experts.
     #[track_caller]
     fn loss_checked(
         &self,
         ids: &Var,
         targets: &Var,
         documents: Option<&PackedDocuments>,
-        wants_usage: bool,
-    ) -> (Var, Vec<[Var; 2]>) {
-        let (logits, usage) = self.forward_checked(ids, documents, wants_usage);
+        stats: UsageStats,
+    ) -> (Var, Vec<ExpertUsage>) {
+        let (logits, usage) = self.forward_checked(ids, documents, stats);
         let loss = cross_entropy(&logits, targets).mean();
         let loss = self.balance(ids, &usage).map_or(loss.clone(), |balance| loss.add(&balance));
         (loss, usage)
     }
 
-    /// [`Llama::loss`] over the tokens whose target is not [`IGNORE_INDEX`](crate::loss::IGNORE_INDEX), as the loss of a step: a sum with
+    /// [`Llama::step_loss`] over the tokens whose target is not [`IGNORE_INDEX`](crate::loss::IGNORE_INDEX), a sum with
     /// the number of these tokens. The load-balancing loss counts all tokens; microbatches weigh in it by their numbers of targets.
     ///
     /// # Panics
@@ -343,9 +391,10 @@ impl Llama {
     #[must_use]
     pub fn masked_loss(&self, ids: &Var, targets: &Var) -> Loss {
         check_ids(ids, 0, self.config.max_position_embeddings);
-        let (logits, usage) = self.forward_checked(ids, None, self.is_balanced_by_loss());
+        let (logits, usage) = self.forward_checked(ids, None, self.stats_of_report());
         let loss = CrossEntropy::MASKED.loss(&logits, targets);
-        self.balance(ids, &usage).map_or(loss.clone(), |balance| loss.add_mean(&balance))
+        let loss = self.balance(ids, &usage).map_or(loss.clone(), |balance| loss.add_mean(&balance));
+        report(loss, usage)
     }
 
     /// The experts, if the config asks for the load-balancing loss.
@@ -354,16 +403,29 @@ impl Llama {
     }
 
     /// The load-balancing loss times its coefficient, if the config asks for it.
-    fn balance(&self, ids: &Var, usage: &[[Var; 2]]) -> Option<Var> {
+    fn balance(&self, ids: &Var, usage: &[ExpertUsage]) -> Option<Var> {
         let experts = self.balanced_experts().filter(|_| !usage.is_empty())?;
+        let usage: Vec<[Var; 2]> =
+            usage.iter().filter_map(|of| Some([of.tokens.clone(), of.scores.clone()?])).collect();
         let rows = ids.shape().iter().product::<usize>() * usage.len();
-        Some(load_balancing_loss(usage, rows).scale(experts.router_aux_loss_coef))
+        Some(load_balancing_loss(&usage, rows).scale(experts.router_aux_loss_coef))
     }
 
-    /// Whether the loss includes the load-balancing loss.
-    fn is_balanced_by_loss(&self) -> bool {
-        self.balanced_experts().is_some()
+    /// The statistics that the loss itself needs.
+    fn stats_of_loss(&self) -> UsageStats {
+        if self.balanced_experts().is_some() { UsageStats::TokensAndScores } else { UsageStats::None }
     }
+
+    /// The statistics that the loss of a step needs, which reports the tokens of each expert.
+    fn stats_of_report(&self) -> UsageStats {
+        if self.balanced_experts().is_some() { UsageStats::TokensAndScores } else { UsageStats::Tokens }
+    }
+}
+
+/// Adds the tokens of each expert to the auxiliary vectors of a loss.
+#[track_caller]
+fn report(loss: Loss, usage: Vec<ExpertUsage>) -> Loss {
+    usage.into_iter().fold(loss, |loss, usage| loss.also_vector(usage.name, usage.tokens))
 }
 
 impl HfModel for Llama {
@@ -384,7 +446,9 @@ impl HfModel for Llama {
                 format!("{block}.block_sparse_moe.experts.*.{matrix}.weight")
             }
             (_, Some(stack)) => format!("{block}.mlp.experts.*.{stack}.weight"),
-            ("gate.weight", None) if is_mixtral => format!("{block}.block_sparse_moe.gate.weight"),
+            ("gate.weight" | "e_score_correction_bias", None) if is_mixtral => {
+                format!("{block}.block_sparse_moe.{part}")
+            }
             _ => name.to_string(),
         }
     }

@@ -69,6 +69,11 @@ impl ActivationPoint {
         self.binding.borrow().as_ref().is_some_and(|binding| !binding.placements.is_empty())
     }
 
+    /// Whether the plan gathers activations at this point, and the backward pass gathers them again.
+    pub(crate) fn is_regathered(&self) -> bool {
+        self.has_rule() && self.binding.borrow().as_ref().is_some_and(|binding| binding.is_regathered)
+    }
+
     /// The dotted name; `None` before [`Model::new`](crate::Model::new) has named the point.
     #[must_use]
     pub fn name(&self) -> Option<Rc<str>> {
@@ -103,6 +108,11 @@ impl Point<Var> for ActivationPoint {
             Context::of(x.rank()).set_path(&binding.name);
         }
     }
+}
+
+/// Makes a path the place in the model of the next ops on a value.
+pub(crate) fn set_path(x: &Var, path: &str) {
+    Context::of(x.rank()).set_path(&path.into());
 }
 
 /// Returns a layout with other placements on some axes. An axis that already has the requested placement keeps its position among the

@@ -3,7 +3,7 @@
 use crate::module::name::random_key;
 use shardgrad_autograd::{GatherMember, GatherPolicy, Key, Tape, Var};
 use shardgrad_tensor::{
-    Axis, Context, DType, Error, Kind, Layout, Placement, Rank, Resharding, Result, Tensor, Value,
+    Axis, Context, DType, Error, Kind, Layout, Placement, Rank, Resharding, Result, StepReport, Tensor, Value,
 };
 use std::cell::{Cell, RefCell};
 use std::fmt;
@@ -50,6 +50,18 @@ struct ParamSpec {
     nonempty_dims: Vec<(usize, &'static str)>,
     /// The parameter that this one is sharded like, if no rule of the plan says otherwise.
     leader: Option<Leader>,
+    /// What changes the parameter after a step, if not a gradient.
+    step_rule: Option<StepRule>,
+}
+
+/// A function that changes a parameter after a step, from the report of the step.
+#[derive(Clone)]
+struct StepRule(Rc<dyn Fn(&Param, &StepReport) -> Result<()>>);
+
+impl fmt::Debug for StepRule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("StepRule(..)")
+    }
 }
 
 /// A parameter whose placements another one follows.
@@ -122,6 +134,7 @@ impl Param {
             init: Init::Zeros,
             nonempty_dims: Vec::new(),
             leader: None,
+            step_rule: None,
         })
     }
 
@@ -413,15 +426,45 @@ impl Param {
         Ok(())
     }
 
-    /// Adds one number to each element, in row-major order of the global shape. Every rank that holds the parameter calls this together.
+    /// Adds one number to each element, in row-major order of the global shape, in place. Every rank that holds the parameter calls this
+    /// together.
     ///
     /// # Errors
     /// `Kind::Shape` for another number of elements; `Kind::OutOfMemory`.
     #[track_caller]
     pub(crate) fn add_values(&self, values: &[f64]) -> Result<()> {
-        let stored = self.tensor();
-        let change = Tensor::from_host(stored.rank(), self.shape(), values)?.cast(stored.dtype());
-        self.set_tensor(stored.add(&change.to_layout(stored.layout())))
+        let change = {
+            let stored = self.tensor();
+            Tensor::from_host(stored.rank(), self.shape(), values)?
+                .cast(stored.dtype())
+                .to_layout(stored.layout())
+        };
+        Param::update_all(std::iter::once(self), |stored| {
+            let changed: Result<Vec<Tensor>> =
+                stored.into_iter().map(|tensor| tensor.accumulate(&change)).collect();
+            match changed {
+                Ok(changed) => (changed, Ok(())),
+                Err(error) => (Vec::new(), Err(error)),
+            }
+        })
+    }
+
+    /// Returns the same declaration with a function that a trainer calls after each step that changed the parameters, with the report
+    /// of the step, on the ranks that hold the parameter: for values that follow from statistics of the batch instead of gradients.
+    /// The function changes the parameter to the same value on every rank. Freeze such a parameter.
+    #[doc(alias = "buffer")]
+    #[doc(alias = "register_buffer")]
+    #[must_use]
+    pub fn after_step(self, rule: impl Fn(&Param, &StepReport) -> Result<()> + 'static) -> Param {
+        self.change(|spec| spec.step_rule = Some(StepRule(Rc::new(rule))))
+    }
+
+    /// Calls the function of [`Param::after_step`], if there is one and this rank holds the parameter.
+    pub(crate) fn apply_step_rule(&self, report: &StepReport) -> Result<()> {
+        match self.0.spec.step_rule.as_ref().filter(|_| self.is_local()) {
+            Some(StepRule(rule)) => rule(self, report),
+            None => Ok(()),
+        }
     }
 
     /// Replaces the stored tensors of several parameters by a function of them. The function owns the model's only handles, so that

@@ -67,11 +67,14 @@ const LLAMA_KEYS: [(&str, &str); 4] = [
     ("*.self_attn.v_proj.bias", "tp@0|~"),
 ];
 
-/// Experts: hidden units are sharded, as those of a dense MLP.
-const LLAMA_EXPERTS: [(&str, &str, Presence); 3] = [
+/// Experts, also those that all tokens use: hidden units are sharded, as those of a dense MLP.
+const LLAMA_EXPERTS: [(&str, &str, Presence); 6] = [
     ("*.mlp.experts.gate_proj", "tp@2", Presence::one_of("gate projections")),
     ("*.mlp.experts.up_proj", "tp@2", Presence::one_of("up projections")),
     ("*.mlp.experts.down_proj", "tp@1", Presence::one_of("down projections")),
+    ("*.mlp.shared_experts.gate_proj.weight", "tp@1", Optional),
+    ("*.mlp.shared_experts.up_proj.weight", "tp@1", Optional),
+    ("*.mlp.shared_experts.down_proj.weight", "tp@0", Optional),
 ];
 
 impl Plan {

@@ -19,9 +19,9 @@ const GATHERED: [&str; 6] = [
     "model.norm.out",
 ];
 
-/// Activations of the residual stream: tokens are sharded.
-const SHARDED: [&str; 5] =
-    ["wte.out", "*.embed_tokens.out", "*.c_proj.out", "*.o_proj.out", "*.mlp.down_proj.out"];
+/// Activations of the residual stream: tokens are sharded. Those of routed and shared experts are first added as partial sums.
+const SHARDED: [&str; 6] =
+    ["wte.out", "*.embed_tokens.out", "*.c_proj.out", "*.o_proj.out", "*.mlp.down_proj.out", "*.mlp.out"];
 
 /// Parameters that every rank uses for its own tokens, so that each has a gradient of its own.
 const REPLICATED: [&str; 7] = [

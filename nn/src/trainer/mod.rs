@@ -209,7 +209,8 @@ impl<'t, M: Module> Trainer<'t, M> {
         self.step_with(ControlFlags::new())
     }
 
-    /// Runs one training step: forward, backward, gradient norm, clipping and update. The numbers of `control` are
+    /// Runs one training step: forward, backward, gradient norm, clipping and update, then the rules of parameters that follow the report
+    /// ([`Param::after_step`](crate::Param::after_step)). The numbers of `control` are
     /// summed over all ranks in the same all-reduce as the gradient norm; every rank passes the same names.
     ///
     /// ```
@@ -258,6 +259,11 @@ impl<'t, M: Module> Trainer<'t, M> {
         // The step divides the gradients of a sum by a bound of the count too.
         let report = StepReport { loss_scale, ..report };
         self.capture.keep_update(update);
+        if !report.skipped {
+            self.update_in_progress = true;
+            self.model.params().iter().try_for_each(|param| param.apply_step_rule(&report))?;
+            self.update_in_progress = false;
+        }
 
         if report.skipped {
             self.check_smaller_loss_scale_helps(&report)?;

@@ -1,10 +1,16 @@
 //! Bias-based load balancing and shared experts: the bias changes the selection alone, every mesh moves it to the same bits, and the
 //! load becomes even.
 
-use crate::support::{max_difference, run};
+use crate::llama;
+use crate::support::{ROWS, SEQ, VOCAB, max_difference, run};
+use shardgrad_autograd::Var;
 use shardgrad_nn::checkpoint::{self, RunState};
-use shardgrad_nn::{Init, MixtureOfExperts, Model, Plan, Sgd, expert_imbalance};
+use shardgrad_nn::{
+    ExpertLoad, ExpertsConfig, Init, LanguageModel, LlamaConfig, LlamaKind, MixtureOfExperts, Model, Plan,
+    Sgd, Trainer, TrainerConfig, expert_imbalance,
+};
 use shardgrad_tensor::{Contraction, DType, Indexing, Kind, Rank, Result, Tensor, Value};
+use std::ops::Range;
 
 const D: usize = 6;
 const EXPERTS: usize = 8;
@@ -156,6 +162,141 @@ fn imbalance_is_the_largest_load_over_the_mean() {
             expert_imbalance(&tokens).item()
         };
         assert_eq!((of([3.0; 4])?, of([0.0, 0.0, 8.0, 0.0])?, of([2.0, 0.0, 5.0, 1.0])?), (1.0, 4.0, 2.5));
+        Ok(())
+    });
+}
+
+/// A trainer of a Mixtral whose experts are balanced by a bias.
+fn trainer(rank: &Rank, plan: &Plan, microbatches: usize) -> Result<Trainer<'static, LanguageModel>> {
+    let experts = ExpertsConfig { router_bias_update_rate: STEP, ..ExpertsConfig::new(4, 2, 7) };
+    let config = LlamaConfig { experts: Some(experts), ..llama::config(LlamaKind::Mixtral) };
+    let settings = TrainerConfig { microbatches, seed: 5, dtype: DType::F64, ..TrainerConfig::new(ROWS) };
+    let of_batch = plan.clone();
+    let read = move |rank: &Rank, step: u64, rows: Range<usize>| {
+        let layout = of_batch.batch_layout(rank.mesh(), DType::I64, &[rows.len(), SEQ])?;
+        let token = |row: usize, t: usize| ((row * 7 + t * 5 + step as usize * 3 + row * t) % VOCAB) as i64;
+        let ids = |first: usize| -> Vec<i64> {
+            rows.clone().flat_map(|row| (first..first + SEQ).map(move |t| token(row, t))).collect()
+        };
+        Ok(vec![Tensor::from_global(rank, &layout, &ids(0))?, Tensor::from_global(rank, &layout, &ids(1))?])
+    };
+    let loss = |model: &LanguageModel, x: &[Var]| model.loss_from_batch(x);
+    Trainer::new(rank, LanguageModel::new(&config.into()), plan, Sgd::new(0.1), settings, read, loss)
+}
+
+/// The biases of a model, where this rank has them.
+fn biases(model: &Model<LanguageModel>) -> Result<Vec<(String, Vec<f64>)>> {
+    let biases =
+        model.params().iter().filter(|p| p.name().ends_with("e_score_correction_bias") && p.is_local());
+    biases.map(|bias| Ok((bias.name(), bias.tensor().to_f64()?))).collect()
+}
+
+#[test]
+fn a_trainer_moves_the_biases_and_reports_the_load_alike_on_every_mesh() {
+    const STEPS: usize = 4;
+    let trained = |mesh: &str, plan: &Plan, microbatches: usize| {
+        run(mesh, |rank| {
+            let mut trainer = trainer(rank, plan, microbatches)?;
+            let mut loads = Vec::new();
+            for _ in 0..STEPS {
+                loads.push(ExpertLoad::of(&trainer.step()?).expect("the model has experts"));
+            }
+            Ok((loads, biases(trainer.model())?))
+        })
+    };
+    let plan = Plan::llama_moe();
+    let (loads, alone) = trained("", &plan, 1).swap_remove(0);
+    let names: Vec<&str> = loads[0].layers.iter().map(|(name, _)| name.as_str()).collect();
+    assert_eq!(names, ["model.layers.0.mlp", "model.layers.1.mlp"]);
+    // The biases move by the signs of the loads of all steps.
+    for (layer, (name, bias)) in alone.iter().enumerate() {
+        let mut expected = vec![0.0; 4];
+        for load in &loads {
+            let tokens = &load.layers[layer].1;
+            assert_eq!(tokens.iter().sum::<f64>(), (ROWS * SEQ * 2) as f64);
+            let mean = (ROWS * SEQ * 2) as f64 / 4.0;
+            for (bias, tokens) in expected.iter_mut().zip(tokens) {
+                *bias += STEP * if *tokens == mean { 0.0 } else { (mean - tokens).signum() };
+            }
+        }
+        assert_eq!(*bias, expected, "{name}");
+    }
+    let sequence = plan.clone().and(Plan::sequence_parallel("tp"));
+    for (mesh, plan, microbatches) in [
+        ("", &plan, 2),
+        ("dp=2", &plan, 1),
+        ("ep=2", &plan, 2),
+        ("fsdp=3", &plan, 1),
+        ("ep=2,tp=2", &sequence, 1),
+        ("dp=2,ep=2", &plan, 1),
+        ("cp=2", &plan, 1),
+        ("pp=2", &plan, 2),
+        ("pp=2,ep=2", &plan, 2),
+    ] {
+        let mut found = Vec::new();
+        for (of_rank, biases) in trained(mesh, plan, microbatches) {
+            assert_eq!(of_rank, loads, "{mesh}");
+            found.extend(biases);
+        }
+        found.sort_by(|a, b| a.0.cmp(&b.0));
+        found.dedup();
+        assert_eq!(found, alone, "{mesh}");
+    }
+}
+
+#[test]
+fn a_resumed_run_continues_with_its_biases() {
+    let folder = std::env::temp_dir().join(format!("shardgrad-balanced-{}", std::process::id()));
+    let plan = Plan::llama_moe();
+    let straight = run("ep=2", |rank| {
+        let mut trainer = trainer(rank, &plan, 1)?;
+        for step in 0..4 {
+            if step == 2 {
+                checkpoint::save(&folder, trainer.model(), trainer.optim(), &trainer.state(), &[])?;
+            }
+            trainer.step()?;
+        }
+        biases(trainer.model())
+    });
+    let resumed = run("dp=2", |rank| {
+        let mut trainer = trainer(rank, &plan, 1)?;
+        trainer.resume(&folder)?;
+        assert!(biases(trainer.model())?.iter().any(|(_, bias)| bias.iter().any(|b| *b != 0.0)));
+        trainer.step()?;
+        trainer.step()?;
+        biases(trainer.model())
+    });
+    std::fs::remove_dir_all(&folder).unwrap();
+    assert_eq!(straight[0], resumed[0]);
+}
+
+#[test]
+fn a_loss_without_token_counts_cannot_balance_by_a_trainer() {
+    run("", |rank| {
+        let read = |rank: &Rank, _: u64, _: Range<usize>| Ok(vec![rows(rank)?]);
+        let loss = |model: &MixtureOfExperts, x: &[Var]| model.forward(&x[0]).0.square().mean();
+        let settings = TrainerConfig { dtype: DType::F64, ..TrainerConfig::new(12) };
+        let layer = layer().with_bias_balancing(STEP);
+        let mut trainer = Trainer::new(rank, layer, &Plan::new(), Sgd::new(0.1), settings, read, loss)?;
+        let error = trainer.step().unwrap_err();
+        assert_eq!(error.kind(), Kind::Config);
+        assert!(error.message().contains("the loss does not report `tokens_per_expert`"), "{error}");
+        Ok(())
+    });
+    run("", |rank| {
+        let read = |rank: &Rank, _: u64, _: Range<usize>| Ok(vec![rows(rank)?]);
+        let loss = |model: &MixtureOfExperts, x: &[Var]| {
+            let (y, routing) = model.forward(&x[0]);
+            routing.report_in(y.square().mean())
+        };
+        let settings = TrainerConfig { dtype: DType::F64, ..TrainerConfig::new(12) };
+        let layer = layer().with_bias_balancing(STEP);
+        let mut trainer = Trainer::new(rank, layer, &Plan::new(), Sgd::new(0.1), settings, read, loss)?;
+        let report = trainer.step()?;
+        assert_eq!(report.auxiliary_vector("tokens_per_expert").iter().sum::<f64>(), 192.0);
+        assert!(
+            trainer.model().param("e_score_correction_bias")?.tensor().to_f64()?.iter().any(|b| *b != 0.0)
+        );
         Ok(())
     });
 }

@@ -4,8 +4,12 @@
 use crate::llama::config;
 use crate::support::{ROWS, batch, max_difference, run, values};
 use crate::traces::{counts, traced};
-use shardgrad_nn::{Gpt2Config, LanguageModel, LlamaKind, Model, ModelConfig, Plan};
-use shardgrad_tensor::{DType, Phase, Record, Result, Value};
+use shardgrad_autograd::{Noise, Var};
+use shardgrad_nn::{
+    ExpertsConfig, FeedForward, Gpt2, Gpt2Config, Init, LanguageModel, Llama, LlamaConfig, LlamaKind,
+    MixtureOfExperts, Model, ModelConfig, Plan, Precision,
+};
+use shardgrad_tensor::{DType, Phase, Rank, Record, Result, Tensor, Value};
 
 struct Outcome {
     loss: f64,
@@ -85,10 +89,13 @@ fn forward_bytes(outcome: &Outcome) -> u64 {
 
 #[test]
 fn all_reduces_become_reduce_scatters_and_all_gathers() {
-    // Elements of the residual stream: 4 rows of 6 tokens of width 12, and of 5 tokens of width 12.
-    for (config, family, numel) in
-        [(gpt2(), Plan::gpt2(), 288), (llama(LlamaKind::Llama), Plan::llama(), 240)]
-    {
+    // Elements of the residual stream: 4 rows of 6 tokens of width 12 or 10.
+    for (config, family, numel) in [
+        (gpt2(), Plan::gpt2(), 288),
+        (llama(LlamaKind::Llama), Plan::llama(), 240),
+        // The sums of experts are scattered along tokens, and the norm before the router is gathered.
+        (llama(LlamaKind::Mixtral), Plan::llama_moe(), 240),
+    ] {
         let sequence = family.clone().and(Plan::sequence_parallel("tp"));
         let [tensor, sequence, kept] = [family, sequence.clone(), without_regathering(&sequence)]
             .map(|plan| outcome(&config, "tp=2", &plan, false));
@@ -104,6 +111,114 @@ fn all_reduces_become_reduce_scatters_and_all_gathers() {
         // Each gathered input is kept as this rank's half of the tokens.
         assert_eq!(kept.saved_bytes - sequence.saved_bytes, 5 * numel / 2 * size_of::<f64>());
         assert!(sequence.saved_bytes < tensor.saved_bytes);
+    }
+}
+
+/// A Mixtral whose blocks also have shared experts.
+fn with_shared_experts() -> Llama {
+    let experts = ExpertsConfig::new(4, 2, 7);
+    let config = LlamaConfig { experts: Some(experts), ..config(LlamaKind::Mixtral) };
+    let mut model = Llama::new(&config);
+    for block in &mut model.model.layers {
+        let layer = MixtureOfExperts::new(10, 7, 4, 2, true).with_shared_experts(9).init(Init::Normal(0.3));
+        block.mlp = FeedForward::MixtureOfExperts(Box::new(layer));
+    }
+    model
+}
+
+#[test]
+fn shared_experts_are_sharded_and_added_to_the_routed_ones_before_one_collective() {
+    let outcome = |mesh: &str, plan: &Plan| {
+        run(mesh, |rank| {
+            let model = Model::with_dtype(rank, with_shared_experts(), plan, 5, DType::F64)?;
+            let tape = model.tape();
+            let mut loss = 0.0;
+            let records = traced(rank, || -> Result<()> {
+                let ids = tape.constant(batch(rank, plan, 0..ROWS, 0)?);
+                let sum = model.loss(&ids, &tape.constant(batch(rank, plan, 0..ROWS, 1)?));
+                loss = sum.tensor().item()?;
+                sum.backward()
+            })?;
+            let up = model.param("model.layers.0.mlp.shared_experts.up_proj.weight")?.layout().to_string();
+            let gradients: Vec<f64> = values(&model, &tape.gradients())?.into_values().flatten().collect();
+            Ok((loss, gradients, records, up))
+        })
+        .swap_remove(0)
+    };
+    let tensor = Plan::llama_moe();
+    let sequence = tensor.clone().and(Plan::sequence_parallel("tp"));
+    let alone = outcome("", &tensor);
+    for mesh in ["tp=2", "tp=3", "ep=2", "ep=2,tp=2", "dp=2,ep=2,tp=2"] {
+        for plan in [tensor.clone(), tensor.clone().exchange_experts(), sequence.clone()] {
+            let many = outcome(mesh, &plan);
+            assert!((many.0 - alone.0).abs() < 1e-12, "{mesh}: {} {}", many.0, alone.0);
+            assert!(max_difference(&many.1, &alone.1) < 1e-12, "{mesh}");
+        }
+    }
+    let (_, _, records, up) = outcome("tp=2", &sequence);
+    assert_eq!(up, "f64[10, 9@tp]");
+    let of_sums = |records: &[Record]| {
+        let sums: Vec<Record> = records
+            .iter()
+            .filter(|r| r.phase == Phase::Forward && r.path.contains(".mlp."))
+            .cloned()
+            .collect();
+        (counts(&sums), sums.iter().map(|r| r.bytes).sum::<u64>())
+    };
+    // Half of 4 rows of 6 tokens of width 10 in f64, for each of two blocks.
+    let (calls, bytes) = of_sums(&records);
+    assert_eq!((calls, bytes), (vec!["forward reduce_scatter 2".to_string()], 2 * 240 / 2 * 8));
+    let (calls, bytes) = of_sums(&outcome("tp=2", &tensor).2);
+    assert_eq!((calls, bytes), (vec!["forward all_reduce 2".to_string()], 2 * 240 * 8));
+}
+
+/// Rows of the batch whose activations are counted.
+const B: usize = 2;
+/// Tokens of a row.
+const S: usize = 16;
+/// The width of the model.
+const H: usize = 32;
+/// Its heads.
+const A: usize = 4;
+
+/// The bytes that one block of GPT-2 saves for backward on a rank of `tp` ranks, for B rows in bf16: the activations alone. With
+/// dropout before the additions to the residual stream.
+fn activation_bytes_per_block(tp: usize, plan: &Plan, dropout: f64, recompute: bool) -> usize {
+    let saved = |layers: usize, rows: usize| {
+        run(&format!("tp={tp}"), |rank: &Rank| {
+            let config = Gpt2Config { resid_pdrop: dropout, ..Gpt2Config::new(24, S, H, layers, A) };
+            let module = Gpt2::new(&config).recompute(recompute);
+            let model = Model::with_precision(rank, module, plan, 5, Precision::mixed(DType::BF16))?;
+            let tape = model.tape();
+            tape.set_noise(Some(Noise { seed: 1, step: 0, first_row: 0 }));
+            let ids: Vec<i64> = (0..rows * S).map(|i| (i * 7 % 24) as i64).collect();
+            let layout = plan.batch_layout(rank.mesh(), DType::I64, &[rows, S])?;
+            let ids: Var = tape.constant(Tensor::from_global(rank, &layout, &ids)?);
+            let _loss = model.loss(&ids, &ids);
+            Ok(tape.saved_bytes())
+        })
+        .swap_remove(0)
+    };
+    // Weights do not grow with the rows, and embeddings and head not with the blocks.
+    let of_rows = |layers: usize| saved(layers, 2 * B) - saved(layers, B);
+    of_rows(3) - of_rows(2)
+}
+
+#[test]
+fn activation_bytes_of_a_block_follow_closed_formulas() {
+    let (tensor, sequence) = (Plan::gpt2(), Plan::gpt2().and(Plan::sequence_parallel("tp")));
+    // Two bytes for each number: both inputs of norms and both of column-parallel layers; q, k, v, the output of attention, and input
+    // and output of GELU, which tensor parallelism shards. f32 statistics: two of each norm and token, one of each head and token.
+    let (replicated, sharded) = (8 * H + 16, 24 * H + 4 * A);
+    for t in [1, 2, 4] {
+        for dropout in [0.0, 0.1] {
+            let [tensor, sequence] =
+                [&tensor, &sequence].map(|plan| activation_bytes_per_block(t, plan, dropout, false));
+            assert_eq!(tensor, S * B * (replicated + sharded / t), "t = {t}, dropout {dropout}");
+            assert_eq!(sequence, S * B * (replicated + sharded) / t, "t = {t}, dropout {dropout}");
+        }
+        let of_inputs = [&tensor, &sequence].map(|plan| activation_bytes_per_block(t, plan, 0.0, true));
+        assert_eq!(of_inputs, [2 * S * B * H, 2 * S * B * H / t], "t = {t}, recomputed");
     }
 }
 

@@ -43,6 +43,10 @@ pub(crate) struct TrainArgs {
     /// Dropout probability [default: as in config.json; 0 for presets]
     #[arg(long, value_name = "P", help_heading = "Model", value_parser = values::below_one)]
     pub(crate) dropout: Option<f64>,
+    /// Balance experts without a loss: after each step a bias of each expert's selection moves by RATE, as in DeepSeek-V3 (0.001)
+    /// [default: as in config.json; no bias for presets]
+    #[arg(long, value_name = "RATE", help_heading = "Model", value_parser = values::positive)]
+    pub(crate) router_bias_update_rate: Option<f64>,
     #[command(flatten)]
     pub(crate) run: RunArgs,
     #[command(flatten)]

@@ -36,6 +36,15 @@ pub(super) fn check_eps(args: &TrainArgs) -> Result<()> {
     Err(Error::new(Kind::Config, why).detail("help", help))
 }
 
+/// Adds biases that balance the experts to the config.
+fn with_router_bias(config: ModelConfig, rate: f64) -> Result<ModelConfig> {
+    if config.has_experts() {
+        return Ok(config.with_router_bias_update_rate(rate));
+    }
+    let why = "--router-bias-update-rate balances experts, and the model has none";
+    Err(Error::new(Kind::Config, why).detail("help", "omit --router-bias-update-rate"))
+}
+
 /// Builds the training configuration for rows of `seq` tokens.
 fn train_config(args: &TrainArgs, seq: usize) -> TrainConfig {
     let steps = &args.steps;
@@ -63,6 +72,9 @@ pub(super) fn prepare(args: &TrainArgs) -> Result<Option<Job>> {
     let mut config = args.model.config()?;
     if let Some(p) = args.dropout {
         config = config.with_dropout(p);
+    }
+    if let Some(rate) = args.router_bias_update_rate {
+        config = with_router_bias(config, rate)?;
     }
     check_experts(&args.mesh(), &config)?;
     args.parallelism.check_family(&config)?;

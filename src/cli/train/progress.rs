@@ -93,6 +93,9 @@ impl Progress<'_> {
         if let (Some(true), Some(scale)) = (entry.skipped, entry.loss_scale) {
             text += &format!("  step skipped at loss scale {scale}");
         }
+        if let Some(experts) = &entry.experts {
+            text += &format!("  expert imbalance {:.2}", experts.expert_imbalance);
+        }
         if let Some(held_out) = entry.val_loss {
             text += &format!("  validation loss {held_out:.3}");
         }

@@ -4,7 +4,7 @@ use super::checkpoint::save::save_periodic_checkpoint;
 use super::progress::{Progress, record_step};
 use super::{Job, save_final_state};
 use crate::interrupt::StopReason;
-use crate::metrics::StepMetrics;
+use crate::metrics::{ExpertMetrics, StepMetrics};
 use crate::train::{Evaluation, Prefetcher, RunFlags, mean_loss};
 use shardgrad::nn::LanguageModel;
 use shardgrad::prelude::*;
@@ -150,6 +150,7 @@ fn metrics_of_step(job: &Job, step: u64, report: &StepReport, seconds: f64, star
         seconds: job.spec.start.seconds + start.elapsed().as_secs_f64(),
         loss_scale: report.loss_scale,
         skipped: report.loss_scale.map(|_| report.skipped),
+        experts: ExpertMetrics::of(report),
         val_loss: None,
     }
 }

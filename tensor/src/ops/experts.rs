@@ -364,6 +364,40 @@ mod tests {
     }
 
     #[test]
+    fn sums_of_a_token_depend_on_its_experts_and_not_on_the_order_of_its_slots() {
+        const ROWS: usize = 6;
+        const K: usize = 4;
+        const E: usize = 9;
+        const D: usize = 5;
+        // Experts of each token in ascending order, or in an order that differs from token to token, with their weights.
+        let slots = |mesh: &str, is_sorted: bool| {
+            let made = World::run(Mesh::parse(mesh).unwrap(), |rank| {
+                let layout = |text: &str| Layout::parse(text, rank.mesh());
+                let (rows, stacks) = if mesh.is_empty() { ("", "") } else { ("@ep", "@ep") };
+                let normal = |text: String, stream| Tensor::normal(rank, &layout(&text)?, 3, stream, 1.0);
+                let slot = |row: usize, at: usize| if is_sorted { at } else { (at + row + 1) % K };
+                let pairs = || (0..ROWS).flat_map(|row| (0..K).map(move |at| (row, slot(row, at))));
+                let index: Vec<i64> = pairs().map(|(row, s)| ((2 * s + row) % E) as i64).collect();
+                let p: Vec<f32> =
+                    pairs().map(|(row, s)| 0.1 + (s as f32 + row as f32 * 0.7).sin().abs()).collect();
+                let x = normal(format!("f32[{ROWS}{rows}, {D}]"), 0)?;
+                let index = Tensor::from_global(rank, &layout(&format!("i64[{ROWS}{rows}, {K}]"))?, &index)?;
+                let p = Tensor::from_global(rank, &layout(&format!("f32[{ROWS}{rows}, {K}]"))?, &p)?;
+                let stack = |stream| normal(format!("f32[{E}{stacks}, {D}, {D}]"), stream);
+                let (gate, up, down) = (stack(1)?, stack(2)?, stack(3)?);
+                let points: [&dyn crate::op::Point<Tensor>; 4] = [&(), &(), &(), &()];
+                let y = x.experts_general([&index, &p], [&gate, &up, &down], RowsToExperts::AsStated, points);
+                y.to_f64()
+            });
+            made.unwrap().swap_remove(0)
+        };
+        let right = slots("", true);
+        for mesh in ["", "ep=2", "ep=4"] {
+            assert_eq!(slots(mesh, false), right, "{mesh}: other bits");
+        }
+    }
+
+    #[test]
     fn expert_index_out_of_range_is_an_error_with_index_and_range() {
         let error = World::run(Mesh::single(), |rank| {
             let [x, _, p, gate, up, down] = by_hand(rank)?;

@@ -21,12 +21,19 @@ impl Tensor {
 
     /// Whether this rank's share of a scalar is its local value ([`Tensor::local_contribution`]) rather than 0.
     pub(crate) fn contributes(&self) -> Result<bool> {
-        let (layout, rank) = (self.layout(), self.rank());
-        if layout.ndim() != 0 {
-            return Err(Error::new(Kind::Shape, format!("{layout} is not a scalar")));
+        let layout = self.layout();
+        match layout.ndim() {
+            0 => Ok(self.is_counted_here()),
+            _ => Err(Error::new(Kind::Shape, format!("{layout} is not a scalar"))),
         }
+    }
+
+    /// Whether this rank's local tensor is a term of the value of a tensor that no axis shards: a partial sum, or the first of the
+    /// copies.
+    pub(crate) fn is_counted_here(&self) -> bool {
+        let (layout, rank) = (self.layout(), self.rank());
         let counts = |a| layout.placement(a) == Placement::Partial || rank.coordinate(a) == 0;
-        Ok(layout.mesh().axes().all(counts))
+        layout.mesh().axes().all(counts)
     }
 }
 

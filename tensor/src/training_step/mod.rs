@@ -22,7 +22,7 @@ pub mod consistency;
 pub mod copies;
 pub mod matrix_owners;
 
-pub use auxiliary::{Auxiliary, AuxiliaryDivisor};
+pub use auxiliary::{Auxiliary, AuxiliaryDivisor, AuxiliaryVector};
 pub use control_flags::ControlFlags;
 
 use crate::tensor::Tensor;
@@ -53,6 +53,8 @@ pub struct StepArgs {
     pub counts: Option<Vec<Tensor>>,
     /// Numbers to report with the loss; the same names on every rank.
     pub auxiliary: Vec<Auxiliary>,
+    /// Vectors of numbers to report with the loss; the same names and lengths on every rank.
+    pub auxiliary_vectors: Vec<AuxiliaryVector>,
     /// Named numbers to sum over all ranks; the same names on every rank.
     pub control: ControlFlags,
     /// How many updates apart the copies of gradients and parameters are compared ([`copies`]): in the first update, in the
@@ -76,6 +78,7 @@ impl StepArgs {
             loss_divisor: 1,
             counts: None,
             auxiliary: Vec::new(),
+            auxiliary_vectors: Vec::new(),
             control: ControlFlags::new(),
             copies_checked_every: COPIES_CHECKED_EVERY,
         }
@@ -113,6 +116,8 @@ pub struct StepReport {
     pub control: ControlFlags,
     /// The auxiliary outputs with their names.
     pub auxiliary: Vec<(String, f64)>,
+    /// The auxiliary vectors with their names.
+    pub auxiliary_vectors: Vec<(String, Vec<f64>)>,
 }
 
 impl StepReport {
@@ -127,8 +132,21 @@ impl StepReport {
         found.map_or_else(|| self.unknown(name).at(Location::caller()).raise(), |(_, value)| *value)
     }
 
+    /// Returns the auxiliary vector of a name.
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::Config` if no auxiliary vector has the name.
+    #[track_caller]
+    #[must_use]
+    pub fn auxiliary_vector(&self, name: &str) -> &[f64] {
+        let found = self.auxiliary_vectors.iter().find(|(known, _)| known == name);
+        found.map_or_else(|| self.unknown(name).at(Location::caller()).raise(), |(_, values)| values)
+    }
+
     fn unknown(&self, name: &str) -> Error {
-        let known: Vec<&str> = self.auxiliary.iter().map(|(name, _)| name.as_str()).collect();
+        let known = self.auxiliary.iter().map(|(name, _)| name.as_str());
+        let known: Vec<&str> =
+            known.chain(self.auxiliary_vectors.iter().map(|(name, _)| name.as_str())).collect();
         let text = format!("the step has no auxiliary output `{name}`");
         Error::new(Kind::Config, text)
             .detail("known", known.join(", "))

@@ -5,7 +5,7 @@ use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::tensor::Tensor;
 use crate::training_step::control::sum_over_world;
 use crate::training_step::grad_norm::{contributing_locals, sum_squares};
-use crate::training_step::{Auxiliary, StepArgs, StepReport};
+use crate::training_step::{Auxiliary, AuxiliaryVector, StepArgs, StepReport};
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::op::overflow_check::{CONTROL_WORD, OVERFLOW_CHECK};
 use shardgrad_kernels::{DType, Scalar, Strides, upload_into};
@@ -40,8 +40,8 @@ pub struct OverflowCheck {
     hyperparameters: Hyperparameters,
     /// Clip, loss scale, control numbers, hyperparameters of one parameter after another: f64.
     inputs: LocalTensor,
-    /// Gradient factor, 1 or 0 (step taken or skipped), norm; then the sums of squares, losses, control numbers, counts and
-    /// auxiliary outputs over all ranks: f64.
+    /// Gradient factor, 1 or 0 (step taken or skipped), norm; then the sums of squares, losses, control numbers, counts,
+    /// auxiliary outputs and the elements of auxiliary vectors over all ranks: f64.
     outcome: LocalTensor,
     /// The parameters that belong to this optimizer.
     params: Range<usize>,
@@ -55,7 +55,7 @@ impl OverflowCheck {
     pub fn new(rank: &Rank, args: StepArgs, hyperparameters: Hyperparameters) -> Result<OverflowCheck> {
         let inputs = inputs(&args, &hyperparameters);
         let inputs = LocalTensor::upload(rank, &[inputs.len()], &inputs)?;
-        let len = OUTCOME_HEAD + args.control.numbers().len() + groups(&args).len();
+        let len = OUTCOME_HEAD + args.control.numbers().len() + num_sums(&args);
         let outcome = LocalTensor::alloc(rank, DType::F64, &[len])?;
         let params = 0..hyperparameters.len();
         Ok(OverflowCheck { rank: rank.clone(), args, hyperparameters, inputs, outcome, params })
@@ -93,7 +93,8 @@ impl OverflowCheck {
         let is_alike = self.args.control.numbers().len() == args.control.numbers().len()
             && self.hyperparameters.iter().map(Vec::len).eq(hyperparameters.iter().map(Vec::len))
             && self.args.counts.is_some() == args.counts.is_some()
-            && groups(&self.args).len() == groups(&args).len();
+            && groups(&self.args).len() == groups(&args).len()
+            && vector_lens(&self.args).eq(vector_lens(&args));
         if !is_alike || !self.inputs.buffer.is_unique() {
             return Ok(false);
         }
@@ -120,14 +121,17 @@ impl OverflowCheck {
         let rank = &self.rank.clone();
         let counted = contributing_locals(rank, gradients)?;
         let losses = contributing_scalars(&self.args.losses)?;
-        let groups = groups(&self.args);
-        let group_len = groups.iter().map(|group| group.len()).max().unwrap_or(0);
+        // A group holds the terms of one sum: an auxiliary vector is as many groups as it has elements.
+        let (groups, vectors) = (groups(&self.args), &self.args.auxiliary_vectors);
+        let num_groups = num_sums(&self.args);
+        let num_terms = groups.iter().map(|group| group.len()).chain(vectors.iter().map(|v| v.sums.len()));
+        let group_len = num_terms.max().unwrap_or(0);
         let first_group = counted.len() + losses.len();
-        let shape = [first_group + groups.len() * group_len];
-        // Scalars that count on other ranks are 0 here.
-        let mut sums = match groups.is_empty() {
-            true => LocalTensor::alloc(rank, DType::F64, &shape)?,
-            false => LocalTensor::full(rank, DType::F64, &shape, 0.0)?,
+        let shape = [first_group + num_groups * group_len];
+        // Terms that count on other ranks are 0 here.
+        let mut sums = match num_groups {
+            0 => LocalTensor::alloc(rank, DType::F64, &shape)?,
+            _ => LocalTensor::full(rank, DType::F64, &shape, 0.0)?,
         };
         sum_squares(rank, &counted, &mut sums)?;
         let mut write = |scalars: &[Tensor], offset: usize| {
@@ -139,7 +143,15 @@ impl OverflowCheck {
         for (group, i) in groups.iter().zip(0..) {
             write(&contributing_scalars(group)?, first_group + i * group_len)?;
         }
-        let (num_control, num_groups) = (self.args.control.numbers().len(), groups.len());
+        let mut next_group = groups.len();
+        for vector in vectors {
+            let all = Strides::contiguous(&[vector.len, group_len]).at(first_group + next_group * group_len);
+            for (column, i) in vector.contributing_columns()?.iter().zip(0..) {
+                sums.write(rank, all.narrow(1, i, i + 1), column)?;
+            }
+            next_group += vector.len;
+        }
+        let num_control = self.args.control.numbers().len();
         let has_counts = self.args.counts.is_some();
         let mut word = LocalTensor::alloc(rank, DType::F64, &[self.outcome.numel() - CHECK_LEN])?;
         let [num_squares, num_groups, group_len] =
@@ -162,13 +174,17 @@ impl OverflowCheck {
     /// # Errors
     /// Errors of the device, including those of earlier work. The report can be read again after an error.
     pub fn read(&self) -> Result<StepReport> {
-        let StepArgs { lr, loss_scale, control, counts, auxiliary, .. } = &self.args;
+        let StepArgs { lr, loss_scale, control, counts, auxiliary, auxiliary_vectors, .. } = &self.args;
         let report = |grad_scale: f64, skipped: bool, [grad_norm, loss]: [f64; 2], sums: &[f64]| {
             let (control_sums, sums) = sums.split_at(control.numbers().len());
             let mut sums = sums.iter().copied();
             let count = counts.as_ref().and_then(|_| sums.next());
-            let values =
-                auxiliary.iter().map(|auxiliary| (auxiliary.name.clone(), auxiliary.value(&mut sums)));
+            let auxiliary: Vec<(String, f64)> = auxiliary
+                .iter()
+                .map(|auxiliary| (auxiliary.name.clone(), auxiliary.value(&mut sums)))
+                .collect();
+            let elements =
+                |vector: &AuxiliaryVector| (vector.name.clone(), sums.by_ref().take(vector.len).collect());
             StepReport {
                 loss: loss / count.filter(|count| *count != 0.0).unwrap_or(1.0),
                 count,
@@ -178,11 +194,12 @@ impl OverflowCheck {
                 grad_scale,
                 skipped,
                 control: control.with_numbers(control_sums.to_vec()),
-                auxiliary: values.collect(),
+                auxiliary,
+                auxiliary_vectors: auxiliary_vectors.iter().map(elements).collect(),
             }
         };
         if !self.outcome.buffer.has_memory() {
-            let zeros = vec![0.0; groups(&self.args).len()];
+            let zeros = vec![0.0; num_sums(&self.args)];
             let sums = [control.numbers(), &zeros].concat();
             return Ok(report(1.0 / self.args.loss_factor(), false, [0.0; 2], &sums));
         }
@@ -251,6 +268,16 @@ impl OverflowCheck {
 fn groups(args: &StepArgs) -> Vec<&[Tensor]> {
     let counts = args.counts.as_deref();
     counts.into_iter().chain(args.auxiliary.iter().flat_map(Auxiliary::groups)).collect()
+}
+
+/// Returns the lengths of the auxiliary vectors.
+fn vector_lens(args: &StepArgs) -> impl Iterator<Item = usize> + '_ {
+    args.auxiliary_vectors.iter().map(|vector| vector.len)
+}
+
+/// Returns the number of sums over all ranks besides squares, losses and control numbers.
+fn num_sums(args: &StepArgs) -> usize {
+    groups(args).len() + vector_lens(args).sum::<usize>()
 }
 
 /// Returns the scalars that count on this rank.
@@ -358,6 +385,7 @@ mod tests {
             skipped: false,
             control: ControlFlags::new().number("index", sums[2]).number("other", sums[3]),
             auxiliary: vec![("mean".to_string(), sums[5] / 3.0), ("quotient".to_string(), sums[6] / sums[7])],
+            auxiliary_vectors: Vec::new(),
         };
         assert_eq!(found, expected, "{layout}");
         assert_eq!(found.auxiliary("quotient"), sums[6] / sums[7]);
@@ -385,6 +413,59 @@ mod tests {
             Ok(())
         })
         .unwrap();
+    }
+
+    #[test]
+    fn auxiliary_vectors_are_summed_over_ranks_and_microbatches() {
+        let data: Vec<f32> = (0..15).map(|i| i as f32).collect();
+        let columns: Vec<f64> = (0..3).map(|c| (0..5).map(|row| f64::from(3 * row + c)).sum()).collect();
+        for (mesh, text) in
+            [("", "f32[5, 3]"), ("a=3", "f32[5@a, 3]"), ("a=2,b=2", "f32[5@b, 3] ~a"), ("a=2", "f32[5, 3]")]
+        {
+            World::run(Mesh::parse(mesh).unwrap(), |rank| {
+                let x = Tensor::from_global(rank, &Layout::parse(text, rank.mesh())?, &data)?;
+                let vector = |name: &str, len: usize, sums: &[Tensor]| AuxiliaryVector {
+                    name: name.to_string(),
+                    len,
+                    sums: sums.to_vec(),
+                };
+                let sums = [x.sum_dims(&[0]), x.cast(DType::F64).scale(2.0).sum_dims(&[0])];
+                let vectors =
+                    vec![vector("none", 2, &[]), vector("columns", 3, &sums), vector("one", 3, &sums[..1])];
+                let scalars = vec![Auxiliary {
+                    name: "scalar".into(),
+                    sums: vec![x.sum()],
+                    divisor: AuxiliaryDivisor::Number(1.0),
+                }];
+                let args = StepArgs {
+                    auxiliary: scalars,
+                    auxiliary_vectors: vectors,
+                    ..args(None, &[("one", 1.0)])
+                };
+                let mut step = OverflowCheck::new(rank, args.clone(), rows())?;
+                step.check([], Location::caller())?;
+                let report = step.read()?;
+                assert_eq!(
+                    (report.auxiliary("scalar"), report.auxiliary_vector("none")),
+                    (105.0, &[0.0; 2][..])
+                );
+                let thrice: Vec<f64> = columns.iter().map(|x| 3.0 * x).collect();
+                assert_eq!(report.auxiliary_vector("columns"), thrice, "{text}");
+                assert_eq!(report.auxiliary_vector("one"), columns, "{text}");
+                let fewer = StepArgs { auxiliary_vectors: Vec::new(), ..args.clone() };
+                assert!(!step.upload_into(fewer, rows())?, "another number of vectors");
+                let long = StepArgs { auxiliary_vectors: vec![vector("long", 4, &sums[..1])], ..args };
+                let mut step = OverflowCheck::new(rank, long, rows())?;
+                let error = step.check([], Location::caller()).unwrap_err();
+                assert_eq!(error.kind(), Kind::Shape);
+                assert!(
+                    error.message().contains("`long`") && error.message().contains("4 elements"),
+                    "{error}"
+                );
+                Ok(())
+            })
+            .unwrap();
+        }
     }
 
     #[test]

@@ -236,6 +236,16 @@ impl ModelConfig {
             ModelConfig::Bert(config) => ModelConfig::Bert(config.with_dropout(p)),
         }
     }
+
+    /// Returns the same config with biases that balance the experts, moved by `rate` in each training step
+    /// ([`ExpertsConfig::router_bias_update_rate`](super::ExpertsConfig::router_bias_update_rate)); unchanged without experts.
+    #[must_use]
+    pub fn with_router_bias_update_rate(mut self, rate: f64) -> ModelConfig {
+        if let ModelConfig::Llama(LlamaConfig { experts: Some(experts), .. }) = &mut self {
+            experts.router_bias_update_rate = rate;
+        }
+        self
+    }
 }
 
 impl From<Gpt2Config> for ModelConfig {

@@ -8,6 +8,9 @@ use serde_json::{Map, Value, json};
 /// The field of the number of experts in transformers 5 and later, for all members.
 const ANY_FIELD: &str = "num_local_experts";
 
+/// The field of the update rate of the biases that balance experts.
+const BIAS_RATE_FIELD: &str = "router_bias_update_rate";
+
 /// The experts of a model, and which of its blocks have experts.
 #[doc(alias = "MoE")]
 #[derive(Clone, Debug, PartialEq)]
@@ -28,6 +31,11 @@ pub struct ExpertsConfig {
     pub router_aux_loss_coef: f64,
     /// Whether the training loss includes the load-balancing loss.
     pub output_router_logits: bool,
+    /// By how much a training step moves the bias of each expert that balances the load
+    /// ([`MixtureOfExperts::with_bias_balancing`](crate::MixtureOfExperts::with_bias_balancing)); 0 for no bias. A field of this library:
+    /// transformers selects experts without the bias.
+    #[doc(alias = "moe_router_bias_update_rate")]
+    pub router_bias_update_rate: f64,
 }
 
 impl ExpertsConfig {
@@ -47,6 +55,7 @@ impl ExpertsConfig {
             mlp_only_layers: Vec::new(),
             router_aux_loss_coef: 0.001,
             output_router_logits: false,
+            router_bias_update_rate: 0.0,
         }
     }
 
@@ -116,6 +125,8 @@ pub(super) fn read(
     };
     let coefficient = fields.get("router_aux_loss_coef").and_then(Value::as_f64);
     experts.router_aux_loss_coef = errors.number("router_aux_loss_coef", coefficient, 0.001, 1e3);
+    let rate = fields.get(BIAS_RATE_FIELD).and_then(Value::as_f64);
+    experts.router_bias_update_rate = errors.number(BIAS_RATE_FIELD, rate, 0.0, 1e3);
     if !is_mixtral {
         experts.moe_intermediate_size =
             errors.extent("moe_intermediate_size", number("moe_intermediate_size"), None);
@@ -149,6 +160,10 @@ pub(super) fn write(config: &LlamaConfig, value: &mut Value) {
     value["num_experts_per_tok"] = json!(experts.num_experts_per_tok);
     value["router_aux_loss_coef"] = json!(experts.router_aux_loss_coef);
     value["output_router_logits"] = json!(experts.output_router_logits);
+    match (experts.router_bias_update_rate, value.as_object_mut()) {
+        (0.0, Some(fields)) => drop(fields.remove(BIAS_RATE_FIELD)),
+        (rate, _) => value[BIAS_RATE_FIELD] = json!(rate),
+    }
     if config.kind == LlamaKind::Qwen3Moe {
         value["moe_intermediate_size"] = json!(experts.moe_intermediate_size);
         value["norm_topk_prob"] = json!(experts.norm_topk_prob);

@@ -232,6 +232,14 @@ fn experts_are_read_by_the_rules_of_each_member() {
     let some = experts(LlamaKind::Qwen3Moe, &more).unwrap();
     assert_eq!((some.output_router_logits, some.router_aux_loss_coef), (true, 0.5));
     assert_eq!((0..8).filter(|layer| some.is_moe_layer(*layer)).collect::<Vec<_>>(), [1, 7]);
+    // The rate of balancing biases is written, and removed with the biases.
+    let rate = format!("{mixtral}, \"router_bias_update_rate\": 0.25");
+    assert_eq!(experts(LlamaKind::Mixtral, &rate).unwrap().router_bias_update_rate, 0.25);
+    let mut balanced = changed(LlamaKind::Mixtral, "\"use_cache\": true", &rate).unwrap();
+    let written = |config: &LlamaConfig| -> Value { serde_json::from_str(&config.to_json()).unwrap() };
+    assert_eq!(written(&balanced)["router_bias_update_rate"], json!(0.25));
+    balanced.experts.as_mut().unwrap().router_bias_update_rate = 0.0;
+    assert_eq!(written(&balanced).get("router_bias_update_rate"), None);
     let error_text = |kind, fields: &str| experts(kind, fields).unwrap_err();
     assert_eq!(
         error_text(LlamaKind::Mixtral, "\"num_experts_per_tok\": 2"),
