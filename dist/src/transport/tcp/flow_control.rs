@@ -7,8 +7,7 @@
 //! it does. A message that is announced keeps its sender waiting while the receiver computes; a receiver that is itself waiting or
 //! sending replies "hold", so that two ranks that send to each other go on, each with its own elements in its own memory.
 
-use super::frame::Frame;
-use crate::call::IssuedCall;
+use super::frame::{CallId, Frame};
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
@@ -21,22 +20,6 @@ pub(super) const QUEUE_BYTES_MAX: usize = if cfg!(test) { 1 << 20 } else { 65 <<
 const CREDIT_BYTES: usize = QUEUE_BYTES_MAX / 4;
 /// The memory of a queued call besides its texts and elements, rounded up.
 pub(super) const CALL_BYTES: usize = 512;
-
-/// What identifies a call between two ranks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct CallId {
-    pub(super) is_message: bool,
-    /// The bits of its axes.
-    pub(super) bits: u16,
-    pub(super) number: u64,
-}
-
-impl CallId {
-    pub(super) fn of(issued: &IssuedCall) -> CallId {
-        let is_message = !issued.op.is_collective();
-        CallId { is_message, bits: issued.axes.bits(), number: issued.number }
-    }
-}
 
 /// The bytes of a queue that a call takes, with a head and elements of these lengths.
 pub(super) fn call_bytes(head: usize, elements: usize) -> usize {

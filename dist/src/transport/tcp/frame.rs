@@ -5,7 +5,6 @@
 //! lengths are verified before they are used. Head and body follow as one record if they are short, the body before the head, where the
 //! receiver uses it without another copy; else each in records of its own, the head first, which states whether the body is due.
 
-use super::flow_control::CallId;
 use crate::call::IssuedCall;
 use crate::encoding::{Decoder, Encoder};
 use crate::error::Error;
@@ -28,6 +27,22 @@ pub(super) struct Probe {
     pub(super) round: u64,
     /// Ranks and the calls in which they wait: each for the next rank, the last for the rank to which the probe is sent.
     pub(super) path: Vec<(usize, IssuedCall)>,
+}
+
+/// What identifies a call between two ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct CallId {
+    pub(super) is_message: bool,
+    /// The bits of its axes.
+    pub(super) bits: u16,
+    pub(super) number: u64,
+}
+
+impl CallId {
+    pub(super) fn of(issued: &IssuedCall) -> CallId {
+        let is_message = !issued.op.is_collective();
+        CallId { is_message, bits: issued.axes.bits(), number: issued.number }
+    }
 }
 
 /// A frame from one rank to another.

@@ -2,8 +2,8 @@
 
 #![cfg(not(loom))]
 
-use super::flow_control::{CallId, QUEUE_BYTES_MAX};
-use super::frame::{Frame, HEARTBEAT, PREFIX_BYTES, is_short, lengths, set_body};
+use super::flow_control::QUEUE_BYTES_MAX;
+use super::frame::{CallId, Frame, HEARTBEAT, PREFIX_BYTES, is_short, lengths, set_body};
 use super::link::Link;
 use super::{Endpoint, TcpTransport};
 use crate::call::{Call, IssuedCall, Op, Origin, Phase, ReduceOp};

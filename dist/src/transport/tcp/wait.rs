@@ -2,8 +2,7 @@
 //! deadlocks.
 
 use super::TcpTransport;
-use super::flow_control::CallId;
-use super::frame::{Frame, Probe};
+use super::frame::{CallId, Frame, Probe};
 use super::world_view::{ReceivedCall, WorldView};
 use super::{FINAL_SEND_TIMEOUT, Transport};
 use crate::call::{IssuedCall, Op, Request};

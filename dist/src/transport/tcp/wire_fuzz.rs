@@ -45,7 +45,7 @@ fn decode_without_the_token(bytes: &[u8]) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::super::flow_control::CallId;
+    use super::super::frame::CallId;
     use super::*;
     use crate::call::IssuedCall;
     use crate::error::{Error, Kind};

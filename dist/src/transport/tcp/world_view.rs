@@ -1,7 +1,7 @@
 //! One process's view of the world: the status of every rank, and the calls, messages and chunks received but not used yet.
 
-use super::flow_control::{CALL_BYTES, CallId, KeptElements, ReceiveWindow, SendWindow, call_bytes};
-use super::frame::{Frame, Probe};
+use super::flow_control::{CALL_BYTES, KeptElements, ReceiveWindow, SendWindow, call_bytes};
+use super::frame::{CallId, Frame, Probe};
 use crate::call::{IssuedCall, Op};
 use crate::error::{Error, Result};
 use crate::mesh::{AxisSet, Mesh};
