@@ -28,7 +28,6 @@ use crate::node::{Node, with_backward_site};
 use crate::program::{AccumulationDType, OpRecord, Recorder, RecordingCache, Slot};
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_tensor::{Context, Layout, Tensor, Value};
-use smallvec::SmallVec;
 use std::cell::{Cell, RefCell, RefMut};
 use std::collections::HashSet;
 use std::fmt;
@@ -155,6 +154,11 @@ impl Tape {
     pub fn with_gather_groups(self, groups: Vec<Vec<GatherMember>>, order: &Rc<GatherOrder>) -> Tape {
         self.0.arena.borrow_mut().leaves.set_groups(GatherGroups::new(groups, order.clone()));
         self
+    }
+
+    /// Frees the parameters of all gather groups at the end of a forward pass whose backward pass comes after other passes.
+    pub(crate) fn end_forward(&self) {
+        self.0.arena.borrow_mut().leaves.end_forward();
     }
 
     /// The rank of this tape.
@@ -301,8 +305,6 @@ impl Tape {
         Rc::ptr_eq(&self.0, &other.0)
     }
 
-    /// Adds a node; returns the round and the number of the node in it.
-    #[inline]
     /// Whether the backward pass gathers activations again ([`Var::to_regathered_layout_at`]).
     fn regathers(&self) -> bool {
         self.0.regathers.get()
@@ -313,6 +315,8 @@ impl Tape {
         self.0.regathers.set(false);
     }
 
+    /// Adds a node; returns the round and the number of the node in it.
+    #[inline]
     fn push_node(&self, node: Node) -> (u32, u32) {
         let mut arena = self.0.arena.borrow_mut();
         arena.nodes.push(node);
@@ -547,7 +551,7 @@ impl Tape {
         let arena = &mut *self.0.arena.borrow_mut();
         let mut nodes = arena.take_nodes();
         let mut ready = arena.leaves.ready_after(&nodes, self.0.expects_gradients.take());
-        let mut groups = arena.leaves.begin_backward(&nodes);
+        let mut groups = arena.leaves.begin_backward(&nodes, |at| nodes[at].inputs_with_gradient());
         for (id, seed) in seeds {
             add(&mut arena.leaves, &mut nodes, id, seed);
         }
@@ -556,8 +560,8 @@ impl Tape {
                 let (earlier, node) = nodes.split_at_mut(at);
                 let node = &mut node[0];
                 if node.has_cotangent() {
-                    let wanted: SmallVec<[bool; 4]> = node.inputs().iter().map(Option::is_some).collect();
-                    arena.leaves.prepare_backward(&mut groups, (at, node), self.place());
+                    let wanted = node.inputs_with_gradient();
+                    arena.leaves.prepare_backward(&mut groups, (at, node), &wanted, self.place());
                     backward_node((&mut arena.leaves, earlier), node, &wanted, self.place(), backward_site);
                 }
                 nodes.truncate(at);
@@ -566,7 +570,7 @@ impl Tape {
                 }
             }
         });
-        arena.leaves.end_backward();
+        arena.leaves.free_all_groups();
         // The next round reuses the allocation.
         arena.nodes = nodes;
         context.set_backward(before);
@@ -584,9 +588,20 @@ impl Tape {
     /// Takes the accumulated gradients off the tape, in the stored layouts. The adjoint of each route runs here, once.
     #[must_use]
     pub fn gradients(&self) -> Gradients {
+        self.take_gradients(Leaves::take_gradients)
+    }
+
+    /// Takes the gradients that the first half of a split backward pass has accumulated, as [`Tape::gradients`], and keeps the stored
+    /// forms that the second half gathers parameters from.
+    pub(crate) fn input_gradients(&self) -> Gradients {
+        self.take_gradients(Leaves::take_gradients_before_weights)
+    }
+
+    /// Takes gradients off the leaves, as a part of the backward pass.
+    fn take_gradients(&self, take: impl FnOnce(&mut Leaves, (&Rank, &Context)) -> Gradients) -> Gradients {
         let context = self.context();
         let before = context.set_backward(true);
-        let gradients = self.0.arena.borrow_mut().leaves.take_gradients(self.place());
+        let gradients = take(&mut self.0.arena.borrow_mut().leaves, self.place());
         context.set_backward(before);
         gradients
     }
