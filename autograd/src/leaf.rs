@@ -477,12 +477,24 @@ impl Leaves {
 
     /// Takes the accumulated gradients off the leaves, in the stored layouts, and releases the tensors. The adjoint of each
     /// route runs here, once.
-    pub(crate) fn take_gradients(&mut self, (rank, context): (&Rank, &Context)) -> Gradients {
-        let mut gradients = Gradients::new();
+    pub(crate) fn take_gradients(&mut self, place: (&Rank, &Context)) -> Gradients {
         self.groups.release();
+        self.leaves.iter_mut().for_each(Leaf::release_tensor);
+        self.take_cotangents(place)
+    }
+
+    /// As [`Leaves::take_gradients`], but keeps the tensors that gather groups are gathered from.
+    pub(crate) fn take_gradients_before_weights(&mut self, place: (&Rank, &Context)) -> Gradients {
+        let is_done = |leaf: &&mut Leaf| !matches!(leaf.policy.lifetime, GatheredLifetime::Group(_));
+        self.leaves.iter_mut().filter(is_done).for_each(Leaf::release_tensor);
+        self.take_cotangents(place)
+    }
+
+    /// Takes the accumulated gradients off the leaves, each along its route to the stored layout.
+    fn take_cotangents(&mut self, (rank, context): (&Rank, &Context)) -> Gradients {
+        let mut gradients = Gradients::new();
         for at in (0..self.leaves.len()).rev() {
             let leaf = &mut self.leaves[at];
-            leaf.release_tensor();
             if leaf.origin.is_some() {
                 with_backward_site(|site| self.backpropagate_route(at, (rank, context), site));
             } else if let Some(cotangent) = leaf.cotangent.take() {

@@ -36,13 +36,16 @@ pub(crate) trait BlockVjp {
     ) -> Cotangents;
 }
 
+/// Inputs that are leaves of gather groups, as (input, leaf).
+pub(crate) type SavedLeaves = SmallVec<[(u32, u32); 1]>;
+
 /// The tensors that a node saved for backward, by input and by output.
 #[derive(Default)]
 pub(crate) struct SavedTensors {
     pub(crate) inputs: SmallVec<[Option<Tensor>; 4]>,
     pub(crate) outputs: SmallVec<[Option<Tensor>; 2]>,
-    /// Inputs that are leaves of gather groups, as (input, leaf): their tensors are filled in before the vjp.
-    pub(crate) leaves: SmallVec<[(u32, u32); 1]>,
+    /// Inputs whose tensors are set before a vjp that reads them.
+    pub(crate) leaves: SavedLeaves,
     /// Inputs that were gathered, by number: they are gathered again before a vjp that reads them.
     pub(crate) ungathered: SmallVec<[(usize, SavedUngathered); 1]>,
 }
@@ -85,25 +88,38 @@ impl Node {
         }
     }
 
-    /// The inputs that have a gradient.
-    pub(crate) fn differentiated(&self) -> Mask {
-        self.inputs.iter().map(Option::is_some).collect()
-    }
-
     /// The name of the parameter or checkpoint used last before the node.
     pub(crate) fn path(&self) -> &Rc<str> {
         &self.path
     }
 
-    /// The inputs that were saved as the number of a leaf: (input, leaf).
-    pub(crate) fn saved_leaves(&self) -> &[(u32, u32)] {
-        &self.saved.leaves
+    /// Per input, whether it has a gradient.
+    pub(crate) fn inputs_with_gradient(&self) -> Mask {
+        self.inputs.iter().map(Option::is_some).collect()
     }
 
-    /// Fills in the tensors of the inputs that were saved as the number of a leaf.
-    pub(crate) fn fill_saved_leaves(&mut self, mut tensor: impl FnMut(u32) -> Tensor) {
-        for (input, leaf) in std::mem::take(&mut self.saved.leaves) {
-            self.saved.inputs[input as usize] = Some(tensor(leaf));
+    /// The inputs that were saved as the number of a leaf and that the vjp of the wanted cotangents reads, as (input, leaf).
+    pub(crate) fn saved_leaves_read(&self, wanted: &[bool]) -> SavedLeaves {
+        match &self.kind {
+            _ if self.saved.leaves.is_empty() || !wanted.contains(&true) => SavedLeaves::new(),
+            NodeKind::Op(op, _) => {
+                let read = op.saved_for_backward_of(wanted).inputs;
+                let is_read = |(input, _): &&(u32, u32)| read.contains(&(*input as usize));
+                self.saved.leaves.iter().filter(is_read).copied().collect()
+            }
+            NodeKind::Block(_) => self.saved.leaves.clone(),
+        }
+    }
+
+    /// Sets the tensor of an input that was saved as the number of a leaf.
+    pub(crate) fn set_saved_input(&mut self, input: u32, tensor: Tensor) {
+        self.saved.inputs[input as usize] = Some(tensor);
+    }
+
+    /// Drops the tensors of the inputs that were saved as the number of a leaf.
+    pub(crate) fn release_saved_leaves(&mut self) {
+        for (input, _) in &self.saved.leaves {
+            self.saved.inputs[*input as usize] = None;
         }
     }
 

@@ -157,6 +157,11 @@ impl Tape {
         self
     }
 
+    /// Frees the parameters of all gather groups at the end of a forward pass whose backward pass comes after other passes.
+    pub(crate) fn end_forward(&self) {
+        self.0.arena.borrow_mut().leaves.end_forward();
+    }
+
     /// The rank of this tape.
     #[must_use]
     pub fn rank(&self) -> &Rank {
@@ -547,8 +552,8 @@ impl Tape {
         let arena = &mut *self.0.arena.borrow_mut();
         let mut nodes = arena.take_nodes();
         let mut ready = arena.leaves.ready_after(&nodes, self.0.expects_gradients.take());
-        let mut groups = arena.leaves.begin_backward(&nodes);
-        let mut gathers_ahead = GathersAhead::of(&nodes, |at| nodes[at].differentiated(), self.rank());
+        let mut groups = arena.leaves.begin_backward(&nodes, |at| nodes[at].inputs_with_gradient());
+        let mut gathers_ahead = GathersAhead::of(&nodes, |at| nodes[at].inputs_with_gradient(), self.rank());
         for (id, seed) in seeds {
             add(&mut arena.leaves, &mut nodes, id, seed);
         }
@@ -558,8 +563,8 @@ impl Tape {
                 let node = &mut node[0];
                 gathers_ahead.begin_due(earlier, self.place());
                 if node.has_cotangent() {
-                    let wanted = node.differentiated();
-                    arena.leaves.prepare_backward(&mut groups, (at, node), self.place());
+                    let wanted = node.inputs_with_gradient();
+                    arena.leaves.prepare_backward(&mut groups, (at, node), &wanted, self.place());
                     backward_node((&mut arena.leaves, earlier), node, &wanted, self.place(), backward_site);
                 }
                 nodes.truncate(at);
@@ -568,7 +573,7 @@ impl Tape {
                 }
             }
         });
-        arena.leaves.end_backward();
+        arena.leaves.free_all_groups();
         // The next round reuses the allocation.
         arena.nodes = nodes;
         context.set_backward(before);
@@ -586,9 +591,20 @@ impl Tape {
     /// Takes the accumulated gradients off the tape, in the stored layouts. The adjoint of each route runs here, once.
     #[must_use]
     pub fn gradients(&self) -> Gradients {
+        self.take_gradients(Leaves::take_gradients)
+    }
+
+    /// Takes the gradients that the first half of a split backward pass has accumulated, as [`Tape::gradients`], and keeps the stored
+    /// forms that the second half gathers parameters from.
+    pub(crate) fn input_gradients(&self) -> Gradients {
+        self.take_gradients(Leaves::take_gradients_before_weights)
+    }
+
+    /// Takes gradients off the leaves, as a part of the backward pass.
+    fn take_gradients(&self, take: impl FnOnce(&mut Leaves, (&Rank, &Context)) -> Gradients) -> Gradients {
         let context = self.context();
         let before = context.set_backward(true);
-        let gradients = self.0.arena.borrow_mut().leaves.take_gradients(self.place());
+        let gradients = take(&mut self.0.arena.borrow_mut().leaves, self.place());
         context.set_backward(before);
         gradients
     }

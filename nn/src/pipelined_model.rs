@@ -1,6 +1,9 @@
 //! `PipelinedModel`: a recorded model, cut into pipeline stages; each rank holds the parameters of its stages.
 
 mod stage_partition;
+mod gathering;
+
+pub(crate) use gathering::with_gather_policies;
 
 use crate::module::Module;
 use crate::module::param::{Param, StageOwners};
@@ -49,7 +52,9 @@ impl PipelinedModel {
         let program = Program::record(rank, &layouts, Some(Noise { seed, ..TRACING_NOISE }), forward)?;
         let (schedule, starts) =
             stage_partition::choose(model, pipeline, axis, seed, num_microbatches, &program, arguments)?;
-        let stages = Stages::new(program, &starts).reducing_each_pass(keys_reduced_each_pass(model));
+        let own_rank = rank.world().coordinate(axis);
+        let stages =
+            with_gather_policies(Stages::new(program, &starts), model, &schedule.stage_ranks, own_rank);
         let links = stages.links();
         let schedule = schedule.with_transfers(&links);
         schedule.verify(&links)?;
@@ -61,6 +66,11 @@ impl PipelinedModel {
     /// The schedule, with transfers.
     pub(crate) fn schedule(&self) -> &Schedule {
         &self.schedule
+    }
+
+    /// Whether this rank's stages gather parameters in each pass.
+    pub(crate) fn gathers_by_microbatch(&self) -> bool {
+        self.recordings.borrow()[0].1.gathers_each_pass()
     }
 
     /// The first record of each stage, and its path in the model.
@@ -203,11 +213,6 @@ pub(crate) fn init_params<M: Module>(
         param.init_value(model.rank(), seed, Some(StageOwners { axis, ranks, own_rank }))?;
     }
     Ok(())
-}
-
-/// Returns the parameters whose gradients are summed over microbatches as shards.
-fn keys_reduced_each_pass<M: Module>(model: &Model<M>) -> impl Iterator<Item = u64> + '_ {
-    model.params().iter().filter(|p| p.gather_policy().reduces_each_round).map(Param::key)
 }
 
 /// Returns the lookup of parameter values by key. A lookup also sets the parameter's name as the path of the following op.

@@ -30,6 +30,8 @@ pub struct Model<M> {
     unmatched_rules: Vec<String>,
     gather_groups: GroupedParams,
     gather_order: Rc<GatherOrder>,
+    /// Bytes up to which a pipeline rank keeps gathered parameters for the step; `None` for any number.
+    gathered_bytes_max: Option<usize>,
 }
 
 /// The parameters of each gather group, in traversal order, under the path of the module that the group is named after.
@@ -114,7 +116,7 @@ impl<M: Module> Model<M> {
             };
             param.bind(name, next_key(rank), stored, compute, policy)?;
         }
-        let gather_order = Rc::new(GatherOrder::of_groups(gather_groups.len()));
+        let gather_order = Rc::new(GatherOrder::new(0..gather_groups.len() as u32));
         visit_leaves(&module, &mut |path, leaf| {
             if let ModuleLeaf::Point(point) = leaf {
                 let placements = placements.remove(path).unwrap_or_default();
@@ -122,8 +124,16 @@ impl<M: Module> Model<M> {
             }
         });
         let params = params.into_iter().map(|(_, param)| param).collect();
-        let rank = rank.clone();
-        Ok(Model { module, rank, precision, params, unmatched_rules, gather_groups, gather_order })
+        Ok(Model {
+            module,
+            rank: rank.clone(),
+            precision,
+            params,
+            unmatched_rules,
+            gather_groups,
+            gather_order,
+            gathered_bytes_max: plan.gathered_bytes_max,
+        })
     }
 
     /// The rank that holds this part of the model.
@@ -170,6 +180,11 @@ impl<M: Module> Model<M> {
     pub fn gather_groups(&self) -> Vec<(&str, Vec<String>)> {
         let names = |params: &[Param]| params.iter().map(Param::name).collect();
         self.gather_groups.iter().map(|(module, params)| (module.as_str(), names(params))).collect()
+    }
+
+    /// The bytes of gathered parameters up to which a pipeline rank keeps them for the step; `None` for any number.
+    pub(crate) fn gathered_bytes_max(&self) -> Option<usize> {
+        self.gathered_bytes_max
     }
 
     /// Returns a tape that records nothing, for inference and validation.

@@ -123,30 +123,50 @@ fn in_flight_bytes(rank: &Rank) -> u64 {
 struct Gathering {
     stage: usize,
     axis: String,
-    /// The modules whose parameters are gathered together, in stage 3 without a pipeline.
+    /// The modules whose parameters each microbatch gathers together. Empty if a step gathers once.
     groups: Vec<String>,
+    /// In stage 3 on a pipeline: the bytes of the gathered form of all parameters of this rank.
+    bytes: Option<u64>,
 }
 
 impl Gathering {
     /// Returns how the trainer of a plan gathers parameters; `None` if they are stored whole.
     fn of(plan: &Plan, trainer: &Trainer<'_, LanguageModel>) -> Option<Gathering> {
         let (stage, axis) = plan.zero_on(trainer.rank().mesh())?;
-        let groups = match trainer.pipeline_schedule() {
-            Some(_) => Vec::new(),
-            None => trainer.model().gather_groups().iter().map(|(module, _)| (*module).to_string()).collect(),
+        let (model, is_pipelined) = (trainer.model(), trainer.pipeline_schedule().is_some());
+        let local = |names: &Vec<String>| -> Vec<Layout> {
+            let params = model.params().iter().filter(|p| p.is_local() && names.contains(&p.name()));
+            params.filter_map(Param::compute_layout).collect()
         };
-        Some(Gathering { stage, axis: axis.to_string(), groups })
+        let groups: Vec<(String, Vec<Layout>)> =
+            model.gather_groups().iter().map(|(module, names)| (module.to_string(), local(names))).collect();
+        let bytes =
+            groups.iter().flat_map(|(_, layouts)| layouts).map(|layout| local_bytes(layout, trainer)).sum();
+        let is_gathered = |(_, layouts): &(String, Vec<Layout>)| {
+            !layouts.is_empty() && (!is_pipelined || trainer.gathers_by_microbatch())
+        };
+        let modules = groups.into_iter().filter(is_gathered).map(|(module, _)| module).collect();
+        let bytes = (stage == 3 && is_pipelined).then_some(bytes);
+        Some(Gathering { stage, axis: axis.to_string(), groups: modules, bytes })
     }
 
     /// Describes when parameters are gathered and gradients reduced.
     fn text(&self) -> String {
-        let Gathering { stage, axis, groups } = self;
-        let gathered = match groups.len() {
-            0 => "gathered once per step and kept".to_string(),
-            count => format!(
-                "gathered in {count} groups, one group ahead, freed after use and gathered again for the backward pass: {}",
-                groups.join(", ")
-            ),
+        let Gathering { stage, axis, groups, bytes } = self;
+        let gathered = match (groups.len(), bytes.map(format_bytes)) {
+            (0, None) => "gathered once per step and kept".to_string(),
+            (0, Some(bytes)) => {
+                format!("gathered once per step and kept: {bytes}, as gathered_bytes_max allows")
+            }
+            (count, bytes) => {
+                let when = bytes.map_or_else(String::new, |bytes| {
+                    format!("by each microbatch, since all take {bytes}, more than gathered_bytes_max, ")
+                });
+                format!(
+                    "gathered {when}in {count} groups, one group ahead, freed after use and gathered again for the backward pass: {}",
+                    groups.join(", ")
+                )
+            }
         };
         let reduced = if *stage == 1 { "once per step" } else { "in each backward pass" };
         format!(
@@ -263,12 +283,8 @@ fn diff(args: &ExplainArgs, mesh: &Mesh, specs: [&StepSpec<'_>; 2]) -> Result<()
 /// Runs a step of a trainer on a rank of a dry run and collects layouts, collectives, cost and peak memory.
 fn summarize(rank: &Rank, trainer: &mut Trainer<'_, LanguageModel>, plan: &Plan) -> Result<StepSummary> {
     let (gathering, regathered) = (Gathering::of(plan, trainer), trainer.model().regathered_points());
-    let bytes = |layout: &Layout| {
-        let here = layout.local_shape(trainer.rank().coordinates());
-        (here.iter().product::<usize>() * layout.dtype().size()) as u64
-    };
     let here = trainer.model().params().iter().filter(|p| p.is_local());
-    let parameters = here.map(|p| (p.name(), p.layout(), bytes(&p.layout()))).collect();
+    let parameters = here.map(|p| (p.name(), p.layout(), local_bytes(&p.layout(), trainer))).collect();
     let activations = last_layout_per_path(trainer.forward_layouts()?);
     rank.trace().take();
     trainer.check_consistent()?;
@@ -292,6 +308,12 @@ fn summarize(rank: &Rank, trainer: &mut Trainer<'_, LanguageModel>, plan: &Plan)
         cost,
         peak_bytes,
     })
+}
+
+/// Returns the bytes of a layout on the rank of a trainer.
+fn local_bytes(layout: &Layout, trainer: &Trainer<'_, LanguageModel>) -> u64 {
+    let here = layout.local_shape(trainer.rank().coordinates());
+    (here.iter().product::<usize>() * layout.dtype().size()) as u64
 }
 
 /// Keeps the last layout of consecutive ops with the same module path.
@@ -342,10 +364,10 @@ fn print_json(mesh: &Mesh, step: &StepSummary) {
             "bytes": r.bytes, "line": line})
         );
     }
-    if let Some(Gathering { stage, axis, groups }) = &step.gathering {
+    if let Some(Gathering { stage, axis, groups, bytes }) = &step.gathering {
         println!(
             "{}",
-            json!({"kind": "sharded_data", "rank": rank, "stage": stage, "axis": axis, "gather_groups": groups})
+            json!({"kind": "sharded_data", "rank": rank, "stage": stage, "axis": axis, "gather_groups": groups, "gathered_bytes": bytes})
         );
     }
     if !step.regathered.is_empty() {

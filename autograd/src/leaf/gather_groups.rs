@@ -2,10 +2,14 @@
 //! other groups are used, and gathered again for the backward pass.
 //!
 //! Nodes save the number of a leaf in place of its gathered tensor, so that the leaf alone holds it. When the group of a parameter
-//! comes into use, the gathers of the next group begin: on a back end with a communication stream it arrives while the first one is
-//! computed with. Small parameters of a group share a collective. Which group is next is known from the nodes in the backward pass, and from the forward pass before in the forward
-//! pass. All ranks run the same ops, so that all gather in the same order. Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully
-//! Sharded Data Parallel", arXiv 2304.11277.
+//! comes into use, the gathers of the next group begin: on a back end with a communication stream they run while the group in use is
+//! computed with. Small parameters of a group share a collective. In the backward pass the recorded nodes tell which group is next, in
+//! a forward pass the forward pass before. All ranks run the same ops, so that all gather in the same order.
+//!
+//! Microbatches of a pipeline are in flight together, each on a tape of its own: a forward pass frees its groups at its end, so that
+//! tapes in flight hold shards. Of a split backward pass each half gathers what its vjps read.
+//!
+//! Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", arXiv 2304.11277.
 
 use super::{Leaf, Leaves, Parameter, layout_of_sums};
 use crate::id::{Id, Key};
@@ -68,16 +72,16 @@ pub struct GatherMember {
     pub path: Rc<str>,
 }
 
-/// The order in which forward passes use gather groups: at first the order of the groups, then that of the last forward pass. A model
-/// shares it with all its tapes.
+/// The order in which forward passes use gather groups: at first as expected, then that of the last forward pass. A model shares it
+/// with all its tapes.
 #[derive(Debug, Default)]
 pub struct GatherOrder(RefCell<Vec<u32>>);
 
 impl GatherOrder {
-    /// The order 0, 1, .. of groups.
+    /// The order in which the first forward pass is expected to use groups.
     #[must_use]
-    pub fn of_groups(num_groups: usize) -> GatherOrder {
-        GatherOrder(RefCell::new((0..num_groups as u32).collect()))
+    pub fn new(groups: impl IntoIterator<Item = u32>) -> GatherOrder {
+        GatherOrder(RefCell::new(groups.into_iter().collect()))
     }
 
     /// The position of the use of a group after a position, and the group after that.
@@ -324,20 +328,29 @@ impl Leaves {
         tensor
     }
 
-    /// Ends a forward pass, and returns the groups that the backward pass of its nodes needs.
-    pub(crate) fn begin_backward(&mut self, nodes: &[Node]) -> BackwardGroups {
+    /// Ends a forward pass after which other passes come before the backward one: frees all groups.
+    pub(crate) fn end_forward(&mut self) {
+        self.groups.end_forward();
+        self.free_all_groups();
+    }
+
+    /// Ends a forward pass, and returns the groups that the backward pass of its nodes needs, where `wanted` states the wanted
+    /// cotangents of a node.
+    pub(crate) fn begin_backward(
+        &mut self,
+        nodes: &[Node],
+        wanted: impl Fn(usize) -> SmallVec<[bool; 4]>,
+    ) -> BackwardGroups {
         self.groups.end_forward();
         let mut segments: Vec<Segment> = Vec::new();
         if self.has_groups {
-            for (node, leaf) in
-                nodes.iter().enumerate().rev().flat_map(|(at, node)| {
-                    node.saved_leaves().iter().map(move |(_, leaf)| (at, *leaf as usize))
-                })
-            {
-                let Some(group) = self.gathered_group(leaf) else { continue };
+            for (node, (_, leaf)) in (0..nodes.len()).rev().flat_map(|at| {
+                nodes[at].saved_leaves_read(&wanted(at)).into_iter().map(move |leaf| (at, leaf))
+            }) {
+                let Some(group) = self.gathered_group(leaf as usize) else { continue };
                 match segments.last_mut() {
-                    Some(last) if last.group == group => last.leaves.push(leaf),
-                    _ => segments.push(Segment { node, group, leaves: vec![leaf] }),
+                    Some(last) if last.group == group => last.leaves.push(leaf as usize),
+                    _ => segments.push(Segment { node, group, leaves: vec![leaf as usize] }),
                 }
             }
             segments.reverse();
@@ -347,14 +360,17 @@ impl Leaves {
         groups
     }
 
-    /// Gathers what the backward pass of a node needs, and the group after that; fills in the tensors that the node saved by number.
+    /// Gathers what the vjp of a node reads for the wanted cotangents, and begins to gather the group after that; sets the tensors
+    /// that the node saved by number.
     pub(crate) fn prepare_backward(
         &mut self,
         groups: &mut BackwardGroups,
         (at, node): (usize, &mut Node),
+        wanted: &[bool],
         place: Place<'_>,
     ) {
-        if node.saved_leaves().is_empty() {
+        let read = node.saved_leaves_read(wanted);
+        if read.is_empty() {
             return;
         }
         if groups.segments.last().is_some_and(|next| next.node >= at) {
@@ -367,7 +383,9 @@ impl Leaves {
             }
             self.gather_for_backward(groups, Some((&leaves, place)));
         }
-        node.fill_saved_leaves(|leaf| self.gathered_again(leaf as usize, place));
+        for (input, leaf) in read {
+            node.set_saved_input(input, self.gathered_again(leaf as usize, place));
+        }
     }
 
     /// Frees the groups that are neither in use nor next, gathers the given leaves, and begins to gather those of the next group.
@@ -393,8 +411,8 @@ impl Leaves {
         }
     }
 
-    /// Frees all groups at the end of a backward pass.
-    pub(crate) fn end_backward(&mut self) {
+    /// Frees all groups, as at the end of a backward pass.
+    pub(crate) fn free_all_groups(&mut self) {
         if self.has_groups {
             self.free_groups_except(&[]);
         }

@@ -1,19 +1,20 @@
 //! Running a schedule: one rank's part of a step.
 
+mod parameters;
 mod reduce;
 mod measure;
 
 use super::action::{Action, Schedule, Transfer};
 use super::stage::{GradientSlots, Stages};
 use crate::id::{Gradients, Id, Key, ReplayNoise};
-use crate::leaf::layout_of_sums;
 use crate::node::sum_cotangents;
 use crate::program::Slot;
-use crate::tape::{DeferredWeightGrads, Tape, Values, Var};
+use crate::tape::{DeferredWeightGrads, Tape, Values};
+use parameters::StageParameter;
 use shardgrad_dist::{Axis, AxisSet, Call, Error, Kind, Origin, Phase, Rank, Result};
 use shardgrad_tensor::execution::local_tensor::LocalTensor;
 use shardgrad_tensor::training_step::anomaly_report::note_received;
-use shardgrad_tensor::{Layout, PackCacheGuard, Tensor, Value};
+use shardgrad_tensor::{Layout, Tensor, Value};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::panic::Location;
 use std::time::Instant;
@@ -80,15 +81,6 @@ type StageInputs = Vec<(Slot, Layout)>;
 /// The start of a backward pass: cotangents of the stage's outputs, its tape, and its inputs.
 type BackwardInputs = (Vec<(Id, Tensor)>, Tape, StageInputs);
 
-/// A parameter in the layout in which a stage computes with it.
-struct ComputeParameter {
-    computed: Var,
-    /// The parameter in the layout in which its gradients are summed: the computed one, or a sharded one.
-    summed: Var,
-    /// Keeps prepacked forms of the computed tensor in the pack cache.
-    _reuse: Option<PackCacheGuard>,
-}
-
 /// A microbatch in a stage between forward and backward pass.
 struct InFlight {
     tape: Tape,
@@ -104,9 +96,9 @@ struct Step<'a> {
     trains: bool,
     /// The slots whose gradients are sent back.
     gradient_slots: &'a GradientSlots,
-    /// Holds the parameters in their compute layouts, made once and used by all microbatches.
+    /// The routes of the parameters from their stored layouts, each taken once.
     tape: Tape,
-    compute_parameters: HashMap<u32, ComputeParameter>,
+    parameters: HashMap<u32, StageParameter>,
     /// The gradients of those parameters, accumulated over the microbatches.
     sums: BTreeMap<u32, Tensor>,
     in_flight: HashMap<(usize, usize), InFlight>,
@@ -197,7 +189,7 @@ impl Runner<'_> {
             trains,
             gradient_slots,
             tape: if trains { Tape::new(self.rank) } else { Tape::inference(self.rank) },
-            compute_parameters: HashMap::new(),
+            parameters: HashMap::new(),
             sums: BTreeMap::new(),
             in_flight: HashMap::new(),
             deferred: HashMap::new(),
@@ -250,8 +242,8 @@ impl Step<'_> {
     fn forward(&mut self, stage: usize, microbatch: usize) -> Result<()> {
         let runner = self.runner;
         let program = runner.stages.program();
-        let (slice, rank) = (&runner.stages.stages()[stage], runner.rank);
-        let tape = if self.trains { Tape::new(rank) } else { Tape::inference(rank) };
+        let slice = &runner.stages.stages()[stage];
+        let tape = self.pass_tape(stage);
         let mut values = Values::new();
         self.bind_external_inputs(stage, microbatch, &tape, &mut values)?;
         let mut stage_inputs = Vec::new();
@@ -267,6 +259,7 @@ impl Step<'_> {
             }
         }
         program.replay(slice.range.clone(), &mut values, (self.inputs.draw)(microbatch))?;
+        tape.end_forward();
         for (to, slots) in &slice.outputs {
             let made = slots.iter().map(|slot| values[slot].tensor().clone()).collect();
             self.transfers.insert(Transfer { from: stage, to: *to, microbatch }, made);
@@ -306,17 +299,7 @@ impl Step<'_> {
                 let given = arguments.iter().flatten().nth(external as usize).ok_or_else(missing_value)?;
                 tape.constant(check_argument(external, microbatch, given, &declared.layout)?)
             } else if let Some(key) = declared.key {
-                let trains = self.trains;
-                let ComputeParameter { computed, summed, .. } = self.compute_parameter(stage, external, key);
-                let leaf = computed.requires_grad() && trains;
-                let tensor = computed.tensor();
-                match leaf {
-                    true if summed.layout() != computed.layout() => {
-                        tape.gathered_leaf(Key::from(external), summed.tensor(), tensor)?
-                    }
-                    true => tape.leaf_accumulated_in(Key::from(external), tensor, declared.accumulation),
-                    false => tape.constant(tensor.clone()),
-                }
+                self.bind_parameter(stage, external, key, tape)?
             } else {
                 tape.constant(declared.constant.clone().ok_or_else(missing_value)?)
             };
@@ -325,39 +308,18 @@ impl Step<'_> {
         Ok(())
     }
 
-    /// A parameter in the layout in which the stage computes with it; redistributed once per step.
-    fn compute_parameter(&mut self, stage: usize, external: u32, key: Key) -> &ComputeParameter {
-        let (tape, inputs, stages) = (&self.tape, self.inputs, self.runner.stages);
-        let is_reused = self.results.len() > 1;
-        let redistribute = || {
-            let stored = (inputs.parameter)(key);
-            let leaf = if (inputs.is_trained)(key) { tape.leaf(key, &stored) } else { tape.constant(stored) };
-            let (to, site) = (
-                &stages.program().external_inputs[external as usize].layout,
-                stages.first_use(stage, external),
-            );
-            let sums = stages.reduces_each_pass(external).then(|| layout_of_sums(leaf.layout(), to));
-            let origin = sums.map_or_else(|| leaf.clone(), |sums| leaf.to_layout_at(&sums, site));
-            let computed = origin.to_layout_at(to, site);
-            let summed = if stages.reduces_each_pass(external) { origin } else { computed.clone() };
-            let reuse = is_reused.then(|| computed.tensor().cache_packed());
-            ComputeParameter { computed, summed, _reuse: reuse }
-        };
-        self.compute_parameters.entry(external).or_insert_with(redistribute)
-    }
-
     fn backward(&mut self, stage: usize, microbatch: usize) -> Result<()> {
         let (seeds, tape, stage_inputs) = self.begin_backward(stage, microbatch)?;
         tape.preload_gradients(&seeds, |key| self.take_accumulator(key));
         tape.backward_from(seeds);
-        self.store_input_gradients(stage, microbatch, &tape, &stage_inputs)
+        self.store_gradients(stage, microbatch, tape.gradients(), &stage_inputs)
     }
 
     fn input_gradient(&mut self, stage: usize, microbatch: usize) -> Result<()> {
         let (seeds, tape, stage_inputs) = self.begin_backward(stage, microbatch)?;
         tape.preload_gradients(&seeds, |key| self.take_accumulator(key));
         let deferred = DeferredWeightGrads::backward_inputs(&tape, seeds, |key| key >= FIRST_STAGE_INPUT);
-        self.store_input_gradients(stage, microbatch, &tape, &stage_inputs)?;
+        self.store_gradients(stage, microbatch, tape.input_gradients(), &stage_inputs)?;
         self.deferred.insert((stage, microbatch), (tape, deferred));
         Ok(())
     }
@@ -388,17 +350,16 @@ impl Step<'_> {
         Ok((seeds, pass.tape, pass.stage_inputs))
     }
 
-    /// Takes the gradients off a tape: those of the stage's inputs go to the stages that made them, those of parameters
-    /// are accumulated.
-    fn store_input_gradients(
+    /// Stores the gradients of a backward pass: those of the stage's inputs go to the stages that made them, those of parameters are
+    /// accumulated.
+    fn store_gradients(
         &mut self,
         stage: usize,
         microbatch: usize,
-        tape: &Tape,
+        mut gradients: Gradients,
         stage_inputs: &StageInputs,
     ) -> Result<()> {
         let runner = self.runner;
-        let mut gradients = tape.gradients();
         for (from, slots) in &runner.stages.stages()[stage].inputs {
             let mut back = Vec::new();
             for slot in self.gradient_slots.filter(slots) {

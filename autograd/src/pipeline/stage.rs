@@ -22,6 +22,8 @@ pub struct Stages {
     gradient_slots: GradientSlots,
     /// The parameters whose gradients are reduced after each backward pass.
     reduced_each_pass: BTreeSet<Key>,
+    /// The parameters that each pass gathers, with their gather groups.
+    gathered_each_pass: BTreeMap<Key, u32>,
 }
 
 /// The slots with a gradient in a step, whose cotangents stages send back.
@@ -84,7 +86,8 @@ impl Stages {
             }
         }
         let gradient_slots = program.gradient_slots(num_losses, |_| true);
-        Stages { program, stages, num_losses, gradient_slots, reduced_each_pass: BTreeSet::new() }
+        let (reduced_each_pass, gathered_each_pass) = (BTreeSet::new(), BTreeMap::new());
+        Stages { program, stages, num_losses, gradient_slots, reduced_each_pass, gathered_each_pass }
     }
 
     /// The same stages, which reduce the gradients of some parameters to the stored layout after each backward pass, so that the sums
@@ -92,6 +95,41 @@ impl Stages {
     #[must_use]
     pub fn reducing_each_pass(self, keys: impl IntoIterator<Item = Key>) -> Stages {
         Stages { reduced_each_pass: keys.into_iter().collect(), ..self }
+    }
+
+    /// The same stages, of which each forward and backward pass gathers some parameters group by group and frees them after use
+    /// (ZeRO 3 by microbatch). All other parameters are gathered once per step and kept.
+    #[must_use]
+    pub fn gathering_each_pass(self, groups: impl IntoIterator<Item = (Key, u32)>) -> Stages {
+        Stages { gathered_each_pass: groups.into_iter().collect(), ..self }
+    }
+
+    /// Whether each pass gathers parameters.
+    #[must_use]
+    pub fn gathers_each_pass(&self) -> bool {
+        !self.gathered_each_pass.is_empty()
+    }
+
+    /// The gather group of an external input that each pass gathers; `None` for all others.
+    pub(super) fn gather_group(&self, external: u32) -> Option<u32> {
+        let key = self.program.external_inputs[external as usize].key?;
+        self.gathered_each_pass.get(&key).copied()
+    }
+
+    /// The gather groups that a forward pass of a stage uses, in order.
+    pub(super) fn gather_order(&self, stage: usize) -> Vec<u32> {
+        if !self.gathers_each_pass() {
+            return Vec::new();
+        }
+        let records = &self.program.records[self.stages[stage].range.clone()];
+        let group = |slot: &Slot| match slot {
+            Slot::External(external) => self.gather_group(*external),
+            Slot::Output { .. } => None,
+        };
+        let mut order: Vec<u32> =
+            records.iter().flat_map(|record| &record.inputs).filter_map(group).collect();
+        order.dedup();
+        order
     }
 
     /// Whether the gradient of an external input is reduced after each backward pass.
@@ -226,8 +264,10 @@ impl Stages {
             starts.resize(stage, at);
         }
         starts.resize(keys.len() - 1, program.records.len());
+        let (reduced_each_pass, gathered_each_pass) =
+            (self.reduced_each_pass.clone(), self.gathered_each_pass.clone());
         let stages = Stages::with_losses(program, &starts, self.num_losses);
-        Ok(stages.reducing_each_pass(self.reduced_each_pass.iter().copied()))
+        Ok(Stages { reduced_each_pass, gathered_each_pass, ..stages })
     }
 }
 

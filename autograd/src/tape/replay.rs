@@ -83,7 +83,8 @@ impl Program {
 
     /// Runs a slice of the records. `values` holds the inputs of the slice (external inputs and results of earlier
     /// records) and receives its results. Random ops draw as `draw` says. Checkpointed blocks that lie within the slice
-    /// save only their inputs for the backward pass.
+    /// save only their inputs for the backward pass. A parameter in another layout than the recorded one, as it is stored, is
+    /// redistributed at each use.
     ///
     /// # Errors
     /// `Kind::Unsupported` if an input of the slice is missing.
@@ -159,12 +160,20 @@ impl Program {
     }
 
     fn replay_block(&self, block: &Range<usize>, values: &mut Values, draw: ReplayNoise) -> Result<()> {
-        let (needs, leaves) = (self.inputs_of(block.clone()), self.outputs_of(block.clone()));
+        let leaves = self.outputs_of(block.clone());
+        // Parameters as they are stored are redistributed inside of the block, which does not save them then.
+        let (stored, needs): (Vec<Slot>, Vec<Slot>) = self
+            .inputs_of(block.clone())
+            .into_iter()
+            .partition(|slot| values.get(slot).is_some_and(|var| self.is_stored(slot, var)));
         let arguments: Vec<Var> =
             needs.iter().map(|slot| self.value(block.start, slot, values)).collect::<Result<_>>()?;
-        let tape = arguments[0].tape().clone();
+        let stored: Values = stored.iter().map(|slot| (*slot, values[slot].clone())).collect();
+        let tape =
+            arguments.first().or(stored.values().next()).expect("a block reads a value").tape().clone();
         let made = tape.checkpoint(&arguments, |arguments| {
             let mut inner: Values = needs.iter().copied().zip(arguments.iter().cloned()).collect();
+            inner.extend(stored);
             let done = self.last_uses(block.clone());
             for (at, done) in block.clone().zip(done) {
                 self.replay_one(at, &mut inner, draw)?;
@@ -178,14 +187,33 @@ impl Program {
         Ok(())
     }
 
+    /// The value of a slot that a record reads, in the recorded layout.
     fn value(&self, at: usize, slot: &Slot, values: &Values) -> Result<Var> {
-        values.get(slot).cloned().ok_or_else(|| {
-            let name = self.records[at].op.name();
-            let text = format!("replay: record {at} ({name}) reads {slot:?}, which has no value");
+        let record = &self.records[at];
+        let var = values.get(slot).ok_or_else(|| {
+            let text =
+                format!("replay: record {at} ({}) reads {slot:?}, which has no value", record.op.name());
             Error::new(Kind::Unsupported, text).detail(
                 "help",
                 "put the inputs of the slice (Program::inputs_of) into `values` before replay()",
             )
-        })
+        })?;
+        if !self.is_stored(slot, var) {
+            return Ok(var.clone());
+        }
+        Context::of(var.rank()).set_path(&record.path);
+        // The variable lives for the slice, and would hold the redistributed value as long.
+        Ok(var.without_cached_layouts().to_layout_at(self.layout(*slot), record.site))
+    }
+
+    /// Whether the value of a slot is a parameter in another layout than the recorded one.
+    fn is_stored(&self, slot: &Slot, var: &Var) -> bool {
+        match slot {
+            Slot::External(external) => {
+                let declared = &self.external_inputs[*external as usize];
+                declared.key.is_some() && declared.layout != *var.layout()
+            }
+            Slot::Output { .. } => false,
+        }
     }
 }

@@ -1,6 +1,9 @@
 //! Split backward: input gradients first, because the previous stage waits for them; weight gradients later, to fill
 //! pipeline bubbles.
 //!
+//! Where parameters are gathered in groups ([`GatherPolicy`](crate::GatherPolicy)), input gradients gather the weights again, and
+//! weight gradients only what their vjps read: the weight of a norm, but not that of a product.
+//!
 //! Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241.
 
 use super::Tape;
@@ -45,7 +48,7 @@ impl DeferredWeightGrads {
             let mut mask: Mask = node.inputs().iter().map(reaches_target).collect();
             reaches.push(mask.contains(&true));
             if node.op().is_none() && mask.contains(&true) {
-                mask = node.differentiated();
+                mask = node.inputs_with_gradient();
             }
             now.push(mask);
         }
@@ -83,12 +86,15 @@ impl DeferredWeightGrads {
         let before = context.set_backward(true);
         let arena = &mut *tape.0.arena.borrow_mut();
         let mut gathers_ahead = GathersAhead::of(&self.nodes, |at| masks[at].clone(), tape.rank());
+        let mut ready = arena.leaves.ready_after(&self.nodes, false);
+        let mut groups = arena.leaves.begin_backward(&self.nodes, |at| masks[at].clone());
         with_backward_site(|backward_site| {
             for at in (0..self.nodes.len()).rev() {
                 let (earlier, node) = self.nodes.split_at_mut(at);
                 let node = &mut node[0];
                 gathers_ahead.begin_due(earlier, tape.place());
                 if node.has_cotangent() && masks[at].contains(&true) {
+                    arena.leaves.prepare_backward(&mut groups, (at, node), &masks[at], tape.place());
                     backward_node(
                         (&mut arena.leaves, earlier),
                         node,
@@ -96,12 +102,17 @@ impl DeferredWeightGrads {
                         tape.place(),
                         backward_site,
                     );
+                    node.release_saved_leaves();
                 }
                 if !self.pending[at].contains(&true) {
                     node.empty();
                 }
+                while let Some((_, leaf)) = ready.pop_if(|(node, _)| *node == at) {
+                    arena.leaves.backpropagate_route(leaf, tape.place(), backward_site);
+                }
             }
         });
+        arena.leaves.free_all_groups();
         context.set_backward(before);
     }
 }

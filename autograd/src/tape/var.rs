@@ -73,6 +73,11 @@ impl Var {
         Var(Rc::new(Inner { tensor, tape, id, slot, detached, gathered, cached_layouts }))
     }
 
+    /// The same variable, which does not hold the other layouts that this one has.
+    pub(super) fn without_cached_layouts(&self) -> Var {
+        self.with_detached(self.0.detached)
+    }
+
     /// The tape of this variable.
     #[must_use]
     pub fn tape(&self) -> &Tape {

@@ -75,7 +75,9 @@ impl<M: Module> InferenceModel<M> {
         };
         let stage_ranks: Vec<usize> = (0..rank.mesh().size(axis)).collect();
         let starts = program.cut(model.rank(), cut, stage_ranks.len())?;
+        let own_rank = rank.coordinate(axis);
         let stages = Stages::new(program, &starts);
+        let stages = pipelined_model::with_gather_policies(stages, &model, &stage_ranks, own_rank);
         pipelined_model::init_params(&model, axis, &stages, &stage_ranks, seed)?;
         Ok(InferenceModel { model, pipeline: Some(InferencePipeline { axis, stages, stage_ranks }) })
     }

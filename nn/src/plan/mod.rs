@@ -58,6 +58,7 @@ use shardgrad_tensor::{Axis, DType, Error, Kind, Layout, Mesh, Placement, Result
 /// | `zero STAGE AXIS` | how long gathered parameters and whole gradients live where rules shard the storage over the axis, as `store * dp@*` does ([`Plan::zero`]) |
 /// | `regather PATTERN` | [`Plan::regather`] |
 /// | `gather_group PATTERN` | [`Plan::gather_group`] |
+/// | `gathered_bytes_max BYTES` | [`Plan::gathered_bytes_max`] |
 /// | `pipeline AXIS SCHEDULE CUT` | [`Plan::pipeline_parallel`]; a schedule given as action lists prints as its name |
 #[doc(alias = "DeviceMesh")]
 #[doc(alias = "parallelize_plan")]
@@ -75,6 +76,8 @@ pub struct Plan {
     zero: Vec<ZeroAxis>,
     /// Patterns of modules whose parameters are gathered together in stage 3.
     gather_groups: Vec<String>,
+    /// Bytes up to which a pipeline rank keeps gathered parameters for the step in stage 3; `None` for any number.
+    pub(crate) gathered_bytes_max: Option<usize>,
     /// Patterns of points whose gathered activations are gathered again in the backward pass.
     regathered_points: Vec<String>,
     /// The axis of `exchange_experts` and `gather_experts`.
@@ -142,6 +145,7 @@ impl Plan {
             self.zero.push(zero);
         }
         self.gather_groups.extend(other.gather_groups);
+        self.gathered_bytes_max = other.gathered_bytes_max.or(self.gathered_bytes_max);
         self.regathered_points.extend(other.regathered_points);
         self.tensor_axis = other.tensor_axis.or(self.tensor_axis);
         self.expert_axis = other.expert_axis.or(self.expert_axis);

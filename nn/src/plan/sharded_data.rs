@@ -10,6 +10,8 @@
 //! | 2 | for the step | shards, reduce-scattered in each backward pass | 2 + 16 / N |
 //! | 3 | one group in use, and the next | shards, reduce-scattered in each backward pass | 16 / N, and two groups of 2 |
 //!
+//! On a pipeline stage 3 is stage 2, or gathers by microbatch as above ([`Plan::gathered_bytes_max`]).
+//!
 //! Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv 1910.02054; Zhao et al.,
 //! "PyTorch FSDP", arXiv 2304.11277. Over two axes, of which one holds copies, this is hybrid sharding (HSDP).
 
@@ -40,7 +42,7 @@ impl Plan {
     /// - Stage 1 keeps gathered parameters for the step, sums gradients unsharded and reduce-scatters them once per step.
     /// - Stage 2 reduce-scatters the gradients of each microbatch, so that their sum is sharded too.
     /// - Stage 3 also frees gathered parameters after use, and gathers them again for the backward pass, one group ahead
-    ///   ([`Plan::gather_group`]). On a pipeline, parameters are gathered once per step and kept.
+    ///   ([`Plan::gather_group`]). On a pipeline [`Plan::gathered_bytes_max`] decides whether it does.
     #[doc(alias = "ZeRO")]
     #[doc(alias = "DistributedOptimizer")]
     #[doc(alias = "ZeroRedundancyOptimizer")]
@@ -76,6 +78,25 @@ impl Plan {
     #[must_use]
     pub fn gather_group(mut self, modules: &str) -> Plan {
         self.gather_groups.push(modules.to_string());
+        self
+    }
+
+    /// In stage 3 on a pipeline, keeps the gathered parameters of a rank's stages for the step if they take at most this many bytes on
+    /// a rank, in the dtype of computation. Otherwise the stages of this rank gather by microbatch: each forward and backward pass
+    /// gathers group after group and frees each after its use. With 0 bytes all stages do.
+    ///
+    /// Without a bound, stages gather once per step. A step of m microbatches then moves each parameter once and not up to 2 m times,
+    /// and pipelines need many microbatches; the stages of a pipeline are small already, 1 / p of the model on p ranks.
+    ///
+    /// ```
+    /// use shardgrad_nn::Plan;
+    /// let plan = Plan::gpt2().and(Plan::fsdp("fsdp")).gathered_bytes_max(2 << 30);
+    /// assert!(plan.to_string().contains("gathered_bytes_max 2147483648\n"));
+    /// ```
+    #[doc(alias = "reshard_after_forward")]
+    #[must_use]
+    pub fn gathered_bytes_max(mut self, bytes: usize) -> Plan {
+        self.gathered_bytes_max = Some(bytes);
         self
     }
 
@@ -136,29 +157,12 @@ pub(super) fn best_dim(shape: &[usize], axis: Axis, others: &[(Axis, Placement)]
         let shards = by_others * mesh.size(axis);
         let is_uneven = !extent.is_multiple_of(shards);
         let padded = extent.div_ceil(shards) * shards;
-        let unevenness = (padded - extent) as f64 / extent as f64;
-        (is_uneven || by_others > 1, Unevenness(unevenness), by_others > 1, Reverse(extent), *d)
+        // The bits of floats that are not negative are ordered as the floats.
+        let unevenness = ((padded - extent) as f64 / extent as f64).to_bits();
+        (is_uneven || by_others > 1, unevenness, by_others > 1, Reverse(extent), *d)
     };
     let dims = (0..shape.len()).filter(|d| shape[*d] > 1);
     dims.min_by_key(rank_dim).map_or(Placement::Invariant, Placement::Shard)
-}
-
-/// A finite number with a total order.
-#[derive(PartialEq)]
-struct Unevenness(f64);
-
-impl Eq for Unevenness {}
-
-impl PartialOrd for Unevenness {
-    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl Ord for Unevenness {
-    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        self.0.total_cmp(&other.0)
-    }
 }
 
 #[cfg(test)]

@@ -10,20 +10,31 @@ use std::fmt;
 use std::str::FromStr;
 
 /// The words with which a line begins.
-const ITEMS: [&str; 8] =
-    ["store", "compute", "point", "batch", "zero", "gather_group", "regather", "pipeline"];
+const ITEMS: [&str; 9] = [
+    "store",
+    "compute",
+    "point",
+    "batch",
+    "zero",
+    "gather_group",
+    "gathered_bytes_max",
+    "regather",
+    "pipeline",
+];
 /// The mark of a rule that may match nothing.
 const OPTIONAL: &str = "optional";
 /// The mark of a rule of a kind.
 const ONE_OF: &str = "one-of";
 
-/// One item per line: the pipeline, the batch axes, the stages of ZeRO, the gather groups, the regathered points, the rules in order.
+/// One item per line: the pipeline, the batch axes, the stages of ZeRO, the gather groups and the bytes that stay gathered, the
+/// regathered points, the rules in order.
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.pipeline.iter().try_for_each(|pipeline| writeln!(f, "{pipeline}"))?;
         self.batch.iter().try_for_each(|(axis, dim)| writeln!(f, "batch {axis}@{dim}"))?;
         self.zero.iter().try_for_each(|zero| writeln!(f, "{zero}"))?;
         self.gather_groups.iter().try_for_each(|modules| writeln!(f, "gather_group {modules}"))?;
+        self.gathered_bytes_max.iter().try_for_each(|bytes| writeln!(f, "gathered_bytes_max {bytes}"))?;
         self.regathered_points.iter().try_for_each(|points| writeln!(f, "regather {points}"))?;
         let write_rule = |rule: &Rule| match &rule.presence {
             Presence::Required => writeln!(f, "{rule}"),
@@ -80,6 +91,12 @@ fn parse_item(line: &str) -> Result<Plan, String> {
         "gather_group" => match *words {
             [modules] => Ok(Plan::new().gather_group(modules)),
             _ => Err("write `gather_group PATTERN`, as in `gather_group h.*.attn`".to_string()),
+        },
+        "gathered_bytes_max" => match *words {
+            [bytes] if bytes.parse::<usize>().is_ok() => {
+                Ok(Plan { gathered_bytes_max: bytes.parse().ok(), ..Plan::new() })
+            }
+            _ => Err("write `gathered_bytes_max BYTES`, as in `gathered_bytes_max 2147483648`".to_string()),
         },
         "regather" => match *words {
             [points] => Ok(Plan::new().regather(points)),
@@ -183,7 +200,8 @@ mod tests {
             .and(Plan::sequence_parallel("tp"))
             .and(Plan::zero(2, "dp"))
             .and(Plan::fsdp("fsdp"))
-            .gather_group("h.*.attn");
+            .gather_group("h.*.attn")
+            .gathered_bytes_max(1 << 31);
         for plan in
             [Plan::new(), Plan::gpt2(), Plan::llama(), Plan::llama_moe(), Plan::bert(), own, cut_at, sharded]
         {
@@ -241,6 +259,7 @@ mod tests {
             fault("zero 4 dp").contains("with stage 1, 2 or 3") && fault("zero 1").contains("STAGE AXIS")
         );
         assert!(fault("gather_group").contains("gather_group PATTERN"));
+        assert!(fault("gathered_bytes_max 2GB").contains("gathered_bytes_max BYTES"));
         assert!(fault("regather a b").contains("regather PATTERN"));
         assert!(fault("pipeline p-p").contains("`p-p` is not the name of an axis"));
         assert!(fault("pipeline pp 2f2b").contains("2f2b"));

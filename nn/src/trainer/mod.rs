@@ -166,6 +166,13 @@ impl<'t, M: Module> Trainer<'t, M> {
         self.pipelined.as_ref().map(|(pipelined, _)| pipelined.schedule())
     }
 
+    /// Whether the pipeline stages of this rank gather parameters by microbatch ([`Plan::gathered_bytes_max`]), rather than once per
+    /// step; false without a pipeline.
+    #[must_use]
+    pub fn gathers_by_microbatch(&self) -> bool {
+        self.pipelined.as_ref().is_some_and(|(pipelined, _)| pipelined.gathers_by_microbatch())
+    }
+
     /// Returns the index of the first op of each pipeline stage, and the path of that op in the model.
     #[must_use]
     pub fn stage_starts(&self) -> Vec<(usize, Rc<str>)> {

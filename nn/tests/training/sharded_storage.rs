@@ -20,7 +20,11 @@ module! {
 
 impl Deep {
     pub(crate) fn new() -> Deep {
-        let layers = (0..LAYERS).map(|_| Linear::new(WIDTH, WIDTH)).collect();
+        Deep::with_layers(LAYERS)
+    }
+
+    pub(crate) fn with_layers(num_layers: usize) -> Deep {
+        let layers = (0..num_layers).map(|_| Linear::new(WIDTH, WIDTH)).collect();
         Deep { layers, scale: Param::new(&[]).init(shardgrad_nn::Init::Ones) }
     }
 

@@ -86,7 +86,7 @@ fn is_number(option: &Arg) -> bool {
 fn with_values(option: Arg) -> Arg {
     match option.get_id().as_str() {
         "prompt" | "times" => option.allow_hyphen_values(true),
-        "shard_size" | "memory_limit" => option.allow_negative_numbers(true),
+        "shard_size" | "memory_limit" | "gathered_bytes_max" => option.allow_negative_numbers(true),
         _ if is_number(&option) => option.allow_negative_numbers(true),
         _ => option,
     }

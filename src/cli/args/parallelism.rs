@@ -36,6 +36,10 @@ pub(crate) struct ParallelismArgs {
     /// use (3); needs dp in --mesh. The mesh axis fsdp means stage 3. `eval` and `generate` shard parameters in stage 3 only
     #[arg(long, value_name = "STAGE", value_parser = values::zero_stage)]
     zero: Option<usize>,
+    /// Stage 3 on a pipeline: bytes of gathered parameters, as in 2GB, up to which a rank keeps them for the step; a rank whose stages
+    /// take more gathers by microbatch [default: kept, whatever they take]
+    #[arg(long, value_name = "BYTES", value_parser = values::bytes_or_none)]
+    gathered_bytes_max: Option<values::Bytes>,
     /// Shard the residual stream, norms and dropout along tokens over tp, in training; for GPT-2 and the Llama family
     #[arg(long)]
     sequence_parallel: bool,
@@ -69,8 +73,12 @@ impl ParallelismArgs {
             true => plan.and(Plan::sequence_parallel("tp")),
             false => plan,
         };
-        match self.zero {
+        let plan = match self.zero {
             Some(stage) => plan.and(Plan::zero(stage, "dp")),
+            None => plan,
+        };
+        match self.gathered_bytes_max {
+            Some(bytes) => plan.gathered_bytes_max(usize::try_from(bytes.0).unwrap_or(usize::MAX)),
             None => plan,
         }
     }
@@ -129,6 +137,14 @@ impl ParallelismArgs {
         if self.experts.is_some() && size("ep").is_none() {
             return Some("--experts needs an ep axis; add ep=2 to --mesh, or omit --experts".to_string());
         }
+        let has_stage_3 = self.zero == Some(3) || size("fsdp").is_some();
+        if self.gathered_bytes_max.is_some() && self.plan.is_none() && !(has_stage_3 && size("pp").is_some())
+        {
+            return Some(
+                "--gathered-bytes-max is for stage 3 of ZeRO on a pipeline; add pp=2,fsdp=2 to --mesh, or omit --gathered-bytes-max"
+                    .to_string(),
+            );
+        }
         let stage = self.zero?;
         match (size("dp"), size("fsdp")) {
             (_, Some(fsdp)) if fsdp > 1 => Some(format!(
@@ -167,6 +183,21 @@ mod tests {
             fault(Some(1), "tp=2").unwrap().contains("--zero 1 shards over dp, and the mesh has no dp axis")
         );
         assert!(fault(Some(3), "dp=2,fsdp=2").unwrap().contains("over fsdp=2 already"));
+    }
+
+    #[test]
+    fn a_bound_of_gathered_bytes_needs_stage_3_on_a_pipeline() {
+        let args = |zero| {
+            let gathered_bytes_max = Some(values::Bytes(0));
+            ParallelismArgs { zero, gathered_bytes_max, ..Default::default() }
+        };
+        let fault = |zero, mesh: &str| args(zero).fault(&Mesh::parse(mesh).unwrap());
+        for (zero, mesh) in [(None, "pp=2,dp=2"), (None, "fsdp=2"), (Some(2), "pp=2,dp=2"), (Some(3), "dp=2")]
+        {
+            assert!(fault(zero, mesh).unwrap().contains("stage 3 of ZeRO on a pipeline"), "{zero:?} {mesh}");
+        }
+        assert_eq!((fault(None, "pp=2,fsdp=2"), fault(Some(3), "pp=2,dp=2")), (None, None));
+        assert!(args(Some(3)).plan(Plan::gpt2()).to_string().contains("gathered_bytes_max 0\n"));
     }
 
     #[test]

@@ -72,6 +72,8 @@ pub(crate) enum BenchChoice {
     Presets,
     /// Throughput and memory over sequence length, width, depth, microbatches and ranks; minutes
     Growth,
+    /// Memory, bytes and time of ZeRO, FSDP and hybrid sharding with pipelines and tensor parallelism, as a Markdown table; minutes
+    ShardedData,
     /// Kernels on an NVIDIA GPU
     CardKernels,
     /// Training steps of GPT-2 124M and Llama 3 8B on an NVIDIA GPU
@@ -81,7 +83,7 @@ pub(crate) enum BenchChoice {
 impl BenchChoice {
     /// Returns whether the benchmark runs only if named.
     pub(crate) fn takes_minutes(self) -> bool {
-        use BenchChoice::{CardKernels, CardSteps, Growth, Presets, Products};
-        matches!(self, Products | Presets | Growth | CardKernels | CardSteps)
+        use BenchChoice::{CardKernels, CardSteps, Growth, Presets, Products, ShardedData};
+        matches!(self, Products | Presets | Growth | ShardedData | CardKernels | CardSteps)
     }
 }

@@ -194,6 +194,15 @@ pub(super) fn bytes(text: &str) -> Result<Bytes, String> {
     found.ok_or_else(|| "must be a number of bytes above 0, as in 500MB or 5GB".to_string())
 }
 
+/// Parses a number of bytes, which may be 0.
+pub(super) fn bytes_or_none(text: &str) -> Result<Bytes, String> {
+    if text == "0" {
+        Ok(Bytes(0))
+    } else {
+        bytes(text).map_err(|why| why.replace("above 0", "of at least 0"))
+    }
+}
+
 /// Parses a finite number for which `good` holds; `what` describes the valid numbers.
 fn number(text: &str, what: &str, good: impl Fn(f64) -> bool) -> Result<f64, String> {
     text.parse::<f64>().ok().filter(|x| x.is_finite() && good(*x)).ok_or_else(|| format!("must be {what}"))

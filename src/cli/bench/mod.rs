@@ -12,6 +12,7 @@ mod collectives;
 mod tape;
 mod pipeline;
 mod growth;
+mod sharded_data;
 mod gpu;
 
 use super::args::{BenchArgs, BenchChoice};
@@ -58,6 +59,9 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
     }
     if wanted(BenchChoice::Growth) {
         growth::run(&bench, &args.picture)?;
+    }
+    if wanted(BenchChoice::ShardedData) {
+        sharded_data::run(&plain)?;
     }
     let gpu_bench = Bench { device: args.device, ..plain };
     let is_gpu_wanted = wanted(BenchChoice::CardKernels) || wanted(BenchChoice::CardSteps);

@@ -93,16 +93,7 @@ impl Training {
         let (microbatches, param_dtype) = (self.microbatches, Some(param_dtype));
         let settings = TrainerConfig { microbatches, dtype, param_dtype, capture: self.capture, ..plain };
         let read = |rank: &Rank, step: u64, rows: Range<usize>| {
-            let layout = plan.batch_layout(rank.mesh(), DType::I64, &[rows.len(), self.seq])?;
-            let tokens = |offset: usize| {
-                let ids: Vec<i64> = rows
-                    .clone()
-                    .flat_map(|row| (0..self.seq).map(move |at| (row, at + offset)))
-                    .map(|(row, at)| ((at * at + 7 * row + step as usize) % config.vocab_size()) as i64)
-                    .collect();
-                Tensor::from_global(rank, &layout, &ids)
-            };
-            Ok(vec![tokens(0)?, tokens(1)?])
+            synthetic_batch(rank, &plan, [config.vocab_size(), self.seq], step, rows)
         };
         let loss = |model: &LanguageModel, x: &[Var]| model.loss_from_batch(x);
         let optim = AdamW::new(1e-3).weight_decay(0.1);
@@ -130,6 +121,26 @@ impl Training {
         let peak_bytes = rank.backend().memory().peak_bytes;
         Ok(TrainingResult { losses, seconds: seconds[STEPS / 2], flops, peak_bytes })
     }
+}
+
+/// Returns rows of tokens that follow a rule, and the tokens after them.
+pub(super) fn synthetic_batch(
+    rank: &Rank,
+    plan: &Plan,
+    [vocab, seq]: [usize; 2],
+    step: u64,
+    rows: Range<usize>,
+) -> Result<Vec<Tensor>> {
+    let layout = plan.batch_layout(rank.mesh(), DType::I64, &[rows.len(), seq])?;
+    let tokens = |offset: usize| {
+        let ids: Vec<i64> = rows
+            .clone()
+            .flat_map(|row| (0..seq).map(move |at| (row, at + offset)))
+            .map(|(row, at)| ((at * at + 7 * row + step as usize) % vocab) as i64)
+            .collect();
+        Tensor::from_global(rank, &layout, &ids)
+    };
+    Ok(vec![tokens(0)?, tokens(1)?])
 }
 
 /// Preset, rows and sequence length of the quick benchmark.

@@ -28,9 +28,7 @@ impl Step<'_> {
         let ready: BTreeMap<u32, Tensor> = ready;
         let mut seeds: Vec<(Id, Tensor)> = Vec::new();
         for (external, sum) in ready {
-            seeds.extend(
-                self.compute_parameters.remove(&external).and_then(|p| p.summed.id()).map(|id| (id, sum)),
-            );
+            seeds.extend(self.parameters.remove(&external).and_then(|p| p.summed.id()).map(|id| (id, sum)));
         }
         self.tape.backward_from(seeds);
         self.gradients.extend(self.tape.gradients());
@@ -44,7 +42,7 @@ impl Step<'_> {
         if !self.trains {
             return Ok(());
         }
-        self.compute_parameters.clear();
+        self.parameters.clear();
         let (runner, here) = (self.runner, self.here());
         for (key, ranks) in runner.stages.shared_parameters(&runner.schedule.stage_ranks) {
             if !ranks.contains(&here) || !(self.inputs.is_trained)(key) {

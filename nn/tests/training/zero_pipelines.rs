@@ -1,0 +1,285 @@
+//! ZeRO 3 and FSDP on pipelines: gathered once per step or by microbatch, with the same bits; collectives, bytes and peaks by formula.
+
+use crate::llama;
+use crate::sharded_storage::{Deep, WIDTH};
+use crate::support::{ROWS, batch, config, max_difference, run};
+use crate::traces::traced;
+use crate::zero::{GROUP, Run, mixtral, moved};
+use shardgrad_autograd::Var;
+use shardgrad_autograd::pipeline::NAMES;
+use shardgrad_nn::{
+    AdamW, InferenceModel, LanguageModel, LlamaKind, ModelConfig, Optimizer, Param, Plan, Precision,
+    ResultRanks, Sgd, Trainer, TrainerConfig,
+};
+use shardgrad_tensor::{DType, Layout, Phase, Rank, Record, Result, Tensor, Value};
+use std::ops::Range;
+
+const MICROBATCHES: usize = 4;
+
+/// Stage 3 with a pipeline schedule, gathered once per step (`false`) or by microbatch.
+fn plan(schedule: &str, by_microbatch: bool) -> Plan {
+    let plan = Plan::pipeline_parallel("pp").pipeline_schedule(schedule).and(Plan::fsdp("fsdp"));
+    if by_microbatch { plan.gathered_bytes_max(0) } else { plan }
+}
+
+#[test]
+fn both_forms_give_the_same_bits_and_the_gradients_of_one_rank_in_every_schedule() {
+    for schedule in NAMES {
+        for recompute in [false, true] {
+            let [by_step, by_microbatch] = [false, true].map(|by_microbatch| {
+                let (rows, microbatches) = (2 * MICROBATCHES, MICROBATCHES);
+                let case = Run::new(config(), plan(schedule, by_microbatch), "pp=2,fsdp=2");
+                Run { rows, microbatches, recompute, ..case }
+            });
+            let (alone, many) =
+                (by_step.alone().after_one_plain_step(), by_microbatch.after_one_plain_step());
+            assert_eq!(alone.len(), many.len(), "{schedule}");
+            for (name, values) in &alone {
+                let worst = max_difference(values, &many[name]);
+                assert!(worst < 1e-12, "{schedule}: the gradient of {name} differs by {worst:e}");
+            }
+            // Measured times decide the order of microbatches, and so of their sums.
+            if schedule != "searched" {
+                let [a, b] =
+                    [by_step, by_microbatch].map(|case| case.train(&AdamW::new(0.01), None, (None, 3, None)));
+                assert!(a == b, "{schedule}, recompute {recompute}: other bits");
+            }
+        }
+    }
+}
+
+#[test]
+fn products_of_styles_train_as_on_one_rank_by_microbatch() {
+    let gpt2 = || ModelConfig::from(config());
+    let llama = || ModelConfig::from(llama::config(LlamaKind::Llama));
+    let by_microbatch = |plan: Plan| plan.gathered_bytes_max(0);
+    for (config, plan, mesh) in [
+        (gpt2(), Plan::zero(3, "dp"), "pp=2,dp=2"),
+        (gpt2(), Plan::new(), "pp=2,fsdp=3"),
+        (gpt2(), Plan::new(), "pp=2,dp=2,fsdp=2"),
+        (gpt2(), Plan::new(), "pp=2,fsdp=2,tp=2"),
+        (llama(), Plan::new(), "pp=2,dp=2,fsdp=2"),
+        (llama(), Plan::new().gather_group("model.layers.*.mlp"), "pp=2,fsdp=2"),
+        (llama(), Plan::new().pipeline_schedule("zb-h1"), "pp=2,fsdp=2,tp=2"),
+        (llama(), Plan::new(), "pp=2,fsdp=2,cp=2"),
+        (mixtral().into(), Plan::new(), "pp=2,fsdp=2,ep=2"),
+        (mixtral().into(), Plan::zero(3, "dp").pipeline_schedule("zb-h1"), "pp=2,dp=2"),
+    ] {
+        Run::new(config, by_microbatch(plan), mesh).assert_like_one_rank();
+    }
+}
+
+/// A trainer of linear layers in a row.
+fn trainer<'t>(
+    rank: &Rank,
+    plan: &'t Plan,
+    num_layers: usize,
+    recompute: bool,
+    precision: Precision,
+    optim: impl Optimizer + 't,
+) -> Result<Trainer<'t, Deep>> {
+    let dtype = precision.dtype;
+    let settings = TrainerConfig {
+        microbatches: MICROBATCHES,
+        dtype,
+        param_dtype: Some(precision.param_dtype),
+        copies_checked_every: 0,
+        ..TrainerConfig::new(ROWS * MICROBATCHES)
+    };
+    let read = move |rank: &Rank, _: u64, rows: Range<usize>| {
+        let layout = plan.batch_layout(rank.mesh(), dtype, &[rows.len(), WIDTH])?;
+        Ok(vec![Tensor::from_fn(rank, &layout, |i| (i % 13) as f64 / 13.0)?])
+    };
+    let loss = move |model: &Deep, x: &[Var]| {
+        let loss = model.forward(&x[0], recompute).unwrap_or_else(|e| e.raise());
+        if dtype == DType::BF16 { loss.cast(DType::F32) } else { loss }
+    };
+    Trainer::new(rank, Deep::with_layers(num_layers), plan, optim, settings, read, loss)
+}
+
+/// What a rank of a pipeline moves in a step.
+struct Moved {
+    /// Calls and bytes of the gathers of forward passes, of the gathers of backward passes, and of the reductions.
+    totals: [(usize, u64); 3],
+    /// The number of layers of the rank, and whether the first one is among them.
+    layers: usize,
+    is_first: bool,
+}
+
+/// What each rank moves in a step.
+fn collectives(plan: &Plan, mesh: &str, recompute: bool) -> Vec<Moved> {
+    run(mesh, |rank| {
+        let mut trainer = trainer(rank, plan, 12, recompute, Precision::of(DType::F64), Sgd::new(0.1))?;
+        let records = traced(rank, || trainer.step().map(drop))?;
+        let totals = [
+            (Phase::Forward, "all_gather"),
+            (Phase::Backward, "all_gather"),
+            (Phase::Backward, "reduce_scatter"),
+        ]
+        .map(|(phase, op)| {
+            let of_kind = |r: &&Record| (r.phase, r.op) == (phase, op);
+            let of_kind: Vec<&Record> = records.iter().filter(of_kind).collect();
+            (of_kind.len(), of_kind.iter().map(|r| r.bytes).sum())
+        });
+        let local: Vec<String> =
+            trainer.model().params().iter().filter(|p| p.is_local()).map(Param::name).collect();
+        let layers = local.iter().filter(|name| name.ends_with(".weight")).count();
+        Ok(Moved { totals, layers, is_first: local.contains(&"layers.0.weight".to_string()) })
+    })
+}
+
+#[test]
+fn collectives_and_bytes_follow_closed_formulas_in_every_schedule() {
+    let m = MICROBATCHES;
+    for schedule in NAMES {
+        for n in [2, 4] {
+            let mesh = format!("pp=2,fsdp={n}");
+            for Moved { totals, layers, .. } in collectives(&plan(schedule, false), &mesh, false) {
+                let once = moved(layers * GROUP, n);
+                let expected = [(2 * layers, once), (0, 0), (2 * m * layers, m as u64 * once)];
+                assert_eq!(totals, expected, "{schedule}, {mesh}, by step");
+            }
+            for recompute in [false, true] {
+                for Moved { totals, layers, is_first } in collectives(&plan(schedule, true), &mesh, recompute)
+                {
+                    let once = moved(layers * GROUP, n);
+                    // Backward gathers no biases, nor the first weight, whose input has no gradient; a recomputed block needs all
+                    // its parameters. The weight gradients of a split backward pass gather nothing: they read inputs alone.
+                    let again = match recompute {
+                        true => (m * layers, m as u64 * once),
+                        false => {
+                            let weights = layers - usize::from(is_first);
+                            (m * weights, m as u64 * moved(weights * WIDTH * WIDTH, n))
+                        }
+                    };
+                    let expected = [(m * layers, m as u64 * once), again, (2 * m * layers, m as u64 * once)];
+                    assert_eq!(totals, expected, "{schedule}, {mesh}, by microbatch, recompute {recompute}");
+                }
+            }
+        }
+    }
+}
+
+/// Peak bytes of two steps on each rank, counted by its allocator, and the number of its layers.
+fn peaks(plan: &Plan, mesh: &str) -> Vec<(usize, usize)> {
+    run(mesh, |rank| {
+        let before = rank.backend().memory().in_use_bytes;
+        let precision = Precision::mixed(DType::BF16);
+        let mut trainer = trainer(rank, plan, 24, true, precision, AdamW::new(1e-3))?;
+        trainer.step()?;
+        trainer.step()?;
+        let layers = trainer.model().params().iter().filter(|p| p.is_local() && p.numel() == WIDTH * WIDTH);
+        Ok((rank.backend().memory().peak_bytes - before, layers.count()))
+    })
+}
+
+#[test]
+fn peaks_follow_closed_formulas() {
+    for schedule in ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] {
+        for (mesh, n) in [("pp=2,fsdp=2", 2), ("pp=2,fsdp=4", 4)] {
+            let [by_step, by_microbatch] = [false, true].map(|form| peaks(&plan(schedule, form), mesh));
+            for ((kept, layers), (freed, _)) in by_step.into_iter().zip(by_microbatch) {
+                let states = 16 * layers * GROUP / n;
+                // A gradient on its way, in bf16, in f32, packed for the collective, and its shard; and the activations of a few rows.
+                let passing = WIDTH * WIDTH * (2 + 4 + 4 + 4) + 24 * 1024;
+                let what = format!("{schedule}, {mesh}: {kept} and {freed} bytes");
+                assert!(
+                    kept >= states + 2 * layers * GROUP,
+                    "{what}, by formula {}",
+                    states + 2 * layers * GROUP
+                );
+                let formula = states + 2 * 2 * GROUP;
+                assert!(freed >= formula && freed < formula + passing, "{what}, by formula {formula}");
+                assert!(kept - freed >= 2 * (layers - 2) * GROUP - 2 * GROUP, "{what}");
+            }
+        }
+    }
+}
+
+#[test]
+fn each_pipeline_rank_compares_the_bytes_of_its_stages_with_the_bound() {
+    let config = ModelConfig::from(config());
+    let plan_of = |bytes: usize| LanguageModel::plan(&config).gathered_bytes_max(bytes);
+    let gathers = |bytes: usize| {
+        let plan = plan_of(bytes);
+        let case = Run::new(config.clone(), Plan::new(), "pp=2,fsdp=2");
+        run("pp=2,fsdp=2", |rank| {
+            let trainer = case.trainer(rank, &plan, Sgd::new(0.1), None)?;
+            // In f64; parameters of one entry would not be sharded.
+            let held =
+                trainer.model().params().iter().filter(|p| p.is_local()).map(Param::numel).sum::<usize>();
+            Ok((8 * held, trainer.gathers_by_microbatch()))
+        })
+    };
+    let held: Vec<usize> = gathers(0).into_iter().map(|(bytes, _)| bytes).collect();
+    let (small, large) = (held[0].min(held[2]), held[0].max(held[2]));
+    assert!(small < large && held[0] == held[1] && held[2] == held[3], "{held:?}");
+    for (bound, expected) in [
+        (0, [true, true]),
+        (small - 1, [true, true]),
+        (small, [false, true]),
+        (large - 1, [false, true]),
+        (large, [false, false]),
+    ] {
+        for (held, by_microbatch) in gathers(bound) {
+            assert_eq!(by_microbatch, expected[usize::from(held == large)], "{held} bytes under {bound}");
+        }
+    }
+}
+
+#[test]
+fn frozen_parameters_are_gathered_by_microbatch_too() {
+    for schedule in ["1f1b", "zb-h1"] {
+        let [by_step, by_microbatch] = [false, true].map(|by_microbatch| {
+            let plan = LanguageModel::plan(&config().into()).and(plan(schedule, by_microbatch));
+            let case = Run::new(config(), Plan::new(), "pp=2,fsdp=2");
+            run("pp=2,fsdp=2", |rank| {
+                let mut trainer = case.trainer(rank, &plan, AdamW::new(0.01), None)?;
+                trainer.model().freeze("h.*.attn.*")?;
+                trainer.model().freeze("wte.weight")?;
+                let losses: Vec<f64> = (0..3).map(|_| Ok(trainer.step()?.loss)).collect::<Result<_>>()?;
+                let here = trainer.model().params().iter().filter(|param| param.is_local());
+                let values: Vec<Vec<f64>> = here.map(|p| p.tensor().to_f64()).collect::<Result<_>>()?;
+                Ok((losses, values))
+            })
+        });
+        assert!(by_step == by_microbatch, "{schedule}");
+        assert!(by_step[0].0[0] != by_step[0].0[2], "{schedule}: nothing was trained");
+    }
+}
+
+#[test]
+fn inference_gathers_by_microbatch() {
+    let config = ModelConfig::from(config());
+    let forward = |mesh: &str, bound: Option<usize>| {
+        let plan = LanguageModel::plan(&config);
+        let plan = bound.map_or(plan.clone(), |bytes| plan.gathered_bytes_max(bytes));
+        run(mesh, |rank| {
+            let ids = |rank: &Rank| Ok(vec![Layout::invariant(rank.mesh(), DType::I64, &[2, 6])]);
+            let logits = |model: &LanguageModel, x: &[Var]| Ok(vec![model.forward(&x[0])]);
+            let module = LanguageModel::new(&config);
+            let model = InferenceModel::new(rank, module, &plan, 5, DType::F64, ids, logits)?;
+            let microbatches: Vec<Vec<Tensor>> = [0..2, 2..4]
+                .into_iter()
+                .map(|rows| Ok(vec![batch(model.rank(), &plan, rows, 0)?]))
+                .collect::<Result<_>>()?;
+            let mut results = Vec::new();
+            let records = traced(rank, || {
+                results = model.forward(&microbatches, ResultRanks::AllStages, logits)?;
+                Ok(())
+            })?;
+            let values = |x: Option<Tensor>| x.map(|x| x.to_f64()).transpose();
+            let values: Vec<_> = results.into_iter().flatten().map(values).collect::<Result<_>>()?;
+            Ok((values, records.iter().filter(|r| r.op == "all_gather").count()))
+        })
+    };
+    let (alone, _) = forward("", None).swap_remove(0);
+    let [kept, freed] = [None, Some(0)].map(|bound| forward("pp=2,fsdp=2", bound));
+    for ((kept, once), (freed, often)) in kept.into_iter().zip(freed) {
+        assert!(kept == freed, "other bits");
+        assert!(often >= 2 * once && once > 0, "{once} and {often} gathers");
+        for (value, alone) in freed.into_iter().zip(&alone) {
+            assert!(max_difference(&value.unwrap(), alone.as_ref().unwrap()) < 1e-12);
+        }
+    }
+}
