@@ -27,6 +27,7 @@ use crate::leaf::{
 use crate::node::{Node, with_backward_site};
 use crate::program::{AccumulationDType, OpRecord, Recorder, RecordingCache, Slot};
 use shardgrad_dist::{Error, Kind, Rank, Result};
+use shardgrad_tensor::tensor::reduce_buckets::BucketBytes;
 use shardgrad_tensor::{Context, Layout, Tensor, Value};
 use smallvec::SmallVec;
 use std::cell::{Cell, RefCell, RefMut};
@@ -154,6 +155,14 @@ impl Tape {
     #[must_use]
     pub fn with_gather_groups(self, groups: Vec<Vec<GatherMember>>, order: &Rc<GatherOrder>) -> Tape {
         self.0.arena.borrow_mut().leaves.set_groups(GatherGroups::new(groups, order.clone()));
+        self
+    }
+
+    /// Sets the bytes at which an empty tape closes the buckets in which it reduces gradients.
+    #[doc(alias = "bucket_cap_mb")]
+    #[must_use]
+    pub fn with_bucket_bytes(self, bytes: BucketBytes) -> Tape {
+        self.0.arena.borrow_mut().leaves.set_bucket_bytes(bytes);
         self
     }
 
@@ -546,7 +555,9 @@ impl Tape {
         let before = context.set_backward(true);
         let arena = &mut *self.0.arena.borrow_mut();
         let mut nodes = arena.take_nodes();
-        let mut ready = arena.leaves.ready_after(&nodes, self.0.expects_gradients.take());
+        let is_last_round = self.0.expects_gradients.take();
+        arena.leaves.finish_reductions(self.rank());
+        let mut ready = arena.leaves.ready_after(&nodes, is_last_round);
         let mut groups = arena.leaves.begin_backward(&nodes);
         for (id, seed) in seeds {
             add(&mut arena.leaves, &mut nodes, id, seed);
@@ -562,19 +573,22 @@ impl Tape {
                 }
                 nodes.truncate(at);
                 while let Some((_, leaf)) = ready.pop_if(|(node, _)| *node == at) {
-                    arena.leaves.backpropagate_route(leaf, self.place(), backward_site);
+                    arena.leaves.begin_reduction(leaf, self.place(), backward_site);
                 }
             }
         });
         arena.leaves.end_backward();
+        // After the last round, gradients that are complete only now fill the open buckets.
+        if !is_last_round {
+            arena.leaves.finish_reductions(self.rank());
+        }
         // The next round reuses the allocation.
         arena.nodes = nodes;
         context.set_backward(before);
     }
 
-    /// Announces that [`Tape::gradients`] follows the next backward pass. This pass then takes the adjoint of a
-    /// parameter's route as soon as the last cotangent has been added, so that a device can reduce that gradient while
-    /// it computes the others. The gradients are the same. All ranks make this call alike.
+    /// Announces that [`Tape::gradients`] follows the next backward pass. This pass then puts the gradient of a parameter into a bucket
+    /// as soon as the last cotangent has been added, and reduces full buckets while it computes the others. The gradients are the same. All ranks make this call alike.
     #[doc(alias = "set_is_last_backward")]
     #[doc(alias = "gradient reduction overlap")]
     pub fn expect_gradients(&self) {

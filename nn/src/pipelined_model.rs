@@ -49,7 +49,8 @@ impl PipelinedModel {
         let program = Program::record(rank, &layouts, Some(Noise { seed, ..TRACING_NOISE }), forward)?;
         let (schedule, starts) =
             stage_partition::choose(model, pipeline, axis, seed, num_microbatches, &program, arguments)?;
-        let stages = Stages::new(program, &starts).reducing_each_pass(keys_reduced_each_pass(model));
+        let stages = Stages::new(program, &starts).with_bucket_bytes(model.bucket_bytes());
+        let stages = stages.reducing_each_pass(keys_reduced_each_pass(model));
         let links = stages.links();
         let schedule = schedule.with_transfers(&links);
         schedule.verify(&links)?;

@@ -196,7 +196,7 @@ impl Runner<'_> {
             inputs,
             trains,
             gradient_slots,
-            tape: if trains { Tape::new(self.rank) } else { Tape::inference(self.rank) },
+            tape: self.tape(trains),
             compute_parameters: HashMap::new(),
             sums: BTreeMap::new(),
             in_flight: HashMap::new(),
@@ -207,6 +207,14 @@ impl Runner<'_> {
             gradients: Gradients::new(),
             results: vec![Vec::new(); self.schedule.num_microbatches],
             peak_live: 0,
+        }
+    }
+
+    /// An empty tape for training or inference.
+    fn tape(&self, trains: bool) -> Tape {
+        match trains {
+            true => Tape::new(self.rank).with_bucket_bytes(self.stages.bucket_bytes()),
+            false => Tape::inference(self.rank),
         }
     }
 
@@ -250,8 +258,8 @@ impl Step<'_> {
     fn forward(&mut self, stage: usize, microbatch: usize) -> Result<()> {
         let runner = self.runner;
         let program = runner.stages.program();
-        let (slice, rank) = (&runner.stages.stages()[stage], runner.rank);
-        let tape = if self.trains { Tape::new(rank) } else { Tape::inference(rank) };
+        let slice = &runner.stages.stages()[stage];
+        let tape = runner.tape(self.trains);
         let mut values = Values::new();
         self.bind_external_inputs(stage, microbatch, &tape, &mut values)?;
         let mut stage_inputs = Vec::new();

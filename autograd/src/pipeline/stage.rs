@@ -4,6 +4,7 @@ use crate::id::Key;
 use crate::program::{Program, Slot};
 use crate::tape::no_gradient_error;
 use shardgrad_dist::{Error, Kind, Result};
+use shardgrad_tensor::tensor::reduce_buckets::BucketBytes;
 use shardgrad_tensor::{Layout, op};
 use smallvec::SmallVec;
 use std::borrow::Cow;
@@ -22,6 +23,7 @@ pub struct Stages {
     gradient_slots: GradientSlots,
     /// The parameters whose gradients are reduced after each backward pass.
     reduced_each_pass: BTreeSet<Key>,
+    bucket_bytes: BucketBytes,
 }
 
 /// The slots with a gradient in a step, whose cotangents stages send back.
@@ -84,7 +86,8 @@ impl Stages {
             }
         }
         let gradient_slots = program.gradient_slots(num_losses, |_| true);
-        Stages { program, stages, num_losses, gradient_slots, reduced_each_pass: BTreeSet::new() }
+        let (reduced_each_pass, bucket_bytes) = (BTreeSet::new(), BucketBytes::default());
+        Stages { program, stages, num_losses, gradient_slots, reduced_each_pass, bucket_bytes }
     }
 
     /// The same stages, which reduce the gradients of some parameters to the stored layout after each backward pass, so that the sums
@@ -92,6 +95,17 @@ impl Stages {
     #[must_use]
     pub fn reducing_each_pass(self, keys: impl IntoIterator<Item = Key>) -> Stages {
         Stages { reduced_each_pass: keys.into_iter().collect(), ..self }
+    }
+
+    /// The same stages, which reduce gradients in buckets of a size.
+    #[must_use]
+    pub fn with_bucket_bytes(self, bucket_bytes: BucketBytes) -> Stages {
+        Stages { bucket_bytes, ..self }
+    }
+
+    /// The sizes of the buckets of gradients.
+    pub(super) fn bucket_bytes(&self) -> BucketBytes {
+        self.bucket_bytes
     }
 
     /// Whether the gradient of an external input is reduced after each backward pass.
@@ -227,6 +241,7 @@ impl Stages {
         }
         starts.resize(keys.len() - 1, program.records.len());
         let stages = Stages::with_losses(program, &starts, self.num_losses);
+        let stages = stages.with_bucket_bytes(self.bucket_bytes);
         Ok(stages.reducing_each_pass(self.reduced_each_pass.iter().copied()))
     }
 }

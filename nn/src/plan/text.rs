@@ -1,5 +1,6 @@
 //! The text form of a plan: one item per line, printed by `Display` and read by `FromStr`.
 
+use super::gradient_buckets::parse_gradient_buckets;
 use super::rule::{Presence, Rule};
 use super::sharded_data::ZeroAxis;
 use super::{Plan, RuleTarget};
@@ -10,20 +11,30 @@ use std::fmt;
 use std::str::FromStr;
 
 /// The words with which a line begins.
-const ITEMS: [&str; 8] =
-    ["store", "compute", "point", "batch", "zero", "gather_group", "regather", "pipeline"];
+const ITEMS: [&str; 9] = [
+    "store",
+    "compute",
+    "point",
+    "batch",
+    "zero",
+    "gather_group",
+    "gradient_buckets",
+    "regather",
+    "pipeline",
+];
 /// The mark of a rule that may match nothing.
 const OPTIONAL: &str = "optional";
 /// The mark of a rule of a kind.
 const ONE_OF: &str = "one-of";
 
-/// One item per line: the pipeline, the batch axes, the stages of ZeRO, the gather groups, the regathered points, the rules in order.
+/// One item per line: the pipeline, the batch axes, the stages of ZeRO, the gather groups, the buckets of gradients, the regathered points, the rules in order.
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.pipeline.iter().try_for_each(|pipeline| writeln!(f, "{pipeline}"))?;
         self.batch.iter().try_for_each(|(axis, dim)| writeln!(f, "batch {axis}@{dim}"))?;
         self.zero.iter().try_for_each(|zero| writeln!(f, "{zero}"))?;
         self.gather_groups.iter().try_for_each(|modules| writeln!(f, "gather_group {modules}"))?;
+        self.write_gradient_buckets(f)?;
         self.regathered_points.iter().try_for_each(|points| writeln!(f, "regather {points}"))?;
         let write_rule = |rule: &Rule| match &rule.presence {
             Presence::Required => writeln!(f, "{rule}"),
@@ -81,6 +92,7 @@ fn parse_item(line: &str) -> Result<Plan, String> {
             [modules] => Ok(Plan::new().gather_group(modules)),
             _ => Err("write `gather_group PATTERN`, as in `gather_group h.*.attn`".to_string()),
         },
+        "gradient_buckets" => parse_gradient_buckets(&words),
         "regather" => match *words {
             [points] => Ok(Plan::new().regather(points)),
             _ => Err("write `regather PATTERN`, as in `regather h.*.ln_1.out`".to_string()),
@@ -183,7 +195,8 @@ mod tests {
             .and(Plan::sequence_parallel("tp"))
             .and(Plan::zero(2, "dp"))
             .and(Plan::fsdp("fsdp"))
-            .gather_group("h.*.attn");
+            .gather_group("h.*.attn")
+            .gradient_buckets(1 << 10, 1 << 20);
         for plan in
             [Plan::new(), Plan::gpt2(), Plan::llama(), Plan::llama_moe(), Plan::bert(), own, cut_at, sharded]
         {

@@ -33,6 +33,7 @@ mod save_and_load;
 mod plans;
 mod sharded_storage;
 mod zero;
+mod gradient_buckets;
 mod sequence_parallel;
 mod adapters;
 mod several_optimizers;
