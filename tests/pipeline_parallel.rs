@@ -104,7 +104,7 @@ fn gradients_are_reduced_once_per_step_over_dp() {
     for rank in 0..4 {
         let records = records(&run, "pp=2,dp=2", rank);
         let reduced = records.iter().filter(|r| r.op == "all_reduce" && r.phase == Phase::Backward);
-        let mut paths: Vec<&str> = reduced.map(|r| r.path.as_str()).collect();
+        let mut paths: Vec<&str> = reduced.flat_map(Record::members).collect();
         let len = paths.len();
         paths.sort_unstable();
         paths.dedup();

@@ -2,21 +2,21 @@
 
 mod gathered;
 mod gather_groups;
+mod reductions;
 
 pub(crate) use gather_groups::GatherGroups;
 pub use gather_groups::{GatherMember, GatherOrder, GatherPolicy, GatheredLifetime};
 pub(crate) use gathered::{Regather, largest_numel, layout_of_sums};
+use reductions::Reductions;
 
-use crate::id::{Gradients, Id, Key, KeyMap};
-use crate::node::{BackwardSite, Node, add_cotangent, with_backward_site};
+use crate::id::{Id, Key, KeyMap};
+use crate::node::{Node, add_cotangent};
 use crate::program::AccumulationDType;
 use crate::route::along_route;
 use shardgrad_dist::{Error, Kind, Rank, Result};
-use shardgrad_tensor::op::Vjp;
 use shardgrad_tensor::ops::redistribute::Redistribute;
-use shardgrad_tensor::{Context, Layout, Op, PackCacheGuard, Tensor, unwind};
+use shardgrad_tensor::{Context, Layout, PackCacheGuard, Tensor, unwind};
 use smallvec::SmallVec;
-use std::cell::RefCell;
 use std::panic::Location;
 use std::rc::Rc;
 
@@ -32,10 +32,15 @@ struct Leaf {
     tensor_id: usize,
     /// The identities of the same value, gathered before and freed.
     former_ids: SmallVec<[usize; 2]>,
-    origin: Option<(u32, Rc<dyn Op>)>,
+    origin: Option<(u32, Rc<Redistribute>)>,
     /// The leaves derived from this one, one per layout.
     derived: SmallVec<[u32; 1]>,
     cotangent: Option<Tensor>,
+    /// Whether the gradient of a leaf derived from this one is being reduced.
+    awaits_reduction: bool,
+    /// Whether a reduced gradient is added as soon as it arrives: it is the only contribution of the round, so that the order of the
+    /// sum stays.
+    adds_at_arrival: bool,
     /// The dtypes in which cotangents are accumulated: at least that of the stored parameter, which is wider than the
     /// dtype it is computed in under mixed precision.
     accumulation: AccumulationDType,
@@ -64,6 +69,8 @@ impl Leaf {
             origin: None,
             derived: SmallVec::new(),
             cotangent: None,
+            awaits_reduction: false,
+            adds_at_arrival: false,
             accumulation,
             policy,
             path,
@@ -121,6 +128,7 @@ pub(crate) struct Leaves {
     has_groups: bool,
     /// Whether a leaf has its gradient reduced in each round.
     reduces_each_round: bool,
+    reductions: Reductions,
 }
 
 impl Leaves {
@@ -128,6 +136,7 @@ impl Leaves {
     pub(crate) fn clear(&mut self) {
         self.leaves.clear();
         self.by_key.clear();
+        self.reductions = Reductions::default();
         (self.are_reused, self.has_groups, self.reduces_each_round) = (false, false, false);
         self.groups = GatherGroups::default();
     }
@@ -222,7 +231,8 @@ impl Leaves {
                 help,
             );
         }
-        let collects = subtree.iter().any(|at| self.leaves[*at].cotangent.is_some());
+        let holds_gradient = |leaf: &Leaf| leaf.cotangent.is_some() || leaf.awaits_reduction;
+        let collects = subtree.iter().any(|at| holds_gradient(&self.leaves[*at]));
         if collects && (&old.layout, old.accumulation) != (&new.layout, new.accumulation) {
             return refused(
                 "differs in layout or dtype from its accumulated gradient",
@@ -396,7 +406,7 @@ impl Leaves {
     /// Derived leaves whose gradient is reduced once a node has run backward, as (node, leaf) in ascending order: all leaves
     /// whose gradient is reduced in each round; and, in the last round, the leaves that are the only contribution to the
     /// gradient of their parameter, because the sum of one is independent of the order.
-    pub(crate) fn ready_after(&self, nodes: &[Node], is_last_round: bool) -> Vec<(usize, usize)> {
+    pub(crate) fn ready_after(&mut self, nodes: &[Node], is_last_round: bool) -> Vec<(usize, usize)> {
         if !is_last_round && !self.reduces_each_round {
             return Vec::new();
         }
@@ -406,9 +416,12 @@ impl Leaves {
                 first[leaf].get_or_insert(node);
             }
         }
+        for (leaf, first) in self.leaves.iter_mut().zip(&first) {
+            leaf.adds_at_arrival = leaf.derived.len() == 1 && first.is_none();
+        }
         let is_only_derived = |origin: usize| {
             let leaf = &self.leaves[origin];
-            leaf.derived.len() == 1 && leaf.cotangent.is_none() && first[origin].is_none()
+            leaf.adds_at_arrival && leaf.cotangent.is_none()
         };
         let ready_after = |(at, leaf): (usize, &Leaf)| {
             let (origin, _) = leaf.origin.as_ref()?;
@@ -447,60 +460,5 @@ impl Leaves {
                 leaf.cotangent = sum(leaf.key);
             }
         }
-    }
-
-    /// Backpropagates the cotangent of a derived leaf, if there is one, along its route to the leaf it is derived from.
-    pub(crate) fn backpropagate_route(
-        &mut self,
-        at: usize,
-        (rank, context): (&Rank, &Context),
-        backward_site: &BackwardSite,
-    ) {
-        let leaf = &mut self.leaves[at];
-        let Some((origin, op)) = leaf.origin.clone() else { return };
-        let Some(cotangent) = leaf.cotangent.take() else { return };
-        context.set_path(&leaf.path);
-        backward_site.set(Some((leaf.site, op.name())));
-        let back = op.vjp(&Vjp {
-            rank,
-            inputs: &[None],
-            outputs: &[None],
-            input_layouts: &[self.leaves[origin as usize].layout.clone()],
-            output_layouts: &[cotangent.layout().dual()],
-            grads: &[Some(cotangent)],
-            needs_input_grad: &[true],
-            donated: RefCell::default(),
-            accumulators: &[],
-        });
-        self.add(origin as usize, back.into_iter().next().flatten().expect("redistribute has a vjp"));
-    }
-
-    /// Takes the accumulated gradients off the leaves, in the stored layouts, and releases the tensors. The adjoint of each
-    /// route runs here, once.
-    pub(crate) fn take_gradients(&mut self, place: (&Rank, &Context)) -> Gradients {
-        self.groups.release();
-        self.leaves.iter_mut().for_each(Leaf::release_tensor);
-        self.take_cotangents(place)
-    }
-
-    /// As [`Leaves::take_gradients`], but keeps the tensors that gather groups are gathered from.
-    pub(crate) fn take_gradients_before_weights(&mut self, place: (&Rank, &Context)) -> Gradients {
-        let is_done = |leaf: &&mut Leaf| !matches!(leaf.policy.lifetime, GatheredLifetime::Group(_));
-        self.leaves.iter_mut().filter(is_done).for_each(Leaf::release_tensor);
-        self.take_cotangents(place)
-    }
-
-    /// Takes the accumulated gradients off the leaves, each along its route to the stored layout.
-    fn take_cotangents(&mut self, (rank, context): (&Rank, &Context)) -> Gradients {
-        let mut gradients = Gradients::new();
-        for at in (0..self.leaves.len()).rev() {
-            let leaf = &mut self.leaves[at];
-            if leaf.origin.is_some() {
-                with_backward_site(|site| self.backpropagate_route(at, (rank, context), site));
-            } else if let Some(cotangent) = leaf.cotangent.take() {
-                gradients.insert(leaf.key, cotangent);
-            }
-        }
-        gradients
     }
 }

@@ -28,6 +28,7 @@ use crate::leaf::{
 use crate::node::{Node, with_backward_site};
 use crate::program::{AccumulationDType, OpRecord, Recorder, RecordingCache, Slot};
 use shardgrad_dist::{Error, Kind, Rank, Result};
+use shardgrad_tensor::tensor::reduce_buckets::BucketBytes;
 use shardgrad_tensor::{Context, Layout, Tensor, Value};
 use std::cell::{Cell, RefCell, RefMut};
 use std::collections::HashSet;
@@ -160,6 +161,14 @@ impl Tape {
     /// Frees the parameters of all gather groups at the end of a forward pass whose backward pass comes after other passes.
     pub(crate) fn end_forward(&self) {
         self.0.arena.borrow_mut().leaves.end_forward();
+    }
+
+    /// Sets the bytes at which an empty tape closes the buckets in which it reduces gradients.
+    #[doc(alias = "bucket_cap_mb")]
+    #[must_use]
+    pub fn with_bucket_bytes(self, bytes: BucketBytes) -> Tape {
+        self.0.arena.borrow_mut().leaves.set_bucket_bytes(bytes);
+        self
     }
 
     /// The rank of this tape.
@@ -551,7 +560,9 @@ impl Tape {
         let before = context.set_backward(true);
         let arena = &mut *self.0.arena.borrow_mut();
         let mut nodes = arena.take_nodes();
-        let mut ready = arena.leaves.ready_after(&nodes, self.0.expects_gradients.take());
+        let is_last_round = self.0.expects_gradients.take();
+        arena.leaves.finish_reductions(self.rank());
+        let mut ready = arena.leaves.ready_after(&nodes, is_last_round);
         let mut groups = arena.leaves.begin_backward(&nodes, |at| nodes[at].inputs_with_gradient());
         let mut gathers_ahead = GathersAhead::of(&nodes, |at| nodes[at].inputs_with_gradient(), self.rank());
         for (id, seed) in seeds {
@@ -569,19 +580,22 @@ impl Tape {
                 }
                 nodes.truncate(at);
                 while let Some((_, leaf)) = ready.pop_if(|(node, _)| *node == at) {
-                    arena.leaves.backpropagate_route(leaf, self.place(), backward_site);
+                    arena.leaves.begin_reduction(leaf, self.place(), backward_site);
                 }
             }
         });
         arena.leaves.free_all_groups();
+        // After the last round, gradients that are complete only now fill the open buckets.
+        if !is_last_round {
+            arena.leaves.finish_reductions(self.rank());
+        }
         // The next round reuses the allocation.
         arena.nodes = nodes;
         context.set_backward(before);
     }
 
-    /// Announces that [`Tape::gradients`] follows the next backward pass. This pass then takes the adjoint of a
-    /// parameter's route as soon as the last cotangent has been added, so that a device can reduce that gradient while
-    /// it computes the others. The gradients are the same. All ranks make this call alike.
+    /// Announces that [`Tape::gradients`] follows the next backward pass. This pass then puts the gradient of a parameter into a bucket
+    /// as soon as the last cotangent has been added, and reduces full buckets while it computes the others. The gradients are the same. All ranks make this call alike.
     #[doc(alias = "set_is_last_backward")]
     #[doc(alias = "gradient reduction overlap")]
     pub fn expect_gradients(&self) {

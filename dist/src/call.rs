@@ -66,7 +66,8 @@ pub struct Call<'a> {
     pub dtype: DType,
     /// The part of the step; the same on all members of the group.
     pub phase: Phase,
-    /// The name of the value, as in `h.3.mlp.out`; may be empty. Members that name the value must give the same name.
+    /// The name of the value, as in `h.3.mlp.out`, or the names of several values between
+    /// [separators](crate::MEMBER_SEPARATOR); may be empty. Members that name the value must give the same name.
     pub path: &'a str,
     /// The origin of the elements.
     pub origin: Origin<'a>,

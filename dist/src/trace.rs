@@ -6,6 +6,9 @@ use shardgrad_kernels::DType;
 use std::cell::{Cell, RefCell};
 use std::panic::Location;
 
+/// The text between the names of values that share a call, in [`Call::path`](crate::Call::path).
+pub const MEMBER_SEPARATOR: &str = ", ";
+
 /// One collective or message that a rank issued.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Record {
@@ -26,7 +29,7 @@ pub struct Record {
     pub bytes: u64,
     /// The part of the training step.
     pub phase: Phase,
-    /// The name of the value, as in `h.3.mlp.out`; may be empty.
+    /// The name of the value, as in `h.3.mlp.out`; the [names](Record::members) of several values that share the call; may be empty.
     pub path: String,
     /// The line of user code that made the call.
     pub site: &'static Location<'static>,
@@ -39,6 +42,11 @@ impl Record {
     #[must_use]
     pub fn numel(&self) -> usize {
         self.counts.iter().sum()
+    }
+
+    /// The names of the values that share the call: gradients in a bucket. One name, possibly empty, for all other calls.
+    pub fn members(&self) -> impl Iterator<Item = &str> {
+        self.path.split(MEMBER_SEPARATOR)
     }
 }
 

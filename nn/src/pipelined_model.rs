@@ -53,8 +53,8 @@ impl PipelinedModel {
         let (schedule, starts) =
             stage_partition::choose(model, pipeline, axis, seed, num_microbatches, &program, arguments)?;
         let own_rank = rank.world().coordinate(axis);
-        let stages =
-            with_gather_policies(Stages::new(program, &starts), model, &schedule.stage_ranks, own_rank);
+        let stages = Stages::new(program, &starts).with_bucket_bytes(model.bucket_bytes());
+        let stages = with_gather_policies(stages, model, &schedule.stage_ranks, own_rank);
         let links = stages.links();
         let schedule = schedule.with_transfers(&links);
         schedule.verify(&links)?;

@@ -6,7 +6,7 @@ use crate::module::param::{Leader, Param};
 use crate::module::precision::Precision;
 use crate::module::{Module, ModuleLeaf, visit_leaves};
 use crate::plan::{Plan, RuleTarget};
-use shardgrad_autograd::{GatherOrder, GatherPolicy, GatheredLifetime, Key, Tape};
+use shardgrad_autograd::{BucketBytes, GatherOrder, GatherPolicy, GatheredLifetime, Key, Tape};
 use shardgrad_tensor::{Axis, DType, Error, Kind, Layout, Placement, Rank, Result};
 use std::cell::Cell;
 use std::collections::{HashMap, HashSet};
@@ -32,6 +32,7 @@ pub struct Model<M> {
     gather_order: Rc<GatherOrder>,
     /// Bytes up to which a pipeline rank keeps gathered parameters for the step; `None` for any number.
     gathered_bytes_max: Option<usize>,
+    bucket_bytes: BucketBytes,
 }
 
 /// The parameters of each gather group, in traversal order, under the path of the module that the group is named after.
@@ -124,15 +125,17 @@ impl<M: Module> Model<M> {
             }
         });
         let params = params.into_iter().map(|(_, param)| param).collect();
+        let (rank, bucket_bytes) = (rank.clone(), plan.bucket_bytes());
         Ok(Model {
             module,
-            rank: rank.clone(),
+            rank,
             precision,
             params,
             unmatched_rules,
             gather_groups,
             gather_order,
             gathered_bytes_max: plan.gathered_bytes_max,
+            bucket_bytes,
         })
     }
 
@@ -165,13 +168,18 @@ impl<M: Module> Model<M> {
     /// [`Tape::set_noise`], which sets the random numbers of the step, before the forward pass.
     #[must_use]
     pub fn tape(&self) -> Tape {
-        let tape = Tape::new(&self.rank);
+        let tape = Tape::new(&self.rank).with_bucket_bytes(self.bucket_bytes);
         if self.gather_groups.is_empty() {
             return tape;
         }
         let members = |params: &[Param]| params.iter().filter_map(Param::gather_member).collect();
         let groups = self.gather_groups.iter().map(|(_, params)| members(params)).collect();
         tape.with_gather_groups(groups, &self.gather_order)
+    }
+
+    /// The sizes of the buckets in which gradients are reduced.
+    pub(crate) fn bucket_bytes(&self) -> BucketBytes {
+        self.bucket_bytes
     }
 
     /// The groups in which the model gathers parameters that are stored as shards, in the order of the model: the module that a

@@ -12,6 +12,7 @@ use shardgrad::dist::{Phase, Record};
 use shardgrad::kernels::Cost;
 use shardgrad::nn::{LanguageModel, ModelConfig, Precision, Trainer, TrainerConfig};
 use shardgrad::prelude::*;
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::ops::Range;
@@ -25,6 +26,9 @@ const ESTIMATED: &str = "stages and schedule are estimates: pass times are taken
 /// Note printed when rows are exchanged between experts, so that bytes depend on the routing.
 const BALANCED: &str =
     "bytes and memory of exchanged experts assume balanced routing: equally many tokens for each expert";
+
+/// The characters of a line that lists the gradients of a bucket.
+const MEMBERS_CHARS_MAX: usize = 110;
 
 /// The configuration of a training step for a dry run.
 #[derive(Clone, Copy)]
@@ -357,11 +361,12 @@ fn print_json(mesh: &Mesh, step: &StepSummary) {
     let kinds = [("collective", &step.records), ("check", &step.checks)];
     for (kind, r) in kinds.into_iter().flat_map(|(kind, records)| records.iter().map(move |r| (kind, r))) {
         let line = format!("{}:{}", r.site.file(), r.site.line());
+        let members: Vec<&str> = r.members().collect();
         println!(
             "{}",
             json!({"kind": kind, "rank": rank, "op": r.op, "axes": mesh.names(r.axes),
-            "phase": phase(r.phase), "path": r.path, "dtype": r.dtype.name(), "numel": r.numel(),
-            "bytes": r.bytes, "line": line})
+            "phase": phase(r.phase), "path": r.path, "members": members, "dtype": r.dtype.name(),
+            "numel": r.numel(), "bytes": r.bytes, "line": line})
         );
     }
     if let Some(Gathering { stage, axis, groups, bytes }) = &step.gathering {
@@ -445,16 +450,40 @@ fn text(mesh: &Mesh, step: &StepSummary) -> String {
     out
 }
 
-/// Writes one line per distinct record, with its number of repetitions.
+/// The name of the value that a collective moves, or the number of gradients in a bucket.
+fn value_name(record: &Record) -> Cow<'_, str> {
+    match record.members().count() {
+        1 => record.path.as_str().into(),
+        count => format!("bucket of {count}").into(),
+    }
+}
+
+/// Writes the names of the gradients of a bucket in lines of a limited width.
+fn write_members(out: &mut String, record: &Record) {
+    let mut line = String::new();
+    let mut members = record.members().peekable();
+    while let Some(name) = members.next() {
+        line.push_str(name);
+        match members.peek() {
+            Some(next) if line.len() + next.len() < MEMBERS_CHARS_MAX => line.push_str(", "),
+            _ => {
+                let _ = writeln!(out, "             {line}");
+                line.clear();
+            }
+        }
+    }
+}
+
+/// Writes one line per distinct record, with its number of repetitions, and the names of the gradients of a bucket below its line.
 fn write_records(out: &mut String, mesh: &Mesh, records: &[Record]) {
-    let wide = records.iter().map(|r| r.path.len()).max().unwrap_or(0);
+    let wide = records.iter().map(|r| value_name(r).len()).max().unwrap_or(0);
     for (times, r) in count_repeats(records) {
         let times = if times > 1 { format!("{times} x") } else { String::new() };
         let _ = writeln!(
             out,
             "  {:<8} {:<wide$} {times:>5} {:<14} {:<6} {:>12} {:>10}  {}:{}",
             phase(r.phase),
-            r.path,
+            value_name(r),
             r.op,
             mesh.names(r.axes),
             format!("{}[{}]", r.dtype, r.numel()),
@@ -462,6 +491,9 @@ fn write_records(out: &mut String, mesh: &Mesh, records: &[Record]) {
             r.site.file(),
             r.site.line()
         );
+        if r.members().count() > 1 {
+            write_members(out, r);
+        }
     }
 }
 

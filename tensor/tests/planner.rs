@@ -5,7 +5,7 @@ use shardgrad_kernels::DType;
 use shardgrad_tensor::op::Vjp;
 use shardgrad_tensor::ops::Input;
 use shardgrad_tensor::ops::redistribute::Redistribute;
-use shardgrad_tensor::{Layout, Placement, Step, elements_moved, elements_moved_backward, op, route};
+use shardgrad_tensor::{Layout, Op, Placement, Step, elements_moved, elements_moved_backward, op, route};
 use shardgrad_testing::GlobalTensor;
 use shardgrad_testing::op_check::layouts;
 use std::cell::RefCell;

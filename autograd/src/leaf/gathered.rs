@@ -97,7 +97,7 @@ impl Leaves {
         while let (true, Some((origin, op))) =
             (self.leaves[at].recording == recording, &self.leaves[at].origin)
         {
-            routes.push(op.clone());
+            routes.push(op.clone() as Rc<dyn Op>);
             at = *origin as usize;
         }
         routes.reverse();

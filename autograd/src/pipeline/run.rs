@@ -188,7 +188,7 @@ impl Runner<'_> {
             inputs,
             trains,
             gradient_slots,
-            tape: if trains { Tape::new(self.rank) } else { Tape::inference(self.rank) },
+            tape: self.tape(trains),
             parameters: HashMap::new(),
             sums: BTreeMap::new(),
             in_flight: HashMap::new(),
@@ -199,6 +199,14 @@ impl Runner<'_> {
             gradients: Gradients::new(),
             results: vec![Vec::new(); self.schedule.num_microbatches],
             peak_live: 0,
+        }
+    }
+
+    /// An empty tape for training or inference.
+    fn tape(&self, trains: bool) -> Tape {
+        match trains {
+            true => Tape::new(self.rank).with_bucket_bytes(self.stages.bucket_bytes()),
+            false => Tape::inference(self.rank),
         }
     }
 

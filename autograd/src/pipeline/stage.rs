@@ -4,6 +4,7 @@ use crate::id::Key;
 use crate::program::{Program, Slot};
 use crate::tape::no_gradient_error;
 use shardgrad_dist::{Error, Kind, Result};
+use shardgrad_tensor::tensor::reduce_buckets::BucketBytes;
 use shardgrad_tensor::{Layout, op};
 use smallvec::SmallVec;
 use std::borrow::Cow;
@@ -24,6 +25,7 @@ pub struct Stages {
     reduced_each_pass: BTreeSet<Key>,
     /// The parameters that each pass gathers, with their gather groups.
     gathered_each_pass: BTreeMap<Key, u32>,
+    bucket_bytes: BucketBytes,
 }
 
 /// The slots with a gradient in a step, whose cotangents stages send back.
@@ -87,7 +89,16 @@ impl Stages {
         }
         let gradient_slots = program.gradient_slots(num_losses, |_| true);
         let (reduced_each_pass, gathered_each_pass) = (BTreeSet::new(), BTreeMap::new());
-        Stages { program, stages, num_losses, gradient_slots, reduced_each_pass, gathered_each_pass }
+        let bucket_bytes = BucketBytes::default();
+        Stages {
+            program,
+            stages,
+            num_losses,
+            gradient_slots,
+            reduced_each_pass,
+            gathered_each_pass,
+            bucket_bytes,
+        }
     }
 
     /// The same stages, which reduce the gradients of some parameters to the stored layout after each backward pass, so that the sums
@@ -130,6 +141,17 @@ impl Stages {
             records.iter().flat_map(|record| &record.inputs).filter_map(group).collect();
         order.dedup();
         order
+    }
+
+    /// The same stages, which reduce gradients in buckets of a size.
+    #[must_use]
+    pub fn with_bucket_bytes(self, bucket_bytes: BucketBytes) -> Stages {
+        Stages { bucket_bytes, ..self }
+    }
+
+    /// The sizes of the buckets of gradients.
+    pub(super) fn bucket_bytes(&self) -> BucketBytes {
+        self.bucket_bytes
     }
 
     /// Whether the gradient of an external input is reduced after each backward pass.
@@ -267,7 +289,7 @@ impl Stages {
         let (reduced_each_pass, gathered_each_pass) =
             (self.reduced_each_pass.clone(), self.gathered_each_pass.clone());
         let stages = Stages::with_losses(program, &starts, self.num_losses);
-        Ok(Stages { reduced_each_pass, gathered_each_pass, ..stages })
+        Ok(Stages { reduced_each_pass, gathered_each_pass, bucket_bytes: self.bucket_bytes, ..stages })
     }
 }
 

@@ -108,11 +108,12 @@ impl DeferredWeightGrads {
                     node.empty();
                 }
                 while let Some((_, leaf)) = ready.pop_if(|(node, _)| *node == at) {
-                    arena.leaves.backpropagate_route(leaf, tape.place(), backward_site);
+                    arena.leaves.begin_reduction(leaf, tape.place(), backward_site);
                 }
             }
         });
         arena.leaves.free_all_groups();
+        arena.leaves.finish_reductions(tape.rank());
         context.set_backward(before);
     }
 }

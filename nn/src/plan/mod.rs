@@ -5,6 +5,7 @@ mod unmatched;
 mod axes;
 mod parallel;
 mod sharded_data;
+mod gradient_buckets;
 mod experts;
 mod sequence;
 mod context;
@@ -18,6 +19,7 @@ pub(crate) use rule::RuleTarget;
 use crate::module::name::matches;
 use rule::{Presence, Rule};
 use sharded_data::{ZeroAxis, best_dim};
+use shardgrad_autograd::BucketBytes;
 use shardgrad_tensor::{Axis, DType, Error, Kind, Layout, Mesh, Placement, Result};
 
 /// A parallelism plan: how mesh axes shard parameters and activations (DP, TP, SP, CP, EP, PP, FSDP).
@@ -59,6 +61,7 @@ use shardgrad_tensor::{Axis, DType, Error, Kind, Layout, Mesh, Placement, Result
 /// | `regather PATTERN` | [`Plan::regather`] |
 /// | `gather_group PATTERN` | [`Plan::gather_group`] |
 /// | `gathered_bytes_max BYTES` | [`Plan::gathered_bytes_max`] |
+/// | `gradient_buckets FIRST OTHERS` | [`Plan::gradient_buckets`], in bytes or with a unit, as in `1MiB 25MiB` |
 /// | `pipeline AXIS SCHEDULE CUT` | [`Plan::pipeline_parallel`]; a schedule given as action lists prints as its name |
 #[doc(alias = "DeviceMesh")]
 #[doc(alias = "parallelize_plan")]
@@ -78,6 +81,8 @@ pub struct Plan {
     gather_groups: Vec<String>,
     /// Bytes up to which a pipeline rank keeps gathered parameters for the step in stage 3; `None` for any number.
     pub(crate) gathered_bytes_max: Option<usize>,
+    /// The bytes at which buckets of gradients are closed, if stated.
+    gradient_buckets: Option<BucketBytes>,
     /// Patterns of points whose gathered activations are gathered again in the backward pass.
     regathered_points: Vec<String>,
     /// The axis of `exchange_experts` and `gather_experts`.
@@ -147,6 +152,7 @@ impl Plan {
         self.gather_groups.extend(other.gather_groups);
         self.gathered_bytes_max = other.gathered_bytes_max.or(self.gathered_bytes_max);
         self.regathered_points.extend(other.regathered_points);
+        self.gradient_buckets = other.gradient_buckets.or(self.gradient_buckets);
         self.tensor_axis = other.tensor_axis.or(self.tensor_axis);
         self.expert_axis = other.expert_axis.or(self.expert_axis);
         self.context_axis = other.context_axis.or(self.context_axis);

@@ -1,5 +1,6 @@
 //! The text form of a plan: one item per line, printed by `Display` and read by `FromStr`.
 
+use super::gradient_buckets::parse_gradient_buckets;
 use super::rule::{Presence, Rule};
 use super::sharded_data::ZeroAxis;
 use super::{Plan, RuleTarget};
@@ -10,7 +11,7 @@ use std::fmt;
 use std::str::FromStr;
 
 /// The words with which a line begins.
-const ITEMS: [&str; 9] = [
+const ITEMS: [&str; 10] = [
     "store",
     "compute",
     "point",
@@ -18,6 +19,7 @@ const ITEMS: [&str; 9] = [
     "zero",
     "gather_group",
     "gathered_bytes_max",
+    "gradient_buckets",
     "regather",
     "pipeline",
 ];
@@ -27,7 +29,7 @@ const OPTIONAL: &str = "optional";
 const ONE_OF: &str = "one-of";
 
 /// One item per line: the pipeline, the batch axes, the stages of ZeRO, the gather groups and the bytes that stay gathered, the
-/// regathered points, the rules in order.
+/// buckets of gradients, the regathered points, the rules in order.
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.pipeline.iter().try_for_each(|pipeline| writeln!(f, "{pipeline}"))?;
@@ -35,6 +37,7 @@ impl fmt::Display for Plan {
         self.zero.iter().try_for_each(|zero| writeln!(f, "{zero}"))?;
         self.gather_groups.iter().try_for_each(|modules| writeln!(f, "gather_group {modules}"))?;
         self.gathered_bytes_max.iter().try_for_each(|bytes| writeln!(f, "gathered_bytes_max {bytes}"))?;
+        self.write_gradient_buckets(f)?;
         self.regathered_points.iter().try_for_each(|points| writeln!(f, "regather {points}"))?;
         let write_rule = |rule: &Rule| match &rule.presence {
             Presence::Required => writeln!(f, "{rule}"),
@@ -98,6 +101,7 @@ fn parse_item(line: &str) -> Result<Plan, String> {
             }
             _ => Err("write `gathered_bytes_max BYTES`, as in `gathered_bytes_max 2147483648`".to_string()),
         },
+        "gradient_buckets" => parse_gradient_buckets(&words),
         "regather" => match *words {
             [points] => Ok(Plan::new().regather(points)),
             _ => Err("write `regather PATTERN`, as in `regather h.*.ln_1.out`".to_string()),
@@ -201,7 +205,8 @@ mod tests {
             .and(Plan::zero(2, "dp"))
             .and(Plan::fsdp("fsdp"))
             .gather_group("h.*.attn")
-            .gathered_bytes_max(1 << 31);
+            .gathered_bytes_max(1 << 31)
+            .gradient_buckets(1 << 10, 1 << 20);
         for plan in
             [Plan::new(), Plan::gpt2(), Plan::llama(), Plan::llama_moe(), Plan::bert(), own, cut_at, sharded]
         {

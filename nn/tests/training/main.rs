@@ -34,6 +34,7 @@ mod plans;
 mod sharded_storage;
 mod zero;
 mod zero_pipelines;
+mod gradient_buckets;
 mod sequence_parallel;
 mod adapters;
 mod several_optimizers;

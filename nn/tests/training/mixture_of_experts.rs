@@ -201,7 +201,9 @@ fn a_block_all_gathers_rows_and_reduce_scatters_sums() {
     // The gradients of experts are reduced over `dp` alone, all other gradients over both axes at once.
     let both = trace(&config, "dp=2,ep=2");
     let mesh = Mesh::parse("dp=2,ep=2").unwrap();
-    let over =
-        |name: &str| both.iter().filter(|r| r.op == "all_reduce" && mesh.names(r.axes) == name).count();
+    let over = |name: &str| -> usize {
+        let of = both.iter().filter(|r| r.op == "all_reduce" && mesh.names(r.axes) == name);
+        of.map(|r| r.members().count()).sum()
+    };
     assert_eq!([over("dp"), over("dp,ep"), over("ep")], [6, 17, 0]);
 }

@@ -8,10 +8,12 @@ use shardgrad_nn::{
 };
 use shardgrad_tensor::{DType, Mesh, Phase, Rank, Record, Result, Value, World};
 
-/// How often each collective ran in each phase, in alphabetical order: `backward all_reduce 2`.
+/// How many values each collective moved in each phase, in alphabetical order: `backward all_reduce 2`. Gradients of a bucket count
+/// one by one.
 pub(crate) fn counts(records: &[Record]) -> Vec<String> {
     let line = |r: &Record| format!("{:?} {}", r.phase, r.op).to_lowercase();
-    let mut lines: Vec<String> = records.iter().map(line).collect();
+    let lines = records.iter().flat_map(|r| r.members().map(move |_| line(r)));
+    let mut lines: Vec<String> = lines.collect();
     lines.sort();
     let mut counted: Vec<(String, usize)> = Vec::new();
     for line in lines {

@@ -247,7 +247,7 @@ fn collectives(plan: &Plan, mesh: &str, microbatches: usize, recompute: bool) ->
     let mut totals: BTreeMap<String, (usize, u64)> = BTreeMap::new();
     for record in &records {
         let total = totals.entry(format!("{:?} {}", record.phase, record.op).to_lowercase()).or_default();
-        *total = (total.0 + 1, total.1 + record.bytes);
+        *total = (total.0 + record.members().count(), total.1 + record.bytes);
     }
     totals.into_iter().map(|(name, (calls, bytes))| (name, calls, bytes)).collect()
 }
@@ -318,7 +318,10 @@ fn pipeline_stages_gather_once_and_reduce_as_stated() {
             let records = traced(rank, || trainer.step().map(drop))?;
             // The first update also compares the copies of gradients and parameters.
             let is_of_step = |r: &&Record| r.phase != Phase::Control && r.numel() > 1;
-            let of = |op: &str| records.iter().filter(is_of_step).filter(|r| r.op == op).count();
+            let of = |op: &str| -> usize {
+                let calls = records.iter().filter(is_of_step).filter(|r| r.op == op);
+                calls.map(|r| r.members().count()).sum()
+            };
             let here = trainer.model().params().iter().filter(|p| p.is_local()).count();
             Ok((here, of("all_gather"), of("reduce_scatter")))
         });
@@ -368,7 +371,8 @@ fn one_group_is_gathered_ahead() {
 
 /// Bytes that a rank holds, counted by its allocator: between two microbatches of a step, and at the peak of the step.
 fn held(plan: &Plan, mesh: &str) -> (usize, usize) {
-    let plan = Plan::data_parallel("dp").and(plan.clone());
+    // A bucket would hold gradients of all layers of so small a model.
+    let plan = Plan::data_parallel("dp").and(plan.clone()).gradient_buckets(0, 0);
     let held = |rank: &Rank| {
         let before = rank.backend().memory().in_use_bytes;
         let model = deep(rank, &plan, Precision::mixed(DType::BF16))?;

@@ -144,7 +144,7 @@ pub fn elements_moved_backward(from: &Layout, step: &Step) -> u64 {
 
 /// The largest number of elements that a rank holds, skipping some dims. Every axis shards at most one dim, so one rank
 /// holds the largest shard of every dim.
-fn max_local_numel(layout: &Layout, skipped: &[usize]) -> u64 {
+pub(crate) fn max_local_numel(layout: &Layout, skipped: &[usize]) -> u64 {
     let counted = layout.dims().iter().enumerate().filter(|(d, _)| !skipped.contains(d));
     counted.map(|(_, dim)| dim.max_local_extent(layout.mesh()) as u64).product()
 }

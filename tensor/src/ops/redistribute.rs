@@ -15,6 +15,7 @@ use crate::op::{
     Cotangents, DTypes, ForwardContext, LocalTensors, Op, OutputOptions, Vjp, apply_first, unwind,
 };
 use crate::tensor::Tensor;
+use crate::tensor::reduce_buckets::ReductionRequest;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::DType;
 use smallvec::SmallVec;
@@ -45,7 +46,7 @@ impl Redistribute {
     /// # Errors
     /// `Kind::Layout` if the layouts differ in shape or mesh, the target dtype is neither the same nor a narrower float, or a partial
     /// sum would be rounded.
-    pub fn between(rank: &Rank, from: &Layout, to: &Layout) -> Result<Rc<dyn Op>> {
+    pub fn between(rank: &Rank, from: &Layout, to: &Layout) -> Result<Rc<Redistribute>> {
         Ok(Rc::new(Redistribute::along_cheapest_route(rank, from, to)?))
     }
 
@@ -65,6 +66,37 @@ impl Redistribute {
         let route = Context::of(rank).routes.route(&start, to, from.dtype().is_float())?;
         let (from, to, steps) = (from.clone(), to.clone(), route.steps.to_vec());
         Ok(Redistribute { from, to, steps, is_regathered: false, site: Cell::new(None) })
+    }
+
+    /// The adjoint of the route, for a cotangent of this dtype: in the wider of this dtype and that of the start.
+    fn adjoint(&self, cotangent: DType) -> Redistribute {
+        let mut steps = Vec::with_capacity(self.steps.len());
+        let mut layout = self.from.clone();
+        for step in &self.steps {
+            steps.push(adjoint(&layout, step));
+            layout = layout.after(step);
+        }
+        steps.reverse();
+        // The gradient of a leaf may be accumulated in a wider dtype than both layouts have.
+        let wide = [cotangent, self.from.dtype()].into_iter().max_by_key(|d| d.size());
+        let wide = wide.expect("two dtypes are compared");
+        let (from, to) = (self.to.dual().with_dtype(wide), self.from.dual().with_dtype(wide));
+        let steps = merge_all_reduces(&from, steps);
+        Redistribute { from, to, steps, is_regathered: false, site: self.site.clone() }
+    }
+
+    /// The way of a cotangent back along the route, for [buckets](crate::tensor::reduce_buckets): the same steps as those of the vjp.
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`.
+    pub fn reduction(
+        &self,
+        cotangent: Tensor,
+        (path, site): (Rc<str>, &'static Location<'static>),
+    ) -> Result<ReductionRequest> {
+        let Redistribute { to, steps, .. } = self.adjoint(cotangent.dtype());
+        let (gradient, site) = (cotangent.widen(to.dtype())?, self.site.get().unwrap_or(site));
+        Ok(ReductionRequest { gradient, steps, to, path, site })
     }
 }
 
@@ -123,21 +155,9 @@ impl Op for Redistribute {
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        let mut steps = Vec::with_capacity(self.steps.len());
-        let mut layout = self.from.clone();
-        for step in &self.steps {
-            steps.push(adjoint(&layout, step));
-            layout = layout.after(step);
-        }
-        steps.reverse();
-        // The gradient of a leaf may be accumulated in a wider dtype than both layouts have.
         let grad = cx.grad(0);
-        let wide = [grad.dtype(), self.from.dtype()].into_iter().max_by_key(|d| d.size());
-        let wide = wide.expect("two dtypes are compared");
-        let (from, to) = (self.to.dual().with_dtype(wide), self.from.dual().with_dtype(wide));
-        let steps = merge_all_reduces(&from, steps);
-        let op: Rc<dyn Op> =
-            Rc::new(Redistribute { from, to, steps, is_regathered: false, site: self.site.clone() });
+        let adjoint = self.adjoint(grad.dtype());
+        let (wide, op): (DType, Rc<dyn Op>) = (adjoint.to.dtype(), Rc::new(adjoint));
         let site = self.site.get().unwrap_or(Location::caller());
         cx.cotangents(|i| {
             let grad = unwind(grad.clone().widen(wide));

@@ -3,6 +3,7 @@
 pub mod redistribute;
 pub(crate) mod ring;
 pub mod gather_ahead;
+pub mod reduce_buckets;
 pub mod host;
 mod show;
 pub mod compare;

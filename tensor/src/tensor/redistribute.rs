@@ -161,6 +161,23 @@ pub(super) fn all_gather_parts(
     Ok(LocalTensor::from_buffer(buffer, own.dtype, &[counts.iter().sum()]))
 }
 
+/// Sums flat local tensors over an axis and gives member i these numbers of elements, for tensors that share a collective. Returns the
+/// part of this rank as one dim.
+///
+/// # Errors
+/// Errors of the collective.
+pub(super) fn reduce_scatter_parts(
+    rank: &Rank,
+    (packed, lineage): (&LocalTensor, Lineage),
+    counts: &[usize],
+    axes: AxisSet,
+    site: &'static Location<'static>,
+) -> Result<LocalTensor> {
+    let call_context = CollectiveContext { axes, dtype: packed.dtype, lineage, site };
+    let buffer = call_context.of(rank, |call| rank.reduce_scatter(call, &packed.buffer, counts))?;
+    Ok(LocalTensor::from_buffer(buffer, packed.dtype, &[counts[rank.group_rank(axes)]]))
+}
+
 /// What a collective call reports besides the state of the context.
 struct CollectiveContext {
     axes: AxisSet,
@@ -190,7 +207,7 @@ pub(super) struct StepRunner<'a> {
 }
 
 impl StepRunner<'_> {
-    fn run(&self, x: LocalTensor, to: Placement) -> Result<LocalTensor> {
+    pub(super) fn run(&self, x: LocalTensor, to: Placement) -> Result<LocalTensor> {
         let axis = self.axes.iter().next().expect("a step has at least one axis");
         match (self.from.placement(axis), to) {
             (Placement::Invariant | Placement::Replicate, Placement::Invariant | Placement::Replicate) => {
@@ -302,8 +319,19 @@ impl StepRunner<'_> {
         self.concat_parts(&received, &parts, d, &mine_e)
     }
 
+    /// The part of dim `d` that the member at position `i` of this rank's group along an axis keeps.
+    pub(super) fn part_of(&self, x: &LocalTensor, d: usize, axis: Axis, i: usize) -> LocalTensor {
+        x.with_view(self.slice(x, d, &self.group_member(axis, i)))
+    }
+
     /// Packs what each member gets of dim `d` under `to` into one flat buffer, member after member.
-    fn pack(&self, x: &LocalTensor, d: usize, axis: Axis, counts: &[usize]) -> Result<LocalTensor> {
+    pub(super) fn pack(
+        &self,
+        x: &LocalTensor,
+        d: usize,
+        axis: Axis,
+        counts: &[usize],
+    ) -> Result<LocalTensor> {
         if x.view.shape[..d].iter().all(|&n| n == 1) {
             return x.flat(self.rank);
         }
@@ -311,7 +339,7 @@ impl StepRunner<'_> {
         let mut packed = LocalTensor::alloc(self.rank, x.dtype, &[total])?;
         let mut offset = 0;
         for (i, count) in counts.iter().enumerate() {
-            let part = x.with_view(self.slice(x, d, &self.group_member(axis, i)));
+            let part = self.part_of(x, d, axis, i);
             let at = Strides::contiguous(&part.view.shape).at(offset);
             packed.write(self.rank, at, &part)?;
             offset += count;

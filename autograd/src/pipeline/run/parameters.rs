@@ -26,12 +26,9 @@ enum ComputedForm {
 impl Step<'_> {
     /// An empty tape for a pass of a stage.
     pub(super) fn pass_tape(&mut self, stage: usize) -> Tape {
-        let (rank, stages) = (self.runner.rank, self.runner.stages);
-        if !self.trains {
-            return Tape::inference(rank);
-        }
-        let order = stages.gather_order(stage);
-        let Some(last) = order.iter().max() else { return Tape::new(rank) };
+        let (tape, stages) = (self.runner.tape(self.trains), self.runner.stages);
+        let order = if self.trains { stages.gather_order(stage) } else { Vec::new() };
+        let Some(last) = order.iter().max() else { return tape };
         let mut groups = vec![Vec::new(); *last as usize + 1];
         for &external in &stages.stages()[stage].external_inputs {
             let Some(key) = stages.program().external_inputs[external as usize].key else { continue };
@@ -40,7 +37,7 @@ impl Step<'_> {
                 groups[*group as usize].push(member.clone());
             }
         }
-        Tape::new(rank).with_gather_groups(groups, &Rc::new(GatherOrder::new(order)))
+        tape.with_gather_groups(groups, &Rc::new(GatherOrder::new(order)))
     }
 
     /// A parameter on the tape of a pass: in its compute layout, or in the layout from which the pass gathers it.

@@ -1,0 +1,93 @@
+//! Sizes of the buckets in which gradients are reduced over ranks.
+
+use super::Plan;
+use shardgrad_autograd::BucketBytes;
+use std::fmt;
+
+/// Units of bytes, the largest first.
+const UNITS: [(&str, usize); 3] = [("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
+
+impl Plan {
+    /// Sets the bytes at which buckets of gradients are closed: of the first bucket of a backward pass, and of all others. The default
+    /// is 1 MiB and 25 MiB.
+    ///
+    /// Gradients that the same ranks reduce share a collective, in the order in which the backward pass completes them. Large buckets
+    /// make few calls, small ones begin early and take less memory; a gradient of at least `others` bytes travels by itself, so that
+    /// with 0 every gradient does. Results have the same bits for all sizes.
+    #[doc(alias = "bucket_cap_mb")]
+    #[doc(alias = "reduce_bucket_size")]
+    #[must_use]
+    pub fn gradient_buckets(mut self, first: usize, others: usize) -> Plan {
+        self.gradient_buckets = Some(BucketBytes { first, others });
+        self
+    }
+
+    /// The sizes of the buckets of gradients.
+    pub(crate) fn bucket_bytes(&self) -> BucketBytes {
+        self.gradient_buckets.unwrap_or_default()
+    }
+
+    /// Writes the line of the plan, if sizes are stated.
+    pub(super) fn write_gradient_buckets(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.gradient_buckets {
+            Some(BucketBytes { first, others }) => {
+                writeln!(f, "gradient_buckets {} {}", with_unit(first), with_unit(others))
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+/// Parses `FIRST OTHERS`.
+pub(super) fn parse_gradient_buckets(words: &[&str]) -> Result<Plan, String> {
+    let sizes: Option<Vec<usize>> = words.iter().map(|word| parse_bytes(word)).collect();
+    match sizes.as_deref() {
+        Some([first, others]) => Ok(Plan::new().gradient_buckets(*first, *others)),
+        _ => Err("write `gradient_buckets FIRST OTHERS`, as in `gradient_buckets 1MiB 25MiB`".to_string()),
+    }
+}
+
+/// The number of bytes in the largest unit that divides it.
+fn with_unit(bytes: usize) -> String {
+    let unit = UNITS.iter().find(|(_, size)| bytes > 0 && bytes.is_multiple_of(*size));
+    unit.map_or_else(|| bytes.to_string(), |(name, size)| format!("{}{name}", bytes / size))
+}
+
+/// A number of bytes with or without a unit; `None` for other words.
+fn parse_bytes(word: &str) -> Option<usize> {
+    let unit = UNITS.iter().find_map(|(name, size)| Some((word.strip_suffix(name)?, *size)));
+    let (number, size) = unit.unwrap_or((word, 1));
+    number.parse::<usize>().ok()?.checked_mul(size)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_read_as_printed() {
+        for (text, first, others) in [
+            ("1MiB 25MiB", 1 << 20, 25 << 20),
+            ("0 1000", 0, 1000),
+            ("3KiB 2GiB", 3 << 10, 2 << 30),
+            ("1025KiB 1025", 1025 << 10, 1025),
+        ] {
+            let plan: Plan = format!("gradient_buckets {text}\n").parse().unwrap();
+            assert_eq!(plan.bucket_bytes(), BucketBytes { first, others });
+            assert_eq!(plan.to_string(), format!("gradient_buckets {text}\n"));
+        }
+        assert_eq!(Plan::new().bucket_bytes(), BucketBytes { first: 1 << 20, others: 25 << 20 });
+        assert_eq!(Plan::new().to_string(), "");
+        let later =
+            Plan::new().gradient_buckets(1, 2).and(Plan::new()).and(Plan::new().gradient_buckets(3, 4));
+        assert_eq!(later.bucket_bytes(), BucketBytes { first: 3, others: 4 });
+    }
+
+    #[test]
+    fn other_sizes_are_refused() {
+        for words in ["", "1MiB", "1MiB 2MiB 3MiB", "1MB 2", "-1 2", "1 99999999999999GiB", "MiB 1"] {
+            let error = format!("gradient_buckets {words}\n").parse::<Plan>().unwrap_err();
+            assert!(error.to_string().contains("gradient_buckets FIRST OTHERS"), "{words}: {error}");
+        }
+    }
+}
