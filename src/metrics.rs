@@ -8,7 +8,7 @@ use crate::background::BackgroundWorker;
 use crate::outputs::OutFolder;
 use serde::{Deserialize, Deserializer, Serialize};
 use shardgrad::Result;
-use shardgrad::nn::{Log, Scalar};
+use shardgrad::nn::{Log, Scalar, StateHash};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// The metrics of a step. In the file, non-finite numbers are `null`.
@@ -37,6 +37,9 @@ pub(crate) struct StepMetrics {
     /// With f16: whether the update was skipped because gradients overflowed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) skipped: Option<bool>,
+    /// The hash of weights and optimizer state after this step, if `--state-hash` asks for it.
+    #[serde(default, skip_serializing_if = "Option::is_none", with = "hash_digits")]
+    pub(crate) state_hash: Option<StateHash>,
     /// The mean loss over the validation split after this step, if evaluated.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) val_loss: Option<f64>,
@@ -45,6 +48,21 @@ pub(crate) struct StepMetrics {
 /// Deserializes a number; `null` becomes NaN.
 fn number_or_nan<'de, D: Deserializer<'de>>(from: D) -> std::result::Result<f64, D::Error> {
     Option::deserialize(from).map(|number| number.unwrap_or(f64::NAN))
+}
+
+/// A hash as its digits.
+mod hash_digits {
+    use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
+    use shardgrad::nn::StateHash;
+
+    pub(super) fn serialize<S: Serializer>(hash: &Option<StateHash>, to: S) -> Result<S::Ok, S::Error> {
+        hash.map(|hash| hash.to_string()).serialize(to)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Option<StateHash>, D::Error> {
+        let digits = Option::<String>::deserialize(from)?;
+        digits.map(|digits| digits.parse().map_err(D::Error::custom)).transpose()
+    }
 }
 
 impl StepMetrics {
@@ -59,7 +77,9 @@ impl StepMetrics {
         ];
         let scale = self.loss_scale.map(|scale| ("loss_scale", scale.into()));
         let skipped = self.skipped.map(|skipped| ("skipped", skipped.into()));
-        numbers.map(|(name, number)| (name, number.into())).into_iter().chain(scale).chain(skipped).collect()
+        let hash = self.state_hash.map(|hash| ("state_hash", hash.into()));
+        let numbers = numbers.map(|(name, number)| (name, number.into()));
+        numbers.into_iter().chain(scale).chain(skipped).chain(hash).collect()
     }
 
     /// The validation loss as a scalar of the log.
@@ -274,6 +294,7 @@ mod tests {
             seconds: 0.5,
             loss_scale,
             skipped,
+            state_hash: val_loss.and("0123456789abcdef0123456789abcdef".parse().ok()),
             val_loss,
         }
     }
@@ -293,7 +314,7 @@ mod tests {
         let text = fs::read_to_string(&path).unwrap();
         let rest = text.strip_prefix(first).unwrap();
         assert!(rest.starts_with("{\"step\":2,\"loss\":null,"), "{rest}");
-        assert!(rest.ends_with("\"loss_scale\":32768.0,\"skipped\":false,\"val_loss\":2.5}\n"), "{rest}");
+        assert!(rest.ends_with("\"loss_scale\":32768.0,\"skipped\":false,\"state_hash\":\"0123456789abcdef0123456789abcdef\",\"val_loss\":2.5}\n"), "{rest}");
         assert_eq!((metrics.steps().len(), &metrics.steps()[0]), (2, &step(1, None)));
         assert_eq!(Log::event_files(&dir.path("")).len(), 1);
     }
@@ -355,7 +376,11 @@ mod tests {
         let text = || fs::read_to_string(&path).unwrap();
         metrics.begin_step(&known).unwrap();
         metrics.writer.wait().unwrap();
-        assert!(text().ends_with("\"skipped\":false"), "{}", text());
+        assert!(
+            text().ends_with("\"skipped\":false,\"state_hash\":\"0123456789abcdef0123456789abcdef\""),
+            "{}",
+            text()
+        );
         metrics.add(&whole).unwrap();
         metrics.finish().unwrap();
         assert_eq!(
