@@ -8,7 +8,7 @@ use crate::background::BackgroundWorker;
 use crate::outputs::OutFolder;
 use serde::{Deserialize, Deserializer, Serialize};
 use shardgrad::Result;
-use shardgrad::nn::{ExpertLoad, Log, Scalar, StepReport};
+use shardgrad::nn::{ExpertLoad, Log, Scalar, StateHash, StepReport};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// The metrics of a step. In the file, non-finite numbers are `null`.
@@ -40,6 +40,9 @@ pub(crate) struct StepMetrics {
     /// With experts: how far their load is from even.
     #[serde(flatten, skip_serializing_if = "Option::is_none")]
     pub(crate) experts: Option<ExpertMetrics>,
+    /// The hash of weights and optimizer state after this step, if `--state-hash` asks for it.
+    #[serde(default, skip_serializing_if = "Option::is_none", with = "hash_digits")]
+    pub(crate) state_hash: Option<StateHash>,
     /// The mean loss over the validation split after this step, if evaluated.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) val_loss: Option<f64>,
@@ -82,6 +85,21 @@ fn number_or_nan<'de, D: Deserializer<'de>>(from: D) -> std::result::Result<f64,
     Option::deserialize(from).map(|number| number.unwrap_or(f64::NAN))
 }
 
+/// A hash as its digits.
+mod hash_digits {
+    use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
+    use shardgrad::nn::StateHash;
+
+    pub(super) fn serialize<S: Serializer>(hash: &Option<StateHash>, to: S) -> Result<S::Ok, S::Error> {
+        hash.map(|hash| hash.to_string()).serialize(to)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Option<StateHash>, D::Error> {
+        let digits = Option::<String>::deserialize(from)?;
+        digits.map(|digits| digits.parse().map_err(D::Error::custom)).transpose()
+    }
+}
+
 impl StepMetrics {
     /// The scalars of the log that are known before the validation.
     fn scalars(&self) -> Vec<(&'static str, Scalar)> {
@@ -95,8 +113,9 @@ impl StepMetrics {
         let scale = self.loss_scale.map(|scale| ("loss_scale", scale.into()));
         let skipped = self.skipped.map(|skipped| ("skipped", skipped.into()));
         let experts = self.experts.iter().flat_map(ExpertMetrics::scalars);
+        let hash = self.state_hash.map(|hash| ("state_hash", hash.into()));
         let numbers = numbers.map(|(name, number)| (name, number.into())).into_iter();
-        numbers.chain(scale).chain(skipped).chain(experts).collect()
+        numbers.chain(scale).chain(skipped).chain(experts).chain(hash).collect()
     }
 
     /// The validation loss as a scalar of the log.
@@ -318,6 +337,7 @@ mod tests {
             loss_scale,
             skipped,
             experts,
+            state_hash: val_loss.and("0123456789abcdef0123456789abcdef".parse().ok()),
             val_loss,
         }
     }
@@ -338,7 +358,8 @@ mod tests {
         let rest = text.strip_prefix(first).unwrap();
         assert!(rest.starts_with("{\"step\":2,\"loss\":null,"), "{rest}");
         let load = "\"expert_imbalance\":1.5,\"expert_imbalance_max\":2.0,\"expert_tokens_min\":0.0,\"expert_tokens_max\":8.0";
-        let end = format!("\"loss_scale\":32768.0,\"skipped\":false,{load},\"val_loss\":2.5}}\n");
+        let hash = "\"state_hash\":\"0123456789abcdef0123456789abcdef\"";
+        let end = format!("\"loss_scale\":32768.0,\"skipped\":false,{load},{hash},\"val_loss\":2.5}}\n");
         assert!(rest.ends_with(&end), "{rest}");
         assert_eq!((metrics.steps().len(), &metrics.steps()[0]), (2, &step(1, None)));
         assert_eq!(Log::event_files(&dir.path("")).len(), 1);
@@ -401,7 +422,11 @@ mod tests {
         let text = || fs::read_to_string(&path).unwrap();
         metrics.begin_step(&known).unwrap();
         metrics.writer.wait().unwrap();
-        assert!(text().ends_with("\"expert_tokens_max\":8.0"), "{}", text());
+        assert!(
+            text().ends_with("\"expert_tokens_max\":8.0,\"state_hash\":\"0123456789abcdef0123456789abcdef\""),
+            "{}",
+            text()
+        );
         metrics.add(&whole).unwrap();
         metrics.finish().unwrap();
         assert_eq!(

@@ -51,6 +51,7 @@ struct JobSpec {
     data: Dataset,
     eval_every: Option<usize>,
     check_every: usize,
+    state_hash_every: Option<usize>,
     start: Start,
     saves: SaveOptions,
     num_ranks: usize,
@@ -129,6 +130,11 @@ impl JobSpec {
         let is_last = steps == self.train_config.steps;
         let is_due = self.eval_every.is_some_and(|n| steps.is_multiple_of(n) || is_last);
         is_due && self.data.held_out.is_some() && (!is_stopped || is_last)
+    }
+
+    /// Returns whether the hash of weights and optimizer state is due after `steps` steps.
+    fn is_hashed(&self, steps: usize) -> bool {
+        self.state_hash_every.is_some_and(|n| steps.is_multiple_of(n) || steps == self.train_config.steps)
     }
 
     /// Returns whether a checkpoint is due after `steps` steps; the one after the last step is saved with the model.

@@ -54,4 +54,5 @@ pub use tensor::bytes::DetachedBytes;
 pub use tensor::growable::GrowableTensor;
 pub use training_step::graph_capture::{CapturedGraph, capture};
 pub use training_step::overflow_check::{Hyperparameters, OverflowCheck};
+pub use training_step::state_hash::StateHash;
 pub use training_step::{Auxiliary, AuxiliaryDivisor, AuxiliaryVector, ControlFlags, StepArgs, StepReport};

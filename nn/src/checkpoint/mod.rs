@@ -90,6 +90,7 @@ pub use run::checkpoints::Checkpoints;
 pub use run::run_state::RunState;
 pub use sharded::cast_rule::{CastCounts, CastRule};
 pub use sharded::load_filter::LoadFilter;
+pub(crate) use sharded::optimizer_state::required_state_names;
 pub(crate) use sharded::param_checks::check_parameters;
 pub use sharded::save::FILE_BYTES_MAX;
 pub use sharded::weight_snapshot::WeightSnapshot;

@@ -7,7 +7,7 @@ mod tests;
 
 use appended_file::AppendedFile;
 use serde::Deserialize;
-use shardgrad_tensor::{Error, Kind, Rank, Result, StepReport};
+use shardgrad_tensor::{Error, Kind, Rank, Result, StateHash, StepReport};
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -25,6 +25,8 @@ pub enum Scalar {
     Number(f64),
     /// Whether something is so; 0 or 1 in an event file.
     Flag(bool),
+    /// A hash, which `metrics.jsonl` has as its digits, and an event file does not have.
+    Hash(StateHash),
 }
 
 impl From<f64> for Scalar {
@@ -39,18 +41,27 @@ impl From<bool> for Scalar {
     }
 }
 
+impl From<StateHash> for Scalar {
+    fn from(hash: StateHash) -> Scalar {
+        Scalar::Hash(hash)
+    }
+}
+
 impl Scalar {
     fn json(self) -> String {
         match self {
             Scalar::Number(number) => serde_json::to_string(&number).unwrap_or_else(|_| "null".to_string()),
             Scalar::Flag(flag) => flag.to_string(),
+            Scalar::Hash(hash) => format!("\"{hash}\""),
         }
     }
 
-    fn number(self) -> f64 {
+    /// The value in an event file.
+    fn number(self) -> Option<f64> {
         match self {
-            Scalar::Number(number) => number,
-            Scalar::Flag(flag) => f64::from(u8::from(flag)),
+            Scalar::Number(number) => Some(number),
+            Scalar::Flag(flag) => Some(f64::from(u8::from(flag))),
+            Scalar::Hash(_) => None,
         }
     }
 }
@@ -291,8 +302,9 @@ impl LogFiles {
             let name = serde_json::Value::from(*name);
             self.lines.push(format!(",{name}:{}", scalar.json()).as_bytes());
         }
-        if !scalars.is_empty() {
-            let numbers = scalars.iter().map(|(name, scalar)| (*name, scalar.number()));
+        let mut numbers =
+            scalars.iter().filter_map(|(name, scalar)| Some((*name, scalar.number()?))).peekable();
+        if numbers.peek().is_some() {
             self.events.push(&event_file::scalars(step, numbers));
         }
         if let Some(last) = &mut self.last {

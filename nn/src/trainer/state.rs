@@ -6,7 +6,7 @@ use crate::model::HfModel;
 use crate::module::Module;
 use crate::optim::Optimizer;
 use crate::sharded_model::Model;
-use shardgrad_tensor::{Error, Kind, Result};
+use shardgrad_tensor::{Error, Kind, Result, StateHash};
 use std::path::Path;
 
 impl<'t, M: Module> Trainer<'t, M> {
@@ -37,6 +37,16 @@ impl<'t, M: Module> Trainer<'t, M> {
 
     /// Returns a snapshot of this rank's weights after the last complete step, for use after the world has failed.
     /// Call it on each rank: if all snapshots are of one step, [`WeightSnapshot::model`] rebuilds the model in
+    /// Returns the hash of weights and optimizer state ([`state_hash()`](crate::state_hash())): after equal steps the same on every mesh on
+    /// which the weights are equal bit for bit. A collective call: every rank calls it together.
+    ///
+    /// # Errors
+    /// As [`state_hash()`](crate::state_hash()).
+    #[track_caller]
+    pub fn state_hash(&self) -> Result<StateHash> {
+        crate::state_hash(&self.model, &*self.optim)
+    }
+
     /// another world. Nothing is communicated.
     ///
     /// # Errors

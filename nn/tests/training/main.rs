@@ -42,4 +42,5 @@ mod failed_saves;
 mod checkpoints;
 mod bad_files;
 mod checksums;
+mod state_hash;
 mod fuzz;

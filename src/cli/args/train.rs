@@ -82,6 +82,9 @@ pub(crate) struct TrainArgs {
     pub(crate) check_every: usize,
     /// Write a Chrome trace of the passes and transfers of each rank, for chrome://tracing or Perfetto
     #[arg(long, value_name = "FILE", help_heading = "Output")]
+    /// Write the hash of weights and optimizer state, the same on every mesh for equal bits, to metrics.jsonl every N steps and after the last [default: none]
+    #[arg(long, value_name = "N", help_heading = "Output", value_parser = values::count)]
+    pub(crate) state_hash: Option<usize>,
     pub(crate) trace: Option<PathBuf>,
     /// Print one JSON object per step on stdout and nothing else
     #[arg(long, help_heading = "Output")]

@@ -116,6 +116,7 @@ pub(super) fn prepare(args: &TrainArgs) -> Result<Option<Job>> {
         eval_every: args.eval_every(),
         check_every: args.check_every,
         start: Start { weights, cast: args.run.cast(), from, seconds: earlier.seconds() },
+        state_hash_every: args.state_hash,
         saves: SaveOptions {
             sidecars,
             in_place,

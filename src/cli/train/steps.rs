@@ -89,6 +89,9 @@ pub(super) fn run_steps(
         (outcome.steps, outcome.stopped) = (step + 1, agreed.stop);
         let mut is_over = agreed.stop.is_some() || agreed.failed;
         let mut entry = metrics_of_step(job, step as u64 + 1, &report, step_seconds, start);
+        if !agreed.failed && job.spec.is_hashed(step + 1) {
+            entry.state_hash = Some(trainer.state_hash()?);
+        }
         if !agreed.failed && job.spec.is_evaluated(step + 1, is_over) {
             if is_rank_zero {
                 outcome.failed = outcome.failed.or(job.state.metrics().begin_step(&entry).err());
@@ -151,6 +154,7 @@ fn metrics_of_step(job: &Job, step: u64, report: &StepReport, seconds: f64, star
         loss_scale: report.loss_scale,
         skipped: report.loss_scale.map(|_| report.skipped),
         experts: ExpertMetrics::of(report),
+        state_hash: None,
         val_loss: None,
     }
 }

@@ -8,7 +8,8 @@
 //!
 //! The host reads the report after the last launch, so the whole step can be captured as a graph ([`graph_capture`]).
 //! [`anomaly_report`] names the op that made the first number that is not finite; [`consistency`] compares ranks, and
-//! [`copies`] the copies that an update uses. [`matrix_owners`] gathers whole matrices for optimizers that need them.
+//! [`copies`] the copies that an update uses. [`matrix_owners`] gathers whole matrices for optimizers that need them. [`state_hash`]
+//! hashes weights and optimizer state, on any mesh alike.
 
 pub mod control;
 mod control_flags;
@@ -21,6 +22,7 @@ pub mod graph_capture;
 pub mod consistency;
 pub mod copies;
 pub mod matrix_owners;
+pub mod state_hash;
 
 pub use auxiliary::{Auxiliary, AuxiliaryDivisor, AuxiliaryVector};
 pub use control_flags::ControlFlags;

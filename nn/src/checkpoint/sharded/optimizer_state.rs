@@ -22,10 +22,10 @@ const STEPS: &str = "step";
 pub(crate) type Names<'a> = &'a dyn Fn(&str) -> String;
 
 /// Names of the state tensors of a parameter.
-type StateNames = Vec<&'static str>;
+pub(crate) type StateNames = Vec<&'static str>;
 
-/// Returns the names of the optimizer's state tensors of each parameter, or refuses an optimizer that cannot be saved.
-fn required_state_names(optim: &dyn Optimizer, params: &[Param]) -> Result<Vec<StateNames>> {
+/// Returns the names of the optimizer's state tensors of each parameter, or refuses an optimizer that does not state them.
+pub(crate) fn required_state_names(optim: &dyn Optimizer, params: &[Param]) -> Result<Vec<StateNames>> {
     let names = params.iter().map(|param| optim.state_names(param));
     names.collect::<Option<_>>().ok_or_else(|| {
         let text = format!("this optimizer does not implement `state_names`: {}", optim.describe());
