@@ -107,3 +107,27 @@ fn explained_peak_memory_includes_optimizer_state() {
     let lasting = 2.0 * at_32 - at_64;
     assert!((3.0 * bytes..3.5 * bytes).contains(&lasting), "{lasting} of {bytes}");
 }
+
+#[test]
+fn explain_states_how_stages_gather_their_parameters() {
+    let explained = |more: &[&str]| {
+        let given = ["explain", "--preset", "tiny", "--mesh", "pp=2,fsdp=2", "--batch", "8", "--seq", "16"];
+        let output = shardgrad(&[&given[..], more].concat());
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let stages = |text: &str, line: &str| text.lines().filter(|l| l.contains(line)).count();
+    let (kept, freed) = (explained(&[]), explained(&["--gathered-bytes-max", "0"]));
+    assert_eq!(stages(&kept, "gathered once per step and kept: "), 2, "{kept}");
+    assert_eq!(stages(&freed, "gathered by each microbatch, since all take "), 2, "{freed}");
+    assert_eq!(stages(&freed, "reduced in each backward pass"), 2, "{freed}");
+    // The groups are those of the stage.
+    let groups: Vec<&str> = freed.lines().filter(|l| l.contains("by each microbatch")).collect();
+    assert!(groups[0].contains("wpe") && !groups[0].contains("ln_f"), "{groups:?}");
+    assert!(groups[1].contains("ln_f") && !groups[1].contains("wpe"), "{groups:?}");
+    let peak = |bound: &[&str]| {
+        let given = ["--preset", "gpt2-124m", "--mesh", "pp=2,fsdp=2", "--batch", "16", "--dtype", "bf16"];
+        peak_bytes(&[&given[..], &["--seq", "128"], bound].concat())
+    };
+    assert!(peak(&["--gathered-bytes-max", "0"]) < peak(&[]));
+}

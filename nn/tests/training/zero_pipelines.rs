@@ -132,6 +132,14 @@ fn collectives(plan: &Plan, mesh: &str, recompute: bool) -> Vec<Moved> {
 fn collectives_and_bytes_follow_closed_formulas_in_every_schedule() {
     let m = MICROBATCHES;
     for schedule in NAMES {
+        for (stage, times) in [(1, 1), (2, m)] {
+            let plan = Plan::pipeline_parallel("pp").pipeline_schedule(schedule).and(Plan::zero(stage, "dp"));
+            for Moved { totals, layers, .. } in collectives(&plan, "pp=2,dp=2", false) {
+                let once = moved(layers * GROUP, 2);
+                let expected = [(2 * layers, once), (0, 0), (times * 2 * layers, times as u64 * once)];
+                assert_eq!(totals, expected, "{schedule}, stage {stage}");
+            }
+        }
         for n in [2, 4] {
             let mesh = format!("pp=2,fsdp={n}");
             for Moved { totals, layers, .. } in collectives(&plan(schedule, false), &mesh, false) {
