@@ -281,6 +281,7 @@ mod tests {
             seconds: i as f64,
             loss_scale: None,
             skipped: None,
+            experts: None,
             val_loss: (i % 10 == 9).then_some(loss + 0.1),
         };
         losses.into_iter().enumerate().map(step).collect()
