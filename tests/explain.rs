@@ -131,3 +131,24 @@ fn explain_states_how_stages_gather_their_parameters() {
     };
     assert!(peak(&["--gathered-bytes-max", "0"]) < peak(&[]));
 }
+
+#[test]
+fn activations_that_are_gathered_again_are_listed() {
+    let given = ["explain", "--preset", "mixtral-tiny", "--mesh", "tp=2", "--batch", "2", "--seq", "8"];
+    let of = |more: &[&str]| {
+        let output = shardgrad(&[&given[..], more].concat());
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let text = of(&["--sequence-parallel"]);
+    let listed = text.lines().find(|line| line.contains("gathered again for the backward pass"));
+    let listed = listed.unwrap_or_else(|| panic!("{text}"));
+    // Two norms of each of four blocks, and the norm before the output layer.
+    assert_eq!(listed.matches("layernorm.out").count(), 8, "{listed}");
+    assert!(listed.ends_with("model.norm.out") && listed.contains("while the product before"), "{listed}");
+    assert!(!of(&[]).contains("gathered again"));
+    let lines = of(&["--sequence-parallel", "--json"]);
+    let line = lines.lines().find(|line| line.contains("\"regathered\"")).unwrap_or_default();
+    let line: serde_json::Value = serde_json::from_str(line).unwrap();
+    assert_eq!(line["points"].as_array().map(Vec::len), Some(9));
+}

@@ -19,6 +19,7 @@ pub mod sharded_model;
 mod inspection;
 pub mod loss;
 pub mod metric;
+mod expert_load;
 pub mod layer;
 pub mod optim;
 mod pipelined_model;
@@ -33,13 +34,14 @@ pub use checkpoint::hf::{
     BertConfig, BertHead, ExpertsConfig, Gpt2Config, LlamaConfig, LlamaKind, ModelConfig,
 };
 pub use checkpoint::{CastCounts, CastRule, LoadFilter, RunState, WeightSnapshot};
+pub use expert_load::ExpertLoad;
 pub use inference::decoding::DecodingSession;
 pub use inference::inference_model::{InferenceModel, ResultRanks};
 pub use layer::kv_cache::{KvCache, LayerKvCache};
 pub use layer::{
-    Attention, Block, DocumentPoints, Dropout, Embedding, EncoderAttention, ExpertLoad, FeedForward,
-    GatedMlp, GroupedQueryAttention, LayerNorm, Linear, Lora, MixtureOfExperts, Mlp, PackedDocuments,
-    Residual, RmsNorm, document_ids, zigzag_order,
+    Attention, Block, DocumentPoints, Dropout, Embedding, EncoderAttention, FeedForward, GatedMlp,
+    GroupedQueryAttention, LayerNorm, Linear, Lora, MixtureOfExperts, Mlp, PackedDocuments, Residual,
+    RmsNorm, document_ids, zigzag_order,
 };
 pub use log::{Log, Scalar};
 pub use loss::{

@@ -4,7 +4,7 @@
 //! [`Tensor`] is a global tensor with a [`Layout`] on a mesh, like PyTorch's `DTensor` or a sharded `jax.Array`. Every
 //! op is one file, or one row of a table of ops, that states its index signature, its dtype rule, its forward and its
 //! vjp; the layout rule, the shape check, the error text and the exhaustive tests are derived from them.
-//! [`tensor::redistribute::run`] makes all collective calls except those of ops that override [`Op::infer`], of [`training_step::control`] and of
+//! [`tensor::redistribute::run`] makes all collective calls except those of ops that exchange by a rule of their own, of [`training_step::control`] and of
 //! [`training_step::consistency`].
 
 #![forbid(unsafe_code)]

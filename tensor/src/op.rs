@@ -38,6 +38,8 @@ use validation::{get_or_raise, not_saved};
 pub type LocalTensors = SmallVec<[LocalTensor; 1]>;
 /// The cotangent of each argument; `None` where it was not requested.
 pub type Cotangents = SmallVec<[Option<Tensor>; 4]>;
+/// Layouts that outputs are to have; `None` where the signature gives one.
+pub type OutputLayouts = SmallVec<[Option<Layout>; 2]>;
 /// Dtypes of all outputs, including outputs saved for backward.
 pub type DTypes = SmallVec<[DType; 4]>;
 
@@ -93,7 +95,21 @@ pub trait Op: fmt::Debug + 'static {
         Ok(outputs)
     }
 
-    /// The implicit redistribution steps and the output layouts. The default derives them from the signature.
+    /// The layouts of the outputs where the caller states none, for extents that the signature does not give. Empty, the default, where
+    /// the signature gives them.
+    fn default_outputs(&self, args: &[&Layout], dtypes: &[DType]) -> OutputLayouts {
+        let _ = (args, dtypes);
+        OutputLayouts::new()
+    }
+
+    /// The inference of the signature, as an op changes it whose forward exchanges between ranks itself. The default changes nothing.
+    fn adjust_inference(&self, inferred: Rc<Inference>, args: &[&Layout]) -> Rc<Inference> {
+        let _ = args;
+        inferred
+    }
+
+    /// The implicit redistribution steps and the output layouts. The default derives them from the signature, with
+    /// [`Op::default_outputs`] and [`Op::adjust_inference`].
     ///
     /// # Errors
     /// A refusal with the reason.
@@ -104,7 +120,15 @@ pub trait Op: fmt::Debug + 'static {
         dtypes: &[DType],
         want: &[Option<Layout>],
     ) -> Result<Rc<Inference>, Refusal> {
-        infer_by_signature(self, context, args, dtypes, want)
+        let own;
+        let want = match want.is_empty() {
+            true => {
+                own = self.default_outputs(args, dtypes);
+                &own
+            }
+            false => want,
+        };
+        Ok(self.adjust_inference(infer_by_signature(self, context, args, dtypes, want)?, args))
     }
 
     /// The simpler ops that compute this op on arguments of some layouts; `None`, the default, if the kernel of the op does. `points`
@@ -158,7 +182,7 @@ pub trait Op: fmt::Debug + 'static {
 
     /// Computes the local outputs of this rank from the local arguments.
     ///
-    /// Only ops that override [`Op::infer`] may communicate with other ranks.
+    /// Only ops that exchange by a rule of their own communicate with other ranks, and their files are listed in a test.
     ///
     /// # Errors
     /// The errors of kernels.
@@ -189,7 +213,7 @@ pub trait Op: fmt::Debug + 'static {
     }
 }
 
-/// Infers steps and output layouts from the signature of an op, as the default of [`Op::infer`]; results are cached.
+/// Infers steps and output layouts from the signature of an op alone; results are cached.
 ///
 /// # Errors
 /// A refusal with the reason.

@@ -2,6 +2,7 @@
 
 use super::gated_mlp::GatedMlp;
 use super::linear::Linear;
+use crate::expert_load::TOKENS_PER_EXPERT;
 use crate::loss::{Loss, expert_imbalance};
 use crate::module;
 use crate::module::activation_point::{ActivationPoint, set_path};
@@ -12,9 +13,6 @@ use shardgrad_tensor::{
 };
 use std::panic::Location;
 use std::rc::Rc;
-
-/// The name of the tokens per expert of a layer among the auxiliary vectors of a step, after the path of the layer.
-pub(super) const TOKENS_PER_EXPERT: &str = "tokens_per_expert";
 
 module! {
     /// Mixture of experts with top-k routing: the sum over the k experts of a token of p_e (silu(x wg_e) * (x wu_e)) wd_e. The router

@@ -14,7 +14,6 @@ mod attention;
 mod block;
 mod gated_mlp;
 mod mixture_of_experts;
-mod expert_load;
 mod feed_forward;
 mod grouped_query_attention;
 mod encoder_attention;
@@ -25,7 +24,6 @@ pub use documents::{DocumentPoints, PackedDocuments, document_ids, zigzag_order}
 pub use dropout::{Dropout, Residual};
 pub use embedding::Embedding;
 pub use encoder_attention::EncoderAttention;
-pub use expert_load::ExpertLoad;
 pub use feed_forward::FeedForward;
 pub use gated_mlp::GatedMlp;
 pub use grouped_query_attention::GroupedQueryAttention;

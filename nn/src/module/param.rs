@@ -54,9 +54,12 @@ struct ParamSpec {
     step_rule: Option<StepRule>,
 }
 
-/// A function that changes a parameter after a step, from the report of the step.
+/// Changes a parameter after a step, from the report of the step.
+type ChangeAfterStep = dyn Fn(&Param, &StepReport) -> Result<()>;
+
+/// The function of [`Param::after_step`].
 #[derive(Clone)]
-struct StepRule(Rc<dyn Fn(&Param, &StepReport) -> Result<()>>);
+struct StepRule(Rc<ChangeAfterStep>);
 
 impl fmt::Debug for StepRule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

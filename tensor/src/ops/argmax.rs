@@ -4,12 +4,10 @@ use super::labels::{check_dim, dim_label, dim_labels_with, invalid_argument};
 use super::reduced_dims::with_invariant_outputs;
 use super::shard_candidates::Candidates;
 use super::{Case, Input};
-use crate::execution::context::Context;
 use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::layout::Layout;
 use crate::layout::infer::Inference;
-use crate::layout::refusal::Refusal;
-use crate::op::{DTypes, ForwardContext, LocalTensors, Op, common_float, infer_by_signature};
+use crate::op::{DTypes, ForwardContext, LocalTensors, Op, common_float};
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::arg_extreme::ARG_EXTREME;
 use shardgrad_kernels::{DType, Dims, Scalar, Strides};
@@ -66,15 +64,8 @@ impl Op for Argmax {
         Ok(SmallVec::from_slice(&[DType::I64]))
     }
 
-    fn infer(
-        &self,
-        context: &Context,
-        args: &[&Layout],
-        dtypes: &[DType],
-        want: &[Option<Layout>],
-    ) -> Result<Rc<Inference>, Refusal> {
-        let inferred = infer_by_signature(self, context, args, dtypes, want)?;
-        Ok(with_invariant_outputs(inferred, args[0], &[self.dim]))
+    fn adjust_inference(&self, inferred: Rc<Inference>, args: &[&Layout]) -> Rc<Inference> {
+        with_invariant_outputs(inferred, args[0], &[self.dim])
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {

@@ -3,14 +3,12 @@
 use super::labels::{check_dim, check_num_tensors, common_dtype, dim_labels_with, linear_jointly, unsplit};
 use super::slice::Slice;
 use super::{Case, Input};
-use crate::execution::context::Context;
 use crate::execution::local_tensor::LocalTensor;
 use crate::layout::Layout;
-use crate::layout::infer::Inference;
-use crate::layout::refusal::Refusal;
-use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, Vjp, infer_by_signature, unwind};
+use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, OutputLayouts, Vjp, unwind};
 use shardgrad_dist::Result;
 use shardgrad_kernels::DType;
+use smallvec::smallvec;
 use std::rc::Rc;
 
 /// Concatenates tensors along a dim: `..m d!, ..m e! -> ..m f`, `a x0! c, a x1! c, .. -> a y c`.
@@ -62,19 +60,10 @@ impl Op for Concat {
         common_dtype(inputs)
     }
 
-    fn infer(
-        &self,
-        context: &Context,
-        args: &[&Layout],
-        dtypes: &[DType],
-        want: &[Option<Layout>],
-    ) -> Result<Rc<Inference>, Refusal> {
-        if !want.is_empty() {
-            return infer_by_signature(self, context, args, dtypes, want);
-        }
+    fn default_outputs(&self, args: &[&Layout], dtypes: &[DType]) -> OutputLayouts {
         let mut shape = args[0].shape();
         shape[self.dim] = args.iter().map(|l| l.shape().get(self.dim).copied().unwrap_or(0)).sum();
-        infer_by_signature(self, context, args, dtypes, &[unsplit(args[0], dtypes[0], &shape)])
+        smallvec![unsplit(args[0], dtypes[0], &shape)]
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {

@@ -8,10 +8,8 @@ use crate::execution::context::Context;
 use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::layout::Layout;
 use crate::layout::infer::Inference;
-use crate::layout::refusal::Refusal;
 use crate::op::{
-    Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, common_float,
-    infer_by_signature, unwind,
+    Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, common_float, unwind,
 };
 use crate::tensor::Tensor;
 use crate::tensor::redistribute::all_reduce;
@@ -87,17 +85,11 @@ impl Op for CrossEntropyTerms {
         Ok(SmallVec::from_elem(common_float(&inputs[..1])?.accumulator(), num_outputs))
     }
 
-    fn infer(
-        &self,
-        context: &Context,
-        args: &[&Layout],
-        dtypes: &[DType],
-        want: &[Option<Layout>],
-    ) -> Result<Rc<Inference>, Refusal> {
-        let mut inference = Rc::unwrap_or_clone(infer_by_signature(self, context, args, dtypes, want)?);
+    fn adjust_inference(&self, inferred: Rc<Inference>, _: &[&Layout]) -> Rc<Inference> {
+        let mut inference = Rc::unwrap_or_clone(inferred);
         let sharding_axes = axes(&inference);
         inference.outputs[0] = invariant_on(sharding_axes, &inference.outputs[0]);
-        Ok(Rc::new(inference))
+        Rc::new(inference)
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
@@ -162,16 +154,9 @@ impl Op for CrossEntropyBackward {
         Ok(SmallVec::from_slice(&inputs[..1]))
     }
 
-    fn infer(
-        &self,
-        context: &Context,
-        args: &[&Layout],
-        dtypes: &[DType],
-        want: &[Option<Layout>],
-    ) -> Result<Rc<Inference>, Refusal> {
-        let inference = infer_by_signature(self, context, args, dtypes, want)?;
-        let sharding_axes = axes(&inference);
-        Ok(keep_invariant_inputs(inference, sharding_axes))
+    fn adjust_inference(&self, inferred: Rc<Inference>, _: &[&Layout]) -> Rc<Inference> {
+        let sharding_axes = axes(&inferred);
+        keep_invariant_inputs(inferred, sharding_axes)
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {

@@ -2,14 +2,12 @@
 
 use super::labels::{invalid_argument, unsplit};
 use super::{Case, Input};
-use crate::execution::context::Context;
 use crate::execution::local_tensor::LocalTensor;
 use crate::layout::Layout;
-use crate::layout::infer::Inference;
-use crate::layout::refusal::Refusal;
-use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, Vjp, infer_by_signature};
+use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, OutputLayouts, Vjp};
 use shardgrad_dist::Result;
 use shardgrad_kernels::{DType, Strides};
+use smallvec::smallvec;
 use std::rc::Rc;
 
 /// A diagonal of `rows` by `cols` matrices.
@@ -110,20 +108,11 @@ impl Op for Diagonal {
         Ok(inputs.into())
     }
 
-    fn infer(
-        &self,
-        context: &Context,
-        args: &[&Layout],
-        dtypes: &[DType],
-        want: &[Option<Layout>],
-    ) -> Result<Rc<Inference>, Refusal> {
-        if !want.is_empty() {
-            return infer_by_signature(self, context, args, dtypes, want);
-        }
+    fn default_outputs(&self, args: &[&Layout], dtypes: &[DType]) -> OutputLayouts {
         let mut shape = args[0].shape();
         shape.truncate(shape.len().saturating_sub(2));
         shape.push(self.0.len());
-        infer_by_signature(self, context, args, dtypes, &[unsplit(args[0], dtypes[0], &shape)])
+        smallvec![unsplit(args[0], dtypes[0], &shape)]
     }
 
     fn forward(&self, _: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
@@ -152,20 +141,11 @@ impl Op for DiagEmbed {
         Ok(inputs.into())
     }
 
-    fn infer(
-        &self,
-        context: &Context,
-        args: &[&Layout],
-        dtypes: &[DType],
-        want: &[Option<Layout>],
-    ) -> Result<Rc<Inference>, Refusal> {
-        if !want.is_empty() {
-            return infer_by_signature(self, context, args, dtypes, want);
-        }
+    fn default_outputs(&self, args: &[&Layout], dtypes: &[DType]) -> OutputLayouts {
         let mut shape = args[0].shape();
         shape.pop();
         shape.extend([self.0.rows, self.0.cols]);
-        infer_by_signature(self, context, args, dtypes, &[unsplit(args[0], dtypes[0], &shape)])
+        smallvec![unsplit(args[0], dtypes[0], &shape)]
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {

@@ -3,13 +3,11 @@
 use super::labels::{check_dim, dim_labels};
 use super::shard_candidates::gather_shards;
 use super::{Case, Input};
-use crate::execution::context::Context;
 use crate::execution::local_tensor::{LocalTensor, View, launch};
 use crate::layout::Layout;
 use crate::layout::infer::Inference;
 use crate::layout::placement::Placement;
-use crate::layout::refusal::Refusal;
-use crate::op::{Cotangents, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, infer_by_signature};
+use crate::op::{Cotangents, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::fill::FILL;
@@ -184,17 +182,6 @@ impl Op for GatedScan {
         }
     }
 
-    fn infer(
-        &self,
-        context: &Context,
-        args: &[&Layout],
-        dtypes: &[DType],
-        want: &[Option<Layout>],
-    ) -> Result<Rc<Inference>, Refusal> {
-        // The signature's rule, in which no label sums shards: the forward exchanges the carries itself.
-        infer_by_signature(self, context, args, dtypes, want)
-    }
-
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         let flat = local.contiguous(x)?;
         let ((lanes, a), (_, v)) = (self.steps.operand(&flat[0]), self.steps.operand(&flat[1]));
@@ -242,23 +229,16 @@ impl Op for GatedScanBackward {
         &[&[1], &[2]]
     }
 
-    fn infer(
-        &self,
-        context: &Context,
-        args: &[&Layout],
-        dtypes: &[DType],
-        want: &[Option<Layout>],
-    ) -> Result<Rc<Inference>, Refusal> {
-        let inferred = infer_by_signature(self, context, args, dtypes, want)?;
+    fn adjust_inference(&self, inferred: Rc<Inference>, args: &[&Layout]) -> Rc<Inference> {
         if args[1].partial().is_empty() {
-            return Ok(inferred);
+            return inferred;
         }
         // The cotangent of x does not depend on h: where h is a partial sum, its cotangent and that of x are `~`.
         let mut inference = Rc::unwrap_or_clone(inferred);
         let axes = args[1].partial();
         inference.outputs[1] = (axes.iter())
             .fold(inference.outputs[1].clone(), |dx, axis| dx.with_placement(axis, Placement::Replicate));
-        Ok(Rc::new(inference))
+        Rc::new(inference)
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {

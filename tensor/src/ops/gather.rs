@@ -6,19 +6,16 @@ use super::embedding::check_index;
 use super::labels::{check_dim, dim_labels_with};
 use super::reduced_dims::keep_invariant_inputs;
 use super::{Case, Input};
-use crate::execution::context::Context;
 use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::layout::Layout;
 use crate::layout::dim::Dim;
 use crate::layout::infer::Inference;
-use crate::layout::refusal::Refusal;
-use crate::op::{
-    Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, infer_by_signature,
-};
+use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, OutputLayouts, SavedForBackward, Vjp};
 use crate::tensor::Tensor;
 use shardgrad_dist::{AxisSet, Error, Kind, Result};
 use shardgrad_kernels::op::index::{GATHER, SCATTER_ADD};
 use shardgrad_kernels::{DType, Kernel, Scalar, Strides};
+use smallvec::smallvec;
 use std::rc::Rc;
 
 /// Picks elements along a dim by index: y_(a, n, c) = x_(a, index, c).
@@ -233,25 +230,15 @@ impl Op for ScatterAdd {
         .detail("help", "cast the elements: x.cast(DType::I64)"))
     }
 
-    fn infer(
-        &self,
-        context: &Context,
-        args: &[&Layout],
-        dtypes: &[DType],
-        want: &[Option<Layout>],
-    ) -> Result<Rc<Inference>, Refusal> {
-        let own;
-        let want = if want.is_empty() {
-            own = [Some(self.output_layout(args, dtypes[0]))];
-            &own
-        } else {
-            want
-        };
-        let inferred = infer_by_signature(self, context, args, dtypes, want)?;
-        Ok(match self.invariant_over.is_empty() {
+    fn default_outputs(&self, args: &[&Layout], dtypes: &[DType]) -> OutputLayouts {
+        smallvec![Some(self.output_layout(args, dtypes[0]))]
+    }
+
+    fn adjust_inference(&self, inferred: Rc<Inference>, _: &[&Layout]) -> Rc<Inference> {
+        match self.invariant_over.is_empty() {
             true => inferred,
             false => keep_invariant_inputs(inferred, self.invariant_over),
-        })
+        }
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {

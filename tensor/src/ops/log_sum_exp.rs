@@ -3,15 +3,10 @@
 
 use super::reduced_dims::ReducedDims;
 use super::{Case, Input};
-use crate::execution::context::Context;
 use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::layout::Layout;
 use crate::layout::infer::Inference;
-use crate::layout::refusal::Refusal;
-use crate::op::{
-    Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, common_float,
-    infer_by_signature,
-};
+use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, common_float};
 use crate::tensor::Tensor;
 use crate::tensor::redistribute::all_reduce;
 use shardgrad_dist::{ReduceOp, Result};
@@ -74,14 +69,8 @@ impl Op for LogSumExp {
         Ok(SmallVec::from_slice(&[dtype, dtype.accumulator()]))
     }
 
-    fn infer(
-        &self,
-        context: &Context,
-        args: &[&Layout],
-        dtypes: &[DType],
-        want: &[Option<Layout>],
-    ) -> Result<Rc<Inference>, Refusal> {
-        Ok(self.over.with_invariant_outputs(infer_by_signature(self, context, args, dtypes, want)?, args[0]))
+    fn adjust_inference(&self, inferred: Rc<Inference>, args: &[&Layout]) -> Rc<Inference> {
+        self.over.with_invariant_outputs(inferred, args[0])
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
@@ -122,14 +111,8 @@ impl Op for LogSumExpBackward {
         Ok(SmallVec::from_slice(&inputs[..1]))
     }
 
-    fn infer(
-        &self,
-        context: &Context,
-        args: &[&Layout],
-        dtypes: &[DType],
-        want: &[Option<Layout>],
-    ) -> Result<Rc<Inference>, Refusal> {
-        Ok(self.over.keep_invariant_inputs(infer_by_signature(self, context, args, dtypes, want)?, args[0]))
+    fn adjust_inference(&self, inferred: Rc<Inference>, args: &[&Layout]) -> Rc<Inference> {
+        self.over.keep_invariant_inputs(inferred, args[0])
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {

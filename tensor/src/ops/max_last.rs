@@ -1,13 +1,11 @@
 //! Maximum along the last dim, which may be sharded, in the accumulator dtype.
 
+use super::reduced_dims::invariant_on;
 use super::{Case, Input};
-use crate::execution::context::Context;
 use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::layout::Layout;
 use crate::layout::infer::Inference;
-use crate::layout::placement::Placement;
-use crate::layout::refusal::Refusal;
-use crate::op::{DTypes, ForwardContext, LocalTensors, Op, common_float, infer_by_signature};
+use crate::op::{DTypes, ForwardContext, LocalTensors, Op, common_float};
 use crate::tensor::redistribute::all_reduce;
 use shardgrad_dist::{AxisSet, ReduceOp, Result};
 use shardgrad_kernels::op::reduce::MAX;
@@ -48,20 +46,11 @@ impl Op for MaxLast {
         Ok(SmallVec::from_slice(&[common_float(inputs)?.accumulator()]))
     }
 
-    fn infer(
-        &self,
-        context: &Context,
-        args: &[&Layout],
-        dtypes: &[DType],
-        want: &[Option<Layout>],
-    ) -> Result<Rc<Inference>, Refusal> {
-        let mut inference = Rc::unwrap_or_clone(infer_by_signature(self, context, args, dtypes, want)?);
+    fn adjust_inference(&self, inferred: Rc<Inference>, _: &[&Layout]) -> Rc<Inference> {
+        let mut inference = Rc::unwrap_or_clone(inferred);
         let sharding_axes = axes(&inference);
-        let output = &mut inference.outputs[0];
-        *output = sharding_axes
-            .iter()
-            .fold(output.clone(), |layout, axis| layout.with_placement(axis, Placement::Invariant));
-        Ok(Rc::new(inference))
+        inference.outputs[0] = invariant_on(sharding_axes, &inference.outputs[0]);
+        Rc::new(inference)
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {

@@ -3,15 +3,13 @@
 use super::embedding::check_index;
 use super::labels::unsplit;
 use super::{Case, Input};
-use crate::execution::context::Context;
 use crate::execution::local_tensor::LocalTensor;
 use crate::layout::Layout;
-use crate::layout::infer::Inference;
-use crate::layout::refusal::Refusal;
-use crate::op::{DTypes, ForwardContext, LocalTensors, Op, infer_by_signature};
+use crate::op::{DTypes, ForwardContext, LocalTensors, Op, OutputLayouts};
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::one_hot::ONE_HOT;
 use shardgrad_kernels::{DType, Scalar};
+use smallvec::smallvec;
 use std::rc::Rc;
 
 /// One-hot encoding of indices: y_(.., j) = 1 where j is the index, else 0; `..m -> ..m v`.
@@ -45,19 +43,10 @@ impl Op for OneHot {
         Ok([self.dtype][..].into())
     }
 
-    fn infer(
-        &self,
-        context: &Context,
-        args: &[&Layout],
-        dtypes: &[DType],
-        want: &[Option<Layout>],
-    ) -> Result<Rc<Inference>, Refusal> {
-        if !want.is_empty() {
-            return infer_by_signature(self, context, args, dtypes, want);
-        }
+    fn default_outputs(&self, args: &[&Layout], dtypes: &[DType]) -> OutputLayouts {
         let mut shape = args[0].shape();
         shape.push(self.count);
-        infer_by_signature(self, context, args, dtypes, &[unsplit(args[0], dtypes[0], &shape)])
+        smallvec![unsplit(args[0], dtypes[0], &shape)]
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {

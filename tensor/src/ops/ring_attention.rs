@@ -2,14 +2,9 @@
 
 use super::attention_mask::{AttentionLaunch, Mask, check_documents, forward_dtypes};
 use super::{Case, Input};
-use crate::execution::context::Context;
 use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::layout::Layout;
-use crate::layout::infer::Inference;
-use crate::layout::refusal::Refusal;
-use crate::op::{
-    Cotangents, DTypes, ForwardContext, LocalTensors, Op, PlanKey, SavedForBackward, Vjp, infer_by_signature,
-};
+use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, PlanKey, SavedForBackward, Vjp};
 use crate::tensor::Tensor;
 use crate::tensor::ring::Ring;
 use shardgrad_dist::{Rank, Result};
@@ -300,17 +295,6 @@ impl Op for RingAttention {
         outputs.first().map_or(0, Layout::numel).saturating_mul(args[0].extent(1))
     }
 
-    fn infer(
-        &self,
-        context: &Context,
-        args: &[&Layout],
-        dtypes: &[DType],
-        want: &[Option<Layout>],
-    ) -> Result<Rc<Inference>, Refusal> {
-        // The signature's rule, in which no label sums shards: the forward passes the keys on itself.
-        infer_by_signature(self, context, args, dtypes, want)
-    }
-
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         as_outputs(local, RingCall::new(*self, local, x, 3)?.forward()?)
     }
@@ -354,16 +338,6 @@ impl Op for RingAttentionBackward {
 
     fn dtypes(&self, inputs: &[DType], num_outputs: usize) -> Result<DTypes> {
         Ok(SmallVec::from_elem(inputs[0], num_outputs))
-    }
-
-    fn infer(
-        &self,
-        context: &Context,
-        args: &[&Layout],
-        dtypes: &[DType],
-        want: &[Option<Layout>],
-    ) -> Result<Rc<Inference>, Refusal> {
-        infer_by_signature(self, context, args, dtypes, want)
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {

@@ -2,15 +2,13 @@
 
 use super::labels::{check_dim, dim_labels_with, invalid_argument, unsplit};
 use super::{Case, Input};
-use crate::execution::context::Context;
 use crate::execution::local_tensor::LocalTensor;
 use crate::layout::Layout;
-use crate::layout::infer::Inference;
-use crate::layout::refusal::Refusal;
-use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, Vjp, infer_by_signature};
+use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, OutputLayouts, Vjp};
 use crate::tensor::check_representable;
 use shardgrad_dist::Result;
 use shardgrad_kernels::DType;
+use smallvec::smallvec;
 use std::ops::Range;
 use std::rc::Rc;
 
@@ -72,19 +70,10 @@ impl Op for Slice {
         Ok(inputs.into())
     }
 
-    fn infer(
-        &self,
-        context: &Context,
-        args: &[&Layout],
-        dtypes: &[DType],
-        want: &[Option<Layout>],
-    ) -> Result<Rc<Inference>, Refusal> {
-        if !want.is_empty() {
-            return infer_by_signature(self, context, args, dtypes, want);
-        }
+    fn default_outputs(&self, args: &[&Layout], dtypes: &[DType]) -> OutputLayouts {
         let mut shape = args[0].shape();
         shape[self.dim] = self.range.len();
-        infer_by_signature(self, context, args, dtypes, &[unsplit(args[0], dtypes[0], &shape)])
+        smallvec![unsplit(args[0], dtypes[0], &shape)]
     }
 
     fn forward(&self, _: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
@@ -147,20 +136,11 @@ impl Op for Pad {
         Ok(inputs.into())
     }
 
-    fn infer(
-        &self,
-        context: &Context,
-        args: &[&Layout],
-        dtypes: &[DType],
-        want: &[Option<Layout>],
-    ) -> Result<Rc<Inference>, Refusal> {
-        if !want.is_empty() {
-            return infer_by_signature(self, context, args, dtypes, want);
-        }
+    fn default_outputs(&self, args: &[&Layout], dtypes: &[DType]) -> OutputLayouts {
         let mut shape = args[0].shape();
         // An extent beyond usize saturates, and inference refuses a tensor that large.
         shape[self.dim] = shape[self.dim].saturating_add(self.before).saturating_add(self.after);
-        infer_by_signature(self, context, args, dtypes, &[unsplit(args[0], dtypes[0], &shape)])
+        smallvec![unsplit(args[0], dtypes[0], &shape)]
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {

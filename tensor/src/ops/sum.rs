@@ -6,17 +6,15 @@
 use super::labels::{check_dim, check_ndim, invalid_argument, reduction, unsplit};
 use super::scale::scale;
 use super::{Case, Input};
-use crate::execution::context::Context;
 use crate::execution::local_tensor::{LocalTensor, View, launch};
 use crate::layout::Layout;
-use crate::layout::infer::Inference;
-use crate::layout::refusal::Refusal;
-use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, PlanKey, Vjp, infer_by_signature};
+use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, OutputLayouts, PlanKey, Vjp};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::reduce::SUM;
 use shardgrad_kernels::op::unary::SCALE;
 use shardgrad_kernels::{DType, Dims, Scalar, Strides};
+use smallvec::smallvec;
 use std::borrow::Cow;
 use std::rc::Rc;
 
@@ -170,17 +168,8 @@ impl Op for Expand {
         Ok(inputs.into())
     }
 
-    fn infer(
-        &self,
-        context: &Context,
-        args: &[&Layout],
-        dtypes: &[DType],
-        want: &[Option<Layout>],
-    ) -> Result<Rc<Inference>, Refusal> {
-        if !want.is_empty() {
-            return infer_by_signature(self, context, args, dtypes, want);
-        }
-        infer_by_signature(self, context, args, dtypes, &[unsplit(args[0], dtypes[0], &self.shape)])
+    fn default_outputs(&self, args: &[&Layout], dtypes: &[DType]) -> OutputLayouts {
+        smallvec![unsplit(args[0], dtypes[0], &self.shape)]
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {

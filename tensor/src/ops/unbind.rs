@@ -4,16 +4,13 @@ use super::labels::{
     check_dim, check_num_tensors, common_dtype, dim_label, dim_labels_with, linear_jointly, unsplit,
 };
 use super::{Case, Input};
-use crate::execution::context::Context;
 use crate::execution::local_tensor::LocalTensor;
 use crate::layout::Layout;
-use crate::layout::infer::Inference;
-use crate::layout::refusal::Refusal;
-use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, Vjp, infer_by_signature};
+use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, OutputLayouts, Vjp};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::DType;
-use smallvec::SmallVec;
+use smallvec::{SmallVec, smallvec};
 use std::rc::Rc;
 
 /// Slices of a tensor along a dim, which disappears, as views: `a b! c -> a c, a c, ..`.
@@ -125,21 +122,12 @@ impl Op for Stack {
         common_dtype(inputs)
     }
 
-    fn infer(
-        &self,
-        context: &Context,
-        args: &[&Layout],
-        dtypes: &[DType],
-        want: &[Option<Layout>],
-    ) -> Result<Rc<Inference>, Refusal> {
-        if !want.is_empty() {
-            return infer_by_signature(self, context, args, dtypes, want);
-        }
+    fn default_outputs(&self, args: &[&Layout], dtypes: &[DType]) -> OutputLayouts {
         let mut shape = args[0].shape();
         if shape.len() >= self.dim {
             shape.insert(self.dim, self.count);
         }
-        infer_by_signature(self, context, args, dtypes, &[unsplit(args[0], dtypes[0], &shape)])
+        smallvec![unsplit(args[0], dtypes[0], &shape)]
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {

@@ -1,7 +1,9 @@
 //! The load of experts in a training step: tokens per expert of each layer, and how far they are from even.
 
-use super::mixture_of_experts::TOKENS_PER_EXPERT;
 use shardgrad_tensor::StepReport;
+
+/// The name of the tokens per expert of a layer among the auxiliary vectors of a step, after the path of the layer.
+pub(crate) const TOKENS_PER_EXPERT: &str = "tokens_per_expert";
 
 /// The load of experts in a step: the tokens of the global batch that each expert of each layer got.
 #[doc(alias = "load balance")]
@@ -13,7 +15,7 @@ pub struct ExpertLoad {
 }
 
 impl ExpertLoad {
-    /// Returns the load that the loss of a step reports ([`Routing::report_in`](super::Routing::report_in), and the losses of the models
+    /// Returns the load that the loss of a step reports ([`Routing::report_in`](crate::layer::Routing::report_in), and the losses of the models
     /// for a batch); `None` if it reports none.
     #[must_use]
     pub fn of(report: &StepReport) -> Option<ExpertLoad> {
