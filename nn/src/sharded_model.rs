@@ -4,6 +4,7 @@ use crate::module::activation_point::with_placements;
 use crate::module::name::{matches, nearest};
 use crate::module::param::{Leader, Param};
 use crate::module::precision::Precision;
+use crate::module::watch::HooksVersion;
 use crate::module::{Module, ModuleLeaf, visit_leaves};
 use crate::plan::{Plan, RuleTarget};
 use shardgrad_autograd::{GatherOrder, GatherPolicy, GatheredLifetime, Key, Tape};
@@ -30,6 +31,7 @@ pub struct Model<M> {
     unmatched_rules: Vec<String>,
     gather_groups: GroupedParams,
     gather_order: Rc<GatherOrder>,
+    hooks: HooksVersion,
 }
 
 /// The parameters of each gather group, in traversal order, under the path of the module that the group is named after.
@@ -122,8 +124,8 @@ impl<M: Module> Model<M> {
             }
         });
         let params = params.into_iter().map(|(_, param)| param).collect();
-        let rank = rank.clone();
-        Ok(Model { module, rank, precision, params, unmatched_rules, gather_groups, gather_order })
+        let (rank, hooks) = (rank.clone(), HooksVersion::default());
+        Ok(Model { module, rank, precision, params, unmatched_rules, gather_groups, gather_order, hooks })
     }
 
     /// The rank that holds this part of the model.
@@ -230,6 +232,11 @@ impl<M: Module> Model<M> {
         }
         self.params.iter().zip(is_trained).for_each(|(p, trained)| p.set_frozen(!trained));
         Ok(count)
+    }
+
+    /// The version of the hooks on activation points.
+    pub(crate) fn hooks(&self) -> &HooksVersion {
+        &self.hooks
     }
 
     fn unknown_param(&self, pattern: &str) -> Error {

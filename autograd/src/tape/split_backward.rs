@@ -82,7 +82,7 @@ impl DeferredWeightGrads {
     /// tensors.
     fn backward_masked(&mut self, tape: &Tape, masks: &[Mask]) {
         let context = tape.context();
-        let before = context.set_backward(true);
+        let _backward = context.set_backward(true);
         let arena = &mut *tape.0.arena.borrow_mut();
         with_backward_site(|backward_site| {
             for at in (0..self.nodes.len()).rev() {
@@ -102,6 +102,5 @@ impl DeferredWeightGrads {
                 }
             }
         });
-        context.set_backward(before);
     }
 }

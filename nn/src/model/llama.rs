@@ -231,8 +231,8 @@ impl Llama {
         self.forward_checked(ids, Some(documents), false).0
     }
 
-    /// [`Llama::forward`] of ids whose shape was checked, within packed documents if there are any; with `wants_usage` also the expert usage of each block with experts. Not
-    /// `track_caller`: errors point to the model's code, not to its caller.
+    /// [`Llama::forward`] of ids whose shape was checked, within packed documents if there are any; with `wants_usage` also the expert
+    /// usage of each block with experts. Not `track_caller`: errors point to the model's code, not to its caller.
     fn forward_checked(
         &self,
         ids: &Var,
