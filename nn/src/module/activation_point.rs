@@ -69,6 +69,12 @@ impl ActivationPoint {
         self.binding.borrow().as_ref().is_some_and(|binding| !binding.placements.is_empty())
     }
 
+    /// Whether the point has hooks.
+    #[must_use]
+    pub(crate) fn is_watched(&self) -> bool {
+        self.binding.borrow().as_ref().is_some_and(|binding| !binding.hooks.is_empty())
+    }
+
     /// The dotted name; `None` before [`Model::new`](crate::Model::new) has named the point.
     #[must_use]
     pub fn name(&self) -> Option<Rc<str>> {

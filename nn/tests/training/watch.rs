@@ -122,7 +122,7 @@ fn note(seen: &Rc<RefCell<Seen>>) -> impl Fn(&str, &Tensor) -> Result<()> + 'sta
     }
 }
 
-/// Losses and norms of steps of a trainer, of which hooks at a pattern see the second; and what this rank saw.
+/// Losses and norms of steps of a trainer, of which hooks at a pattern see the second, whose biases are not zero any more; and what this rank saw.
 fn trained(rank: &Rank, plan: &Plan, pattern: &str, recompute: bool) -> Result<(Vec<f64>, Seen, Seen)> {
     let settings = TrainerConfig { microbatches: 4, seed: 5, dtype: DType::F64, ..TrainerConfig::new(ROWS) };
     let read = |rank: &Rank, _: u64, rows: Range<usize>| {
@@ -177,7 +177,7 @@ fn hooks_in_a_pipelined_trainer_see_what_one_rank_sees() {
         ("pp=2", "interleaved", true),
         ("pp=3", "gpipe", false),
         ("dp=2,pp=2", "1f1b", false),
-        ("pp=2,dp=2", "zb-v", false),
+        ("pp=2,tp=2", "zb-v", false),
     ];
     // Points between layers; a point inside of fused ops; all points.
     for pattern in ["h.*.mlp.c_proj.out", "h.1.*", "*"] {
