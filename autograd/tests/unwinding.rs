@@ -65,10 +65,10 @@ fn tape_records_nodes_again_after_a_block_unwinds() {
         assert_eq!(y.item()?, 34.0);
         y.backward()?;
         assert_eq!(tape.gradients()[&1].to_f64()?, [6.0, 10.0]);
-        let layout = Layout::invariant(rank.mesh(), DType::F64, &[2]);
-        let program = || Program::record(rank, &[layout.clone()], None, |x| Ok(vec![x[0].reshape(&[3])]));
+        let layouts = [Layout::invariant(rank.mesh(), DType::F64, &[2])];
+        let program = || Program::record(rank, &layouts, None, |x| Ok(vec![x[0].reshape(&[3])]));
         assert!(caught(program).contains("reshape"));
-        assert_eq!(Program::record(rank, &[layout.clone()], None, |x| Ok(x.to_vec()))?.outputs.len(), 1);
+        assert_eq!(Program::record(rank, &layouts, None, |x| Ok(x.to_vec()))?.outputs.len(), 1);
         Ok(())
     });
 }
