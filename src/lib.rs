@@ -86,7 +86,7 @@ pub mod prelude {
     pub use shardgrad_dist::{Error, Kind, Mesh, Rank, Result, World};
     pub use shardgrad_kernels::DType;
     pub use shardgrad_nn::checkpoint::{self, Checkpoints, RunState, resume};
-    pub use shardgrad_nn::optim::ParamGroup;
+    pub use shardgrad_nn::optim::{OverflowCheck, ParamGroup};
     pub use shardgrad_nn::{
         ActivationPoint, AdamW, Attention, ControlFlags, CrossEntropy, Dropout, Embedding, Init, LayerNorm,
         Linear, Log, Lora, LrScheduler, Mlp, Model, Module, Optimizer, Param, Plan, Precision, RmsNorm, Sgd,

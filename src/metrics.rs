@@ -9,6 +9,7 @@ use crate::outputs::OutFolder;
 use serde::{Deserialize, Deserializer, Serialize};
 use shardgrad::Result;
 use shardgrad::nn::{ExpertLoad, Log, Scalar, StateHash, StepReport};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// The metrics of a step. In the file, non-finite numbers are `null`.
@@ -144,6 +145,8 @@ struct StepLog {
     out: OutFolder,
     /// The lines of the steps before a resumed checkpoint.
     earlier: Vec<u8>,
+    /// The folder of the resumed run, whose event files the log begins with.
+    earlier_folder: PathBuf,
     /// `None` before the first step.
     log: Option<Log>,
     /// Whether the current failure to write has been reported.
@@ -167,7 +170,9 @@ impl StepLog {
         let folder = self.out.join("");
         let log = match self.log.take() {
             Some(log) => log,
-            None => Log::to(&folder)?.with_earlier_lines(self.earlier.clone()),
+            None => Log::to(&folder)?
+                .with_earlier_lines(self.earlier.clone())
+                .with_earlier_events(&self.earlier_folder),
         };
         log.set_folder(&folder);
         Ok(self.log.insert(log))
@@ -213,8 +218,14 @@ impl Metrics {
     /// Continues earlier metrics, which may be empty. An existing file stays unchanged until the first step is written; then it is replaced by the
     /// earlier lines.
     pub(crate) fn new(out: &OutFolder, earlier: PreviousMetrics) -> Metrics {
-        let PreviousMetrics { lines, steps, .. } = earlier;
-        let log = StepLog { out: out.clone(), earlier: lines, log: None, is_failure_reported: false };
+        let PreviousMetrics { lines, steps, folder, .. } = earlier;
+        let log = StepLog {
+            out: out.clone(),
+            earlier: lines,
+            earlier_folder: folder,
+            log: None,
+            is_failure_reported: false,
+        };
         let (log, num_earlier) = (Arc::new(Mutex::new(log)), steps.len());
         Metrics { log, writer: BackgroundWorker::start(), steps, num_earlier, is_begun: false }
     }
@@ -310,7 +321,7 @@ mod tests {
     use crate::data::scratch::Scratch;
     use shardgrad::{Error, Kind};
     use std::fs;
-    use std::path::{Path, PathBuf};
+    use std::path::Path;
     use std::time::Duration;
 
     /// The metrics of a run in a folder, and the path of their file.
@@ -396,6 +407,25 @@ mod tests {
         );
         let none = PreviousMetrics::read(&dir.path("none"), 3).unwrap();
         assert_eq!((none.count(), none.num_dropped()), (0, 0));
+    }
+
+    #[test]
+    fn metrics_in_another_folder_begin_with_those_of_the_resumed_run() {
+        let dir = Scratch::new();
+        let (mut first, path) = metrics_in(&dir.path("first"), PreviousMetrics::default());
+        (1..=3).for_each(|number| first.add(&step(number, None)).unwrap());
+        first.finish().unwrap();
+        let earlier = PreviousMetrics::read(&path, 2).unwrap();
+        let (mut second, path) = metrics_in(&dir.path("second"), earlier);
+        second.add(&step(3, None)).unwrap();
+        second.finish().unwrap();
+        assert_eq!(fs::read_to_string(path).unwrap().lines().count(), 3);
+        let [old, new] = ["first", "second"].map(|name| Log::event_files(&dir.path(name)));
+        assert_eq!((old.len(), new.len()), (1, 2));
+        assert_eq!(
+            (old[0].file_name(), fs::read(&old[0]).unwrap()),
+            (new[0].file_name(), fs::read(&new[0]).unwrap())
+        );
     }
 
     #[test]

@@ -14,6 +14,7 @@ use shardgrad::tensor::{LocalMapLayouts, LocalTensor, local_map};
 use std::cell::RefCell;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 const ROWS: usize = 4;
 const SEQ: usize = 8;
@@ -301,6 +302,29 @@ fn dropout_uses_the_random_numbers_of_the_step() {
         let expected = Captured::none(1, "the loss draws random numbers of the step (dropout)");
         Case { dropout: 0.3, recompute, ..Case::new() }.check(&expected);
     }
+}
+
+/// A graph calls no hook: steps with hooks run launch by launch, and those after them are captured again.
+#[test]
+fn steps_with_hooks_are_not_captured() {
+    let num_calls = Arc::new(AtomicUsize::new(0));
+    let watched = |trainer: &mut Lm<'_>, step: usize, _: &mut Vec<Tensor>| {
+        let num_calls = num_calls.clone();
+        let count = move |_: &str, _: &Tensor| {
+            num_calls.fetch_add(1, Ordering::Relaxed);
+            Ok(())
+        };
+        match step {
+            2 => drop(trainer.model().watch_gradients("*.1.ln_1.out", count)?),
+            4 => trainer.model().unwatch(),
+            _ => {}
+        }
+        Ok(())
+    };
+    let case = Case { before: &watched, ..Case::new() };
+    case.check(&Captured { captures: 4, replays: 8, why_not: None });
+    // The CPU, the device without capture, and with it.
+    assert_eq!(num_calls.load(Ordering::Relaxed), 3 * 2 * case.settings.microbatches);
 }
 
 #[test]

@@ -1,6 +1,4 @@
 //! Programs that a user of the library writes, each in a file, on one rank and on four meshes: the numbers do not depend on the mesh.
-//! ZeRO by storage rules, sequence parallelism by plan and LoRA are in `nn/tests/training` (`sharded_storage.rs`,
-//! `sequence_parallel.rs`, `adapters.rs`).
 
 mod vision_transformer;
 mod squared_relu;
@@ -10,6 +8,12 @@ mod inspection;
 mod resume_elsewhere;
 mod fine_tuning;
 mod logs;
+mod sharded_storage;
+mod sequence_parallel;
+mod lora;
+mod unequal_labels;
+mod averaged_weights;
+mod own_muon;
 
 use crate::training_run::same;
 use shardgrad::prelude::*;

@@ -210,7 +210,7 @@ impl Node {
         }
         match &self.kind {
             NodeKind::Op(op, inference) => {
-                let closed = context.set_in_vjp(true);
+                let in_vjp = context.enter_vjp();
                 let donated =
                     op.donated_input().filter(|&i| wanted[i]).and_then(|i| self.saved.inputs[i].take());
                 let cotangents = op.vjp(&Vjp {
@@ -224,7 +224,7 @@ impl Node {
                     donated: RefCell::new(donated),
                     accumulators: sums,
                 });
-                context.set_in_vjp(closed);
+                drop(in_vjp);
                 let lawful = check_cotangent_layouts(&**op, &cotangents, inference.inputs());
                 lawful
                     .and_then(|()| check_cotangents_present(&**op, &cotangents, wanted))

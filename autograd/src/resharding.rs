@@ -7,6 +7,8 @@ use std::panic::Location;
 impl Resharding for Var {
     #[track_caller]
     fn to_layout(&self, to: &Layout) -> Var {
-        self.to_layout_at(to, Location::caller())
+        let site = Location::caller();
+        self.check_usable(site);
+        self.to_layout_at(to, site)
     }
 }

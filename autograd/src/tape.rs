@@ -9,6 +9,7 @@
 //! that stores a shard of a parameter and computes with all of it (FSDP) holds the whole parameter for the rest of the
 //! step; within [`Tape::checkpoint`] it holds the whole parameter for one block at a time. A [`GatherPolicy`] states otherwise.
 
+mod recording;
 mod var;
 mod replay;
 mod activation_checkpoint;
@@ -26,11 +27,11 @@ use crate::leaf::{
     GatherGroups, GatherMember, GatherOrder, GatherPolicy, GatheredLifetime, Leaves, Parameter, Regather,
 };
 use crate::node::{Node, with_backward_site};
-use crate::program::{AccumulationDType, OpRecord, Recorder, RecordingCache, Slot};
+use crate::program::{AccumulationDType, Recorder, RecordingCache};
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_tensor::tensor::reduce_buckets::BucketBytes;
 use shardgrad_tensor::{Context, Layout, Tensor, Value};
-use std::cell::{Cell, RefCell, RefMut};
+use std::cell::{Cell, RefCell};
 use std::collections::HashSet;
 use std::fmt;
 use std::panic::Location;
@@ -228,86 +229,6 @@ impl Tape {
     /// Whether ops are recorded as nodes.
     fn records(&self) -> bool {
         self.0.records.get()
-    }
-
-    /// Runs `f` without recording. Its results are constants, and the tape keeps nothing of a parameter first used in
-    /// it.
-    #[doc(alias = "torch.no_grad")]
-    #[doc(alias = "stop_gradient")]
-    pub fn no_grad<T>(&self, f: impl FnOnce() -> T) -> T {
-        let before = self.0.no_grad.replace(true);
-        let value = self.without_nodes(f);
-        self.0.no_grad.set(before);
-        value
-    }
-
-    /// Whether [`Tape::no_grad`] is active.
-    fn is_no_grad(&self) -> bool {
-        self.0.no_grad.get()
-    }
-
-    /// Runs `f` without creating nodes; an active recorder continues.
-    fn without_nodes<T>(&self, f: impl FnOnce() -> T) -> T {
-        let before = self.0.records.replace(false);
-        let value = f();
-        self.0.records.set(before);
-        value
-    }
-
-    /// Runs `f` as if no block were being recorded, so that the block takes its results as external inputs.
-    fn outside_recording<T>(&self, f: impl FnOnce() -> T) -> T {
-        let (recorder, before) = (self.0.recorder.take(), self.0.records.replace(!self.is_no_grad()));
-        let value = f();
-        self.0.records.set(before);
-        self.0.recorder.replace(recorder);
-        value
-    }
-
-    /// Whether a program is being recorded.
-    fn is_recording(&self) -> bool {
-        self.0.recorder.borrow().is_some()
-    }
-
-    /// The number of the running recording; 0 if there is none.
-    fn recording(&self) -> u32 {
-        if self.is_recording() { self.0.num_recordings.get() } else { 0 }
-    }
-
-    /// Starts a recording, or ends it with `None`. Returns the previous recorder.
-    fn set_recorder(&self, recorder: Option<Recorder>) -> Option<Recorder> {
-        let ended = self.recording();
-        self.0.caches.take().iter().filter_map(Weak::upgrade).for_each(|cache| cache.forget(ended));
-        self.0.num_recordings.set(self.0.num_recordings.get() + u32::from(recorder.is_some()));
-        self.0.recorder.replace(recorder.map(Box::new)).map(|recorder| *recorder)
-    }
-
-    /// Registers a cache that drops values of the running recording when the recording ends.
-    fn register_cache(&self, cache: Weak<dyn RecordingCache>) {
-        self.0.caches.borrow_mut().push(cache);
-    }
-
-    /// The active recorder. Call only while recording.
-    fn recorder(&self) -> RefMut<'_, Recorder> {
-        let running = self.0.recorder.borrow_mut();
-        RefMut::map(running, |running| &mut **running.as_mut().expect("called while recording only"))
-    }
-
-    /// The slot of a value that the recording takes as an external input.
-    fn external_slot(&self, id: Option<Id>, tensor: &Tensor) -> Slot {
-        let (key, accumulation) = (id.and_then(|id| self.key_of(id)), self.accumulation_dtype_of(id, tensor));
-        self.recorder().external((id, key), tensor, accumulation)
-    }
-
-    /// The number of ops recorded so far.
-    fn num_records(&self) -> usize {
-        self.0.recorder.borrow().as_ref().map_or(0, |r| r.program.records.len())
-    }
-
-    /// Appends an op record and returns its index.
-    fn record_op(&self, record: OpRecord) -> u32 {
-        let mut recorder = self.recorder();
-        recorder.program.records.push(record);
-        recorder.program.records.len() as u32 - 1
     }
 
     /// Whether two handles are of the same tape.
@@ -556,8 +477,7 @@ impl Tape {
 
     /// Backpropagates the given cotangents to the leaves. Consumes the nodes of the round.
     pub(crate) fn backward_from(&self, seeds: impl IntoIterator<Item = (Id, Tensor)>) {
-        let context = self.context();
-        let before = context.set_backward(true);
+        let _backward = self.context().set_backward(true);
         let arena = &mut *self.0.arena.borrow_mut();
         let mut nodes = arena.take_nodes();
         let is_last_round = self.0.expects_gradients.take();
@@ -591,7 +511,6 @@ impl Tape {
         }
         // The next round reuses the allocation.
         arena.nodes = nodes;
-        context.set_backward(before);
     }
 
     /// Announces that [`Tape::gradients`] follows the next backward pass. This pass then puts the gradient of a parameter into a bucket
@@ -616,11 +535,8 @@ impl Tape {
 
     /// Takes gradients off the leaves, as a part of the backward pass.
     fn take_gradients(&self, take: impl FnOnce(&mut Leaves, (&Rank, &Context)) -> Gradients) -> Gradients {
-        let context = self.context();
-        let before = context.set_backward(true);
-        let gradients = take(&mut self.0.arena.borrow_mut().leaves, self.place());
-        context.set_backward(before);
-        gradients
+        let _backward = self.context().set_backward(true);
+        take(&mut self.0.arena.borrow_mut().leaves, self.place())
     }
 
     /// The bytes that the nodes of the current round keep alive for the backward pass, each buffer counted once.

@@ -478,6 +478,32 @@ fn ranks_with_uneven_shards_save_the_same_layout() {
     .unwrap();
 }
 
+/// On one rank the layout of a value is whole already; the answer is that of a mesh where a change of layout is an op.
+#[test]
+fn changes_of_layout_refuse_stale_variables_on_every_mesh() {
+    let changes: [fn(&Var) -> Var; 3] =
+        [|y| y.gathered(), |y| y.whole_along(0), |y| y.to_layout(&y.layout().clone())];
+    for (mesh, text) in [("", "f64[4]"), ("dp=2", "f64[4]"), ("dp=2", "f64[4@dp]")] {
+        for change in changes {
+            let stale = World::run(Mesh::parse(mesh).unwrap(), |rank| {
+                let tape = Tape::new(rank);
+                let x = Tensor::from_global(rank, &Layout::parse(text, rank.mesh())?, &[3.0; 4])?;
+                let y = tape.leaf(1, &x).square();
+                assert_eq!(change(&y).tensor().to_f64()?, [9.0; 4]);
+                y.sum().backward()?;
+                // Where nothing is recorded, and detached, its value is still there.
+                assert_eq!(tape.no_grad(|| change(&y)).tensor().to_f64()?, [9.0; 4]);
+                assert_eq!(change(&y.detach()).tensor().to_f64()?, [9.0; 4]);
+                let _ = change(&y);
+                Ok(())
+            });
+            let error = stale.expect_err(text);
+            assert!(error.message().contains("before the last backward pass"), "{mesh} {text}: {error}");
+            assert!(error.site().is_some_and(|site| site.file().ends_with("lifetimes.rs")), "{error}");
+        }
+    }
+}
+
 #[test]
 fn to_layout_of_another_mesh_names_the_users_line() {
     let moved = World::run(Mesh::parse("dp=2").unwrap(), |rank| {

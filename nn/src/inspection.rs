@@ -49,10 +49,13 @@ impl<M: Module> Model<M> {
     /// Calls `hook` with name and activation whenever an activation passes a point whose name matches the pattern, in the layout that
     /// the plan states. Returns the number of points.
     ///
-    /// Every rank of a stage calls it, so the hook may read the value with collective calls (`to_f64`, `show`); an error of the hook ends
-    /// the forward pass. Recomputed blocks call it again. A watched point inside a fused op makes the layer run op by op, which may
-    /// change the last bits. A pipelined model records its points, so watch them before its first step; a captured CUDA graph calls no
-    /// hook. Points that are not watched cost nothing.
+    /// Every rank watches the same points. The hook runs on every rank that computes the activation, so it may read the value with
+    /// collective calls (`to_f64`, `show`); an error of the hook ends the forward pass. Recomputed blocks call it again. A watched point
+    /// inside a fused op makes the layer run op by op, which may change the last bits. Points that are not watched cost nothing.
+    ///
+    /// In a [`Trainer`](crate::Trainer) each microbatch of a step calls the hook. On a pipeline the ranks of the stage that has the point
+    /// call it, in the order of the schedule; the model is recorded again after each change of hooks. A step with hooks is not captured
+    /// as a CUDA graph, which could not call them.
     ///
     /// # Errors
     /// `Kind::Config` with the nearest names if the pattern matches no point.
@@ -89,6 +92,7 @@ impl<M: Module> Model<M> {
                 point.change_hooks(|hooks| *hooks = Default::default());
             }
         });
+        self.hooks().change(false);
     }
 
     /// Calls `change` with each point whose name matches a pattern; returns their number.
@@ -104,6 +108,7 @@ impl<M: Module> Model<M> {
             }
         });
         if count > 0 {
+            self.hooks().change(true);
             return Ok(count);
         }
         let near = nearest(pattern, names.iter().map(String::as_str)).join(", ");

@@ -13,6 +13,7 @@ use crate::sharded_model::Model;
 use shardgrad_autograd::pipeline::{PipelineInputs, PipelineOutputs, Runner, Schedule, Stages};
 use shardgrad_autograd::{Noise, OpRecord, Program, ReplayNoise, Var};
 use shardgrad_tensor::{Axis, Context, Layout, Rank, Result, Tensor};
+use std::borrow::Cow;
 use std::cell::RefCell;
 use std::collections::HashSet;
 use std::ops::Range;
@@ -29,8 +30,20 @@ pub(crate) type ForwardFn<'a> = &'a dyn Fn(&[Var]) -> Result<Vec<Var>>;
 pub(crate) struct PipelinedModel {
     axis: Axis,
     seed: u64,
+    /// The schedule as it was chosen, without the transfers of these stages.
+    chosen_schedule: Schedule,
     schedule: Schedule,
-    recordings: RefCell<Vec<(Vec<Layout>, Rc<Stages>)>>,
+    /// The first recording, without hooks, decides which stage reads which parameters.
+    recordings: RefCell<Vec<Recording>>,
+}
+
+/// The forward function of a model, recorded and cut into stages.
+#[derive(Debug)]
+struct Recording {
+    arguments: Vec<Layout>,
+    /// The version of the hooks that the program calls; 0 for none.
+    hooks: u64,
+    stages: Rc<Stages>,
 }
 
 impl PipelinedModel {
@@ -50,17 +63,16 @@ impl PipelinedModel {
         let rank = model.rank();
         let layouts: Vec<Layout> = arguments.iter().map(|t| t.layout().clone()).collect();
         let program = Program::record(rank, &layouts, Some(Noise { seed, ..TRACING_NOISE }), forward)?;
-        let (schedule, starts) =
+        let (chosen_schedule, starts) =
             stage_partition::choose(model, pipeline, axis, seed, num_microbatches, &program, arguments)?;
         let own_rank = rank.world().coordinate(axis);
         let stages = Stages::new(program, &starts).with_bucket_bytes(model.bucket_bytes());
-        let stages = with_gather_policies(stages, model, &schedule.stage_ranks, own_rank);
-        let links = stages.links();
-        let schedule = schedule.with_transfers(&links);
-        schedule.verify(&links)?;
+        let stages = with_gather_policies(stages, model, &chosen_schedule.stage_ranks, own_rank);
+        let schedule = with_transfers(&chosen_schedule, &stages)?;
         init_params(model, axis, &stages, &schedule.stage_ranks, seed)?;
-        let recordings = RefCell::new(vec![(layouts, Rc::new(stages))]);
-        Ok(PipelinedModel { axis, seed, schedule, recordings })
+        let first = Recording { arguments: layouts, hooks: 0, stages: Rc::new(stages) };
+        let recordings = RefCell::new(vec![first]);
+        Ok(PipelinedModel { axis, seed, chosen_schedule, schedule, recordings })
     }
 
     /// The schedule, with transfers.
@@ -70,50 +82,72 @@ impl PipelinedModel {
 
     /// Whether this rank's stages gather parameters in each pass.
     pub(crate) fn gathers_by_microbatch(&self) -> bool {
-        self.recordings.borrow()[0].1.gathers_each_pass()
+        self.first_stages().gathers_each_pass()
     }
 
     /// The first record of each stage, and its path in the model.
     pub(crate) fn stage_starts(&self) -> Vec<(usize, Rc<str>)> {
-        let stages = self.recordings.borrow()[0].1.clone();
+        let stages = self.first_stages();
         let records = &stages.program().records;
         let path = |at: usize| records.get(at).map_or_else(|| Rc::from(""), |r| r.path.clone());
         stages.stages().iter().map(|stage| (stage.range.start, path(stage.range.start))).collect()
     }
 
-    /// Returns the stages for arguments of these layouts, cut by the parameters of the stages of the first recording.
-    fn stages(&self, rank: &Rank, arguments: &[Layout], forward: ForwardFn<'_>) -> Result<Rc<Stages>> {
-        if let Some((_, stages)) = self.recordings.borrow().iter().find(|(known, _)| known == arguments) {
-            return Ok(stages.clone());
+    /// The stages of the first recording.
+    fn first_stages(&self) -> Rc<Stages> {
+        self.recordings.borrow()[0].stages.clone()
+    }
+
+    /// Returns the stages for arguments of these layouts, cut by the parameters of the stages of the first recording. They call the
+    /// current hooks of the model; recordings of earlier hooks are dropped.
+    fn stages<M: Module>(
+        &self,
+        model: &Model<M>,
+        arguments: &[Layout],
+        forward: ForwardFn<'_>,
+    ) -> Result<Rc<Stages>> {
+        let hooks = model.hooks().current();
+        let is_current = |known: &&Recording| known.hooks == hooks && known.arguments == arguments;
+        if let Some(known) = self.recordings.borrow().iter().find(is_current) {
+            return Ok(known.stages.clone());
         }
-        let program =
-            Program::record(rank, arguments, Some(Noise { seed: self.seed, ..TRACING_NOISE }), forward)?;
-        let stages = Rc::new(self.recordings.borrow()[0].1.recut(program)?);
-        self.recordings.borrow_mut().push((arguments.to_vec(), stages.clone()));
+        let noise = Noise { seed: self.seed, ..TRACING_NOISE };
+        let program = Program::record(model.rank(), arguments, Some(noise), forward)?;
+        let stages = Rc::new(self.first_stages().recut(program)?);
+        let mut recordings = self.recordings.borrow_mut();
+        recordings.retain(|known| known.hooks == 0 || known.hooks == hooks);
+        recordings.push(Recording { arguments: arguments.to_vec(), hooks, stages: stages.clone() });
         Ok(stages)
     }
 
     /// The ops of this rank's stages.
     pub(crate) fn records(&self, rank: &Rank) -> Vec<OpRecord> {
-        let (stages, own_rank) = (self.recordings.borrow()[0].1.clone(), rank.world().coordinate(self.axis));
+        let (stages, own_rank) = (self.first_stages(), rank.world().coordinate(self.axis));
         let own =
             stages.stages().iter().zip(&self.schedule.stage_ranks).filter(|(_, rank)| **rank == own_rank);
         own.flat_map(|(stage, _)| stages.program().records[stage.range.clone()].to_vec()).collect()
     }
 
     /// Runs the schedule forward and backward on all microbatches, which `read` provides and which have one shape. The gradients are
-    /// those of the sum of the losses times `gradient_factor`. If no parameter of the loss is trainable, every stage returns an error: no stage
-    /// knows by itself what is frozen on other stages.
+    /// those of the sum of the losses times `gradient_factor`. `forward` is recorded again if the hooks of the model have changed.
+    /// If no parameter of the loss is trainable, every stage returns an error: no stage knows by itself what is frozen on other
+    /// stages.
     pub(crate) fn train_step<M: Module>(
         &self,
         model: &Model<M>,
         read: &dyn Fn(usize) -> Result<Vec<Tensor>>,
         noise: &dyn Fn(usize) -> Noise,
         gradient_factor: f64,
+        forward: ForwardFn<'_>,
     ) -> Result<PipelineOutputs> {
-        let stages = self.recordings.borrow()[0].1.clone();
-        let runner =
-            Runner { rank: model.rank(), axis: self.axis, stages: &stages, schedule: &self.schedule };
+        let (first, arguments) = (self.first_stages(), self.recordings.borrow()[0].arguments.clone());
+        let stages = self.stages(model, &arguments, forward)?;
+        // A watched point may be cut off from the op before it, so that other stages exchange values.
+        let schedule = match stages.links() == first.links() {
+            true => Cow::Borrowed(&self.schedule),
+            false => Cow::Owned(with_transfers(&self.chosen_schedule, &stages)?),
+        };
+        let runner = Runner { rank: model.rank(), axis: self.axis, stages: &stages, schedule: &schedule };
         runner.run(&PipelineInputs {
             arguments: read,
             parameter: &param_values(model),
@@ -132,7 +166,7 @@ impl PipelinedModel {
         forward: ForwardFn<'_>,
     ) -> Result<Vec<Option<Tensor>>> {
         let layouts: Vec<Layout> = arguments.iter().map(|t| t.layout().clone()).collect();
-        let stages = self.stages(model.rank(), &layouts, forward)?;
+        let stages = self.stages(model, &layouts, forward)?;
         let stages = (self.axis, &*stages, &self.schedule.stage_ranks[..]);
         let results = forward_microbatches(model, stages, &[arguments.to_vec()], 0..0, &[])?;
         Ok(results.into_iter().flatten().collect())
@@ -148,13 +182,21 @@ impl PipelinedModel {
     ) -> Result<Vec<Tensor>> {
         let layouts: Vec<Layout> = arguments.iter().map(|t| t.layout().clone()).collect();
         let program = Program::record(model.rank(), &layouts, None, forward)?;
-        let stages = self.recordings.borrow()[0].1.recut(program)?;
+        let stages = self.first_stages().recut(program)?;
         let num_results = stages.program().outputs.len();
         let all: Vec<usize> = (0..model.rank().world().mesh().size(self.axis)).collect();
         let stages = (self.axis, &stages, &self.schedule.stage_ranks[..]);
         let results = forward_microbatches(model, stages, &[arguments.to_vec()], 0..num_results, &all)?;
         Ok(results.into_iter().flatten().flatten().collect())
     }
+}
+
+/// Returns a schedule with the transfers between these stages, verified.
+fn with_transfers(schedule: &Schedule, stages: &Stages) -> Result<Schedule> {
+    let links = stages.links();
+    let schedule = schedule.with_transfers(&links);
+    schedule.verify(&links)?;
+    Ok(schedule)
 }
 
 /// Runs stages on a pipeline axis, given with the pipeline rank of each, forward for inference on microbatches of one shape. Returns
@@ -169,9 +211,7 @@ pub(crate) fn forward_microbatches<M: Module>(
 ) -> Result<Vec<Vec<Option<Tensor>>>> {
     let num_ranks = model.rank().world().mesh().size(axis);
     let schedule = Schedule::forward_only(stage_ranks, num_ranks, microbatches.len())?;
-    let links = stages.links();
-    let schedule = schedule.with_transfers(&links);
-    schedule.verify(&links)?;
+    let schedule = with_transfers(&schedule, stages)?;
     let runner = Runner { rank: model.rank(), axis, stages, schedule: &schedule };
     let outputs = runner.run(&PipelineInputs {
         arguments: &|microbatch| Ok(microbatches[microbatch].clone()),

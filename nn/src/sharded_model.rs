@@ -4,6 +4,7 @@ use crate::module::activation_point::with_placements;
 use crate::module::name::{matches, nearest};
 use crate::module::param::{Leader, Param};
 use crate::module::precision::Precision;
+use crate::module::watch::HooksVersion;
 use crate::module::{Module, ModuleLeaf, visit_leaves};
 use crate::plan::{Plan, RuleTarget};
 use shardgrad_autograd::{BucketBytes, GatherOrder, GatherPolicy, GatheredLifetime, Key, Tape};
@@ -33,6 +34,7 @@ pub struct Model<M> {
     /// Bytes up to which a pipeline rank keeps gathered parameters for the step; `None` for any number.
     gathered_bytes_max: Option<usize>,
     bucket_bytes: BucketBytes,
+    hooks: HooksVersion,
 }
 
 /// The parameters of each gather group, in traversal order, under the path of the module that the group is named after.
@@ -125,7 +127,7 @@ impl<M: Module> Model<M> {
             }
         });
         let params = params.into_iter().map(|(_, param)| param).collect();
-        let (rank, bucket_bytes) = (rank.clone(), plan.bucket_bytes());
+        let (rank, hooks) = (rank.clone(), HooksVersion::default());
         Ok(Model {
             module,
             rank,
@@ -135,7 +137,8 @@ impl<M: Module> Model<M> {
             gather_groups,
             gather_order,
             gathered_bytes_max: plan.gathered_bytes_max,
-            bucket_bytes,
+            bucket_bytes: plan.bucket_bytes(),
+            hooks,
         })
     }
 
@@ -253,6 +256,11 @@ impl<M: Module> Model<M> {
         }
         self.params.iter().zip(is_trained).for_each(|(p, trained)| p.set_frozen(!trained));
         Ok(count)
+    }
+
+    /// The version of the hooks on activation points.
+    pub(crate) fn hooks(&self) -> &HooksVersion {
+        &self.hooks
     }
 
     fn unknown_param(&self, pattern: &str) -> Error {

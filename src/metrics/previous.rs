@@ -5,13 +5,15 @@ use crate::outputs::io_error;
 use shardgrad::Result;
 use std::fs;
 use std::io::ErrorKind;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Metrics of the steps up to a checkpoint, and their lines as in the file.
 #[derive(Debug, Default)]
 pub(crate) struct PreviousMetrics {
     pub(super) lines: Vec<u8>,
     pub(super) steps: Vec<StepMetrics>,
+    /// The folder of the run, with its event files.
+    pub(super) folder: PathBuf,
     num_dropped: usize,
 }
 
@@ -25,7 +27,8 @@ impl PreviousMetrics {
             Err(e) if e.kind() == ErrorKind::NotFound => Vec::new(),
             read => read.map_err(|e| io_error("read", path, &e))?,
         };
-        let mut earlier = PreviousMetrics::default();
+        let folder = path.parent().unwrap_or(Path::new("")).to_path_buf();
+        let mut earlier = PreviousMetrics { folder, ..PreviousMetrics::default() };
         for line in bytes.split_inclusive(|byte| *byte == b'\n') {
             let Ok(entry) = serde_json::from_slice::<StepMetrics>(line) else { continue };
             if entry.step <= step && earlier.last().is_none_or(|last| last < entry.step) {

@@ -85,7 +85,7 @@ impl BlockVjp for CheckpointedBlock {
         tape.keep_gathered();
         let mut values = Values::new();
         let context = Context::of(rank);
-        let before = context.set_backward(false);
+        let forward = context.set_backward(false);
         for (i, (input, external)) in inputs.iter().zip(&program.external_inputs).enumerate() {
             let saved = input.as_ref().expect("a checkpoint keeps all that came from outside");
             let gathered = self.regathers[i].as_ref().map(|regather| regather.run(rank, context, saved));
@@ -97,7 +97,7 @@ impl BlockVjp for CheckpointedBlock {
             values.insert(Slot::External(i as u32), var);
         }
         unwind(program.replay(0..program.records.len(), &mut values, ReplayNoise::Recorded));
-        context.set_backward(before);
+        drop(forward);
         let seed = |(slot, cotangent): (&Slot, &Option<Tensor>)| {
             let id = values.get(slot).and_then(Var::id)?;
             Some((id, cotangent.clone()?))

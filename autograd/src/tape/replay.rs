@@ -43,10 +43,10 @@ impl Recording {
         }
         recorder.program.num_arguments = recorder.program.external_inputs.len();
         recorder.program.external_inputs.iter_mut().for_each(|external| external.constant = None);
-        tape.set_recorder(Some(recorder));
+        let recording = tape.begin_recording(recorder);
         let results = tape.without_nodes(|| model(&fresh));
         let outputs = results.as_ref().map(|all| all.iter().map(|v| v.slot_on(tape, site)).collect());
-        let recorder = tape.set_recorder(None).unwrap_or_default();
+        let recorder = recording.finish();
         let mut program = recorder.program;
         program.outputs = outputs.unwrap_or_default();
         let external_inputs =

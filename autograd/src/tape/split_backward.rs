@@ -83,7 +83,7 @@ impl DeferredWeightGrads {
     /// tensors.
     fn backward_masked(&mut self, tape: &Tape, masks: &[Mask]) {
         let context = tape.context();
-        let before = context.set_backward(true);
+        let _backward = context.set_backward(true);
         let arena = &mut *tape.0.arena.borrow_mut();
         let mut gathers_ahead = GathersAhead::of(&self.nodes, |at| masks[at].clone(), tape.rank());
         let mut ready = arena.leaves.ready_after(&self.nodes, false);
@@ -114,6 +114,5 @@ impl DeferredWeightGrads {
         });
         arena.leaves.free_all_groups();
         arena.leaves.finish_reductions(tape.rank());
-        context.set_backward(before);
     }
 }

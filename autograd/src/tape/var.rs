@@ -220,6 +220,13 @@ impl Var {
         Some(id)
     }
 
+    /// Refuses a stale variable where an op would, whatever its layout: a change of layout that is none is no op.
+    pub(crate) fn check_usable(&self, site: &'static Location<'static>) {
+        if self.0.tape.records() || self.0.tape.is_recording() {
+            let _ = self.checked_id(site);
+        }
+    }
+
     /// Whether a checkpointed block captured this value as a partial sum and needs it in a layout that takes no more
     /// memory. The block then saves that layout instead of the partial sum.
     fn is_reduced_before_block(&self, to: &Layout, recording: u32) -> bool {

@@ -18,8 +18,10 @@ use std::cell::RefCell;
 #[derive(Debug)]
 pub struct DecodingSession<'a> {
     decoder: Decoder<'a>,
-    /// The tokens in the cache.
+    /// The tokens on which the next logits depend.
     context: Vec<i64>,
+    /// Whether the cache holds these tokens; else an error has interrupted a call, and the next one feeds them again.
+    is_cache_complete: bool,
 }
 
 /// A model with its KV cache.
@@ -42,10 +44,7 @@ impl<'a> DecodingSession<'a> {
     /// Begins a session with an empty context.
     #[must_use]
     pub fn new(model: &'a Model<LanguageModel>) -> DecodingSession<'a> {
-        DecodingSession {
-            decoder: Decoder::Whole { model, cache: model.new_kv_cache() },
-            context: Vec::new(),
-        }
+        DecodingSession::with_decoder(Decoder::Whole { model, cache: model.new_kv_cache() })
     }
 
     /// Begins a session with an empty context on an inference model, which may be on a pipeline.
@@ -58,11 +57,16 @@ impl<'a> DecodingSession<'a> {
             return DecodingSession::new(model.model());
         }
         let cache = StagedKvCache::new(model);
-        DecodingSession { decoder: Decoder::Staged { model, cache }, context: Vec::new() }
+        DecodingSession::with_decoder(Decoder::Staged { model, cache })
+    }
+
+    fn with_decoder(decoder: Decoder<'a>) -> DecodingSession<'a> {
+        DecodingSession { decoder, context: Vec::new(), is_cache_complete: true }
     }
 
     /// Appends tokens to the context and returns the logits of the next token, `[vocab_size]`. If there are more tokens than
-    /// positions, only the last ones enter the context.
+    /// positions, only the last ones enter the context. After an error on all ranks, the context is that before the call, and the call
+    /// may be repeated.
     ///
     /// # Errors
     /// `Kind::Shape` for an empty list of tokens; `Kind::OutOfMemory`; on a pipeline, errors of transfers between stages.
@@ -76,20 +80,28 @@ impl<'a> DecodingSession<'a> {
                 .detail("help", "feed at least one token, such as the token that begins a text"));
         }
         let positions = self.decoder.model().model_config().max_positions();
+        let is_full = self.context.len() + tokens.len() > positions;
         let mut new = tokens.to_vec();
-        if self.context.len() + new.len() > positions {
+        let starts_again = is_full || !self.is_cache_complete;
+        if starts_again {
+            new = [&self.context[..], tokens].concat();
+            self.decoder.clear_cache();
+        }
+        if is_full {
             // New tokens that alone exceed the positions fill them all; a text that grew beyond them leaves room for more.
             let context_len =
                 if tokens.len() > positions { positions } else { (positions / 2).max(tokens.len()) };
-            let mut text = std::mem::take(&mut self.context);
-            text.append(&mut new);
-            new = text.split_off(text.len() - context_len.min(text.len()));
-            self.decoder.clear_cache();
+            new.drain(..new.len() - context_len.min(new.len()));
         }
+        self.is_cache_complete = false;
         let ids = Tensor::from_host(self.decoder.model().rank(), &[1, new.len()], &new)?;
-        let logits = self.decoder.next_token_logits(ids)?;
+        let logits = self.decoder.next_token_logits(ids)?.to_f64()?;
+        if starts_again {
+            self.context.clear();
+        }
         self.context.append(&mut new);
-        logits.to_f64()
+        self.is_cache_complete = true;
+        Ok(logits)
     }
 
     /// The tokens on which the next logits depend.

@@ -41,14 +41,7 @@ impl Attention {
     #[track_caller]
     #[must_use]
     pub fn new(d: usize, heads: usize) -> Attention {
-        if heads == 0 || !d.is_multiple_of(heads) {
-            let text = format!("a width of {d} is not a multiple of {heads} heads");
-            Error::new(Kind::Config, text)
-                .detail("help", "choose a number of heads that divides the width")
-                .at(std::panic::Location::caller())
-                .raise();
-        }
-        let (h, c) = (heads, d / heads);
+        let (h, c) = (heads, channels_per_head(d, heads));
         Attention {
             c_attn: Linear::general(&[d], &[3, h, c]).no_empty_shards(2, "heads"),
             c_proj: Linear::general(&[h, c], &[d]).no_empty_shards(0, "heads"),
@@ -155,6 +148,19 @@ impl Attention {
             None => q.attention(&k, &v, self.causal),
         })
     }
+}
+
+/// Returns the channels of each head of a width, which must be a multiple of the heads.
+#[track_caller]
+pub(super) fn channels_per_head(d: usize, heads: usize) -> usize {
+    if heads == 0 || !d.is_multiple_of(heads) {
+        let text = format!("a width of {d} is not a multiple of {heads} heads");
+        Error::new(Kind::Config, text)
+            .detail("help", "choose a number of heads that divides the width")
+            .at(std::panic::Location::caller())
+            .raise();
+    }
+    d / heads
 }
 
 /// Rejects active dropout on the attention weights within packed documents, whose kernel stores no weights.

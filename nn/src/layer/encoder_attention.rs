@@ -1,12 +1,13 @@
 //! Bidirectional self-attention with a padding mask, as in BERT.
 
+use super::attention::channels_per_head;
 use super::dropout::{Dropout, Residual};
 use super::linear::Linear;
 use crate::module;
 use crate::module::activation_point::ActivationPoint;
 use crate::module::param::Init;
 use shardgrad_autograd::Var;
-use shardgrad_tensor::{Error, Kind, Value};
+use shardgrad_tensor::Value;
 
 module! {
     /// Bidirectional multi-head self-attention: softmax(q k^T / sqrt(c) + mask) v in every head, with a projection each for q, k, v
@@ -41,14 +42,7 @@ impl EncoderAttention {
     #[track_caller]
     #[must_use]
     pub fn new(d: usize, heads: usize) -> EncoderAttention {
-        if heads == 0 || !d.is_multiple_of(heads) {
-            let text = format!("a width of {d} is not a multiple of {heads} heads");
-            Error::new(Kind::Config, text)
-                .detail("help", "choose a number of heads that divides the width")
-                .at(std::panic::Location::caller())
-                .raise();
-        }
-        let (h, c) = (heads, d / heads);
+        let (h, c) = (heads, channels_per_head(d, heads));
         let part = || Linear::general(&[d], &[h, c]).with_transposed_file_shape().no_empty_shards(1, "heads");
         EncoderAttention {
             query: part(),

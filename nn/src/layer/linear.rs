@@ -8,6 +8,7 @@ use crate::module::adapter::AdapterSlot;
 use crate::module::param::{Init, Param};
 use shardgrad_autograd::Var;
 use shardgrad_tensor::Value;
+use std::panic::Location;
 
 /// Linear layer, y = x w + b. The weight is `[in.., out..]`, the bias `[out..]`.
 ///
@@ -121,6 +122,19 @@ impl Linear {
         let (x, weight, bias) = self.operands(x);
         let (residual, branch) = Residual::parts(residual);
         let out = self.adapted_out(&x);
+        if self.out.is_watched() {
+            // Hooks see the product on every mesh; the kernel adds the bias before the point where the sums are complete.
+            let product = x.linear_general(&weight, self.num_in, None, None, &[&out]);
+            let y = match &bias {
+                Some(bias) => product + bias,
+                None => product,
+            };
+            let y = branch.pass(&y, Location::caller());
+            return match residual {
+                Some(residual) => residual + y,
+                None => y,
+            };
+        }
         x.linear_general(&weight, self.num_in, bias.as_ref(), residual, &[&out, branch])
     }
 

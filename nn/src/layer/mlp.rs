@@ -57,8 +57,8 @@ impl Mlp {
     #[track_caller]
     fn forward_optional_residual(&self, x: &Var, residual: Option<Residual<'_>>) -> Var {
         let Mlp { c_fc, c_proj } = self;
-        if c_proj.adapter().is_some() {
-            // Its term needs the value between the products.
+        if c_proj.adapter().is_some() || c_fc.out.is_watched() || c_proj.out.is_watched() {
+            // An adapter needs the value between the products, and hooks the products without biases.
             return c_proj.forward_optional_residual(&c_fc.forward(x).gelu(), residual);
         }
         let (x, w1, b1) = c_fc.operands(x);

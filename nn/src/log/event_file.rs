@@ -1,9 +1,9 @@
 //! Event files of TensorBoard: records with checksums (the framing of TFRecord), each of which is an `Event` in the wire format of
 //! protocol buffers. Only what scalars need is written (docs/adr/0033-logs.md).
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{self, ErrorKind};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 /// How the names of event files begin: TensorBoard reads files whose names contain this.
@@ -107,6 +107,20 @@ pub(super) fn scalars<'a>(step: u64, scalars: impl Iterator<Item = (&'a str, f64
     let summary =
         scalars.map(value).fold(Message::default(), |summary, value| summary.bytes(field::VALUE, &value.0));
     Message::event(step).bytes(field::SUMMARY, &summary.0).record()
+}
+
+/// Copies event files into a folder, except those that the folder has. A file has the name of an event file only when it is complete.
+pub(super) fn copy_missing(files: &[PathBuf], folder: &Path) -> io::Result<()> {
+    for file in files {
+        let name = file.file_name().unwrap_or_default();
+        let to = folder.join(name);
+        if !to.exists() {
+            let unfinished = folder.join(".events.copying");
+            fs::copy(file, &unfinished)?;
+            fs::rename(&unfinished, &to)?;
+        }
+    }
+    Ok(())
 }
 
 /// Creates an event file of its own in a folder. Readers take files in the order of their names.

@@ -126,6 +126,8 @@ struct LogFiles {
     events: AppendedFile,
     /// Lines to begin with, in place of those in the folder.
     earlier: Option<Vec<u8>>,
+    /// Event files of other folders to begin with.
+    earlier_events: Vec<PathBuf>,
     first_step: u64,
     last: Option<LastStep>,
 }
@@ -151,6 +153,7 @@ impl Log {
             lines: AppendedFile::default(),
             events: AppendedFile::default(),
             earlier: None,
+            earlier_events: Vec::new(),
             first_step: 0,
             last: None,
         })))
@@ -160,6 +163,14 @@ impl Log {
     #[must_use]
     pub fn with_earlier_lines(self, lines: Vec<u8>) -> Log {
         self.files().earlier = Some(lines);
+        self
+    }
+
+    /// Copies the event files of another folder with the first write, for a run that resumes from there: TensorBoard then shows the earlier
+    /// steps too. Files that the folder of the log has stay as they are.
+    #[must_use]
+    pub fn with_earlier_events(self, folder: &Path) -> Log {
+        self.files().earlier_events = Log::event_files(folder);
         self
     }
 
@@ -176,10 +187,11 @@ impl Log {
         self.write(step, &scalars)
     }
 
-    /// Logs the report of a training step on rank 0: `loss`, `grad_norm`, `lr`, and with a loss scale `loss_scale` and `skipped`.
+    /// Logs the report of a training step on rank 0: `loss`, `grad_norm`, `lr`, with a loss scale `loss_scale` and `skipped`, and the
+    /// auxiliary outputs of the loss by their names ([`Loss::also`](crate::Loss::also)).
     ///
     /// # Errors
-    /// As [`Log::write`].
+    /// As [`Log::write`]; `Kind::Config` for an auxiliary output with the name of another scalar of the step.
     pub fn report(&self, rank: &Rank, step: u64, report: &StepReport) -> Result<()> {
         if rank.index() != 0 {
             return Ok(());
@@ -192,6 +204,7 @@ impl Log {
         if let Some(scale) = report.loss_scale {
             scalars.extend([("loss_scale", Scalar::from(scale)), ("skipped", Scalar::from(report.skipped))]);
         }
+        scalars.extend(report.auxiliary.iter().map(|(name, value)| (name.as_str(), Scalar::from(*value))));
         self.write(step, &scalars)
     }
 
@@ -329,6 +342,7 @@ impl LogFiles {
         });
         let events = self.events.write_pending(|| {
             fs::create_dir_all(folder)?;
+            event_file::copy_missing(&self.earlier_events, folder)?;
             event_file::create(folder)
         });
         let lines = lines.map_err(|e| cannot_write(&path, &e));

@@ -3,7 +3,7 @@
 use super::event_file::tests::records;
 use super::{LINES_FILE, Log, Scalar};
 use crate::checkpoint::scratch::Scratch;
-use shardgrad_tensor::{Error, Kind, Mesh, World};
+use shardgrad_tensor::{ControlFlags, Error, Kind, Mesh, StepReport, World};
 use std::fs::{self, File};
 use std::os::unix::fs::symlink;
 use std::path::Path;
@@ -119,6 +119,57 @@ fn resumed_log_has_each_step_once() {
     other.write(2, &[("loss", 3.0.into())]).unwrap();
     drop(other);
     assert_eq!(lines(&dir.path("other")), line(1, 3.0) + &line(2, 3.0));
+}
+
+#[test]
+fn log_in_another_folder_begins_with_the_event_files_of_the_resumed_run() {
+    let dir = Scratch::new();
+    let [first, second] = ["first", "second"].map(|name| dir.path(name));
+    log_steps(&first, 1..4, 1.0);
+    for step in 3..5 {
+        let log = Log::to(&second).unwrap().with_earlier_events(&first);
+        assert_eq!(Log::event_files(&second).len(), step - 3, "nothing is copied before the first write");
+        log.write(step as u64, &[("loss", 2.0.into())]).unwrap();
+        drop(log);
+        let steps: Vec<Vec<u64>> = Log::event_files(&second)
+            .iter()
+            .map(|file| events(file).0.iter().map(|(step, ..)| *step).collect())
+            .collect();
+        assert_eq!(steps, [&[1, 2, 3][..], &[3], &[4]][..step - 1]);
+        fs::rename(&first, dir.path("gone")).ok();
+    }
+    let num_files = fs::read_dir(&second).unwrap().count();
+    assert_eq!(num_files, 4, "the lines, and three event files");
+}
+
+#[test]
+fn report_has_the_auxiliary_outputs_by_name() {
+    let dir = Scratch::new();
+    let mut report = StepReport {
+        loss: 0.5,
+        count: None,
+        grad_norm: 2.0,
+        lr: 0.25,
+        loss_scale: None,
+        grad_scale: 1.0,
+        skipped: false,
+        control: ControlFlags::new(),
+        auxiliary: vec![("accuracy".to_string(), 0.75), ("tokens".to_string(), 12.0)],
+    };
+    World::run(Mesh::parse("dp=2").unwrap(), |rank| {
+        let log = Log::to(dir.path("run"))?;
+        log.report(rank, 1, &report)
+    })
+    .unwrap();
+    let right = "{\"step\":1,\"loss\":0.5,\"grad_norm\":2.0,\"lr\":0.25,\"accuracy\":0.75,\"tokens\":12.0}\n";
+    assert_eq!(lines(&dir.path("run")), right);
+    let (scalars, _) = events(&Log::event_files(&dir.path("run"))[0]);
+    let names: Vec<&str> = scalars.iter().map(|(_, name, _)| name.as_str()).collect();
+    assert_eq!(names, ["loss", "grad_norm", "lr", "accuracy", "tokens"]);
+    assert_eq!((scalars[3].2, scalars[4].2), (0.75, 12.0));
+    report.auxiliary[1].0 = "lr".to_string();
+    let refused = World::run(Mesh::single(), |rank| Log::to(dir.path("other"))?.report(rank, 1, &report));
+    assert_eq!(refused.unwrap_err().message(), "`lr` of step 1 is logged twice");
 }
 
 #[test]

@@ -74,6 +74,12 @@ impl ActivationPoint {
         self.has_rule() && self.binding.borrow().as_ref().is_some_and(|binding| binding.is_regathered)
     }
 
+    /// Whether the point has hooks.
+    #[must_use]
+    pub(crate) fn is_watched(&self) -> bool {
+        self.binding.borrow().as_ref().is_some_and(|binding| !binding.hooks.is_empty())
+    }
+
     /// The dotted name; `None` before [`Model::new`](crate::Model::new) has named the point.
     #[must_use]
     pub fn name(&self) -> Option<Rc<str>> {

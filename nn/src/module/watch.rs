@@ -5,6 +5,7 @@ use shardgrad_tensor::op::DTypes;
 use shardgrad_tensor::{
     Cotangents, DType, ForwardContext, LocalTensor, LocalTensors, Op, Result, Tensor, Value, Vjp, unwind,
 };
+use std::cell::Cell;
 use std::fmt;
 use std::rc::Rc;
 
@@ -36,6 +37,26 @@ impl Hooks {
 impl fmt::Debug for Hooks {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Hooks({} of values, {} of gradients)", self.values.len(), self.gradients.len())
+    }
+}
+
+/// Numbers the changes of a model's hooks, so that a recording of the model is known to call the current ones.
+#[derive(Debug, Default)]
+pub(crate) struct HooksVersion {
+    num_changes: Cell<u64>,
+    has_hooks: Cell<bool>,
+}
+
+impl HooksVersion {
+    /// Counts a change of hooks, after which there are hooks or none.
+    pub(crate) fn change(&self, has_hooks: bool) {
+        self.num_changes.set(self.num_changes.get() + 1);
+        self.has_hooks.set(has_hooks);
+    }
+
+    /// The number of the last change; 0 without hooks.
+    pub(crate) fn current(&self) -> u64 {
+        if self.has_hooks.get() { self.num_changes.get() } else { 0 }
     }
 }
 

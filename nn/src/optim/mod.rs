@@ -10,6 +10,7 @@ mod matrices;
 mod copies;
 mod optimizer;
 mod adamw;
+mod velocities;
 mod sgd;
 mod muon;
 mod optimizers;

@@ -3,14 +3,12 @@
 
 use super::hyperparameter::{BELOW_ONE, NOT_NEGATIVE, check_setting};
 use super::matrices::{Matrix, fans, matrix_shape};
-use super::optimizer::{Optimizer, OptimizerState, check_hyperparameters_requested, wrong_num_tensors};
+use super::optimizer::{Optimizer, OptimizerState};
 use super::param_group::{ParamGroup, ParamGroups};
+use super::velocities::Velocities;
 use crate::module::param::Param;
-use shardgrad_autograd::Key;
 use shardgrad_tensor::training_step::optimizer_step::Velocity;
 use shardgrad_tensor::{Error, Hyperparameters, Kind, OverflowCheck, Result, Tensor, Value};
-use std::collections::BTreeMap;
-use std::collections::btree_map::Entry;
 
 /// Number of Newton-Schulz iterations.
 const NUM_ITERATIONS: usize = 5;
@@ -53,7 +51,9 @@ pub enum MuonScale {
 /// An iteration on n x m numbers, n <= m, takes 4 n^2 m + 2 n^3 FLOPs. For a square matrix, all five are 5 n / T of the 6 n^2 T
 /// FLOPs of its products in a training step with T tokens: 2% with width 4096 and a million tokens.
 ///
-/// Host and device wait for each other before the update, so a step with this rule is not captured as a graph.
+/// The rule is made of tensor ops, so the update is not captured as a CUDA graph: in a trainer on one GPU, forward and backward replay
+/// as a graph, then the host waits for the overflow check and launches some 55 kernels for each matrix. A step whose kernels run shorter
+/// than these launches waits for the host.
 #[doc(alias = "torch.optim.Muon")]
 #[doc(alias = "optax.contrib.muon")]
 #[doc(alias = "Newton-Schulz")]
@@ -65,8 +65,7 @@ pub struct Muon {
     weight_decay: f64,
     scale: MuonScale,
     groups: ParamGroups,
-    num_steps: u64,
-    velocities: BTreeMap<Key, Velocity>,
+    velocities: Velocities,
 }
 
 impl Muon {
@@ -85,8 +84,7 @@ impl Muon {
             weight_decay: 0.0,
             scale: MuonScale::Original,
             groups: ParamGroups::default(),
-            num_steps: 0,
-            velocities: BTreeMap::new(),
+            velocities: Velocities::default(),
         }
     }
 
@@ -141,7 +139,7 @@ impl Muon {
     #[doc(alias = "momentum_buffer")]
     #[must_use]
     pub fn velocity(&self, param: &Param) -> Option<Tensor> {
-        Some(self.velocities.get(&param.key())?.tensor(param.tensor().rank()))
+        self.velocities.tensor(param)
     }
 
     /// Returns the factor on the orthogonalized update of a parameter.
@@ -176,7 +174,8 @@ impl Optimizer for Muon {
     }
 
     fn describe(&self) -> String {
-        let Muon { lr, momentum, nesterov, weight_decay, scale, groups, num_steps, .. } = self;
+        let Muon { lr, momentum, nesterov, weight_decay, scale, groups, velocities } = self;
+        let num_steps = velocities.num_steps();
         let nesterov = if *nesterov { " after Nesterov" } else { "" };
         format!(
             "Muon lr {lr}, momentum {momentum}{nesterov}, scale {scale:?}, weight decay {weight_decay}, groups {groups}, after {num_steps} steps"
@@ -184,7 +183,7 @@ impl Optimizer for Muon {
     }
 
     fn num_steps(&self) -> u64 {
-        self.num_steps
+        self.velocities.num_steps()
     }
 
     fn check_params(&self, params: &[Param]) -> Result<()> {
@@ -202,44 +201,33 @@ impl Optimizer for Muon {
     }
 
     fn param_state(&self, param: &Param) -> Option<OptimizerState> {
-        Some(OptimizerState { num_steps: self.num_steps, tensors: vec![self.velocity(param)?] })
+        self.velocities.state(param)
     }
 
     fn state_names(&self, _: &Param) -> Option<Vec<&'static str>> {
-        Some(vec!["momentum_buffer"])
+        Some(vec![Velocities::NAME])
     }
 
     fn load_state(&mut self, num_steps: u64, states: Vec<(Param, OptimizerState)>) -> Result<()> {
-        let velocity = |(param, state): (Param, OptimizerState)| match &state.tensors[..] {
-            [velocity] => {
-                let velocity = Velocity::from_tensor(&param.layout(), velocity);
-                velocity.map(|v| (param.key(), v)).map_err(|e| e.detail("parameter", param.name()))
-            }
-            other => Err(wrong_num_tensors(&param, other.len(), 1)),
-        };
-        self.velocities = states.into_iter().map(velocity).collect::<Result<_>>()?;
-        self.num_steps = num_steps;
-        Ok(())
+        self.velocities.load(num_steps, &states)
     }
 
     fn hyperparameters(&mut self, params: &[&Param], lr: f64) -> Result<Hyperparameters> {
         let mut rows = Vec::with_capacity(params.len());
         for param in params {
-            if let Entry::Vacant(new) = self.velocities.entry(param.key()) {
-                new.insert(Velocity::zeros(param.tensor().rank(), &param.layout())?);
-            }
+            self.velocities.get_or_zeros(param)?;
             rows.push(self.groups.of(param, lr, self.weight_decay).to_vec());
         }
         Ok(rows)
     }
 
     fn apply_update(&mut self, params: &[(&Param, Tensor)], step: &OverflowCheck) -> Result<()> {
-        check_hyperparameters_requested(params, |param| self.velocities.contains_key(&param.key()))?;
+        let velocities = self.velocities.of_update(params)?;
         let Some((rows, grad_scale)) = step.host_update()? else { return Ok(()) };
         let mut updates = Vec::with_capacity(params.len());
         for (param, gradient) in params {
             let rank = gradient.rank();
-            let velocity = self.velocities.get_mut(&param.key()).expect("each parameter has a velocity");
+            let velocity = velocities.get_mut(&param.key()).expect("each parameter has a velocity");
             let before = velocity.tensor(rank);
             let new = gradient.cast(before.dtype()).scale((1.0 - self.momentum) * grad_scale);
             let after = before.scale(self.momentum).add(&new);
@@ -265,7 +253,7 @@ impl Optimizer for Muon {
     }
 
     fn count_step(&mut self, _: &[&Param]) {
-        self.num_steps += 1;
+        self.velocities.count_step();
     }
 }
 

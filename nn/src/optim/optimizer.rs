@@ -263,7 +263,7 @@ pub trait Optimizer: fmt::Debug {
     {
         let site = Location::caller();
         check_gradients_belong(model.params(), &gradients).map_err(|e| e.at(site))?;
-        let mut step = OptimizerStep::new(self, (model.rank(), model.params()), gradients, args)?;
+        let mut step = OptimizerStep::new(self, (model.rank(), model.params()), gradients, args, site)?;
         step.check_overflow(site)?;
         step.apply(self, &mut false)
     }

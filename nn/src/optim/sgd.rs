@@ -1,14 +1,14 @@
 //! SGD: stochastic gradient descent with momentum, optionally Nesterov.
 
 use super::hyperparameter::{NOT_NEGATIVE, ValidRange, check_setting};
-use super::optimizer::{Optimizer, OptimizerState, check_hyperparameters_requested, wrong_num_tensors};
+use super::optimizer::{Optimizer, OptimizerState};
 use super::param_group::{ParamGroup, ParamGroups};
+use super::velocities::Velocities;
 use crate::module::param::Param;
 use shardgrad_autograd::Key;
 use shardgrad_tensor::training_step::optimizer_step::{SgdRates, SgdStep, Velocity, sgd};
 use shardgrad_tensor::{Hyperparameters, OverflowCheck, Result, Tensor};
 use std::collections::BTreeMap;
-use std::collections::btree_map::Entry;
 
 /// SGD optimizer, with Nesterov momentum after Sutskever et al. 2013.
 ///
@@ -32,8 +32,7 @@ pub struct Sgd {
     nesterov: bool,
     weight_decay: f64,
     groups: ParamGroups,
-    num_steps: u64,
-    velocities: BTreeMap<Key, Velocity>,
+    velocities: Velocities,
 }
 
 const MOMENTUM_RANGE: ValidRange = (|x| (0.0..=1.0).contains(&x), "a number from 0 to 1");
@@ -53,8 +52,7 @@ impl Sgd {
             nesterov: false,
             weight_decay: 0.0,
             groups: ParamGroups::default(),
-            num_steps: 0,
-            velocities: BTreeMap::new(),
+            velocities: Velocities::default(),
         }
     }
 
@@ -103,7 +101,7 @@ impl Sgd {
     #[doc(alias = "momentum_buffer")]
     #[must_use]
     pub fn velocity(&self, param: &Param) -> Option<Tensor> {
-        Some(self.velocities.get(&param.key())?.tensor(param.tensor().rank()))
+        self.velocities.tensor(param)
     }
 
     /// Restores the state after `num_steps` steps: the velocity of each parameter that has one.
@@ -116,13 +114,7 @@ impl Sgd {
         num_steps: u64,
         velocities: impl IntoIterator<Item = (&'a Param, Tensor)>,
     ) -> Result<()> {
-        let restored = velocities.into_iter().map(|(param, v)| {
-            let velocity = Velocity::from_tensor(&param.layout(), &v);
-            velocity.map(|v| (param.key(), v)).map_err(|e| e.detail("parameter", param.name()))
-        });
-        self.velocities = restored.collect::<Result<_>>()?;
-        self.num_steps = num_steps;
-        Ok(())
+        self.velocities.restore(num_steps, velocities)
     }
 }
 
@@ -132,7 +124,8 @@ impl Optimizer for Sgd {
     }
 
     fn describe(&self) -> String {
-        let Sgd { lr, momentum, nesterov, weight_decay, groups, num_steps, .. } = self;
+        let Sgd { lr, momentum, nesterov, weight_decay, groups, velocities } = self;
+        let num_steps = velocities.num_steps();
         let nesterov_note = if *nesterov { " after Nesterov" } else { "" };
         format!(
             "SGD lr {lr}, momentum {momentum}{nesterov_note}, weight decay {weight_decay}, groups {groups}, after {num_steps} steps"
@@ -140,7 +133,7 @@ impl Optimizer for Sgd {
     }
 
     fn num_steps(&self) -> u64 {
-        self.num_steps
+        self.velocities.num_steps()
     }
 
     fn check_params(&self, params: &[Param]) -> Result<()> {
@@ -148,31 +141,21 @@ impl Optimizer for Sgd {
     }
 
     fn param_state(&self, param: &Param) -> Option<OptimizerState> {
-        Some(OptimizerState { num_steps: self.num_steps, tensors: vec![self.velocity(param)?] })
+        self.velocities.state(param)
     }
 
     fn state_names(&self, _: &Param) -> Option<Vec<&'static str>> {
-        Some(vec!["momentum_buffer"])
+        Some(vec![Velocities::NAME])
     }
 
     fn load_state(&mut self, num_steps: u64, states: Vec<(Param, OptimizerState)>) -> Result<()> {
-        let velocity = |(param, state): &(Param, OptimizerState)| match &state.tensors[..] {
-            [velocity] => Ok((param.clone(), velocity.clone())),
-            other => Err(wrong_num_tensors(param, other.len(), 1)),
-        };
-        let velocities: Vec<(Param, Tensor)> = states.iter().map(velocity).collect::<Result<_>>()?;
-        self.restore(num_steps, velocities.iter().map(|(param, velocity)| (param, velocity.clone())))
+        self.velocities.load(num_steps, &states)
     }
 
     fn hyperparameters(&mut self, params: &[&Param], lr: f64) -> Result<Hyperparameters> {
         let mut rows = Vec::with_capacity(params.len());
         for param in params {
-            let rank = param.tensor().rank().clone();
-            let velocity = match self.velocities.entry(param.key()) {
-                Entry::Occupied(velocity) => velocity.into_mut(),
-                Entry::Vacant(new) => new.insert(Velocity::zeros(&rank, &param.layout())?),
-            };
-            velocity.make_unique(&rank)?;
+            self.velocities.get_or_zeros(param)?.make_unique(param.tensor().rank())?;
             let [lr, weight_decay] = self.groups.of(param, lr, self.weight_decay);
             rows.push(SgdRates { lr, momentum: self.momentum, weight_decay }.row().to_vec());
         }
@@ -180,9 +163,9 @@ impl Optimizer for Sgd {
     }
 
     fn apply_update(&mut self, params: &[(&Param, Tensor)], step: &OverflowCheck) -> Result<()> {
-        check_hyperparameters_requested(params, |param| self.velocities.contains_key(&param.key()))?;
+        let velocities = self.velocities.of_update(params)?;
         let mut velocities: BTreeMap<Key, &mut Velocity> =
-            self.velocities.iter_mut().map(|(key, velocity)| (*key, velocity)).collect();
+            velocities.iter_mut().map(|(key, velocity)| (*key, velocity)).collect();
         Param::update_all(params.iter().map(|(param, _)| *param), |tensors| {
             let mut steps = Vec::with_capacity(params.len());
             for (param, (of, grad)) in tensors.into_iter().zip(params) {
@@ -194,6 +177,6 @@ impl Optimizer for Sgd {
     }
 
     fn count_step(&mut self, _: &[&Param]) {
-        self.num_steps += 1;
+        self.velocities.count_step();
     }
 }

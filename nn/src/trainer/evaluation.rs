@@ -27,7 +27,7 @@ impl<M: Module> Trainer<'_, M> {
                 scalars.iter().map(|scalar| Some(scalar.tensor().clone())).collect()
             }
             Some((pipelined, form)) => {
-                let forward = |arguments: &[Var]| Ok((self.loss_fn)(&self.model, arguments).into_vars().1);
+                let forward = |arguments: &[Var]| Ok(self.loss_vars(arguments));
                 let mut outputs = pipelined.forward_step(&self.model, arguments, &forward)?;
                 outputs.truncate(form.num_scalars());
                 outputs
@@ -47,7 +47,7 @@ impl<M: Module> Trainer<'_, M> {
             return Ok(pipelined.records(self.model.rank()).iter().filter_map(path_and_layout).collect());
         }
         let layouts: Vec<Layout> = self.load_microbatch(0)?.iter().map(|t| t.layout().clone()).collect();
-        let forward = |arguments: &[Var]| Ok((self.loss_fn)(&self.model, arguments).into_vars().1);
+        let forward = |arguments: &[Var]| Ok(self.loss_vars(arguments));
         let program = Program::record(self.model.rank(), &layouts, None, forward)?;
         Ok(program.records.iter().filter_map(path_and_layout).collect())
     }

@@ -26,6 +26,11 @@ pub(super) struct PassOutputs {
 impl<M: Module> Trainer<'_, M> {
     /// Runs forward and backward of all microbatches, or captures them as a graph, which [`Trainer::step`] replays.
     pub(super) fn forward_backward(&mut self) -> Result<PassOutputs> {
+        if self.model.hooks().current() != 0 {
+            // A graph calls no hooks.
+            self.capture.clear();
+            return self.uncaptured_pass();
+        }
         match self.config.capture && self.capture.is_enabled() {
             true => self.captured_pass(),
             false => self.uncaptured_pass(),
@@ -39,7 +44,8 @@ impl<M: Module> Trainer<'_, M> {
         let noise = |microbatch: usize| self.noise(microbatch);
         let (form, loss_scale) = (form.clone(), self.loss_scale.map(LossScale::factor));
         let factor = form.gradient_factor(self.config.microbatches, loss_scale);
-        let outputs = pipelined.train_step(&self.model, &load, &noise, factor)?;
+        let forward = |arguments: &[Var]| Ok(self.loss_vars(arguments));
+        let outputs = pipelined.train_step(&self.model, &load, &noise, factor, &forward)?;
         *self.passes.borrow_mut() = outputs.passes;
         let losses = StepLosses { form, outputs: outputs.results, loss_scale, is_divided: false };
         let gradients = outputs.gradients;
@@ -78,6 +84,11 @@ impl<M: Module> Trainer<'_, M> {
         let (losses, gradients, depends_on_step) =
             (losses.finish()?, tape.gradients(), tape.noise_was_read());
         Ok(PassOutputs { losses, gradients, depends_on_step, is_captured: false })
+    }
+
+    /// Returns the loss and auxiliary outputs of a recorded forward pass.
+    pub(super) fn loss_vars(&self, arguments: &[Var]) -> Vec<Var> {
+        (self.loss_fn)(&self.model, arguments).into_vars().1
     }
 
     /// Loads the arguments of the loss for a microbatch of this step.

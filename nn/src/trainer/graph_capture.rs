@@ -10,6 +10,7 @@ use crate::module::param::Param;
 use crate::optim::{Optimizer, OptimizerStep};
 use shardgrad_tensor::{CapturedGraph, Error, Kind, Rank, Result, StepArgs, Tensor, capture};
 use std::cell::RefCell;
+use std::panic::Location;
 
 /// Captures in a row, each replayed in one step only, after which capture is disabled: capturing costs more than the
 /// work itself. A loss scale that is too large at the start falls less often than that.
@@ -140,20 +141,21 @@ impl StepCapture {
         (rank, params): (&Rank, &[Param]),
         pass: &PassOutputs,
         args: &StepArgs,
+        site: &'static Location<'static>,
     ) -> Result<Option<OptimizerStep>> {
         if !self.is_enabled() || self.update_status.refusal.is_some() {
             return Ok(None);
         }
         let captured = match self.update.take() {
-            Some(captured) => captured.refill(optim, params, args)?,
+            Some(captured) => captured.refill(optim, params, args, site)?,
             None => None,
         };
         self.update_status.count_step(captured.is_some());
         if captured.is_some() {
             return Ok(captured);
         }
-        let update = OptimizerStep::new(optim, (rank, params), pass.gradients.clone(), args.clone())?;
-        Ok(match update.captured(optim, rank)? {
+        let update = OptimizerStep::new(optim, (rank, params), pass.gradients.clone(), args.clone(), site)?;
+        Ok(match update.captured(optim, rank, site)? {
             Ok(captured) => Some(captured),
             Err(reason) => {
                 let text = format!("the optimizer cannot be captured: {}", reason.message());
@@ -199,16 +201,16 @@ impl<M: Module> Trainer<'_, M> {
 
     /// Prepares the update by the results of a pass: captured if the pass is, and if the update can be captured.
     pub(super) fn prepare_update(&mut self, pass: PassOutputs, args: StepArgs) -> Result<OptimizerStep> {
-        let Trainer { model, optim, capture, .. } = self;
+        let Trainer { model, optim, capture, site, .. } = self;
         let rank_and_params = (model.rank(), model.params());
         let args = pass.losses.step_args(args);
         let captured = match pass.is_captured {
-            true => capture.prepare_update(&mut **optim, rank_and_params, &pass, &args)?,
+            true => capture.prepare_update(&mut **optim, rank_and_params, &pass, &args, site)?,
             false => None,
         };
         match captured {
             Some(captured) => Ok(captured),
-            None => OptimizerStep::new(&mut **optim, rank_and_params, pass.gradients, args),
+            None => OptimizerStep::new(&mut **optim, rank_and_params, pass.gradients, args, site),
         }
     }
 }

@@ -8,6 +8,9 @@ use shardgrad_nn::{
     ResultRanks,
 };
 use shardgrad_tensor::{DType, Error, Kind, Layout, Mesh, Phase, Rank, Result, Tensor, Value, World};
+use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::rc::Rc;
 
 /// Heads that `tp=3` shards unevenly: 3 heads of GPT-2, 5 groups of 2, 2 groups of 2, and one group of 5.
 fn configs() -> [ModelConfig; 4] {
@@ -68,6 +71,42 @@ fn cached_decoding_matches_a_forward_pass() {
                 );
             }
         }
+    }
+}
+
+/// An error in the second layer leaves the cache of the first one longer. The next call does not read it.
+#[test]
+fn a_call_that_failed_can_be_repeated() {
+    let config = &configs()[0];
+    for (mesh, parts) in [("", [3, 2]), ("tp=2", [3, 2]), ("", [3, 8])] {
+        run(mesh, |rank| {
+            let model = model(rank, config)?;
+            let fails = Rc::new(Cell::new(false));
+            let refuse = {
+                let fails = fails.clone();
+                move |_: &str, _: &Tensor| match fails.take() {
+                    true => Err(Error::new(Kind::Io, "refused")),
+                    false => Ok(()),
+                }
+            };
+            model.watch_values("*.1.*.c_proj.out", refuse)?;
+            let (mut session, mut undisturbed) = (DecodingSession::new(&model), DecodingSession::new(&model));
+            let text = text(parts.iter().sum());
+            let (first, second) = text.split_at(parts[0]);
+            session.feed(first)?;
+            undisturbed.feed(first)?;
+            for _ in 0..2 {
+                fails.set(true);
+                assert!(catch_unwind(AssertUnwindSafe(|| session.feed(second))).is_err());
+                assert_eq!(session.context(), first, "{mesh}");
+            }
+            let (logits, right) = (session.feed(second)?, undisturbed.feed(second)?);
+            assert!(max_difference(&logits, &right) < 1e-12, "{mesh}, {parts:?}");
+            assert_eq!(session.context(), undisturbed.context());
+            let (logits, right) = (session.feed(&text[..1])?, undisturbed.feed(&text[..1])?);
+            assert!(max_difference(&logits, &right) < 1e-12, "{mesh}, {parts:?}: the token after");
+            Ok(())
+        });
     }
 }
 

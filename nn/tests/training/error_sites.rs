@@ -1,9 +1,10 @@
 //! Errors of misuse of models and trainers carry the caller's line.
 
 use crate::support::run;
-use shardgrad_autograd::Var;
+use shardgrad_autograd::{Gradients, Var};
 use shardgrad_nn::layer::Linear;
-use shardgrad_nn::{Model, Optimizer, Plan, Sgd, Trainer, TrainerConfig};
+use shardgrad_nn::optim::ParamGroup;
+use shardgrad_nn::{LrScheduler, Model, Optimizer, Plan, Sgd, StepArgs, Trainer, TrainerConfig};
 use shardgrad_tensor::{Error, Kind, Layout, Mesh, Tensor, Value, World};
 
 fn is_of_this_file(error: &Error) -> bool {
@@ -65,6 +66,34 @@ fn an_invalid_loss_is_reported_with_the_line_of_the_step() {
     assert!(wide.kind() == Kind::Shape && is_of_this_file(&wide), "{wide}");
     let frozen = step(true, |y| y.square().mean());
     assert!(frozen.kind() == Kind::Unsupported && is_of_this_file(&frozen), "{frozen}");
+}
+
+#[test]
+fn an_optimizer_step_that_is_refused_names_the_line_of_the_step() {
+    let refused = World::run(Mesh::parse("dp=2").unwrap(), |rank| {
+        let model = Model::new(rank, Linear::new(3, 2), &Plan::copies("dp"), 1)?;
+        let (clip, lr) = (StepArgs { clip: Some(-1.0), ..StepArgs::new(0.1) }, StepArgs::new(f64::NAN));
+        let group = ParamGroup { lr_scale: Some(0.5), ..ParamGroup::default() };
+        let mut errors = vec![
+            Sgd::new(0.1).step(&model, Gradients::new(), clip).unwrap_err(),
+            Sgd::new(0.1).step(&model, Gradients::new(), lr).unwrap_err(),
+            Sgd::new(0.1).group("wait", group).update(&model, Gradients::new()).unwrap_err(),
+        ];
+        let read = |rank: &shardgrad_tensor::Rank, _: u64, rows: std::ops::Range<usize>| {
+            Ok(vec![Tensor::from_host(rank, &[rows.len(), 3], &vec![1.0f32; 3 * rows.len()])?])
+        };
+        let forward = |model: &Linear, x: &[Var]| model.forward(&x[0]).square().mean();
+        let schedule = LrScheduler::from_fn(|_| -1.0);
+        let settings = TrainerConfig { lr_scheduler: Some(schedule), ..TrainerConfig::new(4) };
+        let plan = Plan::copies("dp");
+        let mut trainer =
+            Trainer::new(rank, Linear::new(3, 2), &plan, Sgd::new(0.1), settings, read, forward)?;
+        errors.push(trainer.step().unwrap_err());
+        Ok(errors)
+    });
+    for error in refused.unwrap().into_iter().flatten() {
+        assert!(error.kind() == Kind::Config && is_of_this_file(&error), "{error}");
+    }
 }
 
 #[test]

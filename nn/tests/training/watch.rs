@@ -1,9 +1,11 @@
 //! Hooks on activation points, and gradients by parameter name: the same on every mesh, and no trace without hooks.
 
-use crate::support::{MESHES, Setup, run};
-use shardgrad_nn::{Gpt2, Model};
-use shardgrad_tensor::{Kind, Rank, Result};
+use crate::support::{MESHES, ROWS, Setup, batch, config, run};
+use shardgrad_autograd::Var;
+use shardgrad_nn::{Gpt2, InferenceModel, Model, Plan, ResultRanks, Sgd, Trainer, TrainerConfig};
+use shardgrad_tensor::{DType, Kind, Rank, Result, Tensor};
 use std::cell::RefCell;
+use std::ops::Range;
 use std::rc::Rc;
 
 /// What hooks saw: name, and the whole value.
@@ -109,4 +111,135 @@ fn gradients_are_read_by_parameter_name() {
             Ok(())
         });
     }
+}
+
+/// A hook that notes what it sees.
+fn note(seen: &Rc<RefCell<Seen>>) -> impl Fn(&str, &Tensor) -> Result<()> + 'static {
+    let seen = seen.clone();
+    move |name, tensor| {
+        seen.borrow_mut().push((name.to_string(), tensor.to_f64()?));
+        Ok(())
+    }
+}
+
+/// Losses and norms of steps of a trainer, of which hooks at a pattern see the second, whose biases are not zero any more; and what this rank saw.
+fn trained(rank: &Rank, plan: &Plan, pattern: &str, recompute: bool) -> Result<(Vec<f64>, Seen, Seen)> {
+    let settings = TrainerConfig { microbatches: 4, seed: 5, dtype: DType::F64, ..TrainerConfig::new(ROWS) };
+    let read = |rank: &Rank, _: u64, rows: Range<usize>| {
+        Ok(vec![batch(rank, plan, rows.clone(), 0)?, batch(rank, plan, rows, 1)?])
+    };
+    let loss = |model: &Gpt2, x: &[Var]| model.loss(&x[0], &x[1]);
+    let module = Gpt2::new(&config()).recompute(recompute);
+    let mut trainer = Trainer::new(rank, module, plan, Sgd::new(0.1), settings, read, loss)?;
+    let (values, gradients) = (Rc::default(), Rc::default());
+    let mut numbers = Vec::new();
+    for step in 0..4 {
+        if step == 1 {
+            trainer.model().watch_values(pattern, note(&values))?;
+            trainer.model().watch_gradients(pattern, note(&gradients))?;
+        }
+        let report = trainer.step()?;
+        trainer.model().unwatch();
+        numbers.extend([report.loss, report.grad_norm]);
+    }
+    Ok((numbers, values.take(), gradients.take()))
+}
+
+/// Checks that the first ranks of the stages, between them, saw the right numbers, in the order of their schedules.
+fn assert_seen_between_stages(mesh: &str, mut seen: Seen, right: &Seen) {
+    assert_eq!(seen.len(), right.len(), "{mesh}: calls of hooks");
+    for (name, right) in right {
+        let is_near = |(other, numbers): &(String, Vec<f64>)| {
+            other == name
+                && numbers.len() == right.len()
+                && numbers.iter().zip(right).all(|(a, b)| (a - b).abs() < 1e-11)
+        };
+        let at = seen.iter().position(is_near).unwrap_or_else(|| {
+            let of_name = seen.iter().filter(|(other, _)| other == name);
+            let first =
+                |(_, numbers): &(String, Vec<f64>)| numbers.iter().copied().take(3).collect::<Vec<f64>>();
+            panic!(
+                "{mesh}: no rank saw {name} {:?}: {:?}",
+                &right[..3],
+                of_name.map(first).collect::<Vec<_>>()
+            )
+        });
+        seen.swap_remove(at);
+    }
+}
+
+#[test]
+fn hooks_in_a_pipelined_trainer_see_what_one_rank_sees() {
+    let plan = |schedule| Plan::gpt2().pipeline_schedule(schedule);
+    let cases = [
+        ("pp=2", "1f1b", false),
+        ("pp=2", "zb-h1", false),
+        ("pp=2", "interleaved", true),
+        ("pp=3", "gpipe", false),
+        ("dp=2,pp=2", "1f1b", false),
+        ("pp=2,tp=2", "zb-v", false),
+    ];
+    // Points between layers; a point inside of fused ops; all points.
+    for pattern in ["h.*.mlp.c_proj.out", "h.1.*", "*"] {
+        for (mesh, schedule, recompute) in cases {
+            let of_mesh = |mesh: &str| run(mesh, |rank| trained(rank, &plan(schedule), pattern, recompute));
+            let (right, values, gradients) = of_mesh("").remove(0);
+            assert!(!values.is_empty() && values.len() % 4 == 0 && gradients.len() % 4 == 0);
+            let ranks = run(mesh, |rank| {
+                let mesh = rank.mesh();
+                let is_first = mesh.axes().all(|axis| mesh.name(axis) == "pp" || rank.coordinate(axis) == 0);
+                Ok((is_first, trained(rank, &plan(schedule), pattern, recompute)?))
+            });
+            let (mut all_values, mut all_gradients) = (Vec::new(), Vec::new());
+            for (is_first, (numbers, values, gradients)) in ranks {
+                for (a, b) in numbers.iter().zip(&right) {
+                    assert!((a - b).abs() < 1e-11, "{mesh} {schedule} {pattern}: {numbers:?} {right:?}");
+                }
+                if is_first {
+                    all_values.extend(values);
+                    all_gradients.extend(gradients);
+                }
+            }
+            assert_seen_between_stages(mesh, all_values, &values);
+            assert_seen_between_stages(mesh, all_gradients, &gradients);
+        }
+    }
+}
+
+#[test]
+fn hooks_change_no_bit_of_other_steps_on_a_pipeline() {
+    let plain = |rank: &Rank| {
+        let plan = Plan::gpt2();
+        let settings =
+            TrainerConfig { microbatches: 4, seed: 5, dtype: DType::F64, ..TrainerConfig::new(ROWS) };
+        let read = |rank: &Rank, _: u64, rows: Range<usize>| {
+            Ok(vec![batch(rank, &plan, rows.clone(), 0)?, batch(rank, &plan, rows, 1)?])
+        };
+        let loss = |model: &Gpt2, x: &[Var]| model.loss(&x[0], &x[1]);
+        let mut trainer =
+            Trainer::new(rank, Gpt2::new(&config()), &plan, Sgd::new(0.1), settings, read, loss)?;
+        (0..4).map(|_| trainer.step().map(|report| report.loss)).collect::<Result<Vec<f64>>>()
+    };
+    // This point is at the end of an op that is not fused.
+    let watched = run("pp=2", |rank| trained(rank, &Plan::gpt2(), "h.0.ln_1.out", false)).remove(0).0;
+    let right = run("pp=2", plain).remove(0);
+    assert_eq!(watched.iter().step_by(2).copied().collect::<Vec<f64>>(), right);
+}
+
+#[test]
+fn hooks_see_inference_in_stages() {
+    let infer = |rank: &Rank| {
+        let plan = Plan::gpt2();
+        let arguments = |rank: &Rank| Ok(vec![batch(rank, &plan, 0..ROWS, 0)?.layout().clone()]);
+        let forward = |model: &Gpt2, x: &[Var]| Ok(vec![model.forward(&x[0])]);
+        let model =
+            InferenceModel::new(rank, Gpt2::new(&config()), &plan, 5, DType::F64, arguments, forward)?;
+        let (seen, microbatch) = (Rc::default(), vec![batch(model.rank(), &plan, 0..ROWS, 0)?]);
+        model.model().watch_values("h.*.mlp.c_proj.out", note(&seen))?;
+        model.forward(&[microbatch], ResultRanks::AllStages, forward)?;
+        Ok(seen.take())
+    };
+    let right = run("", infer).remove(0);
+    assert_eq!(right.len(), 2);
+    assert_seen_between_stages("pp=2", run("pp=2", infer).concat(), &right);
 }

@@ -1,6 +1,7 @@
 //! Per-rank state between ops: caches, the current phase and the current module path.
 
 use crate::execution::direct_mapped_cache::DirectMappedCache;
+use crate::execution::flag_guard::FlagGuard;
 use crate::execution::inference_cache::{FastBuildHasher, InferenceCache};
 use crate::execution::plan_cache::PlanCache;
 use crate::layout::Layout;
@@ -79,9 +80,9 @@ impl Context {
         if self.backward.get() { Phase::Backward } else { Phase::Forward }
     }
 
-    /// Sets whether a backward pass is running; returns the old value.
-    pub fn set_backward(&self, backward: bool) -> bool {
-        self.backward.replace(backward)
+    /// Sets whether a backward pass is running, until the guard is dropped.
+    pub fn set_backward(&self, backward: bool) -> FlagGuard<'_> {
+        FlagGuard::set(&self.backward, backward)
     }
 
     /// Whether a vjp is running, in which ops must not take implicit steps: cotangents already have the layouts that
@@ -91,9 +92,9 @@ impl Context {
         self.in_vjp.get()
     }
 
-    /// Sets whether a vjp is running; returns the old value.
-    pub fn set_in_vjp(&self, in_vjp: bool) -> bool {
-        self.in_vjp.replace(in_vjp)
+    /// Sets that a vjp is running, until the guard is dropped.
+    pub fn enter_vjp(&self) -> FlagGuard<'_> {
+        FlagGuard::set(&self.in_vjp, true)
     }
 
     /// Whether anomaly detection is on: every op checks its results for NaN and infinity (see

@@ -4,7 +4,7 @@ use crate::execution::context::Context;
 use crate::execution::local_tensor::View;
 use crate::layout::Layout;
 use crate::tensor::Tensor;
-use shardgrad_dist::{Error, Phase, Rank, Result};
+use shardgrad_dist::{Error, Rank, Result};
 use shardgrad_kernels::{Graph, KernelError};
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -66,8 +66,7 @@ pub fn capture<T>(
     let reads: Option<Vec<TensorAddress>> =
         reads.into_iter().map(|tensor| TensorAddress::of(&tensor)).collect();
     let context = Context::of(rank);
-    let (path, is_backward) = (context.path(), context.phase() == Phase::Backward);
-    let is_in_vjp = context.is_in_vjp();
+    let path = context.path();
     let (mut work, made, mut failed) = (Some(work), Cell::new(None), None);
     let mut record = || {
         let work = work.take().expect("bug: work is captured once");
@@ -80,10 +79,8 @@ pub fn capture<T>(
     };
     let captured = rank.backend().capture(&mut record, &mut || made.set(None));
     if failed.is_some() || captured.is_err() {
-        // Work that ended early left phase and path in an intermediate state: restore them.
+        // Work that ended early left the path in an intermediate state.
         context.set_path(&path);
-        context.set_backward(is_backward);
-        context.set_in_vjp(is_in_vjp);
     }
     let failed = match failed {
         Some(Err(panic)) => resume_unwind(panic),

@@ -3,8 +3,8 @@
 
 use shardgrad_dist::{Error, Kind, Mesh, Rank, Result, World};
 use shardgrad_kernels::DType;
+use shardgrad_tensor::Layout;
 use shardgrad_tensor::ops::{Case, OPS, OpModule};
-use shardgrad_tensor::{Context, Layout};
 use shardgrad_testing::op_check::{
     LayoutCase, Reference, RowOutcome, Size, check_row, gradcheck, layouts, reference, resize,
 };
@@ -152,7 +152,7 @@ impl RowSelection {
                 if self.has_grains {
                     choice = choice.iter().enumerate().map(|(i, l)| with_grains(l, number + 5 * i)).collect();
                 }
-                match catch_panics(rank, || LayoutCase::of(rank, case, choice, number)) {
+                match catch_panics(|| LayoutCase::of(rank, case, choice, number)) {
                     Ok(placement) => placements.push(LayoutCase { is_strided, ..placement }),
                     Err(e) => results.failures.push(e.to_string()),
                 }
@@ -197,9 +197,8 @@ impl RowSelection {
 }
 
 /// Runs a row; a panic becomes an error.
-fn catch_panics<T>(rank: &Rank, f: impl FnOnce() -> Result<T>) -> Result<T> {
+fn catch_panics<T>(f: impl FnOnce() -> Result<T>) -> Result<T> {
     catch_unwind(AssertUnwindSafe(f)).unwrap_or_else(|payload| {
-        Context::of(rank).set_in_vjp(false);
         Err(match payload.downcast::<Error>() {
             Ok(error) => *error,
             Err(other) => Error::new(Kind::Panic, other.downcast::<String>().map_or("?".into(), |s| *s)),
@@ -214,7 +213,7 @@ fn run_tasks(rank: &Rank, tasks: &[Task<'_>]) -> Result<RowResults> {
         let case =
             sized(task.entry, &task.sized_case.0, rank.mesh().num_ranks()).swap_remove(task.sized_case.1);
         for placement in &task.placements {
-            match catch_panics(rank, || check_row(rank, &case, &task.reference, placement)) {
+            match catch_panics(|| check_row(rank, &case, &task.reference, placement)) {
                 Ok(row) => results.counts.entry(task.entry.name).or_default()[row as usize] += 1,
                 Err(e) if [Kind::PeerLost, Kind::Collective, Kind::Timeout].contains(&e.kind()) => {
                     return Err(e);

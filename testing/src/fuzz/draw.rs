@@ -352,8 +352,6 @@ impl Program {
                 let before = (generator.program.clone(), generator.values.clone());
                 // Steps that an op refuses altogether (extents, dtypes) are dropped.
                 if !matches!(catch_unwind(AssertUnwindSafe(|| generator.add_step())), Ok(Ok(()))) {
-                    Context::of(rank).set_in_vjp(false);
-                    generator.tape.no_grad(|| ());
                     (generator.program, generator.values) = before;
                 }
             }

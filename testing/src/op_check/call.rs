@@ -78,10 +78,10 @@ impl OpCall<'_> {
             donated: RefCell::default(),
             accumulators: &[],
         };
-        let closed = context.set_in_vjp(true);
+        let in_vjp = context.enter_vjp();
         let cotangents = self.op.vjp(&vjp);
         let added = self.check_sums(vjp, &cotangents);
-        context.set_in_vjp(closed);
+        drop(in_vjp);
         added?;
         op::check_cotangents_present(&**self.op, &cotangents, wanted)?;
         Ok(Run { inference, outputs, cotangents: Some(cotangents) })

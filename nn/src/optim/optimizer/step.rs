@@ -27,11 +27,21 @@ pub(crate) struct OptimizerStep {
 }
 
 impl OptimizerStep {
-    /// Prepares a step; nothing is launched.
+    /// Prepares a step; nothing is launched. `site` is the caller's line.
     ///
     /// # Errors
     /// As [`Optimizer::check_params`] and [`Optimizer::hyperparameters`]; `Kind::Config` for invalid arguments.
     pub(crate) fn new(
+        optim: &mut dyn Optimizer,
+        (rank, params): (&Rank, &[Param]),
+        gradients: Gradients,
+        args: StepArgs,
+        site: &'static Location<'static>,
+    ) -> Result<OptimizerStep> {
+        OptimizerStep::prepare(optim, (rank, params), gradients, args).map_err(|e| e.at(site))
+    }
+
+    fn prepare(
         optim: &mut dyn Optimizer,
         (rank, params): (&Rank, &[Param]),
         mut gradients: Gradients,
@@ -54,8 +64,8 @@ impl OptimizerStep {
         mut self,
         optim: &mut dyn Optimizer,
         rank: &Rank,
+        site: &'static Location<'static>,
     ) -> Result<std::result::Result<OptimizerStep, Error>> {
-        let site = Location::caller();
         let written = self.written_tensors(optim);
         let captured = capture(rank, written, || {
             self.check_overflow(site)?;
@@ -79,9 +89,12 @@ impl OptimizerStep {
         optim: &mut dyn Optimizer,
         params: &[Param],
         args: &StepArgs,
+        site: &'static Location<'static>,
     ) -> Result<Option<OptimizerStep>> {
-        optim.check_params(params)?;
-        let hyperparameters = hyperparameters(optim, &self.updates, args)?;
+        let hyperparameters = optim
+            .check_params(params)
+            .and_then(|()| hyperparameters(optim, &self.updates, args))
+            .map_err(|e| e.at(site))?;
         let graph = self.graph.as_ref().expect("a captured step is refilled");
         let fits = self.overflow_check.upload_into(args.clone(), hyperparameters)?
             && graph.matches_inputs(&self.written_tensors(optim));
