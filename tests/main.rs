@@ -12,6 +12,7 @@ mod errors;
 mod run_outcomes;
 mod explain;
 mod resume;
+mod canonical_sums;
 mod plan_files;
 #[cfg(feature = "cuda")]
 mod async_collectives;

@@ -1,5 +1,7 @@
 //! The handle of a rank: its coordinates, its back end, and collectives with other ranks.
 
+mod canonical_sum;
+
 use crate::call::{Call, GroupPosition, Op, ReduceOp, Request};
 use crate::error::{Error, Kind, Result};
 use crate::mesh::{Axis, AxisSet, Mesh};

@@ -15,6 +15,7 @@ pub mod dtype;
 pub mod strides;
 pub mod error;
 mod spin_lock;
+mod sum_tree;
 pub mod buffer;
 pub mod host_vec;
 pub mod precision;
@@ -43,6 +44,7 @@ pub use null::Null;
 pub use precision::MatmulPrecision;
 pub use provider::{BackendConfig, BackendProvider};
 pub use strides::{Dims, Geometry, Strides};
+pub use sum_tree::{SumTree, TreeNode, TreeSums};
 
 use std::sync::Arc;
 

@@ -60,4 +60,4 @@ pub use plan::Plan;
 pub use sharded_model::Model;
 pub use shardgrad_tensor::{ControlFlags, StateHash, StepArgs, StepReport};
 pub use state_hash::state_hash;
-pub use trainer::{Trainer, TrainerConfig};
+pub use trainer::{Deterministic, Trainer, TrainerConfig};

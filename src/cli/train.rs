@@ -27,7 +27,7 @@ use crate::outputs::{OutFolder, StdoutWriter};
 use crate::plot;
 use crate::trace::Trace;
 use crate::train::{Prefetcher, TrainConfig};
-use shardgrad::nn::{CastRule, LanguageModel, ModelConfig, Trainer};
+use shardgrad::nn::{CastRule, Deterministic, LanguageModel, ModelConfig, Trainer};
 use shardgrad::prelude::*;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -215,6 +215,11 @@ pub(super) fn run(args: &TrainArgs, startup: &Startup) -> Result<(), Failure> {
     );
     if !job.spec.json && is_rank_zero() && !job.spec.is_done() {
         job.state.lines.print_line(format_args!("training {text}"));
+        if let Deterministic::Mesh { batch_leaves } = job.spec.train_config.deterministic {
+            job.state.lines.print_line(format_args!(
+                "the same bits for every number of data-parallel ranks and microbatches that divides {batch_leaves} leaves of the batch"
+            ));
+        }
         if let Some(from) = &job.spec.start.from {
             job.state.lines.print_line(format_args!(
                 "resuming after step {}, from {}",

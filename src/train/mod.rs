@@ -12,7 +12,7 @@ pub(crate) use validate::{Evaluation, mean_loss, mean_loss_by_groups};
 
 use crate::data::Batch;
 use shardgrad::nn::optim::LrScheduler;
-use shardgrad::nn::{LanguageModel, Precision, Trainer, TrainerConfig};
+use shardgrad::nn::{Deterministic, LanguageModel, Precision, Trainer, TrainerConfig};
 use shardgrad::prelude::*;
 use std::ops::Range;
 
@@ -26,6 +26,8 @@ pub(crate) struct TrainConfig {
     pub(crate) seq: usize,
     /// Microbatches per step.
     pub(crate) microbatches: usize,
+    /// Which changes of the run leave its bits as they are.
+    pub(crate) deterministic: Deterministic,
     pub(crate) schedule: LrScheduler,
     pub(crate) optim: AdamW,
     /// Maximum global gradient norm; `None` does not clip.
@@ -65,6 +67,14 @@ fn to_tensors(rank: &Rank, layout: &Layout, own: &Batch) -> Result<Vec<Tensor>> 
 }
 
 impl TrainConfig {
+    /// The largest number of rows of a pass, over all ranks that share it.
+    pub(crate) fn rows_of_pass(&self) -> usize {
+        match self.deterministic {
+            Deterministic::Run => self.batch / self.microbatches,
+            Deterministic::Mesh { batch_leaves } => self.batch / batch_leaves,
+        }
+    }
+
     /// Creates the trainer of one rank.
     ///
     /// # Errors
@@ -83,6 +93,7 @@ impl TrainConfig {
             param_dtype: Some(self.precision.param_dtype),
             lr_scheduler: Some(self.schedule.clone()),
             clip: self.clip,
+            deterministic: self.deterministic,
             // `train` compares more, every `--check-every` steps: Trainer::check_consistent.
             copies_checked_every: 0,
             capture: self.capture,

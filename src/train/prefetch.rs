@@ -6,7 +6,7 @@ use shardgrad::prelude::*;
 use std::cell::RefCell;
 use std::ops::Range;
 
-/// Reads and caches the local rows and tokens of each microbatch. The rows of a step stay until the step after the next is read.
+/// Reads and caches the local rows and tokens of each pass. The rows of a step stay until the step after the next is read.
 #[derive(Debug)]
 pub(crate) struct Prefetcher<'a> {
     train_config: &'a TrainConfig,
@@ -19,7 +19,8 @@ pub(crate) struct Prefetcher<'a> {
 #[derive(Debug)]
 struct StepRows {
     step: u64,
-    microbatches: Vec<Batch>,
+    /// The rows of each pass, with their range in the global batch.
+    passes: Vec<(Range<usize>, Batch)>,
 }
 
 impl<'a> Prefetcher<'a> {
@@ -37,23 +38,25 @@ impl<'a> Prefetcher<'a> {
         if self.cached.borrow().iter().any(|cached| cached.step == step) {
             return Ok(());
         }
-        let TrainConfig { batch, seq, microbatches, .. } = *self.train_config;
-        let (all, piece) = (Sampler::rows_of_step(step, batch as u64), batch / microbatches);
-        let layout = self.plan.batch_layout(rank.mesh(), DType::I64, &[piece, seq])?;
-        let read = |microbatch: usize| {
-            let first = all.start + (microbatch * piece) as u64;
-            local_rows(&layout, rank, |rows| {
+        let TrainConfig { batch, seq, microbatches, deterministic, .. } = *self.train_config;
+        let all = Sampler::rows_of_step(step, batch as u64);
+        let read = |pass: Range<usize>| {
+            let layout = self.plan.batch_layout(rank.mesh(), DType::I64, &[pass.len(), seq])?;
+            let first = all.start + pass.start as u64;
+            let rows = local_rows(&layout, rank, |rows| {
                 self.rows.batch(first + rows.start as u64..first + rows.end as u64)
-            })
+            });
+            Ok((pass, rows?))
         };
-        let microbatches = (0..microbatches).map(read).collect::<Result<_>>()?;
+        let passes = deterministic.row_ranges(rank, self.plan, batch, microbatches)?;
+        let passes = passes.into_iter().map(read).collect::<Result<_>>()?;
         let mut cached = self.cached.borrow_mut();
         cached.retain(|cached| cached.step + 1 == step);
-        cached.push(StepRows { step, microbatches });
+        cached.push(StepRows { step, passes });
         Ok(())
     }
 
-    /// Returns the arguments of the loss for a microbatch, given as its rows of the global batch.
+    /// Returns the arguments of the loss for a pass, given as its rows of the global batch.
     ///
     /// # Errors
     /// As [`Prefetcher::read`], for a step that is not cached.
@@ -62,6 +65,11 @@ impl<'a> Prefetcher<'a> {
         let layout = self.plan.batch_layout(rank.mesh(), DType::I64, &[rows.len(), self.train_config.seq])?;
         let cached = self.cached.borrow();
         let cached = cached.iter().find(|cached| cached.step == step).expect("the step was just read");
-        to_tensors(rank, &layout, &cached.microbatches[rows.start / rows.len()])
+        let (_, batch) = cached
+            .passes
+            .iter()
+            .find(|(pass, _)| *pass == rows)
+            .expect("a trainer asks for the rows of its passes");
+        to_tensors(rank, &layout, batch)
     }
 }

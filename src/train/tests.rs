@@ -47,6 +47,7 @@ fn train_config(microbatches: usize) -> TrainConfig {
         batch: BATCH,
         seq: SEQ,
         microbatches,
+        deterministic: Deterministic::Run,
         schedule: LrScheduler::constant(0.1),
         optim: AdamW::new(0.1),
         clip: None,

@@ -13,7 +13,7 @@ fn flat(range: &Range<usize>) -> Strides {
 }
 
 /// Copies the elements `from` of `x` to `y`, starting at element `at`.
-pub(super) fn copy(
+pub(crate) fn copy(
     backend: &dyn Backend,
     dtype: DType,
     x: &Buffer,
@@ -52,6 +52,26 @@ pub(super) fn reduce<'a>(
         ReduceOp::Min => &tree_reduce::MIN,
     };
     backend.launch(kernel, &mut Launch { inputs: &inputs, outputs: &mut outputs, scalars: &[] })?;
+    Ok(())
+}
+
+/// Adds `numel` elements of two operands, each from a position on, into the start of `y`.
+pub(crate) fn add(
+    backend: &dyn Backend,
+    dtype: DType,
+    numel: usize,
+    operands: [(&Buffer, usize); 2],
+    y: &mut Buffer,
+) -> Result<()> {
+    if numel == 0 {
+        return Ok(());
+    }
+    let views = operands.map(|(_, start)| flat(&(start..start + numel)));
+    let [a, b] = [0, 1].map(|i| Arg { buffer: operands[i].0, dtype, view: &views[i] });
+    let written = flat(&(0..numel));
+    let mut outputs = [ArgMut { buffer: y, dtype, view: &written }];
+    backend
+        .launch(&tree_reduce::SUM, &mut Launch { inputs: &[a, b], outputs: &mut outputs, scalars: &[] })?;
     Ok(())
 }
 

@@ -1,6 +1,6 @@
 //! Transports: how collectives and messages reach other ranks. Threads share memory ([`thread`]); processes use TCP (`tcp`).
 
-mod buffer_ops;
+pub(crate) mod buffer_ops;
 pub(crate) mod thread;
 #[cfg(feature = "processes")]
 pub(crate) mod tcp;

@@ -2,6 +2,7 @@
 //! determinism, and dry runs.
 
 mod collectives;
+mod canonical_sums;
 mod dry;
 mod faults;
 mod launch;

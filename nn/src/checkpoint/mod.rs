@@ -87,7 +87,7 @@ pub use atomic::sidecar::SidecarFile;
 pub use file_names::{CONFIG_FILE, INDEX_FILE, OPTIMIZER_FILE, STATE_FILE, WEIGHTS_FILE};
 pub use run::checkpoint_files::Checkpoint;
 pub use run::checkpoints::Checkpoints;
-pub use run::run_state::RunState;
+pub use run::run_state::{CanonicalSums, RunState};
 pub use sharded::cast_rule::{CastCounts, CastRule};
 pub use sharded::load_filter::LoadFilter;
 pub(crate) use sharded::optimizer_state::required_state_names;

@@ -11,6 +11,8 @@ pub(crate) struct StepLosses {
     pub(crate) form: LossForm,
     /// For each microbatch the values of `Loss::into_vars`, as far as this rank has them.
     pub(crate) outputs: Vec<Vec<Option<Tensor>>>,
+    /// The number of microbatches of the step.
+    pub(crate) microbatches: usize,
     pub(crate) loss_scale: Option<f64>,
     /// Whether means are divided by the number of microbatches already.
     pub(crate) is_divided: bool,
@@ -20,7 +22,7 @@ impl StepLosses {
     /// Returns arguments of an optimizer step with these losses, their counts, auxiliary outputs, and the loss scale that their
     /// gradients have.
     pub(crate) fn step_args(&self, args: StepArgs) -> StepArgs {
-        let (form, microbatches) = (&self.form, self.outputs.len());
+        let (form, microbatches) = (&self.form, self.microbatches);
         let column = |at: usize| -> Vec<Tensor> {
             self.outputs.iter().filter_map(|of_microbatch| of_microbatch.get(at)?.clone()).collect()
         };
@@ -80,6 +82,8 @@ impl StepLosses {
 #[derive(Clone, Debug)]
 pub struct MicrobatchLosses {
     microbatches: usize,
+    /// The number of backward passes on this rank.
+    passes: usize,
     loss_scale: Option<f64>,
     count_max: usize,
     form: Option<LossForm>,
@@ -90,7 +94,15 @@ impl MicrobatchLosses {
     /// For a step of this number of microbatches.
     #[must_use]
     pub fn new(microbatches: usize) -> MicrobatchLosses {
-        MicrobatchLosses { microbatches, loss_scale: None, count_max: 1, form: None, outputs: Vec::new() }
+        let passes = microbatches;
+        MicrobatchLosses {
+            microbatches,
+            passes,
+            loss_scale: None,
+            count_max: 1,
+            form: None,
+            outputs: Vec::new(),
+        }
     }
 
     /// Multiplies all gradients by a loss scale ([`LossScale::factor`](crate::LossScale::factor)), for f16; the step divides by it.
@@ -98,6 +110,11 @@ impl MicrobatchLosses {
     #[must_use]
     pub fn loss_scale(self, factor: f64) -> MicrobatchLosses {
         MicrobatchLosses { loss_scale: Some(factor), ..self }
+    }
+
+    /// Sets the number of backward passes on this rank, where other ranks run those of the other microbatches.
+    pub(crate) fn with_passes(self, passes: usize) -> MicrobatchLosses {
+        MicrobatchLosses { passes, ..self }
     }
 
     /// Sets the bound of the count of a microbatch for losses that state none.
@@ -114,8 +131,8 @@ impl MicrobatchLosses {
     pub fn backward(&mut self, loss: impl Into<Loss>) -> Result<()> {
         let (form, vars) = loss.into().check_dtype()?.into_vars();
         let form = form.or_count_max(self.count_max);
-        if self.outputs.len() == self.microbatches {
-            let text = format!("a step of {} microbatches has a further loss", self.microbatches);
+        if self.outputs.len() == self.passes {
+            let text = format!("a step of {} microbatches has a further loss", self.passes);
             return Err(Error::new(Kind::Config, text)
                 .detail("help", "give MicrobatchLosses::new the number of backward passes of the step"));
         }
@@ -152,13 +169,13 @@ impl MicrobatchLosses {
 
     /// The losses of the step.
     pub(crate) fn finish(self) -> Result<StepLosses> {
-        let MicrobatchLosses { microbatches, loss_scale, form, outputs, .. } = self;
+        let MicrobatchLosses { microbatches, passes, loss_scale, form, outputs, .. } = self;
         match form {
-            Some(form) if outputs.len() == microbatches => {
-                Ok(StepLosses { form, outputs, loss_scale, is_divided: true })
+            Some(form) if outputs.len() == passes => {
+                Ok(StepLosses { form, outputs, microbatches, loss_scale, is_divided: true })
             }
             _ => {
-                let text = format!("a step of {microbatches} microbatches has {} losses", outputs.len());
+                let text = format!("a step of {passes} microbatches has {} losses", outputs.len());
                 Err(Error::new(Kind::Config, text)
                     .detail("help", "call MicrobatchLosses::backward once for each microbatch"))
             }

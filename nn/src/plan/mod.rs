@@ -196,6 +196,17 @@ impl Plan {
         }))
     }
 
+    /// The axes of several ranks that shard the rows of batches, outermost first.
+    pub(crate) fn row_axes<'a>(&'a self, mesh: &'a Mesh) -> impl Iterator<Item = Axis> + 'a {
+        let rows = self.batch.iter().filter(|(_, dim)| *dim == 0);
+        rows.filter_map(|(name, _)| mesh.axis(name)).filter(|axis| mesh.size(*axis) > 1)
+    }
+
+    /// Whether a rule places stored parameters or activations on an axis.
+    pub(crate) fn shards_with(&self, axis: &str) -> bool {
+        self.rules.iter().any(|rule| rule.axis == axis && rule.target != RuleTarget::Compute)
+    }
+
     /// Rejects a plan with rules that cannot be parsed.
     pub(crate) fn check(&self) -> Result<()> {
         if self.errors.is_empty() {

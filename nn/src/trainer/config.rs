@@ -1,5 +1,6 @@
 //! Configuration of a trainer.
 
+use super::row_leaves::Deterministic;
 use crate::module::precision::Precision;
 use crate::optim::{LrScheduler, check_clip};
 use shardgrad_tensor::training_step::COPIES_CHECKED_EVERY;
@@ -31,6 +32,9 @@ pub struct TrainerConfig {
     #[doc(alias = "clip_by_global_norm")]
     #[doc(alias = "clip_grad_norm_")]
     pub clip: Option<f64>,
+    /// Which changes of a run leave its bits as they are.
+    #[doc(alias = "use_deterministic_algorithms")]
+    pub deterministic: Deterministic,
     /// How many updates apart the copies of gradients and parameters are compared ([`StepArgs`](shardgrad_tensor::StepArgs)); 0 for
     /// never.
     pub copies_checked_every: u64,
@@ -62,7 +66,7 @@ impl TrainerConfig {
     pub fn new(rows: usize) -> TrainerConfig {
         let (dtype, param_dtype) = (DType::F32, None);
         let (lr_scheduler, clip, capture) = (None, None, false);
-        let copies_checked_every = COPIES_CHECKED_EVERY;
+        let (deterministic, copies_checked_every) = (Deterministic::Run, COPIES_CHECKED_EVERY);
         TrainerConfig {
             rows,
             microbatches: 1,
@@ -71,6 +75,7 @@ impl TrainerConfig {
             param_dtype,
             lr_scheduler,
             clip,
+            deterministic,
             copies_checked_every,
             capture,
         }

@@ -1,6 +1,7 @@
 //! Forward passes of a trainer's model without an update: the loss of an evaluation, the layouts of activations.
 
 use super::Trainer;
+use super::row_leaves::RowLeaves;
 use crate::loss::PartialLoss;
 use crate::module::Module;
 use shardgrad_autograd::{OpRecord, Program, Var};
@@ -33,7 +34,10 @@ impl<M: Module> Trainer<'_, M> {
                 outputs
             }
         };
-        PartialLoss::from_scalars(&outputs)
+        let partial = PartialLoss::from_scalars(&outputs)?;
+        // Ranks along the axis of the leaves hold the same arguments, and one of them counts.
+        let counts = self.leaves.as_ref().is_none_or(RowLeaves::is_first_rank);
+        Ok(if counts { partial } else { PartialLoss { sum: 0.0, count: partial.count.map(|_| 0.0) } })
     }
 
     /// Returns the path in the model and the layout of the first result of each op of this rank in a forward pass, in

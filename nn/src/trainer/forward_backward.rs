@@ -1,12 +1,13 @@
 //! Forward and backward of all microbatches of a step: one after another, or by the schedule of a pipeline.
 
 use super::Trainer;
+use super::row_leaves::{GradientSums, RowLeaves};
 use crate::loss::{MicrobatchLosses, StepLosses};
 use crate::module::Module;
 use crate::optim::LossScale;
 use shardgrad_autograd::pipeline::{Action, TimedAction};
 use shardgrad_autograd::{Gradients, Noise, Var};
-use shardgrad_tensor::{Result, Tensor};
+use shardgrad_tensor::{PackCacheGuard, Result, Tensor};
 use std::ops::Range;
 use std::time::Instant;
 
@@ -39,6 +40,9 @@ impl<M: Module> Trainer<'_, M> {
 
     /// Runs forward and backward of all microbatches.
     pub(super) fn uncaptured_pass(&self) -> Result<PassOutputs> {
+        if let Some(leaves) = &self.leaves {
+            return self.leaf_pass(leaves);
+        }
         let load = |microbatch: usize| self.load_microbatch(microbatch);
         let Some((pipelined, form)) = &self.pipelined else { return self.plain_pass(load) };
         let noise = |microbatch: usize| self.noise(microbatch);
@@ -47,7 +51,9 @@ impl<M: Module> Trainer<'_, M> {
         let forward = |arguments: &[Var]| Ok(self.loss_vars(arguments));
         let outputs = pipelined.train_step(&self.model, &load, &noise, factor, &forward)?;
         *self.passes.borrow_mut() = outputs.passes;
-        let losses = StepLosses { form, outputs: outputs.results, loss_scale, is_divided: false };
+        let microbatches = self.config.microbatches;
+        let losses =
+            StepLosses { form, outputs: outputs.results, microbatches, loss_scale, is_divided: false };
         let gradients = outputs.gradients;
         Ok(PassOutputs { losses, gradients, depends_on_step: true, is_captured: false })
     }
@@ -66,20 +72,13 @@ impl<M: Module> Trainer<'_, M> {
             tape.set_noise(Some(self.noise(microbatch)));
             let arguments: Vec<Var> = arguments(microbatch)?.into_iter().map(|t| tape.constant(t)).collect();
             let loss = (self.loss_fn)(&self.model, &arguments);
-            let (forward_end, stage) = (Instant::now(), 0);
+            let forward_end = Instant::now();
             if microbatch + 1 == count {
                 tape.expect_gradients();
             }
             // The line of the loss is unknown, and this line is not the caller's.
             losses.backward(loss).map_err(|e| e.replace_site(self.site))?;
-            self.passes.borrow_mut().extend([
-                TimedAction { action: Action::Forward { stage, microbatch }, start, end: forward_end },
-                TimedAction {
-                    action: Action::Backward { stage, microbatch },
-                    start: forward_end,
-                    end: Instant::now(),
-                },
-            ]);
+            self.note_passes(microbatch, start, forward_end);
         }
         let (losses, gradients, depends_on_step) =
             (losses.finish()?, tape.gradients(), tape.noise_was_read());
@@ -89,6 +88,46 @@ impl<M: Module> Trainer<'_, M> {
     /// Returns the loss and auxiliary outputs of a recorded forward pass.
     pub(super) fn loss_vars(&self, arguments: &[Var]) -> Vec<Var> {
         (self.loss_fn)(&self.model, arguments).into_vars().1
+    }
+
+    /// Runs forward and backward of this rank's leaves, one pass for each, and joins losses and gradients of all leaves in the order
+    /// of their tree.
+    fn leaf_pass(&self, leaves: &RowLeaves) -> Result<PassOutputs> {
+        let mut losses = MicrobatchLosses::new(leaves.num_leaves())
+            .with_passes(leaves.num_passes())
+            .with_count_max(self.rows(0).len());
+        if let Some(loss_scale) = self.loss_scale {
+            losses = losses.loss_scale(loss_scale.factor());
+        }
+        self.passes.borrow_mut().clear();
+        let mut sums = GradientSums::default();
+        // Each pass has a tape of its own, and reads the weights again.
+        let params = self.model.params().iter().filter(|_| leaves.num_passes() > 1);
+        let _prepacked: Vec<PackCacheGuard> = params.map(|param| param.tensor().cache_packed()).collect();
+        for pass in 0..leaves.num_passes() {
+            let start = Instant::now();
+            let tape = self.model.tape();
+            tape.set_noise(Some(self.noise(pass)));
+            let arguments = self.load_microbatch(pass)?;
+            let arguments: Vec<Var> = arguments.into_iter().map(|t| tape.constant(t)).collect();
+            let loss = (self.loss_fn)(&self.model, &arguments);
+            let forward_end = Instant::now();
+            losses.backward(loss).map_err(|e| e.replace_site(self.site))?;
+            leaves.add_gradients(&mut sums, pass, tape.gradients())?;
+            self.note_passes(pass, start, forward_end);
+        }
+        let losses = leaves.sum_losses(self.model.rank(), losses.finish()?, self.site)?;
+        let gradients = leaves.sum_gradients(sums, self.site)?;
+        Ok(PassOutputs { losses, gradients, depends_on_step: true, is_captured: false })
+    }
+
+    /// Records the times of forward and backward pass of a microbatch, the backward pass until now.
+    fn note_passes(&self, microbatch: usize, start: Instant, forward_end: Instant) {
+        let (stage, end) = (0, Instant::now());
+        self.passes.borrow_mut().extend([
+            TimedAction { action: Action::Forward { stage, microbatch }, start, end: forward_end },
+            TimedAction { action: Action::Backward { stage, microbatch }, start: forward_end, end },
+        ]);
     }
 
     /// Loads the arguments of the loss for a microbatch of this step.
@@ -103,6 +142,9 @@ impl<M: Module> Trainer<'_, M> {
     }
 
     fn rows(&self, microbatch: usize) -> Range<usize> {
+        if let Some(leaves) = &self.leaves {
+            return leaves.rows(microbatch);
+        }
         let rows = self.config.rows / self.config.microbatches;
         microbatch * rows..(microbatch + 1) * rows
     }

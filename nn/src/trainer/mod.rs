@@ -1,6 +1,7 @@
 //! The trainer. [`Trainer::step_with`] is a training step from top to bottom: learning rate, forward and backward of the
 //! microbatches, all-reduce of the control word, overflow check and clipping, update, report; on a pipeline or not, captured or not.
 
+mod row_leaves;
 mod config;
 mod forward_backward;
 mod graph_capture;
@@ -11,6 +12,7 @@ mod inference;
 mod state;
 
 pub use config::TrainerConfig;
+pub use row_leaves::Deterministic;
 
 use crate::loss::{Loss, LossForm};
 use crate::module::Module;
@@ -20,6 +22,7 @@ use crate::plan::Plan;
 use crate::sharded_model::Model;
 use config::check_config;
 use graph_capture::StepCapture;
+use row_leaves::RowLeaves;
 use shardgrad_autograd::Var;
 use shardgrad_autograd::pipeline::{self, TimedAction};
 use shardgrad_tensor::{ControlFlags, DType, Error, Kind, Rank, Result, StepArgs, StepReport, Tensor};
@@ -47,6 +50,8 @@ pub struct Trainer<'t, M> {
     loss_fn: LossFn<'t, M>,
     /// The stages, and the form of the recorded loss.
     pipelined: Option<(PipelinedModel, LossForm)>,
+    /// The leaves of rows, if sums do not depend on the mesh.
+    leaves: Option<RowLeaves>,
     capture: StepCapture,
     loss_scale: Option<LossScale>,
     step: u64,
@@ -76,7 +81,7 @@ impl<'t, M: Module> Trainer<'t, M> {
     /// still draw new random numbers in each step.
     ///
     /// # Errors
-    /// As [`Model::new`]; `Kind::Config` if the microbatches do not divide the rows, if `clip` is not above 0, if the
+    /// As [`Model::new`] and [`Deterministic::row_ranges`]; `Kind::Config` if the microbatches do not divide the rows, if `clip` is not above 0, if the
     /// model cannot be cut for the pipeline, and as [`Optimizer::check_params`]; `Kind::DType` on a pipeline for a
     /// loss of 16 bits, which [`Trainer::step`] refuses elsewhere; errors of `load_batch`.
     #[track_caller]
@@ -92,9 +97,11 @@ impl<'t, M: Module> Trainer<'t, M> {
         check_config(&config)?;
         let loss_fn: LossFn<'t, M> = Box::new(move |module, arguments| loss(module, arguments).into());
         let precision = config.precision();
-        let (model, pipelined) = match plan.pipeline_on(rank.mesh()) {
-            None => (Model::with_precision(rank, module, plan, config.seed, precision)?, None),
-            Some((pipeline, axis)) => {
+        let leaves = RowLeaves::new(config.deterministic, rank, plan, [config.rows, config.microbatches])?;
+        let (model, pipelined) = match (plan.pipeline_on(rank.mesh()), &leaves) {
+            (_, Some(leaves)) => (leaves.model(rank, module, plan, (config.seed, precision))?, None),
+            (None, None) => (Model::with_precision(rank, module, plan, config.seed, precision)?, None),
+            (Some((pipeline, axis)), None) => {
                 let model = pipelined_model::stage_model(rank, axis, module, plan, precision)?;
                 let (seed, microbatches) = (config.seed, config.microbatches);
                 let rows = config.rows / microbatches;
@@ -118,6 +125,10 @@ impl<'t, M: Module> Trainer<'t, M> {
                 Kind::Unsupported,
                 "graph capture does not support pipelines",
             )),
+            None if leaves.is_some() => StepCapture::disabled(Error::new(
+                Kind::Unsupported,
+                "graph capture does not support sums that are independent of the mesh",
+            )),
             None if rank.mesh().num_ranks() > 1 => StepCapture::disabled(Error::new(
                 Kind::Unsupported,
                 "graph capture supports a world of one rank only",
@@ -132,6 +143,7 @@ impl<'t, M: Module> Trainer<'t, M> {
             load_batch,
             loss_fn,
             pipelined,
+            leaves,
             capture,
             loss_scale,
             step: 0,
@@ -193,7 +205,8 @@ impl<'t, M: Module> Trainer<'t, M> {
         self.passes.borrow().clone()
     }
 
-    /// Returns the rank on whose mesh arguments must be: without the pipeline axis, if there is one.
+    /// Returns the rank on whose mesh arguments must be: without the pipeline axis, if there is one, and without the axis that shards
+    /// rows if sums do not depend on the mesh ([`Deterministic::Mesh`]).
     #[must_use]
     pub fn rank(&self) -> &Rank {
         self.model.rank()

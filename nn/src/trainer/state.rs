@@ -1,7 +1,8 @@
 //! State of a trainer for checkpoints: step and loss scale, model and optimizer; and its weights after a failure.
 
 use super::Trainer;
-use crate::checkpoint::{self, RunState, WeightSnapshot};
+use super::row_leaves::RowLeaves;
+use crate::checkpoint::{self, CanonicalSums, RunState, WeightSnapshot};
 use crate::model::HfModel;
 use crate::module::Module;
 use crate::optim::Optimizer;
@@ -15,7 +16,8 @@ impl<'t, M: Module> Trainer<'t, M> {
     #[doc(alias = "state_dict")]
     #[must_use]
     pub fn state(&self) -> RunState {
-        RunState { step: self.step, loss_scale: self.loss_scale, ..RunState::default() }
+        let canonical_sums = self.leaves.as_ref().map(RowLeaves::canonical_sums);
+        RunState { step: self.step, loss_scale: self.loss_scale, canonical_sums, ..RunState::default() }
     }
 
     /// Returns the model, and the optimizer to be loaded from a checkpoint ([`checkpoint::load_weights`]) or from
@@ -35,8 +37,6 @@ impl<'t, M: Module> Trainer<'t, M> {
         self.loss_scale = self.loss_scale.map(|own| state.loss_scale.unwrap_or(own));
     }
 
-    /// Returns a snapshot of this rank's weights after the last complete step, for use after the world has failed.
-    /// Call it on each rank: if all snapshots are of one step, [`WeightSnapshot::model`] rebuilds the model in
     /// Returns the hash of weights and optimizer state ([`state_hash()`](crate::state_hash())): after equal steps the same on every mesh on
     /// which the weights are equal bit for bit. A collective call: every rank calls it together.
     ///
@@ -47,6 +47,8 @@ impl<'t, M: Module> Trainer<'t, M> {
         crate::state_hash(&self.model, &*self.optim)
     }
 
+    /// Returns a snapshot of this rank's weights after the last complete step, for use after the world has failed.
+    /// Call it on each rank: if all snapshots are of one step, [`WeightSnapshot::model`] rebuilds the model in
     /// another world. Nothing is communicated.
     ///
     /// # Errors
@@ -70,11 +72,31 @@ impl<M: HfModel> Trainer<'_, M> {
     /// itself.
     ///
     /// # Errors
-    /// As [`checkpoint::load`].
+    /// As [`checkpoint::load`]; `Kind::Config` for a checkpoint of other canonical sums than those of this trainer
+    /// ([`TrainerConfig::deterministic`](super::TrainerConfig::deterministic)).
     #[doc(alias = "load_checkpoint")]
     pub fn resume(&mut self, dir: &Path) -> Result<RunState> {
+        self.check_canonical_sums(dir)?;
         let state = checkpoint::load(dir, &self.model, &mut *self.optim)?;
         self.set_state(&state);
         Ok(state)
+    }
+
+    /// Refuses to continue a run with sums in another order.
+    fn check_canonical_sums(&self, dir: &Path) -> Result<()> {
+        checkpoint::Checkpoints::recover(dir)?;
+        let (own, saved) = (self.state().canonical_sums, RunState::read(dir)?.canonical_sums);
+        if own == saved {
+            return Ok(());
+        }
+        let text = |sums: Option<CanonicalSums>| match sums {
+            Some(CanonicalSums { version, batch_leaves }) => {
+                format!("canonical over {batch_leaves} leaves of the batch (version {version})")
+            }
+            None => "in the order of the mesh".to_string(),
+        };
+        let why = format!("sums are {}, those of {} were {}", text(own), dir.display(), text(saved));
+        let help = "resume with the same --deterministic and --batch-leaves (TrainerConfig::deterministic)";
+        Err(Error::new(Kind::Config, why).detail("help", help))
     }
 }

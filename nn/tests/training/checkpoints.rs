@@ -361,7 +361,7 @@ where
 fn custom_loop_saves_optimizer_state_except_of_frozen_parameters() {
     let folder = Folder::new("own-loop");
     let notes = [("place".to_string(), "page 7".to_string())].into();
-    let state = RunState { step: 9, loss_scale: None, notes };
+    let state = RunState { step: 9, notes, ..RunState::default() };
     linear("tp=2", adamw_plain(), |model, optim| checkpoint::save_weights(&folder.0, model, optim, &state))
         .unwrap();
     let file = TensorFile::open(&folder.0.join(OPTIMIZER_FILE)).unwrap();

@@ -43,4 +43,5 @@ mod checkpoints;
 mod bad_files;
 mod checksums;
 mod state_hash;
+mod canonical_sums;
 mod fuzz;

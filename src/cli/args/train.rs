@@ -1,13 +1,13 @@
 //! Options of `train`.
 
 use super::{
-    CheckpointArgs, DataArgs, ModelArgs, ParallelismArgs, PipelineArgs, RunArgs, StoredArgs, defaults, seq,
-    values,
+    CheckpointArgs, DataArgs, DeterministicArgs, ModelArgs, ParallelismArgs, PipelineArgs, RunArgs,
+    StoredArgs, defaults, seq, values,
 };
 use clap::{Args, ValueEnum};
 use shardgrad::dist::Mesh;
 use shardgrad::kernels::DType;
-use shardgrad::nn::{CastRule, LrScheduler, ModelConfig, Precision};
+use shardgrad::nn::{CastRule, Deterministic, LrScheduler, ModelConfig, Precision};
 use shardgrad::{Error, Kind, Result};
 use std::path::PathBuf;
 
@@ -58,6 +58,8 @@ pub(crate) struct TrainArgs {
     #[command(flatten)]
     pub(crate) pipeline: PipelineArgs,
     #[command(flatten)]
+    deterministic: DeterministicArgs,
+    #[command(flatten)]
     pub(crate) optim: OptimArgs,
     #[command(flatten)]
     pub(crate) checkpoints: CheckpointArgs,
@@ -80,11 +82,11 @@ pub(crate) struct TrainArgs {
     /// Check every N steps that weights, optimizer state and options agree across ranks; 0: only before the first step and before saving
     #[arg(long, value_name = "N", help_heading = "Output", value_parser = values::count_or_none, default_value = defaults::CHECK_EVERY)]
     pub(crate) check_every: usize,
-    /// Write a Chrome trace of the passes and transfers of each rank, for chrome://tracing or Perfetto
-    #[arg(long, value_name = "FILE", help_heading = "Output")]
     /// Write the hash of weights and optimizer state, the same on every mesh for equal bits, to metrics.jsonl every N steps and after the last [default: none]
     #[arg(long, value_name = "N", help_heading = "Output", value_parser = values::count)]
     pub(crate) state_hash: Option<usize>,
+    /// Write a Chrome trace of the passes and transfers of each rank, for chrome://tracing or Perfetto
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
     pub(crate) trace: Option<PathBuf>,
     /// Print one JSON object per step on stdout and nothing else
     #[arg(long, help_heading = "Output")]
@@ -180,6 +182,11 @@ impl TrainArgs {
         self.pipeline.microbatches(&self.mesh(), self.steps.batch)
     }
 
+    /// Returns which changes of the run leave its bits as they are.
+    pub(crate) fn promise(&self) -> Deterministic {
+        self.deterministic.promise(self.steps.batch)
+    }
+
     /// Returns the warmup steps and, with decay, the final learning rate.
     fn warmup_and_min_lr(&self) -> (usize, Option<f64>) {
         let OptimArgs { lr, min_lr, lr_schedule, warmup, .. } = self.optim;
@@ -258,6 +265,7 @@ impl TrainArgs {
         faults.extend(self.parallelism.fault(&self.mesh()));
         faults.extend(self.stored.fault(self.run.dtype));
         faults.extend(self.checkpoints.fault());
+        faults.extend(self.deterministic.fault());
         if self.run.cast() == CastRule::Round && self.model.dir().is_none() {
             faults.push(
                 "--cast applies to weights loaded with --model; a preset is newly initialized".to_string(),

@@ -54,6 +54,7 @@ fn train_config(args: &TrainArgs, seq: usize) -> TrainConfig {
         batch: steps.batch,
         seq,
         microbatches: args.microbatches(),
+        deterministic: args.promise(),
         schedule: args.schedule(),
         optim: AdamW::new(optim.lr)
             .betas(optim.beta1, optim.beta2)
@@ -115,8 +116,8 @@ pub(super) fn prepare(args: &TrainArgs) -> Result<Option<Job>> {
         data,
         eval_every: args.eval_every(),
         check_every: args.check_every,
-        start: Start { weights, cast: args.run.cast(), from, seconds: earlier.seconds() },
         state_hash_every: args.state_hash,
+        start: Start { weights, cast: args.run.cast(), from, seconds: earlier.seconds() },
         saves: SaveOptions {
             sidecars,
             in_place,

@@ -200,7 +200,7 @@ fn held_out_loss(
 ) -> Result<Option<Evaluation>> {
     let Some(windows) = &job.spec.data.held_out else { return Ok(None) };
     let part = |x: &[Tensor]| trainer.partial_loss(x);
-    let rows_max = job.spec.train_config.batch / job.spec.train_config.microbatches;
+    let rows_max = job.spec.train_config.rows_of_pass();
     mean_loss(trainer.rank(), &job.spec.plan, windows, rows_max, stop, part).map(Some)
 }
 

@@ -9,7 +9,8 @@
 //! The host reads the report after the last launch, so the whole step can be captured as a graph ([`graph_capture`]).
 //! [`anomaly_report`] names the op that made the first number that is not finite; [`consistency`] compares ranks, and
 //! [`copies`] the copies that an update uses. [`matrix_owners`] gathers whole matrices for optimizers that need them. [`state_hash`]
-//! hashes weights and optimizer state, on any mesh alike.
+//! hashes weights and optimizer state, on any mesh alike; [`canonical_sum`] sums gradients over ranks with bits that do not depend on
+//! their number.
 
 pub mod control;
 mod control_flags;
@@ -23,6 +24,7 @@ pub mod consistency;
 pub mod copies;
 pub mod matrix_owners;
 pub mod state_hash;
+pub mod canonical_sum;
 
 pub use auxiliary::{Auxiliary, AuxiliaryDivisor, AuxiliaryVector};
 pub use control_flags::ControlFlags;

@@ -23,8 +23,19 @@ pub struct RunState {
     pub step: u64,
     /// Loss scale of the next step; `None` without loss scaling.
     pub loss_scale: Option<LossScale>,
+    /// The canonical sums of the run, if its bits do not depend on the mesh ([`Deterministic::Mesh`](crate::Deterministic::Mesh)).
+    pub canonical_sums: Option<CanonicalSums>,
     /// Notes of the training program, by name.
     pub notes: BTreeMap<String, String>,
+}
+
+/// What decides the order of canonical sums; a run that resumes with another one would have other bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CanonicalSums {
+    /// The version of the tree of sums.
+    pub version: u64,
+    /// The number of leaves of the batch.
+    pub batch_leaves: usize,
 }
 
 /// The optimizer, as `trainer_state.json` records it.
@@ -51,6 +62,8 @@ struct StateJson {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     weights_digest: Option<String>,
     loss_scale: Option<LossScaleJson>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    canonical_sums: Option<CanonicalSums>,
     notes: BTreeMap<String, String>,
 }
 
@@ -87,8 +100,9 @@ impl RunState {
             let why = format_args!("has format version {version}, this release reads version {VERSION}");
             return Err(file_error(&path, why).detail("help", "resume with the release that wrote it"));
         }
-        let StateJson { global_step: step, optimizer, weights_digest, loss_scale, notes, .. } =
-            serde_json::from_str(&text).map_err(parse_error)?;
+        let StateJson {
+            global_step: step, optimizer, weights_digest, loss_scale, canonical_sums, notes, ..
+        } = serde_json::from_str(&text).map_err(parse_error)?;
         if let Some(LossScaleJson { factor, .. }) =
             loss_scale.as_ref().filter(|s| !(s.factor > 0.0 && s.factor.is_finite()))
         {
@@ -99,7 +113,7 @@ impl RunState {
         }
         let loss_scale =
             loss_scale.map(|LossScaleJson { factor, good_steps }| LossScale::new(factor, good_steps));
-        Ok((RunState { step, loss_scale, notes }, optimizer, weights_digest))
+        Ok((RunState { step, loss_scale, canonical_sums, notes }, optimizer, weights_digest))
     }
 
     /// Writes the file atomically.
@@ -116,7 +130,9 @@ impl RunState {
         let scale = |s: LossScale| LossScaleJson { factor: s.factor(), good_steps: s.good_steps() };
         let (loss_scale, notes) = (self.loss_scale.map(scale), self.notes.clone());
         let (version, global_step) = (VERSION, self.step);
-        let text = StateJson { version, global_step, optimizer, weights_digest, loss_scale, notes };
+        let canonical_sums = self.canonical_sums;
+        let text =
+            StateJson { version, global_step, optimizer, weights_digest, loss_scale, canonical_sums, notes };
         let text = serde_json::to_string_pretty(&text).map_err(|e| file_error(&path, e))?;
         write_text(&path, &(text + "\n"))
     }
@@ -153,7 +169,8 @@ mod tests {
         let optimizer =
             OptimizerRecord { settings, state_names, num_steps: 6, digest: Some("0123".to_string()) };
         for loss_scale in [None, Some(LossScale::new(0.1, 1999))] {
-            let state = RunState { step: 8, loss_scale, notes: notes.clone() };
+            let canonical_sums = loss_scale.map(|_| CanonicalSums { version: 1, batch_leaves: 24 });
+            let state = RunState { step: 8, loss_scale, canonical_sums, notes: notes.clone() };
             let weights = Some("4567".to_string());
             state.write(&dir.path(""), optimizer.clone(), weights.clone()).unwrap();
             assert_eq!(RunState::read_all(&dir.path("")).unwrap(), (state, optimizer.clone(), weights));

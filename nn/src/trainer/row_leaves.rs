@@ -1,0 +1,337 @@
+//! Row leaves: the parts of a batch whose sums have one order on every mesh and for every number of microbatches.
+//!
+//! The rows of the global batch are cut into R leaves, and each leaf is a pass of its own, forward and backward, on a mesh without
+//! the axis that shards rows: its program and its shapes know neither the number of ranks nor that of microbatches. Losses, counts
+//! and gradients of the leaves are joined in one tree over the leaf index ([record 30](../../../docs/adr/0030-canonical-sums.md)): first
+//! those of this rank, as they come, then those of all ranks.
+
+use crate::checkpoint::CanonicalSums;
+use crate::loss::StepLosses;
+use crate::module::Module;
+use crate::module::param::StageOwners;
+use crate::module::precision::Precision;
+use crate::plan::Plan;
+use crate::sharded_model::Model;
+use shardgrad_autograd::{Gradients, Key};
+use shardgrad_tensor::training_step::canonical_sum::{
+    SumTree, TreeSums, check_device, sum_root_numbers, sum_roots,
+};
+use shardgrad_tensor::{Axis, Error, Kind, Phase, Rank, Result, Tensor};
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::panic::Location;
+
+/// Which changes of a run leave its bits as they are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Deterministic {
+    /// A repetition or a resumption on the same mesh with the same number of microbatches, any number of threads, any transport of the
+    /// CPU.
+    #[default]
+    Run,
+    /// Also another number of data-parallel ranks and of microbatches: losses, gradient norms and weights have the same bits.
+    ///
+    /// The rows of the batch are cut into leaves, equally many for each rank, and each leaf is a pass of its own. Sums over rows are
+    /// joined in a tree over the leaves. Supported where one axis shards rows and nothing else, on the CPU; other meshes and plans
+    /// are refused ([`Deterministic::row_ranges`]). A loss must not depend on rows of other leaves: it sees one leaf at a time,
+    /// as it sees one microbatch otherwise.
+    Mesh {
+        /// The number of leaves: it divides the rows of the batch, and the ranks times the microbatches divide it. Not a function of
+        /// the mesh; another number gives other bits.
+        batch_leaves: usize,
+    },
+}
+
+impl Deterministic {
+    /// Returns the rows of the global batch that each pass of this rank takes: those of each microbatch, which the ranks share as the
+    /// plan states, or those of each leaf of this rank.
+    ///
+    /// # Errors
+    /// For [`Deterministic::Mesh`] `Kind::Unsupported` for a mesh or a plan that sums over other axes than that of the rows, for sharded
+    /// storage and for devices other than the CPU; `Kind::Config`, with a number that would do, if the number of leaves does not
+    /// divide the rows, or is no multiple of ranks times microbatches.
+    pub fn row_ranges(
+        self,
+        rank: &Rank,
+        plan: &Plan,
+        rows: usize,
+        microbatches: usize,
+    ) -> Result<Vec<Range<usize>>> {
+        let each = rows / microbatches;
+        let Deterministic::Mesh { batch_leaves } = self else {
+            return Ok((0..microbatches).map(|i| i * each..(i + 1) * each).collect());
+        };
+        let leaves = RowLeaves::of(rank, plan, batch_leaves, [rows, microbatches])?;
+        Ok((0..leaves.num_passes()).map(|pass| leaves.rows(pass)).collect())
+    }
+}
+
+/// The leaves of a rank.
+#[derive(Clone, Debug)]
+pub(super) struct RowLeaves {
+    tree: SumTree,
+    /// The axis of the world that shards rows, if it has several ranks, and this rank's coordinate on it.
+    axis: Option<(Axis, usize)>,
+    num_ranks: usize,
+    run: Range<usize>,
+    rows: usize,
+}
+
+/// The sums of gradients, by parameter.
+pub(super) type GradientSums = BTreeMap<Key, TreeSums<Tensor>>;
+
+impl RowLeaves {
+    /// Returns the leaves of a rank of the world; `None` unless sums must not depend on the mesh.
+    ///
+    /// # Errors
+    /// As [`Deterministic::row_ranges`].
+    pub(super) fn new(
+        deterministic: Deterministic,
+        rank: &Rank,
+        plan: &Plan,
+        [rows, microbatches]: [usize; 2],
+    ) -> Result<Option<RowLeaves>> {
+        let Deterministic::Mesh { batch_leaves } = deterministic else { return Ok(None) };
+        RowLeaves::of(rank, plan, batch_leaves, [rows, microbatches]).map(Some)
+    }
+
+    fn of(
+        rank: &Rank,
+        plan: &Plan,
+        num_leaves: usize,
+        [rows, microbatches]: [usize; 2],
+    ) -> Result<RowLeaves> {
+        let rank = rank.world();
+        check_device(rank).map_err(with_help)?;
+        let mesh = rank.mesh();
+        let row_axis = plan.row_axes(mesh).next();
+        let others = mesh.axes().find(|axis| mesh.size(*axis) > 1 && Some(*axis) != row_axis);
+        if let Some(other) = others {
+            let name = mesh.name(other);
+            let why =
+                format!("sums over the mesh axis {name}={} have no canonical form yet", mesh.size(other));
+            return Err(with_help(Error::new(Kind::Unsupported, why)));
+        }
+        let name = row_axis.map_or("", |axis| mesh.name(axis));
+        if row_axis.is_some() && plan.shards_with(name) {
+            let why = format!(
+                "the plan shards storage or activations over `{name}`, where sums have no canonical form yet"
+            );
+            return Err(with_help(Error::new(Kind::Unsupported, why)));
+        }
+        let num_ranks = row_axis.map_or(1, |axis| mesh.size(axis));
+        check_num_leaves(num_leaves, rows, num_ranks * microbatches)?;
+        let tree = SumTree::new(num_leaves);
+        let axis = row_axis.map(|axis| (axis, rank.coordinate(axis)));
+        let run = tree.run(axis.map_or(0, |(_, own)| own), num_ranks).expect("the ranks divide the leaves");
+        Ok(RowLeaves { tree, axis, num_ranks, run, rows })
+    }
+
+    /// What a checkpoint records.
+    pub(super) fn canonical_sums(&self) -> CanonicalSums {
+        CanonicalSums { version: SumTree::VERSION, batch_leaves: self.num_leaves() }
+    }
+
+    /// The leaves of the step.
+    pub(super) fn num_leaves(&self) -> usize {
+        self.tree.num_leaves()
+    }
+
+    /// The leaves of this rank, one pass for each.
+    pub(super) fn num_passes(&self) -> usize {
+        self.run.len()
+    }
+
+    /// The rows of a pass of this rank.
+    pub(super) fn rows(&self, pass: usize) -> Range<usize> {
+        self.tree.leaf_range(self.rows, self.run.start + pass)
+    }
+
+    /// Whether this rank counts what all ranks of the axis have in common.
+    pub(super) fn is_first_rank(&self) -> bool {
+        self.axis.is_none_or(|(_, own)| own == 0)
+    }
+
+    /// Returns a model on the mesh without the axis of rows, whose parameters all ranks of the axis hold.
+    ///
+    /// # Errors
+    /// As [`Model::new`].
+    #[track_caller]
+    pub(super) fn model<M: Module>(
+        &self,
+        rank: &Rank,
+        module: M,
+        plan: &Plan,
+        (seed, precision): (u64, Precision),
+    ) -> Result<Model<M>> {
+        let Some((axis, own_rank)) = self.axis else {
+            return Model::with_precision(rank, module, plan, seed, precision);
+        };
+        let model = Model::without_values(&rank.slice(axis), module, plan, precision)?;
+        for param in model.params() {
+            let ranks = (0..self.num_ranks).collect();
+            param.init_value(model.rank(), seed, Some(StageOwners { axis, ranks, own_rank }))?;
+        }
+        Ok(model)
+    }
+
+    /// Adds the gradients of a pass to the sums.
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`.
+    pub(super) fn add_gradients(
+        &self,
+        sums: &mut GradientSums,
+        pass: usize,
+        gradients: Gradients,
+    ) -> Result<()> {
+        let leaf = SumTree::leaf(self.run.start + pass);
+        gradients.into_iter().try_for_each(|(key, gradient)| {
+            let sums = sums.entry(key).or_insert_with(|| TreeSums::new(self.tree));
+            sums.add(leaf, Some(gradient), |left, right| left.accumulate(&right))
+        })
+    }
+
+    /// Returns the gradients of all leaves. Every rank calls this together.
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`; errors of the collective.
+    pub(super) fn sum_gradients(
+        &self,
+        sums: GradientSums,
+        site: &'static Location<'static>,
+    ) -> Result<Gradients> {
+        let sum = |(key, sums): (Key, TreeSums<Tensor>)| {
+            let mut roots: Vec<Tensor> = sums.into_roots().filter_map(|(_, sum)| sum).collect();
+            Ok((
+                key,
+                match self.axis {
+                    Some((axis, _)) => sum_roots(axis, self.tree, &roots, Phase::Backward, site)?,
+                    None => roots.remove(0),
+                },
+            ))
+        };
+        sums.into_iter().map(sum).collect()
+    }
+
+    /// Returns the losses of a step with the sums over all leaves in place of the scalars of each pass. One rank of the axis has
+    /// them, so that a sum over the world counts them once. Every rank calls this together.
+    ///
+    /// # Errors
+    /// Errors of the device and of the collective.
+    pub(super) fn sum_losses(
+        &self,
+        rank: &Rank,
+        losses: StepLosses,
+        site: &'static Location<'static>,
+    ) -> Result<StepLosses> {
+        let mut sums = TreeSums::new(self.tree);
+        for (leaf, scalars) in self.run.clone().zip(&losses.outputs) {
+            // The null back end has no number.
+            let number = |scalar: &Tensor| Ok(scalar.to_local_f64()?.first().copied().unwrap_or(0.0));
+            let numbers: Vec<f64> = scalars.iter().flatten().map(number).collect::<Result<_>>()?;
+            let join = |left: Vec<f64>, right: Vec<f64>| {
+                Ok::<_, Error>(left.iter().zip(&right).map(|(left, right)| left + right).collect())
+            };
+            sums.add(SumTree::leaf(leaf), Some(numbers), join)?;
+        }
+        let mut roots: Vec<Vec<f64>> = sums.into_roots().filter_map(|(_, sum)| sum).collect();
+        let totals = match self.axis {
+            Some((axis, _)) => sum_root_numbers(rank, axis, self.tree, &roots, site)?,
+            None => roots.remove(0),
+        };
+        let scalar =
+            |total: f64| self.is_first_rank().then(|| Tensor::from_host(rank, &[], &[total])).transpose();
+        let outputs = vec![totals.into_iter().map(scalar).collect::<Result<_>>()?];
+        Ok(StepLosses { outputs, ..losses })
+    }
+}
+
+/// Refuses a number of leaves that does not divide the rows, or that passes do not divide.
+fn check_num_leaves(num_leaves: usize, rows: usize, shares: usize) -> Result<()> {
+    let fits = |leaves: usize| leaves > 0 && rows.is_multiple_of(leaves) && leaves.is_multiple_of(shares);
+    if fits(num_leaves) {
+        return Ok(());
+    }
+    let text = format!(
+        "a batch of {rows} rows cannot be cut into {num_leaves} leaves, the same number for each of {shares} shares (ranks times microbatches)"
+    );
+    let divisors = (1..=rows.isqrt()).filter(|d| rows.is_multiple_of(*d)).flat_map(|d| [d, rows / d]);
+    let nearest = divisors.filter(|d| fits(*d)).min_by_key(|d| (d.abs_diff(num_leaves), *d));
+    let help = match nearest {
+        Some(leaves) => {
+            format!("use {leaves} leaves; a run on other meshes has the same bits only with the same number")
+        }
+        None => format!("use a batch whose rows are a multiple of {shares}"),
+    };
+    Err(Error::new(Kind::Config, text).detail("help", help))
+}
+
+fn with_help(error: Error) -> Error {
+    error.detail(
+        "help",
+        "bits that do not depend on the mesh are supported for data-parallel ranks and microbatches on the CPU: use a mesh with dp \
+         alone and no ZeRO, or give up the promise (Deterministic::Run, --deterministic run)",
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use shardgrad_tensor::{Mesh, World};
+
+    fn ranges(
+        mesh: &str,
+        plan: &Plan,
+        leaves: usize,
+        rows: usize,
+        microbatches: usize,
+    ) -> Result<Vec<Vec<Range<usize>>>> {
+        World::run(Mesh::parse(mesh).unwrap(), |rank| {
+            Deterministic::Mesh { batch_leaves: leaves }.row_ranges(rank, plan, rows, microbatches)
+        })
+    }
+
+    #[test]
+    fn ranks_take_consecutive_leaves() {
+        let plan = Plan::data_parallel("dp");
+        assert_eq!(ranges("", &plan, 4, 8, 2).unwrap(), [[0..2, 2..4, 4..6, 6..8]]);
+        assert_eq!(ranges("dp=2", &plan, 4, 8, 1).unwrap(), [[0..2, 2..4], [4..6, 6..8]]);
+        assert_eq!(ranges("dp=3", &plan, 6, 6, 1).unwrap(), [[0..1, 1..2], [2..3, 3..4], [4..5, 5..6]]);
+        let run = World::run(Mesh::single(), |rank| Deterministic::Run.row_ranges(rank, &plan, 6, 3));
+        assert_eq!(run.unwrap(), [[0..2, 2..4, 4..6]]);
+    }
+
+    #[test]
+    fn refusals_name_what_has_no_canonical_form_and_a_number_that_would_do() {
+        let refused = |mesh: &str, plan: Plan, leaves, rows, microbatches| {
+            let error =
+                ranges(mesh, &Plan::data_parallel("dp").and(plan), leaves, rows, microbatches).unwrap_err();
+            (error.kind(), error.to_string())
+        };
+        for (mesh, plan, why) in [
+            ("tp=2", Plan::tensor_parallel("tp"), "sums over the mesh axis tp=2 have no canonical form yet"),
+            ("dp=2,pp=2", Plan::pipeline_parallel("pp"), "the mesh axis pp=2"),
+            ("dp=2,cp=2", Plan::context_parallel("cp"), "the mesh axis cp=2"),
+            ("dp=2,fsdp=2", Plan::fsdp("fsdp"), "the mesh axis fsdp=2"),
+            ("fsdp=2", Plan::fsdp("fsdp"), "shards storage or activations over `fsdp`"),
+            ("dp=2", Plan::zero(1, "dp"), "shards storage or activations over `dp`"),
+            ("dp=2", Plan::new().point("out", "dp@1"), "shards storage or activations over `dp`"),
+        ] {
+            let (kind, text) = refused(mesh, plan, 4, 8, 1);
+            assert!(
+                kind == Kind::Unsupported && text.contains(why) && text.contains("--deterministic run"),
+                "{text}"
+            );
+        }
+        for (mesh, leaves, rows, microbatches, help) in [
+            ("dp=3", 8, 24, 1, "use 6 leaves"),
+            ("dp=2", 8, 12, 1, "use 6 leaves"),
+            ("dp=2", 4, 8, 4, "use 8 leaves"),
+            ("dp=2", 8, 9, 1, "use a batch whose rows are a multiple of 2"),
+            ("", 0, 4, 1, "use 1 leaves"),
+        ] {
+            let (kind, text) = refused(mesh, Plan::new(), leaves, rows, microbatches);
+            assert!(kind == Kind::Config && text.contains(help), "{text}");
+        }
+    }
+}

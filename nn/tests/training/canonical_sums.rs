@@ -1,0 +1,216 @@
+//! Bits that do not depend on the number of data-parallel ranks and of microbatches: losses, counts, gradient norms, weights and
+//! optimizer state, bit for bit.
+
+use crate::llama;
+use crate::save_and_load::Folder;
+use crate::support::{SEQ, VOCAB, config, run};
+use shardgrad_autograd::Var;
+use shardgrad_nn::{
+    AdamW, Deterministic, ExpertsConfig, Gpt2Config, LanguageModel, LlamaConfig, LlamaKind, Loss,
+    ModelConfig, Plan, StateHash, Trainer, TrainerConfig, checkpoint,
+};
+use shardgrad_tensor::{DType, Elementwise, Kind, Rank, Result, Tensor, Value};
+use std::ops::Range;
+use std::path::Path;
+
+/// A run of a model with dropout, clipping and unequal numbers of labels.
+#[derive(Clone)]
+struct Run {
+    config: ModelConfig,
+    dtype: DType,
+    rows: usize,
+    deterministic: Deterministic,
+    /// Whether the loss is a mean over the rows of a leaf rather than a sum with a count.
+    is_mean: bool,
+}
+
+/// Losses, counts, norms and auxiliary outputs of each step as bits, and the hash of the last state.
+type Bits = (Vec<[u64; 4]>, StateHash);
+
+fn gpt2() -> ModelConfig {
+    Gpt2Config { initializer_range: 0.3, ..config() }.with_dropout(0.2).into()
+}
+
+impl Run {
+    fn new(config: ModelConfig) -> Run {
+        let deterministic = Deterministic::Mesh { batch_leaves: 12 };
+        Run { config, dtype: DType::F32, rows: 24, deterministic, is_mean: false }
+    }
+
+    fn trainer<'t>(
+        &self,
+        rank: &Rank,
+        plan: &'t Plan,
+        microbatches: usize,
+    ) -> Result<Trainer<'t, LanguageModel>> {
+        let read = move |rank: &Rank, step: u64, rows: Range<usize>| {
+            let token = |row: usize, t: usize| {
+                ((row * 7 + t * 5 + row * t * 3 + t * t + step as usize) % VOCAB) as i64
+            };
+            let layout = plan.batch_layout(rank.mesh(), DType::I64, &[rows.len(), SEQ])?;
+            // Row r has r % (SEQ + 1) labels.
+            let label = |row: usize, t: usize| if t < row % (SEQ + 1) { token(row, t + 1) } else { -100 };
+            let all = |of: &dyn Fn(usize, usize) -> i64| -> Vec<i64> {
+                rows.clone().flat_map(|row| (0..SEQ).map(move |t| of(row, t))).collect()
+            };
+            Ok(vec![
+                Tensor::from_global(rank, &layout, &all(&token))?,
+                Tensor::from_global(rank, &layout, &all(&label))?,
+            ])
+        };
+        let settings = TrainerConfig {
+            microbatches,
+            dtype: self.dtype,
+            seed: 3,
+            clip: Some(0.5),
+            deterministic: self.deterministic,
+            ..TrainerConfig::new(self.rows)
+        };
+        let is_mean = self.is_mean;
+        let loss = move |model: &LanguageModel, x: &[Var]| match is_mean {
+            true => model.loss_from_batch(&[x[0].clone(), x[0].clone()]),
+            false => {
+                let loss: Loss = model.masked_loss(&x[0], &x[1]);
+                loss.also_sum("labels", x[1].ne_scalar(-100.0).cast(DType::F32).sum())
+            }
+        };
+        let optim = AdamW::new(0.05).weight_decay(0.1);
+        Trainer::new(rank, LanguageModel::new(&self.config), plan, optim, settings, read, loss)
+    }
+
+    /// Trains for some steps after a checkpoint, and saves one.
+    fn train(&self, mesh: &str, microbatches: usize, steps: u64, [from, to]: [Option<&Path>; 2]) -> Bits {
+        let plan = LanguageModel::plan(&self.config);
+        let ranks = run(mesh, |rank| {
+            let mut trainer = self.trainer(rank, &plan, microbatches)?;
+            from.map(|from| trainer.resume(from)).transpose()?;
+            let mut reports = Vec::new();
+            for _ in 0..steps {
+                let report = trainer.step()?;
+                assert!(report.loss.is_finite() && report.grad_norm > 0.0 && !report.skipped);
+                let labels = report.auxiliary.first().map_or(0.0, |(_, labels)| *labels);
+                reports.push(
+                    [report.loss, report.count.unwrap_or(0.0), report.grad_norm, labels].map(f64::to_bits),
+                );
+            }
+            trainer.check_consistent()?;
+            if let Some(to) = to {
+                checkpoint::save(to, trainer.model(), trainer.optim(), &trainer.state(), &[])?;
+            }
+            Ok((reports, trainer.state_hash()?))
+        });
+        assert!(ranks.iter().all(|rank| *rank == ranks[0]), "{mesh}: ranks disagree");
+        ranks[0].clone()
+    }
+
+    fn bits(&self, mesh: &str, microbatches: usize) -> Bits {
+        self.train(mesh, microbatches, 3, [None, None])
+    }
+}
+
+/// Meshes and microbatches whose product divides 12 leaves: a rank holds 12, 6, 4, 3, 2 and 1 leaves, and sends one root or two.
+const CUTS: [(&str, usize); 9] = [
+    ("", 12),
+    ("", 3),
+    ("dp=2", 1),
+    ("dp=2", 2),
+    ("dp=3", 4),
+    ("dp=3", 1),
+    ("dp=4", 1),
+    ("dp=6", 2),
+    ("dp=12", 1),
+];
+
+fn check_all_cuts(run: &Run, what: &str) -> Bits {
+    let alone = run.bits("", 1);
+    for (mesh, microbatches) in CUTS {
+        assert_eq!(run.bits(mesh, microbatches), alone, "{what} on {mesh} in {microbatches} microbatches");
+    }
+    alone
+}
+
+#[test]
+fn bits_are_those_of_one_rank_for_every_number_of_ranks_and_microbatches() {
+    let of = |config: LlamaConfig| Run::new(config.into());
+    let mixtral =
+        LlamaConfig { experts: Some(ExpertsConfig::new(4, 2, 9)), ..llama::config(LlamaKind::Mixtral) };
+    let f32 = check_all_cuts(&Run::new(gpt2()), "gpt2");
+    let bf16 = check_all_cuts(&Run { dtype: DType::BF16, ..Run::new(gpt2()) }, "gpt2 in bf16");
+    let mean = check_all_cuts(&Run { is_mean: true, ..Run::new(gpt2()) }, "gpt2 with a mean");
+    let llama = check_all_cuts(&of(llama::config(LlamaKind::Llama)), "llama");
+    let mixtral = check_all_cuts(&of(mixtral), "mixtral");
+    let hashes = [f32, bf16, mean, llama, mixtral].map(|(_, hash)| hash);
+    assert!((1..5).all(|i| !hashes[..i].contains(&hashes[i])), "the runs differ: {hashes:?}");
+}
+
+#[test]
+fn other_leaves_and_the_order_of_the_mesh_have_other_bits() {
+    let run = Run::new(gpt2());
+    let twelve = run.bits("", 1);
+    let other = Run { deterministic: Deterministic::Mesh { batch_leaves: 6 }, ..run.clone() };
+    assert_ne!(other.bits("", 1).1, twelve.1, "the number of leaves decides the order");
+    let plain = Run { deterministic: Deterministic::Run, ..run };
+    let differ = |mesh, microbatches| plain.bits(mesh, microbatches).1 != plain.bits("", 1).1;
+    assert!(differ("dp=2", 1) && differ("", 2), "without canonical sums the mesh decides the order");
+}
+
+#[test]
+fn run_that_resumes_on_another_number_of_ranks_ends_with_the_same_bits() {
+    let (folder, run) = (Folder::new("canonical-resume"), Run::new(gpt2()));
+    let (first, second) = (folder.0.join("first"), folder.0.join("second"));
+    let (whole, hash) = run.train("dp=4", 1, 6, [None, None]);
+    let mut parts = run.train("dp=2", 3, 2, [None, Some(&first)]).0;
+    parts.extend(run.train("dp=3", 1, 2, [Some(&first), Some(&second)]).0);
+    let (last, resumed) = run.train("", 4, 2, [Some(&second), None]);
+    parts.extend(last);
+    assert_eq!((parts, resumed), (whole, hash));
+}
+
+#[test]
+fn checkpoint_of_other_canonical_sums_is_refused() {
+    let (folder, run) = (Folder::new("canonical-refused"), Run::new(gpt2()));
+    let dir = folder.0.join("checkpoint");
+    run.train("dp=2", 1, 1, [None, Some(&dir)]);
+    let refused = |deterministic| {
+        let run = Run { deterministic, ..run.clone() };
+        let plan = LanguageModel::plan(&run.config);
+        let errors =
+            crate::support::run("", |rank| Ok(run.trainer(rank, &plan, 1)?.resume(&dir).unwrap_err()));
+        assert_eq!(errors[0].kind(), Kind::Config);
+        errors[0].message().to_string()
+    };
+    let text = refused(Deterministic::Mesh { batch_leaves: 6 });
+    assert!(text.starts_with("sums are canonical over 6 leaves of the batch (version 1)"), "{text}");
+    let text = refused(Deterministic::Run);
+    assert!(
+        text.starts_with("sums are in the order of the mesh") && text.contains("canonical over 12 leaves"),
+        "{text}"
+    );
+}
+
+#[test]
+fn evaluation_counts_rows_once_and_a_dry_run_records_the_collectives() {
+    let run = Run::new(gpt2());
+    let plan = LanguageModel::plan(&run.config);
+    let losses = |mesh| {
+        crate::support::run(mesh, |rank| {
+            let trainer = run.trainer(rank, &plan, 1)?;
+            let ids = crate::support::batch(trainer.rank(), &plan, 0..4, 0)?;
+            let part = trainer.partial_loss(&[ids.clone(), ids])?;
+            Ok((part.sum.to_bits(), part.count.map(f64::to_bits)))
+        })
+    };
+    let alone = losses("")[0];
+    assert_eq!(losses("dp=2"), [alone, (0, Some(0))]);
+    shardgrad_tensor::World::new(shardgrad_tensor::Mesh::parse("dp=2").unwrap())
+        .dry_run(1, |rank| {
+            let mut trainer = run.trainer(rank, &plan, 1)?;
+            rank.trace().enable();
+            trainer.step()?;
+            // Two roots of six leaves: an all-to-all and an all-gather for each gradient, and for the scalars; the control word.
+            let num_params = trainer.model().params().len();
+            assert_eq!(rank.trace().take().len(), 2 * num_params + 2 + 1);
+            Ok(())
+        })
+        .unwrap();
+}

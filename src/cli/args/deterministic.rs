@@ -1,0 +1,51 @@
+//! Options about which changes of a run leave its bits as they are.
+
+use super::values;
+use clap::{Args, ValueEnum};
+use shardgrad::nn::Deterministic;
+
+/// Default number of leaves of the batch.
+const BATCH_LEAVES: usize = 8;
+
+// The variants have no doc comments: clap would print them as help, over four lines.
+
+/// What bits do not depend on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+enum Promise {
+    #[default]
+    Run,
+    Mesh,
+}
+
+/// Options of reproducibility.
+#[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Parallelism")]
+pub(crate) struct DeterministicArgs {
+    /// What bits do not depend on. run: repetition, resumption, threads or processes, on the same mesh; mesh: also the number of
+    /// data-parallel ranks and of microbatches, on meshes of dp alone, on the CPU
+    #[arg(long, value_name = "WHAT", value_enum, default_value_t = Promise::Run)]
+    deterministic: Promise,
+    /// With --deterministic mesh: number of leaves into which the batch is cut, a pass for each; a multiple of dp times --microbatches
+    /// that divides --batch. Another number gives other bits [default: 8, or --batch if that is smaller]
+    #[arg(long, value_name = "N", value_parser = values::count)]
+    batch_leaves: Option<usize>,
+}
+
+impl DeterministicArgs {
+    /// Returns the promise, for a batch of `batch` rows.
+    pub(crate) fn promise(&self, batch: usize) -> Deterministic {
+        match self.deterministic {
+            Promise::Run => Deterministic::Run,
+            Promise::Mesh => {
+                let batch_leaves = self.batch_leaves.unwrap_or(BATCH_LEAVES.min(batch));
+                Deterministic::Mesh { batch_leaves }
+            }
+        }
+    }
+
+    /// Returns an error text for options that contradict each other.
+    pub(super) fn fault(&self) -> Option<String> {
+        let lost = self.batch_leaves.is_some() && self.deterministic == Promise::Run;
+        lost.then(|| "--batch-leaves has no effect without --deterministic mesh".to_string())
+    }
+}

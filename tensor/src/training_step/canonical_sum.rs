@@ -1,0 +1,87 @@
+//! Canonical sums of gradients and scalars over leaves of rows: the join of the sums of all ranks of an axis.
+
+use crate::execution::context::Context;
+use crate::execution::local_tensor::LocalTensor;
+use crate::tensor::Tensor;
+use shardgrad_dist::{Axis, AxisSet, Call, Error, Kind, Origin, Phase, Rank, Result};
+use shardgrad_kernels::{Device, Strides};
+use std::panic::Location;
+
+pub use shardgrad_kernels::{SumTree, TreeSums};
+
+/// Refuses a device whose kernels and collectives keep no promise about the order of sums.
+///
+/// # Errors
+/// `Kind::Unsupported` unless the rank computes on the CPU or on the null back end.
+pub fn check_device(rank: &Rank) -> Result<()> {
+    match rank.backend().device() {
+        Device::Cpu | Device::Null => Ok(()),
+        device => Err(Error::new(
+            Kind::Unsupported,
+            format!(
+                "sums on {device} have no canonical form: products of its library choose their own order"
+            ),
+        )),
+    }
+}
+
+/// Sums tensors over the leaves of a tree, with the same bits for every number of ranks along an axis of the world: each rank passes
+/// the sums of its roots, in the order of [`TreeSums::into_roots`], all of one layout without the axis, and gets the sum of all
+/// leaves. One all-reduce, or one all-to-all and one all-gather ([`Rank::all_reduce_canonical`]). A collective call.
+///
+/// # Errors
+/// `Kind::OutOfMemory`; errors of the collective.
+pub fn sum_roots(
+    axis: Axis,
+    tree: SumTree,
+    roots: &[Tensor],
+    phase: Phase,
+    site: &'static Location<'static>,
+) -> Result<Tensor> {
+    let [first, ..] = roots else {
+        return Err(Error::new(
+            Kind::Collective,
+            "a canonical sum without any root: a rank has at least one",
+        )
+        .at(site));
+    };
+    let (rank, layout, numel) = (first.rank(), first.layout(), first.local().numel());
+    let joined = match roots {
+        [one] => one.local().flat(rank)?,
+        several => {
+            let mut joined = LocalTensor::alloc(rank, first.dtype(), &[several.len() * numel])?;
+            for (i, root) in several.iter().enumerate() {
+                let shape = &root.local().view.shape;
+                joined.write(rank, Strides::contiguous(shape).at(i * numel), root.local())?;
+            }
+            joined
+        }
+    };
+    let context = Context::of(rank);
+    let path = context.path();
+    let (axes, dtype, origin) = (AxisSet::one(axis), first.dtype(), Origin::default());
+    let call = Call { axes, dtype, phase, path: &path, origin, site };
+    let sum = rank.world().all_reduce_canonical(&call, &joined.buffer, numel, tree)?;
+    let sum = LocalTensor::from_buffer(sum, dtype, &first.local().view.shape);
+    Ok(Tensor::assemble(rank, layout.clone(), sum))
+}
+
+/// [`sum_roots`] of f64 numbers: the numbers of one root after another. Returns the sums, equal on all ranks; this rank's own first
+/// numbers on the null back end.
+///
+/// # Errors
+/// As [`sum_roots`].
+pub fn sum_root_numbers(
+    rank: &Rank,
+    axis: Axis,
+    tree: SumTree,
+    roots: &[Vec<f64>],
+    site: &'static Location<'static>,
+) -> Result<Vec<f64>> {
+    let roots: Vec<Tensor> = roots
+        .iter()
+        .map(|numbers| Tensor::from_host(rank, &[numbers.len()], numbers))
+        .collect::<Result<_>>()?;
+    let sums = sum_roots(axis, tree, &roots, Phase::Control, site)?;
+    sums.local().download(rank, if rank.is_dry_run() { 0 } else { sums.local().numel() })
+}
