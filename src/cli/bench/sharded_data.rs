@@ -173,8 +173,9 @@ impl Combination {
             Sharding::Zero(3) | Sharding::Fsdp if frees => 16 * stored + 2 * 2 * largest_group,
             Sharding::Zero(_) | Sharding::Fsdp => 2 * computed + 16 * stored,
         };
-        // Tensor parallelism all-reduces activations over its own axis.
-        let axes: Vec<_> = ["dp", "fsdp"].iter().filter_map(|name| model.rank().mesh().axis(name)).collect();
+        // Tensor parallelism all-reduces activations over its own axis. The trace names axes of the world's mesh.
+        let world = model.rank().world();
+        let axes: Vec<_> = ["dp", "fsdp"].iter().filter_map(|name| world.mesh().axis(name)).collect();
         let total = |ops: &[&str]| {
             let moves = |r: &&Record| {
                 r.numel() > SMALL && ops.contains(&r.op) && r.axes.iter().all(|axis| axes.contains(&axis))
