@@ -46,6 +46,8 @@ pub(super) enum Frame {
     Failed(Failure),
     /// The sender's function has returned; its last call.
     Returned(IssuedCall),
+    /// A collective call whose elements travel elsewhere.
+    Announced(IssuedCall),
 }
 
 impl Frame {
@@ -70,6 +72,7 @@ impl Frame {
                 6
             }
             Frame::Returned(issued) => encode_call(7, issued, &mut out),
+            Frame::Announced(issued) => encode_call(8, issued, &mut out),
         };
         let Encoder(mut head) = out;
         let len = (head.len() - PREFIX_BYTES) as u64;
@@ -99,6 +102,7 @@ impl Frame {
                 Frame::Failed(Failure { error: Error::decode(&mut from)?, origin, affected })
             }
             7 => Frame::Returned(IssuedCall::decode(&mut from, mesh)?),
+            8 => Frame::Announced(IssuedCall::decode(&mut from, mesh)?),
             _ => return None,
         };
         from.0.is_empty().then_some(frame)
@@ -152,6 +156,7 @@ mod tests {
             Frame::Probe(Probe { round: 4, path }),
             Frame::Failed(failure()),
             Frame::Returned(IssuedCall::none()),
+            Frame::Announced(IssuedCall::none()),
         ];
         for frame in frames {
             let mut head = frame.encode();

@@ -147,6 +147,10 @@ impl WorldView {
                 }
                 of_size(&call, payload.chunk_bytes(group_ranks[0]))
             }
+            Frame::Announced(call) => match self.group_ranks(from, call.axes) {
+                Some(_) if call.op.is_collective() && bytes == 0 => Ok(()),
+                _ => Err(malformed()),
+            },
             _ if bytes == 0 => Ok(()),
             _ => Err(malformed()),
         }
@@ -215,7 +219,7 @@ impl WorldView {
         let mut peer = self.peer(from);
         peer.queued_bytes += body.len();
         match frame {
-            Frame::Call(issued) => {
+            Frame::Call(issued) | Frame::Announced(issued) => {
                 let bits = issued.axes.bits();
                 peer.is_waiting = false;
                 peer.last.clone_from(&issued);
