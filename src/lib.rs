@@ -75,6 +75,8 @@
 pub use shardgrad_autograd as autograd;
 pub use shardgrad_dist as dist;
 pub use shardgrad_kernels as kernels;
+#[cfg(feature = "nccl")]
+pub use shardgrad_nccl as nccl;
 pub use shardgrad_nn as nn;
 pub use shardgrad_tensor as tensor;
 

@@ -20,7 +20,7 @@ fn rust_version_is_consistent() {
     let rustc = std::env::var("RUSTC").unwrap_or_else(|_| "rustc".into());
     let used = String::from_utf8(Command::new(rustc).arg("--version").output().unwrap().stdout).unwrap();
     assert!(minor(&used).unwrap() >= stated, "{used} is older than 1.{stated}");
-    for folder in ["kernels", "dist", "tensor", "autograd", "nn", "testing", "."] {
+    for folder in ["kernels", "nccl", "dist", "tensor", "autograd", "nn", "testing", "."] {
         let manifest = fs::read_to_string(Path::new(ROOT).join(folder).join("Cargo.toml")).unwrap();
         assert!(manifest.contains("rust-version.workspace = true"), "{folder} states no rust-version");
     }
@@ -57,6 +57,7 @@ fn each_crate_resolves_the_features_of_the_workspace() {
     for krate in [
         "shardgrad",
         "shardgrad-kernels",
+        "shardgrad-nccl",
         "shardgrad-dist",
         "shardgrad-tensor",
         "shardgrad-autograd",

@@ -52,6 +52,8 @@ pub struct World {
     consistent_values: Vec<ConsistentValues>,
     #[cfg(feature = "processes")]
     wait_hook: Option<WaitHook>,
+    #[cfg(feature = "nccl")]
+    is_over_tcp: bool,
     warns_if_unoptimized: bool,
 }
 
@@ -72,6 +74,8 @@ impl World {
             consistent_values: Vec::new(),
             #[cfg(feature = "processes")]
             wait_hook: None,
+            #[cfg(feature = "nccl")]
+            is_over_tcp: false,
             warns_if_unoptimized: true,
         }
     }

@@ -166,6 +166,21 @@ pub trait Backend: fmt::Debug + Send + Sync {
         let _ = buffer;
     }
 
+    /// Returns the stream of this back end, for a library that submits work to it, as the handle of its driver, after making the device
+    /// current on the calling thread. `None` if the device has no streams.
+    ///
+    /// # Errors
+    /// An error of the device.
+    fn native_stream(&self) -> Result<Option<usize>, KernelError> {
+        Ok(None)
+    }
+
+    /// Fails every copy to the host and every wait for all work from now on, those in progress included: work was aborted, so that
+    /// buffers may have any contents. Any thread may call it; the first error stays.
+    fn invalidate(&self, error: KernelError) {
+        let _ = error;
+    }
+
     /// Caches the packed forms of a matrix product operand while the returned guard lives: for weights that a step of several
     /// microbatches reads several times.
     ///

@@ -4,7 +4,7 @@
 //! implementation, and fast paths for CPUs (SIMD, threads) and NVIDIA GPUs (CUDA C++ compiled at run time) that tests compare with the
 //! reference.
 //!
-//! Of all crates only this one contains `unsafe`: in the files listed in `docs/adr/0012-unsafe-budget.md`.
+//! Of all crates only this one and `nccl` contain `unsafe`: in the files listed in `docs/adr/0012-unsafe-budget.md`.
 
 #[cfg(panic = "abort")]
 compile_error!(

@@ -3,6 +3,7 @@
 pub(crate) mod nearest;
 mod defaults;
 mod values;
+mod device_choice;
 mod access;
 mod axes;
 mod pipeline;
@@ -34,8 +35,9 @@ pub(crate) use axes::check_experts;
 use axes::{EVALUATION, GENERATION, TRAINING};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
+use device_choice::DeviceChoice;
 use shardgrad::dist::{Mesh, World};
-use shardgrad::kernels::{DType, Device, MatmulPrecision, open};
+use shardgrad::kernels::{DType, MatmulPrecision, open};
 use shardgrad::nn::{CastRule, ModelConfig, Precision};
 use shardgrad::{Error, Kind, Result};
 use std::path::{Path, PathBuf};
@@ -230,9 +232,9 @@ pub(crate) struct RunArgs {
         value_parser = values::seconds
     )]
     timeout: Duration,
-    /// Device: cpu, cuda or cuda:N (one NVIDIA GPU, shared by all ranks)
-    #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = values::device)]
-    device: Device,
+    /// Device: cpu, cuda:N (an NVIDIA GPU, shared by all ranks), or cuda (the first; for ranks that are processes, one each)
+    #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = DeviceChoice::parse)]
+    device: DeviceChoice,
     /// Compute dtype; bf16 and f16 are mixed precision (see --param-dtype), f16 with dynamic loss scaling
     #[arg(long, value_name = "NAME", default_value = "f32", value_parser = dtypes())]
     pub(crate) dtype: DType,
@@ -297,7 +299,7 @@ impl RunArgs {
 
     /// Returns whether the device is the CPU.
     pub(crate) fn is_on_host(&self) -> bool {
-        self.device == Device::Cpu
+        self.device.is_cpu()
     }
 
     /// Returns the mesh of a training run: `--mesh`; else dp over the launched processes; else dp=2 on a CPU with two cores if a
@@ -307,7 +309,7 @@ impl RunArgs {
             return Mesh::new(&[("dp", process.num_ranks())]).unwrap_or_else(|_| self.mesh.clone());
         }
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        if self.mesh.num_axes() > 0 || cores < 2 || rows < 2 || self.device != Device::Cpu {
+        if self.mesh.num_axes() > 0 || cores < 2 || rows < 2 || !self.device.is_cpu() {
             return self.mesh.clone();
         }
         Mesh::new(&[("dp", 2)]).unwrap_or_else(|_| self.mesh.clone())
@@ -315,7 +317,7 @@ impl RunArgs {
 
     /// Returns whether the run has a single rank on a GPU.
     pub(crate) fn is_single_rank_on_gpu(&self, mesh: &Mesh) -> bool {
-        self.device != Device::Cpu && mesh.num_ranks() == 1
+        !self.device.is_cpu() && mesh.num_ranks() == 1
     }
 
     /// Returns the ranks of a training run on a mesh.
@@ -370,7 +372,8 @@ impl RunArgs {
             let help = format!("use --threads {} or less", values::THREADS_MAX / num_ranks);
             return Err(Error::new(Kind::Config, why).detail("help", help));
         }
-        let world = World::new(self.mesh.clone()).timeout(self.timeout).on_device(open(self.device)?);
+        let device = open(self.device.of_process(process.as_ref())?)?;
+        let world = World::new(self.mesh.clone()).timeout(self.timeout).on_device(device);
         let limit = self.memory_limit().and_then(|bytes| usize::try_from(bytes).ok()).unwrap_or(0);
         let world = world.matmul_precision(self.matmul_precision).memory_limit(limit);
         let world = if self.pin { world.pin_threads() } else { world };

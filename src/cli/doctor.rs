@@ -120,7 +120,8 @@ fn cuda() -> (String, Vec<(String, String)>) {
 #[cfg(feature = "cuda")]
 fn cuda() -> (String, Vec<(String, String)>) {
     use shardgrad::kernels::cuda::{Report, SearchPaths};
-    let report = Report::new(&SearchPaths::from_env());
+    let paths = SearchPaths::from_env();
+    let report = Report::new(&paths);
     let ready = report.libraries.iter().all(|(_, found)| found.is_ok()) && !report.devices.is_empty();
     let error_text = |error| Error::from(error).to_string();
     let mut lines: Vec<(String, String)> = Vec::new();
@@ -134,7 +135,15 @@ fn cuda() -> (String, Vec<(String, String)>) {
         });
         lines.push((format!("  cuda:{number}"), described.unwrap_or_else(error_text)));
     }
+    #[cfg(feature = "nccl")]
+    lines.push(("  NCCL".into(), nccl(&paths).unwrap_or_else(error_text)));
     (if ready { "ready" } else { "not ready" }.into(), lines)
+}
+
+/// Describes the NCCL that ranks with a card each use.
+#[cfg(feature = "nccl")]
+fn nccl(paths: &shardgrad::kernels::cuda::SearchPaths) -> Result<String, shardgrad::kernels::KernelError> {
+    shardgrad::nccl::Nccl::open(paths).map(|library| library.describe())
 }
 
 /// Returns `false` without the CUDA back end, else its lines by label.

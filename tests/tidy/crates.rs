@@ -5,9 +5,10 @@ use super::tokens::{each_level, line};
 use proc_macro2::TokenTree;
 
 /// Each crate, and the workspace crates it may import. The root package may import all.
-const IMPORTS: [(&str, &[&str]); 6] = [
+const IMPORTS: [(&str, &[&str]); 7] = [
     ("kernels", &[]),
-    ("dist", &["kernels"]),
+    ("nccl", &["kernels"]),
+    ("dist", &["kernels", "nccl"]),
     ("tensor", &["kernels", "dist"]),
     ("autograd", &["dist", "tensor"]),
     ("nn", &["tensor", "autograd"]),
@@ -17,7 +18,7 @@ const IMPORTS: [(&str, &[&str]); 6] = [
 /// The crate of test oracles, which crates above `dist` may import as a dev-dependency.
 const TESTING: &str = "testing";
 /// Crates whose tests do not import the test oracles.
-const BELOW_TESTING: [&str; 2] = ["kernels", "dist"];
+const BELOW_TESTING: [&str; 3] = ["kernels", "nccl", "dist"];
 
 /// Returns the crates that a listed crate may import.
 fn allowed(package: &str) -> Option<&'static [&'static str]> {

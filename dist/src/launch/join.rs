@@ -5,9 +5,14 @@ use crate::encoding::printable;
 use crate::error::{Error, Kind, Result};
 use crate::process::Process;
 use crate::rank::Rank;
+#[cfg(feature = "nccl")]
+use crate::transport::nccl::{NcclTransport, Session};
 use crate::transport::tcp::{ConsistentValues, Endpoint, Rendezvous, TcpTransport, WaitHook, WorldConfig};
-use shardgrad_kernels::BackendConfig;
+use crate::transport::{Transport, TransportSession};
+#[cfg(feature = "nccl")]
+use shardgrad_kernels::Device;
 use shardgrad_kernels::cpu::cores;
+use shardgrad_kernels::{Backend, BackendConfig};
 use std::io::Read;
 use std::sync::Arc;
 use std::thread;
@@ -99,7 +104,7 @@ impl World {
             return Err(Error::new(Kind::Config, why).detail("help", help));
         }
         let mesh = self.mesh.to_string();
-        let config = WorldConfig { mesh, program: program(), values: self.consistent_values.clone() };
+        let config = WorldConfig { mesh, program: program(), values: self.compared_values() };
         let links = rendezvous.connect(&config, self.timeout, self.wait_hook.as_ref())?;
         let endpoint = Endpoint::new(&self.mesh, process.rank(), links, self.timeout)?;
         thread::scope(|scope| {
@@ -131,6 +136,7 @@ impl World {
         let num_threads = self.num_threads.unwrap_or((cores / num_local_ranks).max(1));
         let may_spin = num_local_ranks.saturating_mul(num_threads) <= cores;
         let spin = if may_spin { SPIN } else { Duration::ZERO };
+        let mut session: Option<Arc<dyn TransportSession>> = None;
         let outcome = catch_errors(&self.mesh, index, || {
             let assigned_cores =
                 if self.pin_threads { assign_cores(num_local_ranks, num_threads)? } else { Vec::new() };
@@ -139,19 +145,92 @@ impl World {
             cores.first().iter().for_each(|core| cores::pin_thread(**core));
             let (memory_bytes_max, precision) = (self.memory_bytes_max, self.precision);
             let settings = BackendConfig { num_threads, may_spin, cores, memory_bytes_max, precision };
-            let transport = Box::new(TcpTransport::new(endpoint.clone(), self.timeout, spin));
-            let rank = Rank::new(self.mesh.clone(), index, self.provider.backend(settings)?, transport);
+            let backend = self.provider.backend(settings)?;
+            let tcp = TcpTransport::new(endpoint.clone(), self.timeout, spin);
+            let transport = self.transport(endpoint, tcp, index, &backend, &mut session)?;
+            let rank = Rank::new(self.mesh.clone(), index, backend, transport);
             let result = f(&rank)?;
             // Errors that a device has not reported yet count as errors of the function.
             rank.backend().synchronize()?;
             Ok(result)
         });
-        let outcome =
-            outcome.and_then(|result| catch_errors(&self.mesh, index, || endpoint.finish()).map(|()| result));
+        // What a failed world does to a device is no cause of its own.
+        let is_consequence = |error: &Error| session.as_ref().is_some_and(|s| s.is_consequence(error));
+        let outcome = outcome
+            .map_err(|error| if is_consequence(&error) { endpoint.failure_error("computes") } else { error });
+        let finish = || {
+            endpoint.finish()?;
+            session.as_ref().map_or(Ok(()), |session| session.finish())
+        };
+        let outcome = outcome.and_then(|result| catch_errors(&self.mesh, index, finish).map(|()| result));
         outcome.map_err(|error| {
             endpoint.fail(error.clone());
             endpoint.abort(error)
         })
+    }
+}
+
+#[cfg(feature = "nccl")]
+impl World {
+    /// Lets ranks as processes communicate over TCP even if each has a GPU. Default: by NCCL, in a build with the feature `nccl`.
+    #[must_use]
+    pub fn over_tcp(mut self) -> World {
+        self.is_over_tcp = true;
+        self
+    }
+
+    /// Whether the ranks communicate by NCCL.
+    fn uses_nccl(&self) -> bool {
+        matches!(self.provider.device(), Device::Cuda(_)) && self.mesh.num_ranks() > 1 && !self.is_over_tcp
+    }
+
+    /// The values that must be equal on every process.
+    fn compared_values(&self) -> Vec<ConsistentValues> {
+        if !matches!(self.provider.device(), Device::Cuda(_)) {
+            return self.consistent_values.clone();
+        }
+        let transport = if self.uses_nccl() { "NCCL" } else { "TCP" };
+        let named = vec![("transport".to_string(), transport.to_string())];
+        let transports = ConsistentValues { subject: "transports".to_string(), named };
+        self.consistent_values.iter().cloned().chain([transports]).collect()
+    }
+
+    /// The transport of a rank over its connections. `session` gets what has to outlive the rank.
+    fn transport(
+        &self,
+        endpoint: &Endpoint,
+        tcp: TcpTransport,
+        rank: usize,
+        backend: &Arc<dyn Backend>,
+        session: &mut Option<Arc<dyn TransportSession>>,
+    ) -> Result<Box<dyn Transport>> {
+        if !self.uses_nccl() {
+            return Ok(Box::new(tcp));
+        }
+        let joined = Session::join(&self.mesh, rank, &tcp, endpoint, backend)?;
+        *session = Some(joined.clone());
+        Ok(Box::new(NcclTransport::new(tcp, joined)))
+    }
+}
+
+#[cfg(not(feature = "nccl"))]
+impl World {
+    /// The values that must be equal on every process.
+    fn compared_values(&self) -> Vec<ConsistentValues> {
+        self.consistent_values.clone()
+    }
+
+    /// The transport of a rank over its connections.
+    #[expect(clippy::unnecessary_wraps, reason = "with the feature `nccl` it may fail")]
+    fn transport(
+        &self,
+        _: &Endpoint,
+        tcp: TcpTransport,
+        _: usize,
+        _: &Arc<dyn Backend>,
+        _: &mut Option<Arc<dyn TransportSession>>,
+    ) -> Result<Box<dyn Transport>> {
+        Ok(Box::new(tcp))
     }
 }
 

@@ -40,11 +40,26 @@ pub(super) fn reduce<'a>(
     from: &Range<usize>,
     y: &mut Buffer,
 ) -> Result<()> {
-    if from.is_empty() {
+    reduce_ranges(backend, dtype, reduce_op, operands.map(|buffer| (buffer, from.clone())), y)
+}
+
+/// Reduces ranges of equal lengths, in their order, into the start of `y`.
+pub(super) fn reduce_ranges<'a>(
+    backend: &dyn Backend,
+    dtype: DType,
+    reduce_op: ReduceOp,
+    operands: impl Iterator<Item = (&'a Buffer, Range<usize>)>,
+    y: &mut Buffer,
+) -> Result<()> {
+    let (buffers, views): (SmallVec<[&Buffer; 8]>, SmallVec<[Strides; 8]>) =
+        operands.map(|(buffer, range)| (buffer, flat(&range))).unzip();
+    let numel = views.first().map_or(0, Strides::numel);
+    if numel == 0 {
         return Ok(());
     }
-    let (read, written) = (flat(from), flat(&(0..from.len())));
-    let inputs: SmallVec<[Arg<'_>; 8]> = operands.map(|buffer| Arg { buffer, dtype, view: &read }).collect();
+    let written = flat(&(0..numel));
+    let inputs = buffers.iter().zip(&views).map(|(buffer, view)| Arg { buffer, dtype, view });
+    let inputs: SmallVec<[Arg<'_>; 8]> = inputs.collect();
     let mut outputs = [ArgMut { buffer: y, dtype, view: &written }];
     let kernel = match reduce_op {
         ReduceOp::Sum => &tree_reduce::SUM,

@@ -1,15 +1,20 @@
-//! Transports: how collectives and messages reach other ranks. Threads share memory ([`thread`]); processes use TCP (`tcp`).
+//! Transports: how collectives and messages reach other ranks. Threads share memory ([`thread`]); processes use TCP (`tcp`), and NCCL
+//! between GPUs (`nccl`).
 
 pub(crate) mod buffer_ops;
 pub(crate) mod thread;
 #[cfg(feature = "processes")]
 pub(crate) mod tcp;
+#[cfg(feature = "nccl")]
+pub(crate) mod nccl;
 #[cfg(all(loom, test))]
 mod loom_tests;
 #[cfg(test)]
 mod short_buffer_tests;
 
 use crate::call::Request;
+#[cfg(feature = "processes")]
+use crate::error::Error;
 use crate::error::Result;
 use shardgrad_kernels::{Backend, Buffer};
 use std::fmt;
@@ -28,6 +33,16 @@ pub(crate) trait Transport: fmt::Debug {
     /// Sets the minimum timeout: from now on a wait fails after `limit`, or after the timeout of the world if that is longer. Returns
     /// the previous minimum.
     fn set_min_timeout(&self, limit: Duration) -> Duration;
+}
+
+/// What a transport needs until all ranks of the world have returned, longer than a rank lives.
+#[cfg(feature = "processes")]
+pub(crate) trait TransportSession: fmt::Debug {
+    /// Ends the session after all ranks have returned.
+    fn finish(&self) -> Result<()>;
+
+    /// Whether an error of this rank only follows from the failure of the world.
+    fn is_consequence(&self, error: &Error) -> bool;
 }
 
 /// The transport of dry runs: never waits; results have a size but no contents. Calls are already in the trace of the rank.

@@ -132,6 +132,8 @@ struct Cuda {
     capture_state: CaptureState,
     /// Created by the first collective; a single rank has none.
     comm_stream: OnceLock<Arc<CommStream>>,
+    /// The error of [`Backend::invalidate`].
+    invalid: OnceLock<KernelError>,
     rank: Arc<RankState>,
 }
 
@@ -167,6 +169,7 @@ impl Cuda {
             staging: Mutex::new(Staging::new(&device.context)?),
             capture_state: CaptureState::default(),
             comm_stream: OnceLock::new(),
+            invalid: OnceLock::new(),
             rank: Arc::new(rank),
         })
     }
@@ -234,6 +237,11 @@ impl Cuda {
         if locked(&self.capture_state).is_some() { Err(KernelError::NotCapturable { what }) } else { Ok(()) }
     }
 
+    /// Returns the error with which the contents of buffers were invalidated. Called after a wait, during which that may happen.
+    fn check_validity(&self) -> Result<(), KernelError> {
+        self.invalid.get().map_or(Ok(()), |error| Err(error.clone()))
+    }
+
     /// Returns the first index out of range since the last check as an error, and clears the records.
     fn check_faults(&self, staging: &mut Staging) -> Result<(), KernelError> {
         let mut faults = locked(&self.faults);
@@ -293,6 +301,7 @@ impl Backend for Cuda {
         self.wait_for_conflicts(iter::once(from), iter::empty())?;
         let mut staging = locked(&self.staging);
         staging.download(&self.rank.stream, from, to)?;
+        self.check_validity()?;
         self.check_faults(&mut staging)
     }
 
@@ -322,6 +331,14 @@ impl Backend for Cuda {
 
     fn end_async(&self) -> Result<(), KernelError> {
         self.comm_stream.get().map_or(Ok(()), |comm_stream| comm_stream.end())
+    }
+
+    fn native_stream(&self) -> Result<Option<usize>, KernelError> {
+        self.rank.stream.for_libraries().map(Some)
+    }
+
+    fn invalidate(&self, error: KernelError) {
+        self.invalid.get_or_init(|| error);
     }
 
     fn capture(
@@ -354,6 +371,7 @@ impl Backend for Cuda {
         self.refuse_in_capture("waits until all work is done")?;
         self.rank.stream.synchronize()?;
         self.comm_stream.get().map_or(Ok(()), |comm_stream| comm_stream.synchronize())?;
+        self.check_validity()?;
         self.check_faults(&mut locked(&self.staging))
     }
 }

@@ -269,6 +269,10 @@ impl Backend for CommStream {
         event.downcast_ref::<Event>().map_or(Ok(()), |event| self.stream.wait(event))
     }
 
+    fn native_stream(&self) -> Result<Option<usize>, KernelError> {
+        self.stream.for_libraries().map(Some)
+    }
+
     fn record_stream(&self, buffer: &Buffer) {
         let mut pending = self.pending();
         let last = pending.last;

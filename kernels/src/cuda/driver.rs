@@ -461,6 +461,12 @@ impl Stream {
         ptr::with_exposed_provenance_mut(self.handle)
     }
 
+    /// Returns the driver handle of the stream as a number, after making its context current on this thread.
+    pub(super) fn for_libraries(&self) -> Result<usize, KernelError> {
+        self.context.bound()?;
+        Ok(self.handle)
+    }
+
     pub(super) fn context(&self) -> &Arc<Context> {
         &self.context
     }

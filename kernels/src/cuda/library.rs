@@ -59,9 +59,21 @@ pub static CUBLASLT: LibrarySpec = LibrarySpec {
     help: "pip install 'nvidia-cublas==13.*', or name its libcublasLt.so.13 in SHARDGRAD_CUBLASLT_PATH",
 };
 
+/// NCCL: collectives between GPUs. 2.18 is the first version that splits communicators.
+pub static NCCL: LibrarySpec = LibrarySpec {
+    name: "NCCL",
+    variable: "SHARDGRAD_NCCL_PATH",
+    stem: "libnccl.so",
+    soname: "libnccl.so.2",
+    min_version: (21_800, "2.18"),
+    in_wheels: true,
+    help: "pip install nvidia-nccl-cu13, or name its libnccl.so.2 in SHARDGRAD_NCCL_PATH",
+};
+
 impl LibrarySpec {
     /// Returns an error about this library.
-    pub(super) fn error(&self, why: impl Into<String>) -> KernelError {
+    #[must_use]
+    pub fn error(&self, why: impl Into<String>) -> KernelError {
         KernelError::Library { library: self.name, why: why.into(), help: self.help.into() }
     }
 
@@ -93,8 +105,8 @@ impl SearchPaths {
     #[must_use]
     pub fn from_env() -> SearchPaths {
         let path = |name: &str| env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
-        let named =
-            [&DRIVER, &NVRTC, &CUBLASLT].into_iter().filter_map(|w| Some((w.variable, path(w.variable)?)));
+        let specs = [&DRIVER, &NVRTC, &CUBLASLT, &NCCL];
+        let named = specs.into_iter().filter_map(|w| Some((w.variable, path(w.variable)?)));
         let own = |home: PathBuf| home.join("shardgrad");
         let cache = path("SHARDGRAD_CACHE_DIR")
             .or_else(|| path("XDG_CACHE_HOME").map(own))
@@ -133,7 +145,10 @@ impl SearchPaths {
 
     /// Opens a library: the file that its variable names, and no other; else the file of a Python package; else the file that the
     /// dynamic loader finds.
-    pub(super) fn open(&self, spec: &LibrarySpec) -> Result<Library, KernelError> {
+    ///
+    /// # Errors
+    /// [`KernelError::Library`] if there is no such file, or it cannot be opened.
+    pub fn open(&self, spec: &LibrarySpec) -> Result<Library, KernelError> {
         if let Some((_, path)) = self.named.iter().find(|(name, _)| *name == spec.variable) {
             let file = if path.is_dir() { file_in(path, spec.stem) } else { Some(path.clone()) };
             let file = file.ok_or_else(|| {
@@ -165,7 +180,7 @@ fn file_in(folder: &Path, stem: &str) -> Option<PathBuf> {
 }
 
 /// An open library. It is never closed, because its threads may still run.
-pub(super) struct Library {
+pub struct Library {
     open: ManuallyDrop<libloading::Library>,
     file: PathBuf,
 }
@@ -187,15 +202,19 @@ impl Library {
     }
 
     /// Returns the file that was opened.
-    pub(super) fn file(&self) -> &Path {
+    #[must_use]
+    pub fn file(&self) -> &Path {
         &self.file
     }
 
     /// Returns a function of the library.
     ///
+    /// # Errors
+    /// [`KernelError::Library`] if the library lacks it.
+    ///
     /// # Safety
     /// `F` must be a function-pointer type, and the type of this function.
-    pub(super) unsafe fn function<F: Copy>(&self, spec: &LibrarySpec, name: &str) -> Result<F, KernelError> {
+    pub unsafe fn function<F: Copy>(&self, spec: &LibrarySpec, name: &str) -> Result<F, KernelError> {
         // SAFETY: the caller promises that this is the function's type.
         let found = unsafe { self.open.get::<F>(name.as_bytes()) };
         let lacking = |_| spec.error(format!("{} has no function {name}", self.file.display()));

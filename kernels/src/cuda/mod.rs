@@ -28,6 +28,6 @@ mod comm_stream_tests;
 pub use backend::CudaDevice;
 pub use compile::{CompiledProgram, Compiler, Program};
 pub use driver::{DeviceProperties, Driver, reserve_hardware_queues};
-pub use library::SearchPaths;
+pub use library::{Library, LibrarySpec, SearchPaths};
 pub use report::Report;
 pub use usage::Usage;

@@ -124,6 +124,11 @@ impl ReceiveWindow {
         self.received += bytes;
     }
 
+    /// Counts a call that has arrived and whose elements another transport carries.
+    pub(super) fn add_call_only(&mut self, bytes: usize) {
+        self.announced += bytes;
+    }
+
     /// Counts a call that has arrived without its elements, which have this many bytes.
     pub(super) fn announce(&mut self, id: CallId, call_bytes: usize, bytes: usize) {
         self.announced += call_bytes;

@@ -72,6 +72,8 @@ pub(super) enum Frame {
     Elements(CallId),
     /// The receiver has taken this many bytes out of its queue.
     Credit(u64),
+    /// A collective call whose elements travel elsewhere.
+    CallOnly(IssuedCall),
 }
 
 impl Frame {
@@ -104,6 +106,7 @@ impl Frame {
                 out.number(*bytes);
                 12
             }
+            Frame::CallOnly(issued) => encode_call(13, issued, &mut out),
         };
         let Encoder(mut head) = out;
         let len = (head.len() - PREFIX_BYTES) as u64;
@@ -138,6 +141,7 @@ impl Frame {
             10 => Frame::Hold(decode_id(&mut from)?),
             11 => Frame::Elements(decode_id(&mut from)?),
             12 => Frame::Credit(from.number()?),
+            13 => Frame::CallOnly(IssuedCall::decode(&mut from, mesh)?),
             _ => return None,
         };
         from.0.is_empty().then_some(frame)
@@ -211,6 +215,7 @@ mod tests {
             Frame::Hold(CallId { is_message: false, ..id }),
             Frame::Elements(id),
             Frame::Credit(1 << 40),
+            Frame::CallOnly(IssuedCall::none()),
         ];
         for frame in frames {
             let mut head = frame.encode();

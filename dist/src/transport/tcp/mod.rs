@@ -25,6 +25,8 @@ mod rendezvous;
 pub(crate) mod wire_fuzz;
 mod assemble;
 mod wait;
+#[cfg(feature = "nccl")]
+mod agreement;
 #[cfg(test)]
 mod malformed_tests;
 #[cfg(test)]
@@ -132,6 +134,29 @@ impl Endpoint {
         }
     }
 
+    /// Fails the world with an error of this rank, and sends the failure to all ranks while this one may still compute.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn fail_everywhere(&self, error: Error) {
+        self.fail(error);
+        let first = self.view.failure().expect("bug: a failed world without a failure");
+        self.connections.send_to_all(&Frame::Failed(first), FINAL_SEND_TIMEOUT);
+    }
+
+    /// Whether the world has failed.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn has_failed(&self) -> bool {
+        self.view.has_failed()
+    }
+
+    /// The error with which this rank stops after the world has failed; `doing` continues `rank 3 ...`.
+    pub(crate) fn failure_error(&self, doing: &str) -> Error {
+        let failure = self.view.failure().expect("bug: a failed world without a failure");
+        if failure.affected.contains(&self.view.rank) {
+            return failure.error;
+        }
+        report::lost(&failure, self.view.rank, doing)
+    }
+
     /// Sends the failure of the world to all other ranks, which may not know it yet. Returns the error that this process reports, from
     /// the error with which its rank ended.
     pub(crate) fn abort(&self, error: Error) -> Error {
@@ -166,16 +191,7 @@ impl Transport for TcpTransport {
             Op::Recv { from } => self.recv(backend, request, request.position.members[from]).map(Some),
             _ => self.collective(backend, request),
         };
-        outcome.map_err(|error| {
-            let view = &self.endpoint.view;
-            if view.has_failed() {
-                return error;
-            }
-            // Fail the world: a member that stops half way (no memory, no kernel) would leave the others waiting.
-            let error = error.at(request.call.site).detail("rank", view.mesh.describe(view.rank));
-            self.fail(error.clone(), vec![view.rank]);
-            error
-        })
+        outcome.map_err(|error| self.fail_call(request, error))
     }
 }
 
@@ -187,12 +203,24 @@ impl TcpTransport {
     }
 
     /// The timeout of a wait.
-    fn limit(&self) -> Duration {
+    pub(crate) fn limit(&self) -> Duration {
         self.timeout.max(self.min_timeout.get())
     }
 
     fn rank(&self) -> usize {
         self.endpoint.view.rank
+    }
+
+    /// Fails the world with the error of a call, unless it has failed already: a member that stops half way (no memory, no kernel) would
+    /// leave the others waiting. Returns the error of the call.
+    pub(crate) fn fail_call(&self, request: &Request<'_>, error: Error) -> Error {
+        let view = &self.endpoint.view;
+        if view.has_failed() {
+            return error;
+        }
+        let error = error.at(request.call.site).detail("rank", view.mesh.describe(view.rank));
+        self.fail(error.clone(), vec![view.rank]);
+        error
     }
 
     /// Fails the world and sends the failure to all ranks.
@@ -205,12 +233,7 @@ impl TcpTransport {
 
     /// The error with which this rank stops after the world has failed.
     fn failure_error(&self, doing: &str) -> Error {
-        let view = &self.endpoint.view;
-        let failure = view.failure().expect("bug: a failed world without a failure");
-        if failure.affected.contains(&view.rank) {
-            return failure.error;
-        }
-        report::lost(&failure, view.rank, doing)
+        self.endpoint.failure_error(doing)
     }
 
     /// Describes a call and stores its number, for the detection of deadlocks.

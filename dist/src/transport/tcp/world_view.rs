@@ -185,6 +185,11 @@ impl WorldView {
                 }
                 of_size(&call, payload.chunk_bytes(group_ranks[0]))
             }
+            Frame::CallOnly(call) if bytes == 0 && call.op.is_collective() => {
+                self.group_ranks(from, call.axes).ok_or_else(malformed)?;
+                has_room(call_bytes(head, 0), false).then_some(()).ok_or_else(malformed)
+            }
+            Frame::CallOnly(_) => Err(malformed()),
             _ if bytes == 0 => Ok(()),
             _ => Err(malformed()),
         }
@@ -228,6 +233,11 @@ impl WorldView {
                 let counted = if from == self.rank { 0 } else { call_bytes(head, body.len()) };
                 peer.incoming.add(counted);
                 peer.enqueue(ReceivedCall { issued, elements: Some(body), counted, announced: 0 });
+            }
+            Frame::CallOnly(issued) => {
+                let announced = call_bytes(head, 0);
+                peer.incoming.add_call_only(announced);
+                peer.enqueue(ReceivedCall { issued, elements: Some(body), counted: 0, announced });
             }
             Frame::ReadyToSend(issued) => {
                 let announced = call_bytes(head, 0);

@@ -1,10 +1,10 @@
-// A fake CUDA driver, NVRTC and cuBLASLt that run on the host, for tests without a GPU: one library under three names. It accepts less
+// A fake CUDA driver, NVRTC, cuBLASLt and NCCL that run on the host, for tests without a GPU: one library under four names. It accepts less
 // than a GPU does: what a GPU might do wrong without a word is a fault here, in every run.
 //
 // Options, as words in fake.txt in the folder of the library: driver=12080, nvrtc=12, blas=120900, no-gpu, old-gpu, small-gpu (160 MiB),
 // big-gpu (64 GiB, without contents), no-start, lost, unordered (events are ignored), plain-products (cuBLASLt has no epilogues), refused=
 // and not-found= (products without algorithm, see cublaslt.h), connections= (hardware queues, where the environment does not tell), quiet
-// (faults are not printed). The number of hardware queues is left in connections.txt.
+// (faults are not printed), gpus= (their number), nccl= (its version). The number of hardware queues is left in connections.txt.
 #include "state.h"
 #include "memory.h"
 #include "streams.h"
@@ -50,15 +50,15 @@ API int cuGetErrorName(int code, const char **name) {
     const auto known = names->find(code);
     return *name = known == names->end() ? "CUDA_ERROR_UNKNOWN" : known->second, OK;
 }
-API int cuDeviceGetCount(int *count) { return *count = 1, OK; }
-API int cuDeviceGet(int *device, int number) { return *device = number, number == 0 ? 0 : 101; }
+API int cuDeviceGetCount(int *count) { return *count = option_value("gpus=", 1), OK; }
+API int cuDeviceGet(int *device, int number) { return *device = number, number < option_value("gpus=", 1) ? 0 : 101; }
 API int cuDeviceGetName(char *name, int bytes, int) { return snprintf(name, bytes, "fake GPU"), OK; }
 API int cuDeviceTotalMem_v2(size_t *bytes, int) { return *bytes = gpu_bytes(), OK; }
 API int cuDeviceGetAttribute(int *value, int which, int) {
     *value = which == 75 ? (has_option("old-gpu") ? 7 : 9) : which == 76 ? 0 : which == 16 ? 132 : which == 97 ? SHARED_BYTES_MAX : 0;
     return OK;
 }
-API int cuDevicePrimaryCtxRetain(void **context, int) { return *context = &lock, OK; }
+API int cuDevicePrimaryCtxRetain(void **context, int device) { return *context = reinterpret_cast<char *>(&lock) + device, OK; }
 API int cuDevicePrimaryCtxRelease_v2(int) { return OK; }
 API int cuCtxSetCurrent(void *) { return lost; }
 API int cuCtxSynchronize() { return synchronize_context(); }
@@ -332,3 +332,4 @@ API int nvrtcGetProgramLogSize(void *, size_t *bytes) { return *bytes = 8, 0; }
 API int nvrtcGetProgramLog(void *, char *to) { return strcpy(to, "the log"), 0; }
 
 #include "cublaslt.h"
+#include "nccl.h"

@@ -11,12 +11,13 @@ use std::process::Command;
 use std::sync::OnceLock;
 use std::time::UNIX_EPOCH;
 
-const FAKE: [(&str, &str); 6] = [
+const FAKE: [(&str, &str); 7] = [
     ("state.h", include_str!("state.h")),
     ("memory.h", include_str!("memory.h")),
     ("streams.h", include_str!("streams.h")),
     ("programs.h", include_str!("programs.h")),
     ("cublaslt.h", include_str!("cublaslt.h")),
+    ("nccl.h", include_str!("nccl.h")),
     ("fake.cc", include_str!("fake.cc")),
 ];
 const SHIM: [(&str, &str); 2] =

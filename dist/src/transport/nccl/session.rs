@@ -1,0 +1,207 @@
+//! The communicators of one process, and the watchdog that aborts them when the world has failed.
+
+use crate::call::{Call, GroupPosition, Op, Origin, Phase, Request};
+use crate::error::{Error, Kind, Result};
+use crate::mesh::{AxisSet, Mesh};
+use crate::transport::tcp::{Endpoint, TcpTransport};
+use crate::transport::{Transport, TransportSession};
+use shardgrad_kernels::cuda::SearchPaths;
+use shardgrad_kernels::{Backend, Cpu, DType, KernelError, download, upload};
+use shardgrad_nccl::{Communicator, Nccl, UniqueId};
+use std::collections::HashMap;
+use std::panic::Location;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{Builder, JoinHandle};
+use std::time::{Duration, Instant};
+
+/// The interval at which the watchdog looks whether the world has failed.
+const WATCH_EVERY: Duration = Duration::from_millis(10);
+/// The interval at which it asks the communicators for asynchronous errors.
+const ASK_EVERY: Duration = Duration::from_millis(200);
+/// How long an asynchronous error waits for its cause: a lost process, which the connection to it reports with its rank.
+const CAUSE_TIME: Duration = Duration::from_secs(1);
+
+/// The function with whose name the back end reports that its work was aborted.
+const ABORTED: &str = "ncclCommAbort";
+
+/// What the rank and the watchdog share.
+#[derive(Debug)]
+struct Watched {
+    endpoint: Endpoint,
+    rank_text: String,
+    backend: Arc<dyn Backend>,
+    /// That of all ranks first.
+    communicators: Vec<Communicator>,
+    is_over: AtomicBool,
+}
+
+/// The communicators of one process for every set of axes whose groups have more than one rank.
+#[derive(Debug)]
+pub(crate) struct Session {
+    watched: Arc<Watched>,
+    /// The communicator of the bits of axes longer than 1.
+    by_bits: HashMap<u16, usize>,
+    long_axes: AxisSet,
+    watchdog: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Session {
+    /// Joins the communicators with all other ranks.
+    ///
+    /// # Errors
+    /// The errors of the library; `Kind::Config` if ranks have different versions of it; `Kind::Timeout` if a rank does not join; the
+    /// failure of the world.
+    pub(crate) fn join(
+        mesh: &Mesh,
+        rank: usize,
+        tcp: &TcpTransport,
+        endpoint: &Endpoint,
+        backend: &Arc<dyn Backend>,
+    ) -> Result<Arc<Session>> {
+        let nccl = Nccl::open(&SearchPaths::from_env())?;
+        let id = exchange_id(mesh, rank, tcp, &nccl)?;
+        let long_axes: AxisSet = mesh.axes().filter(|axis| mesh.size(*axis) > 1).collect();
+        let start = Instant::now();
+        let mut check = || -> Result<()> {
+            tcp.check()?;
+            if start.elapsed() <= tcp.limit() {
+                return Ok(());
+            }
+            let why = format!(
+                "rank {rank} waited more than {:?} for the others to join the communicators of NCCL",
+                tcp.limit()
+            );
+            let help = "look for warnings of NCCL on the other ranks (NCCL_DEBUG=WARN); raise the timeout with --timeout";
+            Err(Error::new(Kind::Timeout, why).detail("help", help))
+        };
+        let all = Communicator::join(&nccl, &**backend, &id, (rank, mesh.num_ranks()), &mut check)?;
+        let mut by_bits = HashMap::from([(long_axes.bits(), 0)]);
+        let mut communicators = vec![all];
+        // Every rank makes them in this order, and before its function runs: a split is a call of all ranks.
+        for bits in 1..long_axes.bits() {
+            let axes: AxisSet = mesh.axes().filter(|axis| bits & AxisSet::one(*axis).bits() != 0).collect();
+            if axes.union(long_axes) != long_axes {
+                continue;
+            }
+            let position = GroupPosition::new(mesh, rank, axes);
+            let key = (position.group_rank, position.size());
+            let split = communicators[0].split(position.members[0], key, &mut check)?;
+            by_bits.insert(bits, communicators.len());
+            communicators.push(split);
+        }
+        let watched = Arc::new(Watched {
+            endpoint: endpoint.clone(),
+            rank_text: mesh.describe(rank),
+            backend: backend.clone(),
+            communicators,
+            is_over: AtomicBool::new(false),
+        });
+        let by = watched.clone();
+        let watchdog = Builder::new().name("nccl-watchdog".to_string()).spawn(move || by.watch())?;
+        Ok(Arc::new(Session { watched, by_bits, long_axes, watchdog: Mutex::new(Some(watchdog)) }))
+    }
+
+    /// The communicator of this rank's group over some axes, which has more than one rank.
+    pub(super) fn communicator(&self, axes: AxisSet) -> &Communicator {
+        &self.watched.communicators[self.by_bits[&(axes.bits() & self.long_axes.bits())]]
+    }
+
+    fn end_watch(&self) {
+        self.watched.is_over.store(true, Ordering::SeqCst);
+        let watchdog = self.watchdog.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(watchdog) = watchdog {
+            watchdog.thread().unpark();
+            let _ = watchdog.join();
+        }
+    }
+}
+
+impl TransportSession for Session {
+    /// Ends the watch, and destroys the communicators.
+    fn finish(&self) -> Result<()> {
+        self.end_watch();
+        // Splits first.
+        self.watched.communicators.iter().rev().try_for_each(|communicator| Ok(communicator.destroy()?))
+    }
+
+    /// Whether the error says that work of this rank was aborted, which happens after the world has failed.
+    fn is_consequence(&self, error: &Error) -> bool {
+        error.kind() == Kind::Device && error.message().starts_with(ABORTED)
+    }
+}
+
+impl Drop for Session {
+    /// Aborts what is left: the back end waits for all work when it is dropped.
+    fn drop(&mut self) {
+        self.end_watch();
+        self.watched.abort();
+    }
+}
+
+impl Watched {
+    /// Aborts the communicators as soon as the world has failed, and fails the world if a communicator has.
+    fn watch(&self) {
+        let mut asked = Instant::now();
+        let mut found: Option<(Instant, KernelError)> = None;
+        while !self.is_over.load(Ordering::SeqCst) {
+            std::thread::park_timeout(WATCH_EVERY);
+            if self.endpoint.has_failed() {
+                return self.abort();
+            }
+            if found.is_none() && asked.elapsed() >= ASK_EVERY {
+                asked = Instant::now();
+                let error = self.communicators.iter().find_map(|communicator| communicator.check().err());
+                found = error.map(|error| (Instant::now(), error));
+            }
+            if let Some((_, error)) = found.take_if(|(since, _)| since.elapsed() >= CAUSE_TIME) {
+                self.endpoint.fail_everywhere(Error::from(error).detail("rank", self.rank_text.clone()));
+            }
+        }
+    }
+
+    /// Aborts all communicators. What their operations write is not read any more.
+    fn abort(&self) {
+        let why = "the world has failed, so the collectives on the GPU were aborted".to_string();
+        self.backend.invalidate(KernelError::Device { call: ABORTED, why, is_permanent: false });
+        self.communicators.iter().rev().for_each(Communicator::abort);
+    }
+}
+
+/// Sends the id of a new communicator from rank 0 to all ranks, over TCP, with the version of the library.
+fn exchange_id(mesh: &Mesh, rank: usize, tcp: &TcpTransport, nccl: &Nccl) -> Result<UniqueId> {
+    let host = Cpu::backend(1);
+    let x = match rank {
+        0 => Some(upload(&*host, &[&nccl.unique_id()?.0[..], &nccl.version().to_le_bytes()].concat())?),
+        _ => None,
+    };
+    let (axes, bytes) = (mesh.all_axes(), 128 + size_of::<usize>());
+    let (dtype, phase, path, origin) =
+        (DType::U8, Phase::Control, "the id of the communicators of NCCL", Origin::default());
+    let call = Call { axes, dtype, phase, path, origin, site: Location::caller() };
+    let position = GroupPosition::new(mesh, rank, axes);
+    let op = Op::Broadcast { root: 0 };
+    // Not one of the calls of the program, which are numbered from 1.
+    let request = Request {
+        call: &call,
+        op,
+        position: &position,
+        number: 0,
+        counts: &[bytes],
+        received: &[],
+        x: x.as_ref(),
+    };
+    let y = tcp.run(&*host, &request)?.expect("bug: a broadcast without a result");
+    let y: Vec<u8> = download(&*host, &y, bytes)?;
+    let (id, version) = y.split_first_chunk::<128>().expect("bug: a short id");
+    let version = usize::from_le_bytes(version.try_into().expect("bug: a short version"));
+    if version != nccl.version() {
+        let why = format!(
+            "ranks have different versions of NCCL: {version} on rank 0, {} on rank {rank}",
+            nccl.version()
+        );
+        let help = "install the same version on all machines (`shardgrad doctor` shows the file)";
+        return Err(Error::new(Kind::Config, why).detail("help", help));
+    }
+    Ok(UniqueId(*id))
+}

@@ -1,0 +1,312 @@
+//! Ranks as processes that communicate by NCCL, on fake GPUs: results of all collectives over all groups beside those of threads, and
+//! failures, each of which ends on every rank with its cause.
+
+#[path = "../../nccl/tests/fake_gpu/mod.rs"]
+mod fake_gpu;
+
+use fake_gpu::{FakeGpu, scenario_of_this_process, succeeded};
+use shardgrad_dist::{
+    AxisSet, Call, Error, Kind, Mesh, Origin, Phase, Process, Rank, ReduceOp, Result, Token, World,
+};
+use shardgrad_kernels::cuda::{CudaDevice, SearchPaths};
+use shardgrad_kernels::{Buffer, DType, download, upload};
+use std::fs;
+use std::net::TcpListener;
+use std::panic::Location;
+use std::path::Path;
+use std::process::Output;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Elements of a small call, which every member reduces, and of a large one, which members reduce in chunks; both uneven.
+const NUMELS: [usize; 2] = [11, 20_003];
+
+fn call(axes: AxisSet, dtype: DType) -> Call<'static> {
+    let (path, origin, site) = ("", Origin::default(), Location::caller());
+    Call { axes, dtype, phase: Phase::Forward, path, origin, site }
+}
+
+/// The bytes of `numel` elements that differ from rank to rank: small integers, so that every sum is exact and all orders agree,
+/// or fractions.
+fn elements(rank: usize, dtype: DType, numel: usize, is_exact: bool) -> Vec<u8> {
+    let at = |i: usize| ((i * 7 + rank * 13) % 19) as f32 - 9.0;
+    let value = |i: usize| if is_exact { at(i) } else { at(i) * 0.37 + 0.013 * i as f32 };
+    let one = |i: usize| match dtype {
+        DType::F64 => f64::from(value(i)).to_le_bytes().to_vec(),
+        DType::F32 => value(i).to_le_bytes().to_vec(),
+        DType::BF16 => (value(i).to_bits() >> 16).to_le_bytes()[..2].to_vec(),
+        DType::F16 => half::f16::from_f32(value(i)).to_le_bytes().to_vec(),
+        DType::I64 => (at(i) as i64).to_le_bytes().to_vec(),
+        DType::U8 => vec![(at(i) + 9.0) as u8],
+        DType::Bool => vec![u8::from(at(i) > 0.0)],
+    };
+    (0..numel).flat_map(one).collect()
+}
+
+/// Parts of `numel` elements for `size` members, one of them empty.
+fn uneven(numel: usize, size: usize) -> Vec<usize> {
+    let mut counts = vec![numel / size; size];
+    counts[size - 1] += numel % size + counts[0];
+    counts[0] = 0;
+    counts
+}
+
+/// Makes every collective over every set of axes in every dtype. Returns names and bytes of the results.
+fn all_calls(rank: &Rank, is_exact: bool) -> Result<Vec<(String, Vec<u8>)>> {
+    let (backend, mesh, mut results) = (&**rank.backend(), rank.mesh().clone(), Vec::new());
+    for bits in 1..1u16 << mesh.num_axes() {
+        let axes: AxisSet = mesh.axes().filter(|axis| bits >> axis.0 & 1 == 1).collect();
+        let size = mesh.group_size(axes);
+        for (dtype, numel) in DType::ALL.into_iter().flat_map(|dtype| NUMELS.map(|numel| (dtype, numel))) {
+            let (call, bytes) = (call(axes, dtype), |numel: usize| numel * dtype.size());
+            let x = upload(backend, &elements(rank.index(), dtype, numel, is_exact))?;
+            let mut add = |name: &str, y: &Buffer, numel: usize| -> Result<()> {
+                let bytes = download::<u8>(backend, y, bytes(numel))?;
+                results.push((format!("{name} {dtype}[{numel}] over {}", mesh.names(axes)), bytes));
+                Ok(())
+            };
+            let group_rank = rank.group_rank(axes);
+            for op in [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min] {
+                if dtype != DType::Bool || op != ReduceOp::Sum {
+                    add(&format!("all_reduce({op})"), &rank.all_reduce(&call, &x, numel, op)?, numel)?;
+                }
+            }
+            for counts in [uneven(numel, size), vec![numel / size; size]] {
+                let mine = counts[group_rank];
+                if dtype != DType::Bool {
+                    add("reduce_scatter", &rank.reduce_scatter(&call, &x, &counts)?, mine)?;
+                }
+                add("all_gather", &rank.all_gather(&call, &x, &counts)?, counts.iter().sum())?;
+                let received: Vec<usize> = vec![mine; size];
+                let y = rank.all_to_all(&call, &x, &counts, &received)?;
+                add("all_to_all", &y, mine * size)?;
+            }
+            for root in 0..size {
+                let y = rank.broadcast(&call, (root == group_rank).then_some(&x), numel, root)?;
+                add("broadcast", &y, numel)?;
+            }
+            // A ring: every rank sends before it receives.
+            rank.send(&call, &x, numel, (group_rank + 1) % size)?;
+            add("recv", &rank.recv(&call, numel, (group_rank + size - 1) % size)?, numel)?;
+            add("none", &rank.all_reduce(&call, &x, 0, ReduceOp::Max)?, 0)?;
+            rank.barrier(&call)?;
+        }
+    }
+    Ok(results)
+}
+
+/// Sums of f32, and of f64 to the precision of f32, in another order.
+fn is_near(name: &str, a: &[u8], b: &[u8]) -> bool {
+    let value = |x: &[u8]| match x.len() {
+        8 => f64::from_le_bytes(x.try_into().unwrap()),
+        _ => f64::from(f32::from_le_bytes(x.try_into().unwrap())),
+    };
+    let size = if name.contains("f64") { 8 } else { 4 };
+    a.len() == b.len()
+        && a.chunks(size)
+            .zip(b.chunks(size))
+            .all(|(a, b)| (value(a) - value(b)).abs() <= 1e-5 * value(a).abs().max(1.0))
+}
+
+/// Compares the results of this rank with those of threads on the CPU.
+fn compare(mesh: &Mesh, rank: usize, results: &[(String, Vec<u8>)], is_exact: bool) {
+    let of_threads = World::new(mesh.clone()).threads(1).allow_unoptimized();
+    let due = of_threads.launch(|rank| all_calls(rank, is_exact)).unwrap().swap_remove(rank);
+    assert_eq!(results.len(), due.len());
+    for ((name, bytes), (due_name, due)) in results.iter().zip(&due) {
+        assert_eq!(name, due_name);
+        // NCCL sums these, in its own order.
+        let is_summed =
+            ["all_reduce(sum) f32", "all_reduce(sum) f64", "reduce_scatter f32", "reduce_scatter f64"]
+                .iter()
+                .any(|sum| name.starts_with(sum));
+        let fits = bytes == due || !is_exact && is_summed && is_near(name, bytes, due);
+        assert!(fits, "{name} on rank {rank} of {mesh}");
+    }
+}
+
+fn port(folder: &Path, rank: usize) -> u16 {
+    let file = folder.join("port");
+    if rank == 0 {
+        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        fs::write(folder.join("draft"), port.to_string()).unwrap();
+        fs::rename(folder.join("draft"), &file).unwrap();
+        return port;
+    }
+    loop {
+        match fs::read_to_string(&file) {
+            Ok(port) => return port.parse().unwrap(),
+            Err(_) => thread::sleep(Duration::from_millis(2)),
+        }
+    }
+}
+
+/// Joins the world of a test as one process on its GPU.
+fn join<T: Send>(
+    folder: &Path,
+    mesh: &Mesh,
+    rank: usize,
+    set_up: impl Fn(World) -> World,
+    f: impl FnOnce(&Rank) -> Result<T> + Send,
+) -> Result<T> {
+    let token = Token::Text("0123456789abcdef".to_string());
+    let process = Process::new(rank, mesh.num_ranks(), "127.0.0.1", port(folder, rank))?.token(token);
+    let device = CudaDevice::open(&SearchPaths::from_env(), rank)?;
+    let world = World::new(mesh.clone()).threads(1).timeout(Duration::from_secs(60)).allow_unoptimized();
+    set_up(world.on_device(device)).join(&process, f)
+}
+
+fn contains(error: &Error, kind: Kind, parts: &[&str]) {
+    let text = error.to_string();
+    assert_eq!(error.kind(), kind, "{text}");
+    assert!(parts.iter().all(|part| text.contains(part)), "{parts:?} in:\n{text}");
+}
+
+fn sum(rank: &Rank, numel: usize) -> Result<Vec<f32>> {
+    let backend = &**rank.backend();
+    let x = upload(backend, &vec![1.0f32; numel])?;
+    let call = call(rank.mesh().all_axes(), DType::F32);
+    let y = rank.all_reduce(&call, &x, numel, ReduceOp::Sum)?;
+    Ok(download(backend, &y, numel)?)
+}
+
+/// What each rank of a scenario does.
+fn scenario(name: &str, folder: &Path, rank: usize, size: usize) {
+    let start = Instant::now();
+    let (name, mesh) = name.split_once(' ').unwrap();
+    let mesh = Mesh::parse(mesh).unwrap();
+    assert_eq!(mesh.num_ranks(), size);
+    let joined = |f: &(dyn Fn(&Rank) -> Result<()> + Sync)| join(folder, &mesh, rank, |world| world, f);
+    match name {
+        "parity" => {
+            let both = |rank: &Rank| Ok([true, false].map(|is_exact| all_calls(rank, is_exact).unwrap()));
+            let [exact, inexact] = join(folder, &mesh, rank, |world| world, both).unwrap();
+            compare(&mesh, rank, &exact, true);
+            compare(&mesh, rank, &inexact, false);
+        }
+        "killed" => {
+            let error = joined(&|rank| {
+                sum(rank, 5)?;
+                if rank.index() == 1 {
+                    std::process::abort();
+                }
+                sum(rank, 5).map(|_| ())
+            });
+            contains(&error.unwrap_err(), Kind::PeerLost, &["rank 1's process ended (killed or crashed)"]);
+        }
+        "unlike" => {
+            let error = joined(&|rank| sum(rank, 5 + rank.index()).map(|_| ())).unwrap_err();
+            if rank == 0 {
+                let parts = [
+                    "collective mismatch",
+                    "rank 0 called #1 all_reduce(sum) f32[5]",
+                    "rank 1 called #1 all_reduce(sum) f32[6]",
+                ];
+                contains(&error, Kind::Collective, &parts);
+            } else {
+                contains(&error, Kind::Collective, &["collective mismatch"]);
+            }
+        }
+        // Rank 1 cannot submit, when rank 0 waits on its GPU already.
+        "refused" => {
+            let error = joined(&|rank| {
+                // Aborted sums are not read.
+                sum(rank, 5).map(|sums| panic!("rank {} got {sums:?}", rank.index()))
+            });
+            let error = error.unwrap_err();
+            match rank {
+                1 => contains(
+                    &error,
+                    Kind::Device,
+                    &["ncclGroupEnd: invalid usage (5): the fake refuses ncclGroupEnd"],
+                ),
+                _ => contains(
+                    &error,
+                    Kind::PeerLost,
+                    &["rank 1 failed: ncclGroupEnd: invalid usage (5)", "rank 0 stops too"],
+                ),
+            }
+        }
+        // An asynchronous error of rank 1, which has no other cause, reaches both.
+        "asynchronous" => {
+            let error = joined(&|rank| {
+                sum(rank, 5)?;
+                if rank.index() == 1 {
+                    let own = std::env::var_os("SHARDGRAD_NCCL_PATH").unwrap();
+                    fs::write(Path::new(&own).join("refuse.txt"), "ncclCommGetAsyncError 0 1000000 2\n")?;
+                }
+                let end = Instant::now() + Duration::from_secs(30);
+                while Instant::now() < end {
+                    rank.check();
+                    thread::sleep(Duration::from_millis(5));
+                }
+                Ok(())
+            });
+            match rank {
+                1 => contains(&error.unwrap_err(), Kind::Device, &["unhandled system error (2)"]),
+                _ => contains(
+                    &error.unwrap_err(),
+                    Kind::PeerLost,
+                    &["rank 1 failed", "unhandled system error (2)"],
+                ),
+            }
+        }
+        "returned" => {
+            let error = joined(&|rank| if rank.index() == 1 { Ok(()) } else { sum(rank, 5).map(|_| ()) });
+            contains(&error.unwrap_err(), Kind::PeerLost, &["rank 1"]);
+        }
+        "mixed" => {
+            let set_up = |world: World| if rank == 1 { world.over_tcp() } else { world };
+            let error = join(folder, &mesh, rank, set_up, |rank| sum(rank, 5)).unwrap_err();
+            contains(
+                &error,
+                Kind::Config,
+                &["ranks got different transports: transport is NCCL on rank 0, TCP on rank 1"],
+            );
+        }
+        "tcp" => {
+            let set_up = |world: World| world.over_tcp();
+            assert_eq!(join(folder, &mesh, rank, set_up, |rank| sum(rank, 3)).unwrap(), [2.0; 3]);
+        }
+        _ => panic!("no scenario {name}"),
+    }
+    assert!(start.elapsed() < Duration::from_secs(300), "{:?}", start.elapsed());
+}
+
+/// What the processes of the other tests run; nothing without their variables.
+#[test]
+fn process_of_a_test() {
+    if let Some((name, folder, rank, size)) = scenario_of_this_process() {
+        scenario(&name, &folder, rank, size);
+        println!("done");
+    }
+}
+
+#[test]
+fn collectives_on_two_and_four_processes_give_the_results_of_threads() {
+    for mesh in ["tp=2", "dp=2,tp=2"] {
+        let Some(gpu) = FakeGpu::new(&format!("dist-parity-{}", mesh.len()), "") else { return };
+        gpu.succeeds(&format!("parity {mesh}"), Mesh::parse(mesh).unwrap().num_ranks());
+    }
+}
+
+#[test]
+fn killed_process_is_named_and_the_waits_on_gpus_end() {
+    for options in ["", "silent-loss"] {
+        let Some(gpu) = FakeGpu::new(&format!("dist-killed-{}", options.len()), options) else { return };
+        let outputs: Vec<Output> = gpu.run("killed dp=3", 3);
+        assert!(!outputs[1].status.success());
+        [0, 2].iter().for_each(|rank| succeeded(&outputs[*rank]));
+    }
+}
+
+#[test]
+fn failures_end_on_every_rank_with_their_cause() {
+    for name in ["unlike", "refused", "asynchronous", "returned", "mixed", "tcp"] {
+        let Some(gpu) = FakeGpu::new(&format!("dist-{name}"), "") else { return };
+        if name == "refused" {
+            gpu.refuse(1, "ncclGroupEnd", 5);
+        }
+        gpu.succeeds(&format!("{name} dp=2"), 2);
+    }
+}

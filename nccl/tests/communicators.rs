@@ -1,0 +1,287 @@
+//! Communicators of two to four processes on the fake GPU and its NCCL: every operation, uneven and empty parts, refused calls, lost and
+//! unlike peers, aborts in flight.
+
+mod fake_gpu;
+
+use fake_gpu::{FakeGpu, scenario_of_this_process};
+use shardgrad_kernels::cuda::{CudaDevice, SearchPaths};
+use shardgrad_kernels::{
+    Backend, BackendConfig, BackendProvider, Buffer, DType, KernelError, download, upload,
+};
+use shardgrad_nccl::{Communicator, Nccl, Part, ReduceOp, UniqueId};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use std::{fs, thread};
+
+/// How long a wait may last before the process gives up.
+const LIMIT: Duration = Duration::from_secs(20);
+
+/// One process: its back end and its communicator of all ranks.
+struct Member {
+    // Before the back end, which waits for all work when it is dropped.
+    comm: Communicator,
+    own: Arc<dyn Backend>,
+    rank: usize,
+}
+
+type Outcome<T> = Result<T, KernelError>;
+
+/// Returns a check that fails after the limit.
+fn until_limit() -> impl FnMut() -> Outcome<()> {
+    let start = Instant::now();
+    move || match start.elapsed() > LIMIT {
+        true => Err(KernelError::Device { call: "a wait", why: "too long".into(), is_permanent: false }),
+        false => Ok(()),
+    }
+}
+
+impl Member {
+    fn join(folder: &Path, rank: usize, size: usize) -> Outcome<Member> {
+        let paths = SearchPaths::from_env();
+        let own = CudaDevice::open(&paths, rank)?.backend(BackendConfig::default())?;
+        let nccl = Nccl::open(&paths)?;
+        let file = folder.join("id");
+        if rank == 0 {
+            fs::write(folder.join("draft"), nccl.unique_id()?.0).unwrap();
+            fs::rename(folder.join("draft"), &file).unwrap();
+        }
+        let mut tick = until_limit();
+        let id = loop {
+            match fs::read(&file) {
+                Ok(id) => break UniqueId(id.try_into().unwrap()),
+                Err(_) => tick()?,
+            }
+            thread::sleep(Duration::from_millis(1));
+        };
+        let comm = Communicator::join(&nccl, &*own, &id, (rank, size), &mut tick)?;
+        Ok(Member { own, comm, rank })
+    }
+
+    /// Submits parts to the communication stream; returns `numel` elements.
+    fn submit(&self, comm: &Communicator, x: &Buffer, bytes: usize, parts: &[Part]) -> Outcome<Buffer> {
+        let on = self.own.begin_async()?.expect("a GPU has a communication stream");
+        let mut y = on.alloc(bytes)?;
+        let submitted = comm.submit(on, Some(x), Some(&mut y), parts, &mut until_limit());
+        self.own.end_async()?;
+        submitted.map(|()| y)
+    }
+
+    fn up(&self, values: &[f32]) -> Outcome<Buffer> {
+        upload(&*self.own, values)
+    }
+
+    fn down(&self, y: &Buffer, numel: usize) -> Outcome<Vec<f32>> {
+        download(&*self.own, y, numel)
+    }
+
+    /// The element i of a rank.
+    fn value(rank: usize, i: usize) -> f32 {
+        (100 * rank + i) as f32
+    }
+
+    fn values(&self, numel: usize) -> Vec<f32> {
+        (0..numel).map(|i| Member::value(self.rank, i)).collect()
+    }
+
+    /// Runs every operation and compares its result with the definition.
+    fn all_operations(&self, comm: &Communicator, members: &[usize]) -> Outcome<()> {
+        let me = members.iter().position(|rank| *rank == self.rank).unwrap();
+        let (size, n) = (members.len(), 6);
+        let x = self.up(&self.values(n * size))?;
+        let over = |each: &dyn Fn(usize) -> f32| members.iter().map(|rank| each(*rank)).collect::<Vec<f32>>();
+        for (op, reduce) in [
+            (ReduceOp::Sum, (|a, b| a + b) as fn(f32, f32) -> f32),
+            (ReduceOp::Max, f32::max),
+            (ReduceOp::Min, f32::min),
+        ] {
+            let y = self.submit(comm, &x, 4 * n, &[Part::AllReduce { numel: n, dtype: DType::F32, op }])?;
+            let due = |i: usize| over(&|rank| Member::value(rank, i)).into_iter().reduce(reduce).unwrap();
+            assert_eq!(self.down(&y, n)?, (0..n).map(due).collect::<Vec<f32>>(), "{op:?}");
+        }
+        let y = self.submit(comm, &x, 4 * n, &[Part::ReduceScatter { numel: n, dtype: DType::F32 }])?;
+        let due = |i: usize| over(&|rank| Member::value(rank, me * n + i)).into_iter().sum::<f32>();
+        assert_eq!(self.down(&y, n)?, (0..n).map(due).collect::<Vec<f32>>());
+        let y = self.submit(comm, &x, 4 * n * size, &[Part::AllGather { bytes: 4 * n }])?;
+        let due =
+            members.iter().flat_map(|rank| (0..n).map(|i| Member::value(*rank, i))).collect::<Vec<f32>>();
+        assert_eq!(self.down(&y, n * size)?, due);
+        for root in 0..size {
+            let on = self.own.begin_async()?.unwrap();
+            let mut y = on.alloc(4 * n)?;
+            let (x, y_or_none) = if me == root { (Some(&x), None) } else { (None, Some(&mut y)) };
+            comm.submit(on, x, y_or_none, &[Part::Broadcast { bytes: 4 * n, root }], &mut until_limit())?;
+            self.own.end_async()?;
+            if me != root {
+                let due = (0..n).map(|i| Member::value(members[root], i)).collect::<Vec<f32>>();
+                assert_eq!(self.down(&y, n)?, due, "from {root}");
+            }
+        }
+        // Rank i sends rank j a run of i + j elements, none from 0 to 0 and to itself.
+        let run = |i: usize, j: usize| if i == j { 0 } else { 4 * (i + j) };
+        let mut parts = Vec::new();
+        let mut at = 0;
+        for other in 0..size {
+            parts.push(Part::Recv { range: at..at + run(other, me), from: other });
+            parts.push(Part::Send { range: 0..run(me, other), to: other });
+            at += run(other, me);
+        }
+        parts.retain(
+            |part| !matches!(part, Part::Send { range, .. } | Part::Recv { range, .. } if range.is_empty()),
+        );
+        let y = self.submit(comm, &x, at, &parts)?;
+        let due =
+            (0..size).flat_map(|from| (0..run(from, me) / 4).map(move |i| Member::value(members[from], i)));
+        assert_eq!(self.down(&y, at / 4)?, due.collect::<Vec<f32>>());
+        Ok(())
+    }
+
+    /// Begins an all-reduce and returns how its result is read: the error with which the buffers are invalidated if it is aborted.
+    fn aborted_all_reduce(&self, numel: usize, is_over: impl Fn() -> bool + Sync) -> Outcome<Vec<f32>> {
+        let x = self.up(&self.values(numel))?;
+        thread::scope(|scope| {
+            let y = self.submit(
+                &self.comm,
+                &x,
+                4 * numel,
+                &[Part::AllReduce { numel, dtype: DType::F32, op: ReduceOp::Sum }],
+            )?;
+            scope.spawn(|| {
+                while !is_over() {
+                    thread::sleep(Duration::from_millis(2));
+                }
+                let why =
+                    KernelError::Device { call: "ncclCommAbort", why: "enough".into(), is_permanent: false };
+                self.own.invalidate(why);
+                self.comm.abort();
+            });
+            self.down(&y, numel)
+        })
+    }
+}
+
+/// Returns the message of an expected error.
+fn message<T: std::fmt::Debug>(outcome: Outcome<T>) -> String {
+    outcome.unwrap_err().to_string()
+}
+
+/// What each rank of a scenario does.
+fn scenario(name: &str, folder: &Path, rank: usize, size: usize) -> Outcome<()> {
+    if let Some(call) = name.strip_prefix("refused ") {
+        let joined = Member::join(folder, rank, size);
+        let outcome = joined.and_then(|member| {
+            member.all_operations(&member.comm, &(0..size).collect::<Vec<usize>>())?;
+            let split = member.comm.split(0, (rank, size), &mut until_limit())?;
+            split.destroy()
+        });
+        let text = message(outcome);
+        assert!(
+            text.contains("invalid usage (5)") && text.contains(&format!("the fake refuses {call}")),
+            "{text}"
+        );
+        return Ok(());
+    }
+    let member = Member::join(folder, rank, size)?;
+    let everyone: Vec<usize> = (0..size).collect();
+    match name {
+        "all" => {
+            member.all_operations(&member.comm, &everyone)?;
+            // Groups as of a mesh of two axes: neighbors, and ranks with the same parity.
+            for color in [|rank: usize| rank / 2, |rank: usize| rank % 2] {
+                let of = |other: &usize| color(*other);
+                let members: Vec<usize> =
+                    everyone.iter().copied().filter(|other| of(other) == of(&rank)).collect();
+                let key = members.iter().position(|other| *other == rank).unwrap();
+                let split = member.comm.split(of(&rank), (key, members.len()), &mut until_limit())?;
+                member.all_operations(&split, &members)?;
+                member.own.synchronize()?;
+                split.destroy()?;
+            }
+            member.own.synchronize()?;
+            member.comm.destroy()?;
+        }
+        "lost" if rank == 0 => std::process::exit(0),
+        "lost" => {
+            let text = message(member.aborted_all_reduce(5, || member.comm.check().is_err()));
+            assert_eq!(text, "ncclCommAbort: enough");
+        }
+        "unlike" => {
+            // Each rank passes another count; without an abort they wait for ever.
+            let start = Instant::now();
+            let text =
+                message(member.aborted_all_reduce(5 + rank, || start.elapsed() > Duration::from_millis(300)));
+            assert_eq!(text, "ncclCommAbort: enough");
+            let x = member.up(&[1.0])?;
+            let text = message(member.submit(&member.comm, &x, 4, &[Part::AllGather { bytes: 1 }]));
+            assert_eq!(text, "NCCL: the communicator is aborted");
+        }
+        "late" => {
+            thread::sleep(Duration::from_millis(200 * rank as u64));
+            member.all_operations(&member.comm, &everyone)?;
+            member.own.synchronize()?;
+            member.comm.destroy()?;
+        }
+        _ => panic!("no scenario {name}"),
+    }
+    Ok(())
+}
+
+/// What the processes of the other tests run; nothing without their variables.
+#[test]
+fn process_of_a_test() {
+    if let Some((name, folder, rank, size)) = scenario_of_this_process() {
+        scenario(&name, &folder, rank, size).unwrap();
+        println!("done");
+    }
+}
+
+#[test]
+fn operations_match_their_definitions_on_two_and_four_processes() {
+    for size in [2, 4] {
+        let Some(gpu) = FakeGpu::new(&format!("all{size}"), "") else { return };
+        gpu.succeeds("all", size);
+    }
+}
+
+#[test]
+fn late_ranks_are_waited_for() {
+    let Some(gpu) = FakeGpu::new("late", "") else { return };
+    gpu.succeeds("late", 3);
+}
+
+#[test]
+fn lost_peer_is_an_asynchronous_error_and_aborted() {
+    let Some(gpu) = FakeGpu::new("lost", "") else { return };
+    gpu.run("lost", 3)[1..].iter().for_each(fake_gpu::succeeded);
+}
+
+#[test]
+fn unlike_calls_wait_until_they_are_aborted() {
+    let Some(gpu) = FakeGpu::new("unlike", "") else { return };
+    gpu.succeeds("unlike", 2);
+}
+
+#[test]
+fn refused_calls_are_errors_with_the_text_of_the_library() {
+    for call in [
+        "ncclGetUniqueId",
+        "ncclCommInitRankConfig",
+        "ncclCommSplit",
+        "ncclCommGetAsyncError",
+        "ncclCommDestroy",
+        "ncclGroupStart",
+        "ncclGroupEnd",
+        "ncclAllReduce",
+        "ncclReduceScatter",
+        "ncclAllGather",
+        "ncclBroadcast",
+        "ncclSend",
+        "ncclRecv",
+    ] {
+        // A rank alone sends to nobody.
+        let size = if ["ncclSend", "ncclRecv"].contains(&call) { 2 } else { 1 };
+        let Some(gpu) = FakeGpu::new("refused", "") else { return };
+        (0..size).for_each(|rank| gpu.refuse(rank, call, 5));
+        gpu.succeeds(&format!("refused {call}"), size);
+    }
+}

@@ -1,0 +1,125 @@
+//! A fake GPU for each of several processes, and the processes: this test program, started again for each rank.
+
+use std::io::Write as _;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::sync::OnceLock;
+use std::time::Duration;
+use std::{env, fs, thread};
+
+/// The time after which a process of a test aborts itself: it hangs.
+const LIMIT: Duration = Duration::from_secs(280);
+/// The most ranks of a test.
+const RANKS_MAX: usize = 4;
+/// The variables of a process of a test: what it does, its rank, the number of ranks, and the folder of the test.
+const SCENARIO: &str = "SHARDGRAD_TEST_SCENARIO";
+const RANK: &str = "SHARDGRAD_TEST_RANK";
+const SIZE: &str = "SHARDGRAD_TEST_SIZE";
+const FOLDER: &str = "SHARDGRAD_TEST_FOLDER";
+
+/// The folder of a test with a fake GPU for each rank, deleted on drop. Dropping it fails the test if a fake GPU reported a fault.
+pub(crate) struct FakeGpu(PathBuf);
+
+impl FakeGpu {
+    /// Builds the libraries with these options (`fake.cc` lists them); `None`, with a message, without g++.
+    pub(crate) fn new(name: &str, options: &str) -> Option<FakeGpu> {
+        let folder = env::temp_dir().join(format!("shardgrad-fake-{name}-{}", std::process::id()));
+        fs::create_dir_all(&folder).unwrap();
+        let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../kernels/src");
+        let driver = folder.join("libcuda.so.1");
+        static BUILT: OnceLock<Option<Vec<u8>>> = OnceLock::new();
+        let built = BUILT.get_or_init(|| {
+            let flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-o"];
+            let source = sources.join("cuda/fake/fake.cc");
+            let made = Command::new("g++").args(flags).arg(&driver).arg(source).output().ok()?;
+            assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+            Some(fs::read(&driver).unwrap())
+        });
+        let Some(built) = built else {
+            let _ = writeln!(std::io::stderr(), "skipped: no g++ for the fake GPU");
+            return None;
+        };
+        fs::write(&driver, built).unwrap();
+        // Compiled kernels are shared with other tests.
+        let cache = env::current_exe().unwrap().with_file_name("shim");
+        fs::create_dir_all(&cache).unwrap();
+        let gpu = FakeGpu(folder);
+        for rank in 0..RANKS_MAX {
+            let own = gpu.rank_folder(rank);
+            fs::create_dir_all(&own).unwrap();
+            for name in ["libcuda.so.1", "libnvrtc.so.13", "libcublasLt.so.13", "libnccl.so.2"] {
+                symlink("../libcuda.so.1", own.join(name)).unwrap();
+            }
+            for name in ["shim.h", "shim.cc"] {
+                fs::copy(sources.join("gpu/shim").join(name), own.join(name)).unwrap();
+            }
+            symlink(&cache, own.join("cache")).unwrap();
+            fs::write(own.join("fake.txt"), format!("gpus={RANKS_MAX} {options}")).unwrap();
+        }
+        Some(gpu)
+    }
+
+    /// The libraries that a rank opens, with options, refusals and faults of its own.
+    fn rank_folder(&self, rank: usize) -> PathBuf {
+        self.0.join(format!("rank{rank}"))
+    }
+
+    /// Refuses all calls of a function on a rank, with a code.
+    pub(crate) fn refuse(&self, rank: usize, call: &str, code: i32) {
+        let line = format!("{call} 0 1000000 {code}\n");
+        fs::write(self.rank_folder(rank).join("refuse.txt"), line).unwrap();
+    }
+
+    /// Runs a scenario in as many processes, each one rank. Ranks arrive in no order.
+    pub(crate) fn run(&self, scenario: &str, size: usize) -> Vec<Output> {
+        let start = |rank: usize| {
+            let mut process = Command::new(env::current_exe().unwrap());
+            process.args(["--exact", "process_of_a_test", "--nocapture", "--test-threads=1"]);
+            process.env(SCENARIO, scenario).env(FOLDER, &self.0);
+            process.env(RANK, rank.to_string()).env(SIZE, size.to_string());
+            ["CUDA", "NVRTC", "CUBLASLT", "NCCL"].iter().for_each(|library| {
+                process.env(format!("SHARDGRAD_{library}_PATH"), self.rank_folder(rank));
+            });
+            process.env("SHARDGRAD_CACHE_DIR", self.rank_folder(rank));
+            process.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+        };
+        let order = [2, 0, 3, 1].into_iter().filter(|rank| *rank < size);
+        let mut started: Vec<_> = order.map(|rank| (rank, start(rank))).collect();
+        started.sort_by_key(|(rank, _)| *rank);
+        started.into_iter().map(|(_, process)| process.wait_with_output().unwrap()).collect()
+    }
+
+    /// Runs a scenario that succeeds on every rank.
+    pub(crate) fn succeeds(&self, scenario: &str, size: usize) {
+        self.run(scenario, size).iter().for_each(succeeded);
+    }
+}
+
+impl Drop for FakeGpu {
+    fn drop(&mut self) {
+        let of =
+            |rank: usize| fs::read_to_string(self.rank_folder(rank).join("faults.txt")).unwrap_or_default();
+        let faults: String = (0..RANKS_MAX).map(of).collect();
+        let _ = fs::remove_dir_all(&self.0);
+        assert!(faults.is_empty() || thread::panicking(), "the fake GPU reports: {faults}");
+    }
+}
+
+/// Fails the test unless a process has succeeded, and has run its scenario.
+pub(crate) fn succeeded(output: &Output) {
+    let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && text.contains("done"), "{text}");
+}
+
+/// Returns scenario, folder, rank and number of ranks of a process of a test; `None` in the test itself.
+pub(crate) fn scenario_of_this_process() -> Option<(String, PathBuf, usize, usize)> {
+    let number = |name: &str| env::var(name).unwrap().parse().unwrap();
+    let scenario = env::var(SCENARIO).ok()?;
+    thread::spawn(|| {
+        thread::sleep(LIMIT);
+        eprintln!("the process hangs");
+        std::process::abort();
+    });
+    Some((scenario, PathBuf::from(env::var_os(FOLDER).unwrap()), number(RANK), number(SIZE)))
+}
