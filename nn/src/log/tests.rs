@@ -155,6 +155,7 @@ fn report_has_the_auxiliary_outputs_by_name() {
         skipped: false,
         control: ControlFlags::new(),
         auxiliary: vec![("accuracy".to_string(), 0.75), ("tokens".to_string(), 12.0)],
+        auxiliary_vectors: Vec::new(),
     };
     World::run(Mesh::parse("dp=2").unwrap(), |rank| {
         let log = Log::to(dir.path("run"))?;
