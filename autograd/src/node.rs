@@ -38,10 +38,24 @@ pub(crate) trait BlockVjp {
 pub(crate) struct SavedTensors {
     pub(crate) inputs: SmallVec<[Option<Tensor>; 4]>,
     pub(crate) outputs: SmallVec<[Option<Tensor>; 2]>,
-    /// Inputs that are leaves of gather groups, as (input, leaf): their tensors are filled in before the vjp.
+    /// Inputs that are not saved as tensors. Few nodes have any, so the others stay small.
+    pub(crate) indirect: Option<Box<IndirectInputs>>,
+}
+
+/// Inputs that a node saves in other forms than their tensors.
+#[derive(Default)]
+pub(crate) struct IndirectInputs {
+    /// Leaves of gather groups, as (input, leaf): their tensors are filled in before the vjp.
     pub(crate) leaves: SmallVec<[(u32, u32); 1]>,
     /// Inputs that were gathered, by number: they are gathered again before a vjp that reads them.
     pub(crate) ungathered: SmallVec<[(usize, SavedUngathered); 1]>,
+}
+
+impl SavedTensors {
+    /// The inputs that are not saved as tensors, to add one.
+    pub(crate) fn indirect_mut(&mut self) -> &mut IndirectInputs {
+        self.indirect.get_or_insert_default()
+    }
 }
 
 /// A recorded operation: the tensors saved for backward, and the ids of its inputs.
@@ -89,31 +103,34 @@ impl Node {
 
     /// The inputs that were saved as the number of a leaf: (input, leaf).
     pub(crate) fn saved_leaves(&self) -> &[(u32, u32)] {
-        &self.saved.leaves
+        self.saved.indirect.as_ref().map_or(&[], |indirect| &indirect.leaves)
     }
 
     /// Fills in the tensors of the inputs that were saved as the number of a leaf.
     pub(crate) fn fill_saved_leaves(&mut self, mut tensor: impl FnMut(u32) -> Tensor) {
-        for (input, leaf) in std::mem::take(&mut self.saved.leaves) {
+        let Some(indirect) = &mut self.saved.indirect else { return };
+        for (input, leaf) in std::mem::take(&mut indirect.leaves) {
             self.saved.inputs[input as usize] = Some(tensor(leaf));
         }
     }
 
     /// The tensors saved for backward.
     pub(crate) fn saved(&self) -> impl Iterator<Item = &Tensor> {
-        let ungathered = self.saved.ungathered.iter().map(|(_, saved)| saved.from());
+        let ungathered = self.saved.indirect.iter().flat_map(|indirect| &indirect.ungathered);
+        let ungathered = ungathered.map(|(_, saved)| saved.from());
         self.saved.inputs.iter().chain(&self.saved.outputs).flatten().chain(ungathered)
     }
 
     /// Gathers the inputs that were saved as they were before, as far as the vjp of the wanted cotangents reads them.
     fn gather_saved_inputs(&mut self, op: &dyn Op, wanted: &[bool], rank_context: (&Rank, &Context)) {
-        if self.saved.ungathered.is_empty() {
+        let Some(indirect) = self.saved.indirect.as_mut().filter(|indirect| !indirect.ungathered.is_empty())
+        else {
             return;
-        }
+        };
         let read = op.saved_for_backward_of(wanted).inputs;
         let (now, later) =
-            std::mem::take(&mut self.saved.ungathered).into_iter().partition(|(i, _)| read.contains(i));
-        self.saved.ungathered = later;
+            std::mem::take(&mut indirect.ungathered).into_iter().partition(|(i, _)| read.contains(i));
+        indirect.ungathered = later;
         let now: SmallVec<[(usize, SavedUngathered); 1]> = now;
         for (input, saved) in now {
             self.saved.inputs[input] = Some(saved.gather(rank_context.0, rank_context.1));

@@ -53,13 +53,14 @@ impl Arena {
 
 /// The emptied arena of the previous tape, reused because a rank creates one tape after another.
 #[derive(Default)]
-struct SpareArena(Cell<Option<Arena>>);
+struct SpareArena(Cell<Option<Rc<RefCell<Arena>>>>);
 
 struct Inner {
     rank: Rank,
     context: Rc<Context>,
     spare: Rc<SpareArena>,
-    arena: RefCell<Arena>,
+    /// Shared with nothing else; the handle makes it cheap to move from one tape to the next.
+    arena: Rc<RefCell<Arena>>,
     records: Cell<bool>,
     /// Whether [`Tape::no_grad`] is active.
     no_grad: Cell<bool>,
@@ -80,11 +81,11 @@ struct Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        let mut arena = std::mem::take(self.arena.get_mut());
+        let mut arena = self.arena.borrow_mut();
         arena.leaves.clear();
         arena.nodes.clear();
         arena.round = 0;
-        self.spare.0.set(Some(arena));
+        self.spare.0.set(Some(self.arena.clone()));
     }
 }
 
@@ -123,7 +124,7 @@ impl Tape {
         Tape(Rc::new(Inner {
             rank: rank.clone(),
             context: rank.extension::<Context>().clone(),
-            arena: RefCell::new(spare.0.take().unwrap_or_default()),
+            arena: spare.0.take().unwrap_or_default(),
             spare,
             records: Cell::new(records),
             no_grad: Cell::new(false),
@@ -301,8 +302,6 @@ impl Tape {
         Rc::ptr_eq(&self.0, &other.0)
     }
 
-    /// Adds a node; returns the round and the number of the node in it.
-    #[inline]
     /// Whether the backward pass gathers activations again ([`Var::to_regathered_layout_at`]).
     fn regathers(&self) -> bool {
         self.0.regathers.get()
@@ -313,6 +312,8 @@ impl Tape {
         self.0.regathers.set(false);
     }
 
+    /// Adds a node; returns the round and the number of the node in it.
+    #[inline]
     fn push_node(&self, node: Node) -> (u32, u32) {
         let mut arena = self.0.arena.borrow_mut();
         arena.nodes.push(node);
