@@ -44,10 +44,24 @@ pub(crate) type SavedLeaves = SmallVec<[(u32, u32); 1]>;
 pub(crate) struct SavedTensors {
     pub(crate) inputs: SmallVec<[Option<Tensor>; 4]>,
     pub(crate) outputs: SmallVec<[Option<Tensor>; 2]>,
+    /// Inputs that are not saved as tensors. Few nodes have any, so the others stay small.
+    pub(crate) indirect: Option<Box<IndirectInputs>>,
+}
+
+/// Inputs that a node saves in other forms than their tensors.
+#[derive(Default)]
+pub(crate) struct IndirectInputs {
     /// Inputs whose tensors are set before a vjp that reads them.
     pub(crate) leaves: SavedLeaves,
     /// Inputs that were gathered, by number: they are gathered again before a vjp that reads them.
     pub(crate) ungathered: SmallVec<[(usize, SavedUngathered); 1]>,
+}
+
+impl SavedTensors {
+    /// The inputs that are not saved as tensors, to add one.
+    pub(crate) fn indirect_mut(&mut self) -> &mut IndirectInputs {
+        self.indirect.get_or_insert_default()
+    }
 }
 
 /// A recorded operation: the tensors saved for backward, and the ids of its inputs.
@@ -98,16 +112,27 @@ impl Node {
         self.inputs.iter().map(Option::is_some).collect()
     }
 
+    /// The inputs that were saved as the number of a leaf: (input, leaf).
+    fn saved_leaves(&self) -> &[(u32, u32)] {
+        self.saved.indirect.as_ref().map_or(&[], |indirect| &indirect.leaves)
+    }
+
+    /// The inputs that were saved as they were before they were gathered, by number.
+    fn saved_ungathered(&self) -> &[(usize, SavedUngathered)] {
+        self.saved.indirect.as_ref().map_or(&[], |indirect| &indirect.ungathered)
+    }
+
     /// The inputs that were saved as the number of a leaf and that the vjp of the wanted cotangents reads, as (input, leaf).
     pub(crate) fn saved_leaves_read(&self, wanted: &[bool]) -> SavedLeaves {
+        let leaves = self.saved_leaves();
         match &self.kind {
-            _ if self.saved.leaves.is_empty() || !wanted.contains(&true) => SavedLeaves::new(),
+            _ if leaves.is_empty() || !wanted.contains(&true) => SavedLeaves::new(),
             NodeKind::Op(op, _) => {
                 let read = op.saved_for_backward_of(wanted).inputs;
                 let is_read = |(input, _): &&(u32, u32)| read.contains(&(*input as usize));
-                self.saved.leaves.iter().filter(is_read).copied().collect()
+                leaves.iter().filter(is_read).copied().collect()
             }
-            NodeKind::Block(_) => self.saved.leaves.clone(),
+            NodeKind::Block(_) => SavedLeaves::from_slice(leaves),
         }
     }
 
@@ -118,33 +143,35 @@ impl Node {
 
     /// Drops the tensors of the inputs that were saved as the number of a leaf.
     pub(crate) fn release_saved_leaves(&mut self) {
-        for (input, _) in &self.saved.leaves {
-            self.saved.inputs[*input as usize] = None;
+        let SavedTensors { inputs, indirect, .. } = &mut self.saved;
+        for (input, _) in indirect.iter().flat_map(|indirect| &indirect.leaves) {
+            inputs[*input as usize] = None;
         }
     }
 
     /// The tensors saved for backward.
     pub(crate) fn saved(&self) -> impl Iterator<Item = &Tensor> {
-        let ungathered = self.saved.ungathered.iter().map(|(_, saved)| saved.from());
+        let ungathered = self.saved.indirect.iter().flat_map(|indirect| &indirect.ungathered);
+        let ungathered = ungathered.map(|(_, saved)| saved.from());
         self.saved.inputs.iter().chain(&self.saved.outputs).flatten().chain(ungathered)
     }
 
     /// Whether inputs were saved as they were before they were gathered.
     pub(crate) fn has_ungathered(&self) -> bool {
-        !self.saved.ungathered.is_empty()
+        !self.saved_ungathered().is_empty()
     }
 
     /// Whether the vjp of the wanted cotangents reads inputs that were saved as they were before they were gathered.
     pub(crate) fn reads_ungathered(&self, wanted: &[bool]) -> bool {
         self.op().is_some_and(|(op, _)| {
             let read = op.saved_for_backward_of(wanted).inputs;
-            self.saved.ungathered.iter().any(|(input, _)| read.contains(input))
+            self.saved_ungathered().iter().any(|(input, _)| read.contains(input))
         })
     }
 
     /// The inputs that were saved as they were before they were gathered.
     pub(crate) fn ungathered(&self) -> impl Iterator<Item = &SavedUngathered> {
-        self.saved.ungathered.iter().map(|(_, saved)| saved)
+        self.saved_ungathered().iter().map(|(_, saved)| saved)
     }
 
     /// Whether the node computes more than one multiply-add for each number that it reads or writes: long enough to gather meanwhile.
@@ -157,13 +184,14 @@ impl Node {
 
     /// Gathers the inputs that were saved as they were before, as far as the vjp of the wanted cotangents reads them.
     fn gather_saved_inputs(&mut self, op: &dyn Op, wanted: &[bool], rank_context: (&Rank, &Context)) {
-        if self.saved.ungathered.is_empty() {
+        let Some(indirect) = self.saved.indirect.as_mut().filter(|indirect| !indirect.ungathered.is_empty())
+        else {
             return;
-        }
+        };
         let read = op.saved_for_backward_of(wanted).inputs;
         let (now, later) =
-            std::mem::take(&mut self.saved.ungathered).into_iter().partition(|(i, _)| read.contains(i));
-        self.saved.ungathered = later;
+            std::mem::take(&mut indirect.ungathered).into_iter().partition(|(i, _)| read.contains(i));
+        indirect.ungathered = later;
         let now: SmallVec<[(usize, SavedUngathered); 1]> = now;
         for (input, saved) in now {
             self.saved.inputs[input] = Some(saved.gather(rank_context.0, rank_context.1));

@@ -55,13 +55,14 @@ impl Arena {
 
 /// The emptied arena of the previous tape, reused because a rank creates one tape after another.
 #[derive(Default)]
-struct SpareArena(Cell<Option<Arena>>);
+struct SpareArena(Cell<Option<Rc<RefCell<Arena>>>>);
 
 struct Inner {
     rank: Rank,
     context: Rc<Context>,
     spare: Rc<SpareArena>,
-    arena: RefCell<Arena>,
+    /// Shared with nothing else; the handle makes it cheap to move from one tape to the next.
+    arena: Rc<RefCell<Arena>>,
     records: Cell<bool>,
     /// Whether [`Tape::no_grad`] is active.
     no_grad: Cell<bool>,
@@ -82,11 +83,11 @@ struct Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        let mut arena = std::mem::take(self.arena.get_mut());
+        let mut arena = self.arena.borrow_mut();
         arena.leaves.clear();
         arena.nodes.clear();
         arena.round = 0;
-        self.spare.0.set(Some(arena));
+        self.spare.0.set(Some(self.arena.clone()));
     }
 }
 
@@ -125,7 +126,7 @@ impl Tape {
         Tape(Rc::new(Inner {
             rank: rank.clone(),
             context: rank.extension::<Context>().clone(),
-            arena: RefCell::new(spare.0.take().unwrap_or_default()),
+            arena: spare.0.take().unwrap_or_default(),
             spare,
             records: Cell::new(records),
             no_grad: Cell::new(false),

@@ -52,8 +52,10 @@ pub(super) fn record_block(
         return Ok(results.into_iter().map(|v| tape.constant(v.tensor().clone())).collect());
     }
     let outputs = SmallVec::from_elem(None, results.len());
-    let saved =
-        SavedTensors { inputs: saved_inputs, outputs, leaves: saved_leaves, ..SavedTensors::default() };
+    let mut saved = SavedTensors { inputs: saved_inputs, outputs, indirect: None };
+    if !saved_leaves.is_empty() {
+        saved.indirect_mut().leaves = saved_leaves;
+    }
     let site = (tape.context().path(), site);
     let block = CheckpointedBlock { program, regathers };
     let node = Node::new(NodeKind::Block(Box::new(block)), inputs, saved, results.len(), site);

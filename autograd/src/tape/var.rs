@@ -355,26 +355,30 @@ fn make_node(
     outputs: &[Tensor],
     site: &'static Location<'static>,
 ) -> Option<(u32, u32)> {
-    let mut inputs: SmallVec<[Option<Id>; 4]> = SmallVec::new();
+    let (mut inputs, mut wanted) = (SmallVec::<[Option<Id>; 4]>::new(), SmallVec::<[bool; 4]>::new());
+    let differentiable = op.differentiable();
     for (i, arg) in args.iter().enumerate() {
-        let differentiable = op.differentiable().get(i).copied().unwrap_or(true) && arg.dtype().is_float();
-        inputs.push(if differentiable { arg.id_on(tape, site) } else { None });
+        let has_gradient = differentiable.get(i).copied().unwrap_or(true) && arg.dtype().is_float();
+        let id = if has_gradient { arg.id_on(tape, site) } else { None };
+        inputs.push(id);
+        wanted.push(id.is_some());
     }
-    if inputs.iter().all(Option::is_none) {
+    if !wanted.contains(&true) {
         return None;
     }
-    let wanted: SmallVec<[bool; 4]> = inputs.iter().map(Option::is_some).collect();
     let keeps = op.saved_for_backward_of(&wanted);
     let mut saved = SavedTensors::default();
     for (i, arg) in args.iter().enumerate() {
         let kept = keeps.inputs.contains(&i);
         if let (true, Some(gathered)) = (kept, &arg.0.gathered) {
-            saved.ungathered.push((i, SavedUngathered::new(gathered)));
+            saved.indirect_mut().ungathered.push((i, SavedUngathered::new(gathered)));
             saved.inputs.push(None);
             continue;
         }
         let leaf = tape.saved_by_number(arg.0.id.filter(|_| kept && tape.same_as(arg.tape())), &arg.0.tensor);
-        saved.leaves.extend(leaf.map(|leaf| (i as u32, leaf)));
+        if let Some(leaf) = leaf {
+            saved.indirect_mut().leaves.push((i as u32, leaf));
+        }
         saved.inputs.push((kept && leaf.is_none()).then(|| arg.0.tensor.clone()));
     }
     for (i, output) in outputs.iter().enumerate() {

@@ -24,8 +24,8 @@ pub fn plan(
     site: &'static Location<'static>,
 ) -> Result<Rc<Inference>> {
     rank.check();
-    let key = if want.is_empty() { op.plan_key() } else { None };
-    let cached = key.and_then(|key| context.plans.get(key, args));
+    let key = op.plan_key();
+    let cached = key.and_then(|key| context.plans.get(key, args, want));
     let inference = match cached {
         Some(inference) => {
             debug_assert!(
@@ -38,7 +38,7 @@ pub fn plan(
         None => {
             let inference = infer_checked(op, (rank, context), args, want, site)?;
             inference.set_input_layouts(args);
-            key.inspect(|key| context.plans.insert(*key, args, &inference));
+            key.inspect(|key| context.plans.insert(*key, args, want, &inference));
             inference
         }
     };

@@ -160,6 +160,13 @@ impl Op for Expand {
         &self.signature
     }
 
+    fn plan_key(&self) -> Option<PlanKey> {
+        match self.signature {
+            Cow::Borrowed(text) => PlanKey::of::<Expand>(text).with_shape(&self.shape),
+            Cow::Owned(_) => None,
+        }
+    }
+
     fn linear_in(&self) -> &'static [&'static [usize]] {
         &[&[0]]
     }
