@@ -155,7 +155,17 @@ fn invalid_arguments_of_one_rank_end_all_others_at_once() {
 fn two_processes_with_one_rank_end_the_start_on_all() {
     let folder = Folder::new("twins");
     let (data, out) = (write_text(&folder), folder.path("out"));
-    let (codes, messages) = run(&[0, 1, 1, 2], &train(&data, &out), &[&[][..]; 4]);
+    let (args, port, begun) = (train(&data, &out), free_port(), Instant::now());
+    let [zero, mut one, mut twin] = [0, 1, 1].map(|rank| spawn_rank(rank, 3, port, &args));
+    // Rank 2 comes last: a world that is complete before the second rank 1 comes would start without it.
+    while one.try_wait().unwrap().is_none() && twin.try_wait().unwrap().is_none() {
+        assert!(begun.elapsed() < Duration::from_secs(50), "no rank 1 was refused");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let two = spawn_rank(2, 3, port, &args);
+    let outputs = [zero, one, twin, two].map(|child| child.wait_with_output().unwrap());
+    assert!(begun.elapsed() < Duration::from_secs(50), "{:?}", begun.elapsed());
+    let (codes, messages) = exit_codes_and_stderr(&outputs);
     assert_eq!(codes, [Some(2); 4], "{messages:?}");
     assert!(
         messages.iter().all(|text| text.contains("error: two processes were started as rank 1")),

@@ -91,6 +91,9 @@ pub(super) struct PeakMemory {
     pub(super) in_flight: u64,
     /// Host memory besides: the largest tensor, gathered for a save.
     pub(super) host: u64,
+    /// The packed gradients and the sum of the largest bucket, included in the buffers: blocks larger than the gaps that freed tensors
+    /// leave.
+    pub(super) bucket: u64,
 }
 
 impl PeakMemory {
@@ -111,16 +114,23 @@ impl PeakMemory {
             host = host.max((whole.numel() * whole.dtype().size()) as u64);
             part.to_layout_at(&whole, Location::caller())?;
         }
-        let buffers = rank.backend().memory().peak_bytes as u64;
-        Ok(PeakMemory { buffers, in_flight: in_flight_bytes(rank), host })
+        let (buffers, records) = (rank.backend().memory().peak_bytes as u64, rank.trace().take());
+        let (in_flight, bucket) = (in_flight_bytes(rank, &records), bucket_bytes(&records));
+        Ok(PeakMemory { buffers, in_flight, host, bucket })
     }
 }
 
 /// Estimates the bytes of sent messages that are not received yet, which count for the sender: one per stage in the usual schedules.
-fn in_flight_bytes(rank: &Rank) -> u64 {
-    let sends = rank.trace().take().into_iter().filter(|record| record.op == "send");
+fn in_flight_bytes(rank: &Rank, records: &[Record]) -> u64 {
+    let sends = records.iter().filter(|record| record.op == "send");
     let num_stages = rank.mesh().axis("pp").map_or(0, |pp| rank.mesh().size(pp)) as u64;
     sends.map(|record| record.bytes).max().unwrap_or(0) * num_stages
+}
+
+/// The bytes of the packed gradients and of the sum of the largest bucket.
+fn bucket_bytes(records: &[Record]) -> u64 {
+    let buckets = records.iter().filter(|record| record.members().count() > 1);
+    buckets.map(|record| 2 * (record.numel() * record.dtype.size()) as u64).max().unwrap_or(0)
 }
 
 /// How the parameters of a rank are gathered from shards (ZeRO).

@@ -88,8 +88,9 @@ fn peaks(mesh: &Mesh, step: &StepSpec<'_>, limit: u64) -> Result<Vec<PeakMemory>
 
 /// Returns the memory that a rank needs under a limit. Messages fit into the fragmentation allowance.
 pub(super) fn bytes_under_limit(mesh: &Mesh, step: &StepSpec<'_>, limit: u64) -> Result<u64> {
-    let peaks = peaks(mesh, step, without_fragmentation(limit).max(1))?;
-    Ok(peaks.iter().map(|peak| with_fragmentation(peak.buffers)).max().unwrap_or(0))
+    let bucket = peaks(mesh, step, 1)?.iter().map(|peak| peak.bucket).max().unwrap_or(0);
+    let peaks = peaks(mesh, step, without_fragmentation(limit.saturating_sub(bucket)).max(1))?;
+    Ok(peaks.iter().map(|peak| with_fragmentation(peak.buffers)).max().unwrap_or(0) + bucket)
 }
 
 /// Rejects a training run whose step or save does not fit, judged by the largest rank of each stage.
