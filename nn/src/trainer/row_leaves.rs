@@ -225,23 +225,35 @@ impl RowLeaves {
         site: &'static Location<'static>,
     ) -> Result<StepLosses> {
         let mut sums = TreeSums::new(self.tree);
-        for (leaf, scalars) in self.run.clone().zip(&losses.outputs) {
-            // The null back end has no number.
-            let number = |scalar: &Tensor| Ok(scalar.to_local_f64()?.first().copied().unwrap_or(0.0));
-            let numbers: Vec<f64> = scalars.iter().flatten().map(number).collect::<Result<_>>()?;
+        for (leaf, outputs) in self.run.clone().zip(&losses.outputs) {
+            // The null back end has no numbers.
+            let numbers = |output: &Tensor| {
+                let mut numbers = output.to_local_f64()?;
+                numbers.resize(output.layout().numel(), 0.0);
+                Ok(numbers)
+            };
+            let numbers = outputs.iter().flatten().map(numbers).collect::<Result<Vec<_>>>()?.concat();
             let join = |left: Vec<f64>, right: Vec<f64>| {
                 Ok::<_, Error>(left.iter().zip(&right).map(|(left, right)| left + right).collect())
             };
             sums.add(SumTree::leaf(leaf), Some(numbers), join)?;
         }
         let mut roots: Vec<Vec<f64>> = sums.into_roots().filter_map(|(_, sum)| sum).collect();
-        let totals = match self.axis {
+        let of_leaf = || losses.outputs.first().into_iter().flatten().flatten();
+        let mut totals = match self.axis {
             Some((axis, _)) => sum_root_numbers(rank, axis, self.tree, &roots, site)?,
             None => roots.remove(0),
         };
-        let scalar =
-            |total: f64| self.is_first_rank().then(|| Tensor::from_host(rank, &[], &[total])).transpose();
-        let outputs = vec![totals.into_iter().map(scalar).collect::<Result<_>>()?];
+        // A dry run has no numbers.
+        totals.resize(of_leaf().map(|output| output.layout().numel()).sum(), 0.0);
+        let mut rest = totals.as_slice();
+        let sum = |output: &Tensor| {
+            let shape = output.layout().shape();
+            let (own, after) = rest.split_at(shape.iter().product());
+            rest = after;
+            self.is_first_rank().then(|| Tensor::from_host(rank, &shape, own)).transpose()
+        };
+        let outputs = vec![of_leaf().map(sum).collect::<Result<_>>()?];
         Ok(StepLosses { outputs, ..losses })
     }
 }
