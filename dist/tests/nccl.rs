@@ -275,6 +275,7 @@ fn scenario(name: &str, folder: &Path, rank: usize, size: usize) {
 
 /// What the processes of the other tests run; nothing without their variables.
 #[test]
+#[allow(clippy::print_stdout, reason = "the test that started the process reads it")]
 fn process_of_a_test() {
     if let Some((name, folder, rank, size)) = scenario_of_this_process() {
         scenario(&name, &folder, rank, size);

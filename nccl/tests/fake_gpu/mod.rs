@@ -116,6 +116,7 @@ pub(crate) fn succeeded(output: &Output) {
 pub(crate) fn scenario_of_this_process() -> Option<(String, PathBuf, usize, usize)> {
     let number = |name: &str| env::var(name).unwrap().parse().unwrap();
     let scenario = env::var(SCENARIO).ok()?;
+    #[allow(clippy::print_stderr, reason = "the test that started the process shows it")]
     thread::spawn(|| {
         thread::sleep(LIMIT);
         eprintln!("the process hangs");
