@@ -106,14 +106,14 @@ impl Member {
         let due =
             members.iter().flat_map(|rank| (0..n).map(|i| Member::value(*rank, i))).collect::<Vec<f32>>();
         assert_eq!(self.down(&y, n * size)?, due);
-        for root in 0..size {
+        for (root, rank) in members.iter().enumerate() {
             let on = self.own.begin_async()?.unwrap();
             let mut y = on.alloc(4 * n)?;
             let (x, y_or_none) = if me == root { (Some(&x), None) } else { (None, Some(&mut y)) };
             comm.submit(on, x, y_or_none, &[Part::Broadcast { bytes: 4 * n, root }], &mut until_limit())?;
             self.own.end_async()?;
             if me != root {
-                let due = (0..n).map(|i| Member::value(members[root], i)).collect::<Vec<f32>>();
+                let due = (0..n).map(|i| Member::value(*rank, i)).collect::<Vec<f32>>();
                 assert_eq!(self.down(&y, n)?, due, "from {root}");
             }
         }
@@ -228,6 +228,7 @@ fn scenario(name: &str, folder: &Path, rank: usize, size: usize) -> Outcome<()> 
 
 /// What the processes of the other tests run; nothing without their variables.
 #[test]
+#[allow(clippy::print_stdout, reason = "the test that started the process reads it")]
 fn process_of_a_test() {
     if let Some((name, folder, rank, size)) = scenario_of_this_process() {
         scenario(&name, &folder, rank, size).unwrap();
