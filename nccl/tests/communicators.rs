@@ -9,6 +9,7 @@ use shardgrad_kernels::{
     Backend, BackendConfig, BackendProvider, Buffer, DType, KernelError, download, upload,
 };
 use shardgrad_nccl::{Communicator, Nccl, Part, ReduceOp, UniqueId};
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -136,6 +137,12 @@ impl Member {
         Ok(())
     }
 
+    /// Makes every call of the library, of which one is refused.
+    fn every_call(&self, size: usize) -> Outcome<()> {
+        self.all_operations(&self.comm, &(0..size).collect::<Vec<usize>>())?;
+        self.comm.split(0, (self.rank, size), &mut until_limit())?.destroy()
+    }
+
     /// Begins an all-reduce and returns how its result is read: the error with which the buffers are invalidated if it is aborted.
     fn aborted_all_reduce(&self, numel: usize, is_over: impl Fn() -> bool + Sync) -> Outcome<Vec<f32>> {
         let x = self.up(&self.values(numel))?;
@@ -160,6 +167,21 @@ impl Member {
     }
 }
 
+/// Lets other ranks know that this rank has come as far as they wait for.
+fn arrive(folder: &Path, rank: usize) {
+    fs::write(folder.join(format!("arrived{rank}")), "").unwrap();
+}
+
+/// Waits until ranks have arrived.
+fn wait_for(folder: &Path, ranks: Range<usize>) -> Outcome<()> {
+    let mut tick = until_limit();
+    while !ranks.clone().all(|rank| folder.join(format!("arrived{rank}")).exists()) {
+        tick()?;
+        thread::sleep(Duration::from_millis(1));
+    }
+    Ok(())
+}
+
 /// Returns the message of an expected error.
 fn message<T: std::fmt::Debug>(outcome: Outcome<T>) -> String {
     outcome.unwrap_err().to_string()
@@ -169,17 +191,17 @@ fn message<T: std::fmt::Debug>(outcome: Outcome<T>) -> String {
 fn scenario(name: &str, folder: &Path, rank: usize, size: usize) -> Outcome<()> {
     if let Some(call) = name.strip_prefix("refused ") {
         let joined = Member::join(folder, rank, size);
-        let outcome = joined.and_then(|member| {
-            member.all_operations(&member.comm, &(0..size).collect::<Vec<usize>>())?;
-            let split = member.comm.split(0, (rank, size), &mut until_limit())?;
-            split.destroy()
-        });
-        let text = message(outcome);
+        let text = match &joined {
+            Err(error) => error.to_string(),
+            Ok(member) => message(member.every_call(size)),
+        };
         assert!(
             text.contains("invalid usage (5)") && text.contains(&format!("the fake refuses {call}")),
             "{text}"
         );
-        return Ok(());
+        // A rank that leaves earlier closes its connections, which is an error of its peers.
+        arrive(folder, rank);
+        return wait_for(folder, 0..size);
     }
     let member = Member::join(folder, rank, size)?;
     let everyone: Vec<usize> = (0..size).collect();
@@ -200,9 +222,16 @@ fn scenario(name: &str, folder: &Path, rank: usize, size: usize) -> Outcome<()> 
             member.own.synchronize()?;
             member.comm.destroy()?;
         }
-        "lost" if rank == 0 => std::process::exit(0),
+        "lost" if rank == 0 => {
+            wait_for(folder, 1..size)?;
+            std::process::exit(0);
+        }
         "lost" => {
-            let text = message(member.aborted_all_reduce(5, || member.comm.check().is_err()));
+            let is_lost = || {
+                arrive(folder, rank);
+                member.comm.check().is_err()
+            };
+            let text = message(member.aborted_all_reduce(5, is_lost));
             assert_eq!(text, "ncclCommAbort: enough");
         }
         "unlike" => {
