@@ -103,7 +103,6 @@ fn misuse_exits_with_2_and_help() {
         (&["train", "--data", &empty], &["empty"]),
         (&["train", "--data", &short], &["bytes, but --seq 64 needs at least 65"]),
         (&["train", "--data", &latin], &["UTF-8", "byte 3"]),
-        (&["train", "--data", &data, "--mesh", "tp=8"], &["heads", "4", "8"]),
         (&["train", "--data", &data, "--seq", "9999"], &["--seq 9999", "64 positions"]),
         (&["train", "--data", &data, "--param-dtype", "bf16"], &["--param-dtype bf16", "--dtype f32"]),
         (

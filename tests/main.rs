@@ -14,6 +14,7 @@ mod explain;
 mod resume;
 mod canonical_sums;
 mod plan_files;
+mod style_options;
 #[cfg(feature = "cuda")]
 mod async_collectives;
 mod hf;

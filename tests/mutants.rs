@@ -150,7 +150,12 @@ const SHIPPED: [ShippedClass; 10] = [
     (
         "wrong process group",
         "Megatron-LM #7452",
-        &["collective_over_all_axes", "merged_all_reduce_over_one_axis", "whole_matrix_sent_by_every_copy"],
+        &[
+            "collective_over_all_axes",
+            "merged_all_reduce_over_one_axis",
+            "whole_matrix_sent_by_every_copy",
+            "ring_neighbors_by_outer_axis_first",
+        ],
     ),
     (
         "collective in place on a temporary copy",

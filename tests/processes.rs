@@ -106,6 +106,39 @@ fn training_on_processes_matches_threads_bit_for_bit() {
 }
 
 #[test]
+fn styles_on_processes_match_threads_bit_for_bit() {
+    let folder = Folder::new("process-styles");
+    let data = write_text(&folder);
+    for (i, (count, options)) in [
+        // Uneven chunks: 17 tokens over three ranks.
+        (3, "--mesh cp=3 --context ring"),
+        (4, "--mesh cp=2,tp=2 --context ring --preset llama-tiny"),
+        (2, "--mesh cp=2 --context exchange"),
+        (2, "--mesh dp=2 --zero 2"),
+        (4, "--mesh pp=2,fsdp=2 --gathered-bytes-max 0"),
+        (2, "--mesh tp=2 --sequence-parallel"),
+        (2, "--mesh ep=2 --experts exchange --preset mixtral-tiny"),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let train = |out: &str| {
+            let given = ["train", "--data", &data, "--seq", "17", "--batch", "4", "--microbatches", "2"];
+            let steps = ["--steps", "2", "--eval-every", "2", "--threads", "1", "--out", out];
+            given.into_iter().chain(steps).chain(options.split(' ')).map(String::from).collect::<Vec<_>>()
+        };
+        let [threads, processes] = ["t", "p"].map(|name| folder.path(&format!("{name}-{i}")));
+        assert_success(&[Command::new(env!("CARGO_BIN_EXE_shardgrad"))
+            .args(train(&threads))
+            .output()
+            .unwrap()]);
+        let args = train(&processes);
+        assert_success(&run_ranks(count, &args.iter().map(String::as_str).collect::<Vec<&str>>()));
+        assert!(losses_and_weights(&threads) == losses_and_weights(&processes), "{options}");
+    }
+}
+
+#[test]
 fn killed_process_ends_the_run_on_all_others() {
     let folder = Folder::new("killed");
     let (data, out) = (write_text(&folder), folder.path("out"));

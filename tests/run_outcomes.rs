@@ -85,8 +85,9 @@ fn refused_run_leaves_an_earlier_run_unchanged() {
     let earlier = files(Path::new(&out));
     let (metrics, beyond) = (format!("{out}/metrics.jsonl"), folder.path("no/where"));
     let odd = format!("{out}/../out/metrics.jsonl");
+    let plan = folder.file("rows.plan", "batch dp@0\ncompute * dp~\n");
     for (more, parts) in [
-        (&["--mesh", "tp=8"][..], &["heads"][..]),
+        (&["--mesh", "tp=2", "--plan", &plan][..], &["does not use the mesh axis tp=2"][..]),
         (&["--trace", &metrics], &["would replace a file of", "--trace FILE"]),
         (&["--trace", &odd], &["would replace a file of"]),
         (&["--trace", &data], &["would replace a file of"]),

@@ -271,20 +271,23 @@ fn every_form_matches_loops_on_every_sharding() {
 fn narrow_dtypes_are_merged_in_the_accumulator() {
     let (problem, mask) = (Problem::new(24), TestMask::by_index(true, None));
     let expected = problem.oracle(&mask);
-    let error = |dtype, mesh: &str| {
-        let sharding = Sharding::new(mesh, "@cp", "", "");
-        let attend = |rank: &Rank| attend(rank, &problem, &mask, &sharding, Form::Ring, dtype);
-        let found = World::run(sharding.mesh.clone(), attend).unwrap().remove(0);
-        let far = |(f, e): (&Vec<f64>, &Vec<f64>)| {
-            f.iter().zip(e).map(|(f, e)| (f - e).abs() / (1.0 + e.abs())).fold(0.0, f64::max)
-        };
-        found.iter().zip(&expected).map(far).fold(0.0, f64::max)
-    };
     for (dtype, bound) in [(DType::F32, 2e-6), (DType::F16, 2e-3), (DType::BF16, 1.5e-2)] {
-        let errors = ["cp=1", "cp=2", "cp=6"].map(|mesh| error(dtype, mesh));
-        assert!(errors.iter().all(|error| *error < bound), "{dtype}: {errors:?}");
-        // Operands are rounded on one rank too; more chunks add no more than the roundings of sums.
-        assert!(errors[2] < 1.5 * errors[0] + bound / 8.0, "{dtype}: {errors:?}");
+        let found = ["cp=1", "cp=2", "cp=6"].map(|mesh| {
+            let sharding = Sharding::new(mesh, "@cp", "", "");
+            let attend = |rank: &Rank| attend(rank, &problem, &mask, &sharding, Form::Ring, dtype);
+            World::run(sharding.mesh.clone(), attend).unwrap().remove(0)
+        });
+        for (found, expected) in found.iter().flat_map(|found| found.iter().zip(&expected)) {
+            let far = found.iter().zip(expected).map(|(f, e)| (f - e).abs() / (1.0 + e.abs()));
+            assert!(far.fold(0.0, f64::max) < bound, "{dtype}");
+        }
+        // Sums in the accumulator are rounded once, on one rank as on many: few numbers differ. Kernels of bf16 also round the weights of
+        // a chunk, relative to its largest score.
+        let [one, _, many] = &found;
+        for (name, (one, many)) in ["o", "dq", "dk", "dv"].iter().zip(one.iter().zip(many)) {
+            let differ = one.iter().zip(many).filter(|(one, many)| one != many).count();
+            assert!(dtype != DType::F16 || differ * 20 < one.len(), "{differ} of {} of {name}", one.len());
+        }
     }
 }
 

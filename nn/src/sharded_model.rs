@@ -111,6 +111,7 @@ impl<M: Module> Model<M> {
         let point_names: Vec<&str> = points.iter().map(String::as_str).collect();
         let unmatched_rules = plan.check_all_rules_matched(&used, &names, &point_names)?;
         plan.check_all_axes_used(rank.mesh(), &used)?;
+        plan.check_one_zero_axis(rank.mesh())?;
         let mut gather_groups = GroupedParams::new();
         for ((name, param), (stored, compute)) in params.iter().zip(layouts) {
             let policy = match &compute {
@@ -365,8 +366,6 @@ fn param_layouts(
     let make = || {
         let stored = with_placements(&plain, &store)?;
         let computed = with_placements(&stored.with_dtype(precision.dtype), &compute)?;
-        // Only the compute layout needs a non-empty shard on every rank; a rank may store an empty shard.
-        param.check_no_empty_shard(&computed)?;
         Ok((stored, computed))
     };
     let name_parameter = |e: Error| e.detail("parameter", format!("{name} {:?}", param.shape()));

@@ -1,6 +1,7 @@
 //! Bidirectional self-attention with a padding mask, as in BERT.
 
-use super::attention::channels_per_head;
+use super::attention::{channels_per_head, check_no_dropout};
+use super::documents::PackedDocuments;
 use super::dropout::{Dropout, Residual};
 use super::linear::Linear;
 use crate::module;
@@ -43,12 +44,12 @@ impl EncoderAttention {
     #[must_use]
     pub fn new(d: usize, heads: usize) -> EncoderAttention {
         let (h, c) = (heads, channels_per_head(d, heads));
-        let part = || Linear::general(&[d], &[h, c]).with_transposed_file_shape().no_empty_shards(1, "heads");
+        let part = || Linear::general(&[d], &[h, c]).with_transposed_file_shape();
         EncoderAttention {
             query: part(),
             key: part(),
             value: part(),
-            dense: Linear::general(&[h, c], &[d]).with_transposed_file_shape().no_empty_shards(0, "heads"),
+            dense: Linear::general(&[h, c], &[d]).with_transposed_file_shape(),
             keys: ActivationPoint::default(),
             values: ActivationPoint::default(),
             queries: ActivationPoint::default(),
@@ -90,7 +91,7 @@ impl EncoderAttention {
     #[track_caller]
     #[must_use]
     pub fn forward(&self, x: &Var, mask: Option<&Var>) -> Var {
-        self.dense.forward(&self.attend(x, mask))
+        self.dense.forward(&self.attend(x, mask, None))
     }
 
     /// Returns residual + [`EncoderAttention::forward`].
@@ -105,19 +106,39 @@ impl EncoderAttention {
         mask: Option<&Var>,
         residual: impl Into<Residual<'a>>,
     ) -> Var {
-        self.dense.forward_with_residual(&self.attend(x, mask), residual)
+        self.dense.forward_with_residual(&self.attend(x, mask, None), residual)
+    }
+
+    /// [`EncoderAttention::forward`] without a mask, within packed documents, plus the residual, if there is one.
+    ///
+    /// # Panics
+    /// As [`EncoderAttention::forward`]; unwinds with `Kind::Unsupported` under active dropout on the attention weights, and with an error
+    /// if the residual cannot be added to the output.
+    #[track_caller]
+    #[must_use]
+    pub fn forward_packed(
+        &self,
+        x: &Var,
+        documents: &PackedDocuments,
+        residual: Option<Residual<'_>>,
+    ) -> Var {
+        self.dense.forward_optional_residual(&self.attend(x, None, Some(documents)), residual)
     }
 
     /// The outputs of the heads, before the output projection.
     #[track_caller]
-    fn attend(&self, x: &Var, mask: Option<&Var>) -> Var {
+    fn attend(&self, x: &Var, mask: Option<&Var>, documents: Option<&PackedDocuments>) -> Var {
         let (q, k, v) = (self.query.forward(x), self.key.forward(x), self.value.forward(x));
         let q = self.queries.constrain(&q);
         let (k, v) = (self.keys.constrain(&k), self.values.constrain(&v));
-        let is_fused = mask.is_none() && !self.drop.is_active(x.tape());
-        self.heads.constrain(&match is_fused {
-            true => q.attention(&k, &v, false),
-            false => self.unfused_attention(&q, &k, &v, mask),
+        let has_dropout = self.drop.is_active(x.tape());
+        self.heads.constrain(&match documents {
+            Some(documents) => {
+                check_no_dropout(has_dropout);
+                q.document_attention(&k, &v, [&documents.segments, &documents.positions], false, None)
+            }
+            None if mask.is_none() && !has_dropout => q.attention(&k, &v, false),
+            None => self.unfused_attention(&q, &k, &v, mask),
         })
     }
 

@@ -91,12 +91,6 @@ impl Linear {
         Linear { bias: bias.then(new), ..self }
     }
 
-    /// Returns the same layer, of whose weight dim `dim` every rank must hold a non-empty shard ([`Param::no_empty_shards`]).
-    #[must_use]
-    pub fn no_empty_shards(self, dim: usize, things: &'static str) -> Linear {
-        Linear { weight: self.weight.no_empty_shards(dim, things), ..self }
-    }
-
     /// Returns x w + b: `[.., from..]` to `[.., to..]`.
     ///
     /// # Panics

@@ -2,7 +2,9 @@
 
 use super::blocks::{check_ids, run_blocks};
 use crate::checkpoint::hf::{BertConfig, BertHead, HfModel, ModelConfig};
-use crate::layer::{Dropout, Embedding, EncoderAttention, LayerNorm, Linear};
+use crate::layer::{
+    DocumentPoints, Dropout, Embedding, EncoderAttention, LayerNorm, Linear, PackedDocuments,
+};
 use crate::loss::{CrossEntropy, IGNORE_INDEX, Loss};
 use crate::module;
 use crate::module::activation_point::ActivationPoint;
@@ -83,7 +85,8 @@ module! {
         pub pooler: Option<Linear>,
         /// The masked language modeling head.
         pub head: Option<MlmHead>,
-        mask: ActivationPoint;
+        mask: ActivationPoint,
+        documents: DocumentPoints;
         config: BertConfig,
         recompute: bool,
     }
@@ -116,8 +119,24 @@ impl BertBlock {
     #[track_caller]
     #[must_use]
     pub fn forward(&self, x: &Var, mask: Option<&Var>) -> Var {
-        let attended = self.attention.forward_with_residual(x, mask, self.attention_drop.then_add(x));
-        let x = self.attention_norm.forward(&attended);
+        self.feed_forward(&self.attention.forward_with_residual(x, mask, self.attention_drop.then_add(x)))
+    }
+
+    /// [`BertBlock::forward`] within packed documents.
+    ///
+    /// # Panics
+    /// As [`EncoderAttention::forward_packed`].
+    #[track_caller]
+    #[must_use]
+    pub fn forward_packed(&self, x: &Var, documents: &PackedDocuments) -> Var {
+        let residual = Some(self.attention_drop.then_add(x));
+        self.feed_forward(&self.attention.forward_packed(x, documents, residual))
+    }
+
+    /// The block after the attention and its residual.
+    #[track_caller]
+    fn feed_forward(&self, attended: &Var) -> Var {
+        let x = self.attention_norm.forward(attended);
         let hidden = self.intermediate.forward(&x).gelu_exact();
         let fed = self.output.forward_with_residual(&hidden, self.output_drop.then_add(&x));
         self.norm.forward(&fed)
@@ -158,6 +177,7 @@ impl Bert {
             pooler: (config.head == BertHead::Pooler).then(square),
             head: (config.head == BertHead::MaskedLm).then(head),
             mask: ActivationPoint::default(),
+            documents: DocumentPoints::default(),
             config: config.clone(),
             recompute: false,
         }
@@ -203,17 +223,39 @@ impl Bert {
 
     /// [`Bert::hidden_states`] of ids whose shape was checked. Not `track_caller`: errors point to the model's code, not to its caller.
     fn encode_checked(&self, ids: &Var, mask: Option<&Var>, types: Option<&Var>) -> Var {
-        let BertEmbeddings { word_embeddings, position_embeddings, token_type_embeddings, norm, drop } =
-            &self.embeddings;
+        let positions = self.embeddings.position_embeddings.first_rows(ids, ids.shape()[1]);
+        let x = self.embed(ids, &positions, types);
+        let mask =
+            mask.map(|mask| self.mask.constrain(mask).cast(x.dtype()).add_scalar(-1.0).scale(-MASKED_SCORE));
+        run_blocks(&self.layer, x, self.recompute, |block, x| block.forward(x, mask.as_ref()))
+    }
+
+    /// [`Bert::hidden_states`] of rows of packed documents without padding: tokens attend within their documents, and position embeddings are
+    /// those of their positions there.
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::Shape` if the ids have other dims than `[b, t]`, and with an error if a position is not below
+    /// `max_position_embeddings`.
+    #[doc(alias = "position_ids")]
+    #[track_caller]
+    #[must_use]
+    pub fn hidden_states_packed(&self, ids: &Var, types: Option<&Var>, documents: &PackedDocuments) -> Var {
+        check_ids(ids, 0, usize::MAX);
+        let positions = self.embeddings.position_embeddings.forward(&documents.positions);
+        let x = self.embed(ids, &positions, types);
+        let documents = self.documents.constrain(documents);
+        run_blocks(&self.layer, x, self.recompute, |block, x| block.forward_packed(x, &documents))
+    }
+
+    /// The sum of the embeddings of tokens, of their positions and of their types (`None` for all 0), normed.
+    fn embed(&self, ids: &Var, positions: &Var, types: Option<&Var>) -> Var {
+        let BertEmbeddings { word_embeddings, token_type_embeddings, norm, drop, .. } = &self.embeddings;
         let words = word_embeddings.forward(ids);
         let typed = match types {
             Some(types) => words.add(&token_type_embeddings.forward(types)),
             None => words.add(&token_type_embeddings.first_rows(ids, 1).reshape(&[self.config.hidden_size])),
         };
-        let x = drop.forward(&norm.forward(&typed.add(&position_embeddings.first_rows(ids, ids.shape()[1]))));
-        let mask =
-            mask.map(|mask| self.mask.constrain(mask).cast(x.dtype()).add_scalar(-1.0).scale(-MASKED_SCORE));
-        run_blocks(&self.layer, x, self.recompute, |block, x| block.forward(x, mask.as_ref()))
+        drop.forward(&norm.forward(&typed.add(positions)))
     }
 
     /// Returns the pooled vector of each row from [`Bert::hidden_states`]: `[b, t, d]` to `[b, d]`.
@@ -237,6 +279,16 @@ impl Bert {
     #[must_use]
     pub fn forward(&self, ids: &Var, mask: Option<&Var>, types: Option<&Var>) -> Var {
         self.lm_logits(&self.hidden_states(ids, mask, types))
+    }
+
+    /// [`Bert::forward`] of rows of packed documents, as for [`Bert::hidden_states_packed`].
+    ///
+    /// # Panics
+    /// As [`Bert::hidden_states_packed`]; unwinds with `Kind::Unsupported` if the model has no masked language modeling head.
+    #[track_caller]
+    #[must_use]
+    pub fn forward_packed(&self, ids: &Var, types: Option<&Var>, documents: &PackedDocuments) -> Var {
+        self.lm_logits(&self.hidden_states_packed(ids, types, documents))
     }
 
     #[track_caller]
@@ -269,6 +321,22 @@ impl Bert {
     #[must_use]
     pub fn masked_loss(&self, ids: &Var, labels: &Var, mask: Option<&Var>, types: Option<&Var>) -> Loss {
         CrossEntropy::MASKED.loss(&self.forward(ids, mask, types), labels)
+    }
+
+    /// [`Bert::masked_loss`] of rows of packed documents, as for [`Bert::hidden_states_packed`].
+    ///
+    /// # Panics
+    /// As [`Bert::forward_packed`], and if a label is outside the vocabulary.
+    #[track_caller]
+    #[must_use]
+    pub fn masked_loss_packed(
+        &self,
+        ids: &Var,
+        labels: &Var,
+        types: Option<&Var>,
+        documents: &PackedDocuments,
+    ) -> Loss {
+        CrossEntropy::MASKED.loss(&self.forward_packed(ids, types, documents), labels)
     }
 }
 

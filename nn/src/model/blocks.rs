@@ -30,3 +30,10 @@ pub(super) fn run_blocks<B>(blocks: &[B], x: Var, recompute: bool, forward: impl
         unwind(tape.checkpoint(&[x], |x| Ok(vec![forward(block, &x[0])]))).swap_remove(0)
     })
 }
+
+/// The last token of `[b, t, d]`: `[b, 1, d]`. Taken after the last norm, where sequence parallelism gathers the tokens.
+#[track_caller]
+pub(super) fn last_token(x: &Var) -> Var {
+    let t = x.shape()[1];
+    x.slice(1, t - 1..t)
+}

@@ -1,6 +1,6 @@
 //! GPT-2: a decoder with learned position embeddings. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
 
-use super::blocks::{check_ids, run_blocks};
+use super::blocks::{check_ids, last_token, run_blocks};
 use crate::checkpoint::hf::{Gpt2Config, HfModel, ModelConfig};
 use crate::layer::kv_cache::KvCache;
 use crate::layer::{Attention, Block, DocumentPoints, Dropout, Embedding, LayerNorm, Mlp, PackedDocuments};
@@ -134,8 +134,7 @@ impl Gpt2 {
         for (block, layer_cache) in self.h.iter().zip(cache.layers()) {
             x = block.forward_with_cache(&x, Some(layer_cache));
         }
-        let t = x.shape()[1];
-        self.lm_logits(&x.slice(1, t - 1..t))
+        self.normed_logits(&last_token(&self.ln_f.forward(&x)))
     }
 
     /// Embeds tokens, and their positions from `first` on.
@@ -145,7 +144,11 @@ impl Gpt2 {
     }
 
     fn lm_logits(&self, x: &Var) -> Var {
-        self.lm_head.as_ref().unwrap_or(&self.wte).logits(&self.ln_f.forward(x))
+        self.normed_logits(&self.ln_f.forward(x))
+    }
+
+    fn normed_logits(&self, x: &Var) -> Var {
+        self.lm_head.as_ref().unwrap_or(&self.wte).logits(x)
     }
 
     /// Mean next-token cross-entropy over all tokens: ids and targets `[b, t]` (i64), a scalar in the accumulator type.

@@ -142,22 +142,25 @@ impl LanguageModel {
     }
 
     /// The loss of the tensors of a batch for a step: ids, targets and, for an encoder with padding, mask and types as in
-    /// [`Bert::hidden_states`], or, for a decoder of packed documents, segment ids and positions as in [`PackedDocuments`]. A mean, or
-    /// for an encoder a sum with the number of labels, which microbatches have unequally. Reports the tokens of each expert
-    /// ([`ExpertLoad`](crate::ExpertLoad)).
+    /// [`Bert::hidden_states`]. With packed documents segment ids and positions as in [`PackedDocuments`] come last: after the targets of a
+    /// decoder, after the types of an encoder, which then has no mask. A mean, or for an encoder a sum with the number of labels, which
+    /// microbatches have unequally. Reports the tokens of each expert ([`ExpertLoad`](crate::ExpertLoad)).
     ///
     /// # Panics
     /// As [`LanguageModel::loss`], and if there are fewer than two tensors.
     #[track_caller]
     #[must_use]
     pub fn loss_from_batch(&self, x: &[Var]) -> Loss {
-        match (self, packed_documents(x)) {
+        match (self, self.packed_documents(x)) {
             (LanguageModel::Gpt2(model), None) => Loss::mean(model.loss(&x[0], &x[1])),
             (LanguageModel::Gpt2(model), Some(documents)) => {
                 Loss::mean(model.loss_packed(&x[0], &x[1], &documents))
             }
             (LanguageModel::Llama(model), documents) => model.step_loss(&x[0], &x[1], documents.as_ref()),
-            (LanguageModel::Bert(model), _) => model.masked_loss(&x[0], &x[1], x.get(2), x.get(3)),
+            (LanguageModel::Bert(model), None) => model.masked_loss(&x[0], &x[1], x.get(2), x.get(3)),
+            (LanguageModel::Bert(model), Some(documents)) => {
+                model.masked_loss_packed(&x[0], &x[1], x.get(2), &documents)
+            }
         }
     }
 
@@ -168,11 +171,25 @@ impl LanguageModel {
     #[track_caller]
     #[must_use]
     pub fn forward_from_batch(&self, x: &[Var]) -> Var {
-        match (self, packed_documents(x)) {
-            (LanguageModel::Bert(model), _) => model.forward(&x[0], x.get(2), x.get(3)),
+        match (self, self.packed_documents(x)) {
+            (LanguageModel::Bert(model), None) => model.forward(&x[0], x.get(2), x.get(3)),
+            (LanguageModel::Bert(model), Some(documents)) => {
+                model.forward_packed(&x[0], x.get(2), &documents)
+            }
             (LanguageModel::Gpt2(model), Some(documents)) => model.forward_packed(&x[0], &documents),
             (LanguageModel::Llama(model), Some(documents)) => model.forward_packed(&x[0], &documents),
             (_, None) => self.forward(&x[0]),
+        }
+    }
+
+    /// The segment ids and positions among the tensors of a batch: after ids and targets, and after the types of an encoder.
+    fn packed_documents(&self, x: &[Var]) -> Option<PackedDocuments> {
+        match (self, x) {
+            (LanguageModel::Bert(_), [_, _, _, segments, positions])
+            | (LanguageModel::Gpt2(_) | LanguageModel::Llama(_), [_, _, segments, positions]) => {
+                Some(PackedDocuments { segments: segments.clone(), positions: positions.clone() })
+            }
+            _ => None,
         }
     }
 
@@ -182,16 +199,6 @@ impl LanguageModel {
             LanguageModel::Llama(model) => &**model,
             LanguageModel::Bert(model) => &**model,
         }
-    }
-}
-
-/// Returns the segment ids and positions among the tensors of a decoder's batch.
-fn packed_documents(x: &[Var]) -> Option<PackedDocuments> {
-    match x {
-        [_, _, segments, positions] => {
-            Some(PackedDocuments { segments: segments.clone(), positions: positions.clone() })
-        }
-        _ => None,
     }
 }
 

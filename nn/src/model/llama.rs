@@ -1,7 +1,7 @@
 //! The Llama family: decoders with rotary position embeddings, grouped-query attention, gated MLPs or mixtures of experts, and RMS
 //! norms. Touvron et al., arXiv 2302.13971. Its members (Mistral, Qwen, Mixtral) differ in biases and norms.
 
-use super::blocks::check_ids;
+use super::blocks::{check_ids, last_token};
 use crate::checkpoint::hf::{ExpertsConfig, HfModel, LlamaConfig, LlamaKind, ModelConfig};
 use crate::layer::kv_cache::{KvCache, LayerKvCache};
 use crate::layer::{
@@ -234,7 +234,12 @@ impl Llama {
     /// The parallelism plan of this family: rows and tokens of the batch; heads, hidden units and vocabulary.
     #[must_use]
     pub fn plan(config: &LlamaConfig) -> Plan {
-        if config.experts.is_some() { Plan::llama_moe() } else { Plan::llama() }
+        let groups = config.num_key_value_heads;
+        let plan = match config.num_attention_heads <= groups * groups {
+            true => Plan::llama_of_small_groups(),
+            false => Plan::llama(),
+        };
+        if config.experts.is_some() { plan.with_experts() } else { plan }
     }
 
     /// The config of the model.
@@ -308,12 +313,15 @@ impl Llama {
         for (block, layer_cache) in self.model.layers.iter().zip(cache.layers()) {
             x = block.forward_with_cache(&x, Some(layer_cache));
         }
-        let t = x.shape()[1];
-        self.lm_logits(&x.slice(1, t - 1..t))
+        self.normed_logits(&last_token(&self.model.norm.forward(&x)))
     }
 
     fn lm_logits(&self, x: &Var) -> Var {
-        self.lm_head.as_ref().unwrap_or(&self.model.embed_tokens).logits(&self.model.norm.forward(x))
+        self.normed_logits(&self.model.norm.forward(x))
+    }
+
+    fn normed_logits(&self, x: &Var) -> Var {
+        self.lm_head.as_ref().unwrap_or(&self.model.embed_tokens).logits(x)
     }
 
     /// Mean next-token cross-entropy over all tokens: ids and targets `[b, t]` (i64), a scalar in the accumulator type. If

@@ -46,8 +46,6 @@ struct ParamSpec {
     /// The order of the dims in files, where it differs.
     file_order: Option<Vec<usize>>,
     init: Init,
-    /// Dims of which every rank needs a non-empty shard, and what they count, such as heads.
-    nonempty_dims: Vec<(usize, &'static str)>,
     /// The parameter that this one is sharded like, if no rule of the plan says otherwise.
     leader: Option<Leader>,
     /// What changes the parameter after a step, if not a gradient.
@@ -135,7 +133,6 @@ impl Param {
             file_shape: None,
             file_order: None,
             init: Init::Zeros,
-            nonempty_dims: Vec::new(),
             leader: None,
             step_rule: None,
         })
@@ -174,13 +171,6 @@ impl Param {
     pub fn with_file_order(self, order: &[usize]) -> Param {
         debug_assert_eq!(order.len(), self.shape().len(), "an order names every dim");
         self.change(|d| d.file_order = Some(order.to_vec()))
-    }
-
-    /// Returns the same declaration, of whose dim `dim` every rank must hold a non-empty shard; `things` names what the dim counts,
-    /// such as "heads".
-    #[must_use]
-    pub fn no_empty_shards(self, dim: usize, things: &'static str) -> Param {
-        self.change(|d| d.nonempty_dims.push((dim, things)))
     }
 
     /// Returns the same declaration, sharded as another parameter of the model is on the axes for which the plan has no rule by its
@@ -551,22 +541,6 @@ impl Param {
             _ => error.at(site),
         });
         self.set_tensor(drawn?)
-    }
-
-    /// Rejects a layout that leaves a rank with an empty shard of a dim declared by [`Param::no_empty_shards`].
-    pub(crate) fn check_no_empty_shard(&self, layout: &Layout) -> Result<()> {
-        for &(dim, things) in &self.0.spec.nonempty_dims {
-            let split = layout.dims()[dim];
-            if split.axes.num_shards(layout.mesh()) > split.extent {
-                let mesh = layout.mesh();
-                let axes: Vec<String> =
-                    split.axes.iter().map(|a| format!("{}={}", mesh.name(a), mesh.size(a))).collect();
-                let text = format!("{} {things} cannot be sharded over {}", split.extent, axes.join(","));
-                let help = format!("use a mesh that shards {things} over at most {} ranks", split.extent);
-                return Err(Error::new(Kind::Config, text).detail("help", help));
-            }
-        }
-        Ok(())
     }
 
     fn with<T>(&self, site: &'static Location<'static>, read: impl FnOnce(&ParamState) -> T) -> T {

@@ -84,10 +84,15 @@ impl Plan {
     #[doc(alias = "Mixtral")]
     #[must_use]
     pub fn llama_moe() -> Plan {
-        // After the other batch axes, because `ep` leaves the rows first.
-        let plan = LLAMA_EXPERTS.iter().fold(Plan::llama(), |plan, (pattern, placement, presence)| {
+        Plan::llama().with_experts()
+    }
+
+    /// The plan of a dense model of the family, for one with experts.
+    pub(crate) fn with_experts(self) -> Plan {
+        let plan = LLAMA_EXPERTS.iter().fold(self, |plan, (pattern, placement, presence)| {
             plan.rule(RuleTarget::Store, pattern, placement, presence.clone())
         });
+        // After the other batch axes, because `ep` leaves the rows first.
         plan.and(Plan::expert_parallel("ep"))
     }
 
@@ -95,12 +100,24 @@ impl Plan {
     /// row) and `tp` (heads, hidden units, vocabulary).
     #[must_use]
     pub fn llama() -> Plan {
-        let start = family_axes();
-        let plan = LLAMA_TENSOR.iter().fold(start, |plan, (pattern, placement, presence)| {
+        Plan::llama_with_keys(|placement| placement)
+    }
+
+    /// [`Plan::llama`] of a model that has no more query heads in a group than groups. Its queries are sharded by groups on any number
+    /// of ranks, and so are its keys: copies would be sharded unlike the queries where an axis of tokens exchanges heads.
+    pub(crate) fn llama_of_small_groups() -> Plan {
+        Plan::llama_with_keys(|placement| placement.split('|').next().unwrap_or(placement))
+    }
+
+    /// The plan of the family with other placements of keys and values.
+    fn llama_with_keys(placement_of_keys: fn(&'static str) -> &'static str) -> Plan {
+        let is_of_keys = |pattern: &str| LLAMA_KEYS.iter().any(|(keys, _)| *keys == pattern);
+        let plan = LLAMA_TENSOR.iter().fold(family_axes(), |plan, (pattern, placement, presence)| {
+            let placement = if is_of_keys(pattern) { placement_of_keys(placement) } else { placement };
             plan.rule(RuleTarget::Store, pattern, placement, presence.clone())
         });
         LLAMA_KEYS.iter().fold(plan, |plan, (pattern, placement)| {
-            plan.rule(RuleTarget::Compute, pattern, placement, Optional)
+            plan.rule(RuleTarget::Compute, pattern, placement_of_keys(placement), Optional)
         })
     }
 }

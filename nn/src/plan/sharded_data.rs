@@ -19,7 +19,7 @@ use super::rule::Presence;
 use super::{Plan, RuleTarget};
 use crate::module::name::matches;
 use shardgrad_autograd::{GatherPolicy, GatheredLifetime};
-use shardgrad_tensor::{Axis, Layout, Mesh, Placement};
+use shardgrad_tensor::{Axis, Error, Kind, Layout, Mesh, Placement, Result};
 use std::cmp::Reverse;
 use std::fmt;
 
@@ -100,12 +100,25 @@ impl Plan {
         self
     }
 
-    /// The highest stage of ZeRO on a mesh, and its axis; `None` if no axis of several ranks has a stage.
+    /// The stages of ZeRO whose axes have several ranks on a mesh.
+    fn zero_axes(&self, mesh: &Mesh) -> impl Iterator<Item = &ZeroAxis> {
+        self.zero.iter().filter(|zero| mesh.axis(&zero.axis).is_some_and(|axis| mesh.size(axis) > 1))
+    }
+
+    /// The stage of ZeRO on a mesh, and its axis; `None` if no axis of several ranks has a stage. A model refuses a mesh on which two
+    /// axes have one.
     #[must_use]
     pub fn zero_on(&self, mesh: &Mesh) -> Option<(usize, &str)> {
-        let is_sharded = |zero: &&ZeroAxis| mesh.axis(&zero.axis).is_some_and(|axis| mesh.size(axis) > 1);
-        let zero = self.zero.iter().filter(is_sharded).max_by_key(|zero| zero.stage)?;
-        Some((zero.stage, &zero.axis))
+        self.zero_axes(mesh).next().map(|zero| (zero.stage, zero.axis.as_str()))
+    }
+
+    /// Rejects a mesh on which two axes have a stage: over one axis parameters are shards, over others copies.
+    pub(crate) fn check_one_zero_axis(&self, mesh: &Mesh) -> Result<()> {
+        let mut axes = self.zero_axes(mesh);
+        let (Some(first), Some(second)) = (axes.next(), axes.next()) else { return Ok(()) };
+        let text = format!("two axes of the mesh have a stage of ZeRO: `{first}` and `{second}`");
+        let help = "omit one stage, for shards over one axis and copies over the other (hybrid sharding), or make the two axes one";
+        Err(Error::new(Kind::Config, text).detail("help", help))
     }
 
     /// The module with which a parameter is gathered.
@@ -120,19 +133,18 @@ impl Plan {
         stated.or_else(|| modules().find(is_number)).or_else(|| modules().next_back()).unwrap_or(name)
     }
 
-    /// How a tape treats a parameter of these layouts, of the gather group `group`: by the highest stage of the axes over which it
-    /// is gathered.
+    /// How a tape treats a parameter of these layouts, of the gather group `group`: by the stage of the axis over which it is gathered.
     pub(crate) fn gather_policy(&self, stored: &Layout, computed: &Layout, group: u32) -> GatherPolicy {
         let mesh = stored.mesh();
         let is_gathered = |zero: &&ZeroAxis| {
             let shards = |layout: &Layout, axis| matches!(layout.placement(axis), Placement::Shard(_));
             mesh.axis(&zero.axis).is_some_and(|axis| shards(stored, axis) && !shards(computed, axis))
         };
-        match self.zero.iter().filter(is_gathered).map(|zero| zero.stage).max() {
+        match self.zero.iter().find(is_gathered) {
             None => GatherPolicy::default(),
-            Some(stage) => GatherPolicy {
-                lifetime: if stage == 3 { GatheredLifetime::Group(group) } else { GatheredLifetime::Step },
-                reduces_each_round: stage >= 2,
+            Some(ZeroAxis { stage, .. }) => GatherPolicy {
+                lifetime: if *stage == 3 { GatheredLifetime::Group(group) } else { GatheredLifetime::Step },
+                reduces_each_round: *stage >= 2,
             },
         }
     }
@@ -261,7 +273,12 @@ mod tests {
             "the later stage counts"
         );
         let both = Plan::zero(1, "dp").and(Plan::fsdp("fsdp"));
-        assert_eq!(both.zero_on(&mesh), Some((3, "fsdp")));
+        let error = both.check_one_zero_axis(&mesh).unwrap_err();
+        assert_eq!(
+            (error.kind(), error.message()),
+            (Kind::Config, "two axes of the mesh have a stage of ZeRO: `zero 1 dp` and `zero 3 fsdp`")
+        );
+        assert!(both.check_one_zero_axis(&Mesh::parse("dp=2,fsdp=1,tp=2").unwrap()).is_ok());
         assert_eq!(both.zero_on(&Mesh::parse("dp=2,fsdp=1").unwrap()), Some((1, "dp")));
         assert_eq!(both.zero_on(&Mesh::parse("tp=2").unwrap()), None);
         let error = Plan::zero(4, "dp").check().unwrap_err().to_string();

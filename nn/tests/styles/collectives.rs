@@ -87,6 +87,18 @@ fn cases() -> Vec<StyleCase> {
         ]
     };
     let fsdp = sharded("forward all_gather fsdp", "backward all_gather fsdp", "backward reduce_scatter fsdp");
+    // The first of two pipeline stages holds one block, both embeddings, and half of the rows. The last stage holds the table too, whose
+    // gradient crosses as shards.
+    let stage = BLOCK_WEIGHTS + BLOCK_NORMS + BLOCK_BIASES + TABLE + POSITIONS;
+    let block_again = BLOCK_WEIGHTS + BLOCK_NORMS / 2;
+    let crossing = vec![
+        ("forward send pp", x / 2),
+        ("backward recv pp", (x + TABLE) / 2),
+        ("backward send pp", TABLE / 2),
+    ];
+    let once = |gather: &'static str, reduce: &'static str| {
+        [crossing.clone(), vec![(gather, share(stage, 2)), (reduce, m * share(stage, 2))]].concat()
+    };
     let keys = 2 * BLOCKS * x;
     let pairs = EXPERTS_PER_TOKEN * TOKENS_PER_STEP * BLOCKS;
     let counts = m * BLOCKS * EXPERTS;
@@ -209,6 +221,31 @@ fn cases() -> Vec<StyleCase> {
                 ("backward recv pp", x + TABLE),
                 ("backward send pp", TABLE),
             ],
+        ),
+        case(
+            "pipeline with ZeRO 2",
+            "pp=2,dp=2",
+            Plan::zero(2, "dp"),
+            once("forward all_gather dp", "backward reduce_scatter dp"),
+        ),
+        case(
+            "pipeline with FSDP",
+            "pp=2,fsdp=2",
+            Plan::new(),
+            once("forward all_gather fsdp", "backward reduce_scatter fsdp"),
+        ),
+        case(
+            "pipeline with FSDP by microbatch",
+            "pp=2,fsdp=2",
+            Plan::new().gathered_bytes_max(0),
+            vec![
+                ("forward all_gather fsdp", m * share(stage, 2)),
+                ("backward all_gather fsdp", m * share(block_again, 2)),
+                ("backward reduce_scatter fsdp", m * share(stage, 2)),
+            ]
+            .into_iter()
+            .chain(crossing.clone())
+            .collect(),
         ),
     ]
 }

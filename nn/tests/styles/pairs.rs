@@ -29,12 +29,8 @@ const NO_EXPERTS: [Why; 2] = [
     Refused("exchange_experts: begin the plan with Plan::expert_parallel(axis)"),
 ];
 
-/// Two key heads over three ranks are copies, while their query heads are sharded by groups: the exchange finds both sharded otherwise.
-const FEW_KEYS: Why =
-    Refused("label `g` is sharded as @tp@cp in argument 0 (dim 2) but as @cp in argument 1 (dim 2)");
-
 /// Levels that are not allowed together.
-const EXCLUDED: [(&[Level], Why); 12] = [
+const EXCLUDED: [(&[Level], Why); 10] = [
     (&[("shards", "zero1"), ("dp", "1")], NoEffect),
     (&[("shards", "zero2"), ("dp", "1")], NoEffect),
     (&[("shards", "zero3"), ("dp", "1")], NoEffect),
@@ -51,8 +47,6 @@ const EXCLUDED: [(&[Level], Why); 12] = [
         &[("pipeline", "interleaved=2"), ("microbatches", "3")],
         Refused("the number of microbatches (3) is not a multiple of the number of ranks (2)"),
     ),
-    (&[("context", "exchange=2"), ("tp", "3"), ("heads", "even"), ("model", "llama")], FEW_KEYS),
-    (&[("context", "exchange=2"), ("tp", "3"), ("heads", "even"), ("model", "mixtral")], FEW_KEYS),
 ];
 
 /// Whether two levels are never allowed together.

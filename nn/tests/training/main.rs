@@ -18,6 +18,7 @@ mod traces;
 mod llama;
 mod context_parallel;
 mod context_forms;
+mod packed_documents;
 mod mixture_of_experts;
 mod expert_exchange;
 mod expert_balancing;

@@ -3,7 +3,8 @@
 use super::nearest::nearest;
 use super::values::AXES;
 use shardgrad::dist::{Axis, Mesh};
-use shardgrad::nn::ModelConfig;
+use shardgrad::nn::{ModelConfig, Plan};
+use shardgrad::tensor::{DType, Placement};
 use shardgrad::{Error, Kind, Result};
 
 /// The mesh axes that a computation can shard over.
@@ -40,6 +41,24 @@ pub(super) fn check_axes(mesh: &Mesh, supported: &SupportedAxes) -> Result<()> {
     }
     let why = format!("{computation} does not support {name}");
     Err(Error::new(Kind::Unsupported, why).detail("help", help))
+}
+
+/// Rejects axes over which the plan of a file shards tokens, if a computation does not.
+pub(super) fn check_token_axes(mesh: &Mesh, supported: &SupportedAxes, plan: &Plan) -> Result<()> {
+    if supported.names.contains(&"cp") {
+        return Ok(());
+    }
+    let batch = plan.batch_layout(mesh, DType::I64, &[1, 1])?;
+    let sharded = |axis: &Axis| mesh.size(*axis) > 1 && batch.placement(*axis) == Placement::Shard(1);
+    let Some(axis) = mesh.axes().find(sharded) else { return Ok(()) };
+    let name = mesh.name(axis);
+    let text = format!(
+        "the plan shards tokens over {name}={}, which {} does not support",
+        mesh.size(axis),
+        supported.computation
+    );
+    let help = format!("omit {name} from --mesh; weights are not sharded over it");
+    Err(Error::new(Kind::Unsupported, text).detail("help", help))
 }
 
 /// Rejects `ep` for a model without experts: `dp` shards the same rows.

@@ -1,6 +1,6 @@
 //! Options that choose styles of parallelism besides the mesh.
 
-use super::axes::{SupportedAxes, check_axes};
+use super::axes::{SupportedAxes, check_axes, check_token_axes};
 use super::values::{self, PlanArg};
 use clap::{Args, ValueEnum};
 use shardgrad::dist::Mesh;
@@ -88,13 +88,15 @@ impl ParallelismArgs {
         self.plan.as_ref().map(|plan| plan.file.as_path())
     }
 
-    /// Rejects axes that a computation does not support. A plan file names its own axes, so that the model refuses those that it
-    /// does not use.
+    /// Rejects axes that a computation does not support. A plan file names its own axes: the model refuses those that it does not use.
     ///
     /// # Errors
     /// `Kind::Unsupported`.
     pub(super) fn check_axes(&self, mesh: &Mesh, supported: &SupportedAxes) -> Result<()> {
-        if self.plan.is_some() { Ok(()) } else { check_axes(mesh, supported) }
+        match &self.plan {
+            Some(file) => check_token_axes(mesh, supported, &file.plan),
+            None => check_axes(mesh, supported),
+        }
     }
 
     /// Adds the styles to a plan of a model in inference, which has no gradients, no optimizer state and no saved activations to shard.
@@ -233,6 +235,14 @@ mod tests {
         let supported = &super::super::axes::TRAINING;
         assert!(args.check_axes(&mesh, supported).is_ok());
         assert!(ParallelismArgs::default().check_axes(&mesh, supported).is_err());
+        let plan = Plan::context_parallel("tokens");
+        let args =
+            ParallelismArgs { plan: Some(PlanArg { plan, file: "a.plan".into() }), ..Default::default() };
+        let (mesh, generation) = (Mesh::parse("tokens=2").unwrap(), &super::super::axes::GENERATION);
+        assert!(args.check_axes(&mesh, supported).is_ok());
+        let error = args.check_axes(&mesh, generation).unwrap_err();
+        assert!(error.message().contains("the plan shards tokens over tokens=2"), "{error}");
+        assert!(args.check_axes(&Mesh::parse("tokens=1").unwrap(), generation).is_ok());
     }
 
     #[test]

@@ -13,6 +13,8 @@ pub(super) struct StageParameter {
     /// The parameter in the layout in which its gradients are summed: the computed one, or a sharded one.
     pub(super) summed: Var,
     form: ComputedForm,
+    /// Its name, for traces and errors.
+    path: Rc<str>,
 }
 
 /// The form in which passes compute with a parameter.
@@ -50,7 +52,8 @@ impl Step<'_> {
     ) -> Result<Var> {
         let accumulation = self.runner.stages.program().external_inputs[external as usize].accumulation;
         let trains = self.trains;
-        let StageParameter { summed, form } = self.stage_parameter(stage, external, key);
+        let StageParameter { summed, form, path } = self.stage_parameter(stage, external, key);
+        Context::of(tape.rank()).set_path(path);
         let has_gradient = trains && summed.requires_grad();
         Ok(match form {
             ComputedForm::Gathered { member, .. } => {
@@ -85,13 +88,13 @@ impl Step<'_> {
             if let Some(group) = stages.gather_group(external) {
                 let policy = GatherPolicy { lifetime: GatheredLifetime::Group(group), reduces_each_round };
                 let (key, stored, computed) = (Key::from(external), summed.tensor().clone(), to.clone());
-                let member = GatherMember { key, stored, computed, policy, path };
-                return StageParameter { summed, form: ComputedForm::Gathered { group, member } };
+                let member = GatherMember { key, stored, computed, policy, path: path.clone() };
+                return StageParameter { summed, form: ComputedForm::Gathered { group, member }, path };
             }
             let computed = summed.to_layout_at(to, site);
             let summed = if reduces_each_round { summed } else { computed.clone() };
             let reuse = is_reused.then(|| computed.tensor().cache_packed());
-            StageParameter { summed, form: ComputedForm::Kept { computed, _reuse: reuse } }
+            StageParameter { summed, form: ComputedForm::Kept { computed, _reuse: reuse }, path }
         };
         self.parameters.entry(external).or_insert_with(make)
     }

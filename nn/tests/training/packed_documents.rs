@@ -1,0 +1,182 @@
+//! Rows of packed documents: losses and gradients equal those of one document a row, on one rank and in every form of context
+//! parallelism, and a trainer gives the losses of one rank on every mesh.
+
+use crate::context_forms::{FORMS, assert_near, bert, outcome, windowed};
+use crate::context_parallel::{ROWS, TrainingCase};
+use crate::support::{Outcome, VOCAB, config, run, values};
+use crate::zero::mixtral;
+use approx::assert_relative_eq;
+use shardgrad_autograd::Var;
+use shardgrad_nn::optim::grad_norm;
+use shardgrad_nn::{
+    AdamW, LanguageModel, LlamaKind, Model, ModelConfig, Plan, Trainer, TrainerConfig, document_ids,
+    zigzag_order,
+};
+use shardgrad_tensor::{DType, Rank, Result, Tensor, Value};
+use std::ops::Range;
+
+/// The documents of the rows of a batch, by their lengths.
+const DOCUMENTS: [[usize; 3]; ROWS] = [[3, 1, 4], [2, 5, 1]];
+const TOKENS: usize = 8;
+
+/// Models of all families, without losses that depend on other tokens of a row.
+fn models() -> [ModelConfig; 4] {
+    [config().into(), windowed(LlamaKind::Qwen3).into(), mixtral().into(), bert().into()]
+}
+
+/// Token `at` of document `document` of row `row`, and its target.
+fn token(row: usize, document: usize, at: usize) -> [i64; 2] {
+    let id = |at: usize| ((row * 5 + document * 3 + at * at + at * 2) % VOCAB) as i64;
+    [id(at), id(at + 1)]
+}
+
+/// The type of token `at` of a document.
+fn token_type(at: i64) -> i64 {
+    at % 2
+}
+
+/// The tensors of a batch of some rows of packed documents, in an order of tokens.
+fn packed_batch(
+    rank: &Rank,
+    config: &ModelConfig,
+    plan: &Plan,
+    rows: Range<usize>,
+    order: &[usize],
+) -> Result<Vec<Tensor>> {
+    let layout = plan.batch_layout(rank.mesh(), DType::I64, &[rows.len(), TOKENS])?;
+    let column = |of: &dyn Fn(usize, i64, i64) -> i64| {
+        let of_row = |row: usize| {
+            let [segments, positions] = document_ids(&DOCUMENTS[row % ROWS]);
+            order.iter().map(|&at| of(row, segments[at], positions[at])).collect::<Vec<_>>()
+        };
+        Tensor::from_global(rank, &layout, &rows.clone().flat_map(of_row).collect::<Vec<_>>())
+    };
+    let token = |i: usize| {
+        move |row: usize, segment: i64, position: i64| token(row, segment as usize, position as usize)[i]
+    };
+    let mut all = vec![column(&token(0))?, column(&token(1))?];
+    if matches!(config, ModelConfig::Bert(_)) {
+        all.push(column(&|_, _, position| token_type(position))?);
+    }
+    all.extend([column(&|_, segment, _| segment)?, column(&|_, _, position| position)?]);
+    Ok(all)
+}
+
+/// The outcome of a model on rows of packed documents, in an order of tokens.
+fn packed(
+    rank: &Rank,
+    config: &ModelConfig,
+    plan: &Plan,
+    order: &[usize],
+    recompute: bool,
+) -> Result<Outcome> {
+    let module = LanguageModel::new(config).recompute(recompute);
+    let model = Model::with_dtype(rank, module, plan, 5, DType::F64)?;
+    let tape = model.tape();
+    let x = packed_batch(rank, config, plan, 0..ROWS, order)?;
+    let x: Vec<Var> = x.into_iter().map(|x| tape.constant(x)).collect();
+    let loss = model.loss_from_batch(&x).value();
+    let (saved_bytes, value) = (tape.saved_bytes(), loss.item()?);
+    loss.backward()?;
+    let gradients = tape.gradients();
+    let norm = grad_norm(rank, model.params(), &gradients)?;
+    Ok(Outcome { loss: value, norm, gradients: values(&model, &gradients)?, saved_bytes })
+}
+
+/// The outcome of the same documents, each as a row of its own.
+fn one_document_a_row(rank: &Rank, config: &ModelConfig) -> Result<Outcome> {
+    let model = Model::with_dtype(rank, LanguageModel::new(config), &Plan::new(), 5, DType::F64)?;
+    let (tape, mut sum) = (model.tape(), 0.0);
+    for (row, lengths) in DOCUMENTS.iter().enumerate() {
+        for (document, &len) in lengths.iter().enumerate() {
+            let column = |of: &dyn Fn(usize) -> i64| -> Result<Var> {
+                let all: Vec<i64> = (0..len).map(of).collect();
+                Ok(tape.constant(Tensor::from_host(rank, &[1, len], &all)?))
+            };
+            let mut x =
+                vec![column(&|at| token(row, document, at)[0])?, column(&|at| token(row, document, at)[1])?];
+            if matches!(config, ModelConfig::Bert(_)) {
+                x.extend([column(&|_| 1)?, column(&|at| token_type(at as i64))?]);
+            }
+            let loss = model.loss_from_batch(&x).value().scale(len as f64 / (ROWS * TOKENS) as f64);
+            sum += loss.item()?;
+            loss.backward()?;
+        }
+    }
+    let gradients = tape.gradients();
+    let norm = grad_norm(rank, model.params(), &gradients)?;
+    Ok(Outcome { loss: sum, norm, gradients: values(&model, &gradients)?, saved_bytes: 0 })
+}
+
+#[test]
+fn packed_documents_equal_one_document_a_row_in_every_form() {
+    let in_order: Vec<usize> = (0..TOKENS).collect();
+    for config in models() {
+        let apart = run("", |rank| one_document_a_row(rank, &config)).remove(0);
+        for (form, with_form) in FORMS {
+            let plan = with_form(LanguageModel::plan(&config));
+            for mesh in ["", "cp=2", "cp=3", "cp=9", "dp=2,cp=2", "cp=2,tp=2"] {
+                for order in [&in_order, &zigzag_order(TOKENS, 3)] {
+                    let what = format!("{form} on {mesh}, {config:?}");
+                    let together = outcome(mesh, &what, |rank| packed(rank, &config, &plan, order, false));
+                    assert_near(&apart, &together, &what);
+                }
+            }
+            let again = outcome("cp=2", form, |rank| packed(rank, &config, &plan, &in_order, true));
+            assert_near(&apart, &again, form);
+        }
+    }
+}
+
+#[test]
+fn documents_are_not_ignored() {
+    let config = ModelConfig::from(config());
+    let apart = run("", |rank| one_document_a_row(rank, &config)).remove(0);
+    let order: Vec<usize> = (0..TOKENS).rev().collect();
+    let reversed = run("", |rank| packed(rank, &config, &Plan::gpt2(), &order, false)).remove(0);
+    assert_near(&apart, &reversed, "the order of tokens does not matter");
+    // The same rows as one document.
+    let plain = TrainingCase::new(config, TOKENS).outcome("");
+    assert!((plain.loss - apart.loss).abs() > 1e-3, "documents have an effect");
+}
+
+/// The losses of three steps of a trainer on packed documents.
+fn losses(config: &ModelConfig, plan: &Plan, mesh: &str) -> Vec<f64> {
+    let order = zigzag_order(TOKENS, 2);
+    let ranks = run(mesh, |rank| {
+        let read = |rank: &Rank, _: u64, rows: Range<usize>| packed_batch(rank, config, plan, rows, &order);
+        let settings = TrainerConfig {
+            microbatches: 2,
+            dtype: DType::F64,
+            clip: Some(0.5),
+            ..TrainerConfig::new(2 * ROWS)
+        };
+        let loss = |model: &LanguageModel, x: &[Var]| model.loss_from_batch(x);
+        let mut trainer =
+            Trainer::new(rank, LanguageModel::new(config), plan, AdamW::new(0.01), settings, read, loss)?;
+        (0..3).map(|_| Ok(trainer.step()?.loss)).collect::<Result<Vec<f64>>>()
+    });
+    assert!(ranks.iter().all(|losses| *losses == ranks[0]), "{mesh}: ranks disagree");
+    ranks.into_iter().next().unwrap()
+}
+
+#[test]
+fn a_trainer_on_packed_documents_gives_the_losses_of_one_rank_in_every_style() {
+    for config in models() {
+        let family = LanguageModel::plan(&config);
+        let alone = losses(&config, &family, "");
+        assert!(alone[2] < alone[0], "{alone:?}");
+        let zero = family.clone().and(Plan::zero(2, "dp")).ring();
+        let sequence = family.clone().and(Plan::sequence_parallel("tp"));
+        for (plan, mesh) in [
+            (family.clone().ring(), "pp=2,cp=2"),
+            (family.clone().exchange().pipeline_schedule("zb-h1"), "pp=2,fsdp=2,cp=2"),
+            (zero, "dp=2,cp=3"),
+            (sequence, "dp=2,tp=2"),
+        ] {
+            for (alone, many) in alone.iter().zip(losses(&config, &plan, mesh)) {
+                assert_relative_eq!(*alone, many, max_relative = 1e-10);
+            }
+        }
+    }
+}

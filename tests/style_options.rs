@@ -1,0 +1,145 @@
+//! Options that choose styles of parallelism hold for every command: `train` and `eval` give the losses of one rank, `generate` its
+//! tokens, and `explain` states the collectives; the printed plan as a file gives the same.
+
+use crate::cli::{Folder, exit_code_and_stderr, shardgrad};
+use crate::resume::{record, text};
+use approx::assert_relative_eq;
+use std::fs;
+
+/// A style: a preset, the options, and a line of the totals of `explain` that the style alone has.
+type StyleOptions = (&'static str, &'static str, &'static str);
+
+const STYLES: [StyleOptions; 11] = [
+    ("tiny", "--mesh dp=2 --zero 1", "dp forward all_gather"),
+    ("tiny", "--mesh dp=2 --zero 2", "dp forward all_gather"),
+    ("tiny", "--mesh dp=2 --zero 3", "dp backward all_gather"),
+    ("tiny", "--mesh dp=2,fsdp=2", "fsdp backward all_gather"),
+    ("tiny", "--mesh pp=2,fsdp=2 --gathered-bytes-max 0", "fsdp backward all_gather"),
+    ("llama-tiny", "--mesh tp=2 --sequence-parallel", "tp forward reduce_scatter"),
+    ("tiny", "--mesh cp=2 --context gather", "cp forward all_gather"),
+    ("tiny", "--mesh cp=3 --context ring", "cp forward send"),
+    ("llama-tiny", "--mesh cp=2 --context exchange", "cp forward all_to_all"),
+    ("mixtral-tiny", "--mesh ep=2 --experts gather", "ep forward all_gather"),
+    ("mixtral-tiny", "--mesh ep=2 --experts exchange", "ep forward all_to_all"),
+];
+
+fn stdout(args: &[&str]) -> String {
+    let output = shardgrad(args);
+    assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// A folder with a text, and a trained model of each preset.
+struct Commands {
+    folder: Folder,
+    data: String,
+}
+
+impl Commands {
+    fn new(name: &str) -> Commands {
+        let folder = Folder::new(name);
+        let data = text(&folder);
+        Commands { folder, data }
+    }
+
+    /// The losses of two training steps.
+    fn train(&self, preset: &str, name: &str, more: &[&str]) -> Vec<f64> {
+        let out = self.folder.path(name);
+        let given = ["train", "--preset", preset, "--data", &self.data, "--out", &out, "--dtype", "f64"];
+        let step =
+            ["--steps", "2", "--batch", "4", "--seq", "16", "--eval-every", "0", "--microbatches", "2"];
+        stdout(&[&given[..], &step, more].concat());
+        record(out.as_ref()).iter().filter_map(|line| line["loss"].as_f64()).collect()
+    }
+
+    fn eval(&self, model: &str, more: &[&str]) -> f64 {
+        let given =
+            ["eval", "--model", model, "--data", &self.data, "--seq", "16", "--dtype", "f64", "--json"];
+        let line: serde_json::Value = serde_json::from_str(&stdout(&[&given[..], more].concat())).unwrap();
+        line["loss"].as_f64().unwrap()
+    }
+
+    fn generate_args<'a>(model: &'a str, more: &[&'a str]) -> Vec<&'a str> {
+        let given = ["generate", "--model", model, "--prompt", "The quick", "--tokens", "6", "--greedy"];
+        [&given[..], &["--dtype", "f64", "--json"], more].concat()
+    }
+
+    fn explain(preset: &str, more: &[&str]) -> String {
+        let given = ["explain", "--preset", preset, "--batch", "4", "--seq", "16", "--microbatches", "2"];
+        stdout(&[&given[..], more].concat())
+    }
+}
+
+#[test]
+fn options_of_styles_hold_for_every_command() {
+    let commands = Commands::new("style-options");
+    for preset in ["tiny", "llama-tiny", "mixtral-tiny"] {
+        let losses = commands.train(preset, preset, &["--mesh", "dp=1"]);
+        let model = commands.folder.path(&format!("{preset}/model"));
+        let loss = commands.eval(&model, &[]);
+        let generated = stdout(&Commands::generate_args(&model, &[]));
+        for (i, (_, options, collective)) in STYLES.iter().enumerate().filter(|(_, style)| style.0 == preset)
+        {
+            let options: Vec<&str> = options.split(' ').collect();
+            let plan = commands.folder.file(
+                &format!("{i}.plan"),
+                Commands::explain(preset, &[&options[..], &["--show-plan"]].concat()),
+            );
+            let explained = Commands::explain(preset, &options);
+            let has_collective = |line: &str| {
+                let words: Vec<&str> = line.split_whitespace().take(3).collect();
+                words.join(" ") == *collective
+            };
+            assert!(explained.lines().any(has_collective), "{collective}: {explained}");
+            let of_file = ["--mesh", options[1], "--plan", &plan];
+            assert_eq!(Commands::explain(preset, &of_file), explained, "{options:?}");
+            for (name, options) in [("options", &options[..]), ("plan", &of_file)] {
+                let many = commands.train(preset, &format!("{i}-{name}"), options);
+                assert_eq!(many.len(), 2);
+                for (one, many) in losses.iter().zip(many) {
+                    assert_relative_eq!(*one, many, max_relative = 1e-9);
+                }
+                assert_relative_eq!(commands.eval(&model, options), loss, max_relative = 1e-9);
+                let generate = Commands::generate_args(&model, options);
+                if options[1].starts_with("cp") {
+                    let (code, message) = exit_code_and_stderr(&generate);
+                    assert!(code == 2 && message.contains("does not support"), "{options:?}: {message}");
+                } else {
+                    assert_eq!(stdout(&generate), generated, "{options:?}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn options_without_their_axes_are_refused_by_every_command() {
+    let commands = Commands::new("style-axes");
+    commands.train("tiny", "out", &["--mesh", "dp=1"]);
+    let (model, out) = (commands.folder.path("out/model"), commands.folder.path("other"));
+    let given: [&[&str]; 4] = [
+        &["train", "--data", &commands.data, "--out", &out],
+        &["eval", "--model", &model, "--data", &commands.data],
+        &["generate", "--model", &model, "--prompt", "The"],
+        &["explain"],
+    ];
+    let two = commands.folder.path("two.plan");
+    let printed = Commands::explain("tiny", &["--mesh", "dp=2", "--zero", "1", "--show-plan"]);
+    fs::write(&two, printed).unwrap();
+    let file = format!("--plan {two} --mesh dp=2,fsdp=2");
+    for (options, why) in [
+        ("--zero 2 --mesh tp=2", "--zero 2 shards over dp, and the mesh has no dp axis"),
+        ("--zero 2 --mesh dp=2,fsdp=2", "over fsdp=2 already"),
+        (&file, "two axes of the mesh have a stage of ZeRO: `zero 3 fsdp` and `zero 1 dp`"),
+        ("--sequence-parallel --mesh dp=2", "--sequence-parallel needs a tp axis"),
+        ("--context ring --mesh dp=2", "--context needs a cp axis"),
+        ("--experts exchange --mesh dp=2", "--experts needs an ep axis"),
+        ("--plan /no/such/file", "/no/such/file"),
+    ] {
+        for command in given {
+            let (code, message) =
+                exit_code_and_stderr(&[command, &options.split(' ').collect::<Vec<_>>()].concat());
+            assert!(code == 2 && message.contains(why), "{command:?} {options}: {message}");
+        }
+    }
+}
