@@ -206,7 +206,7 @@ mod tests {
         // Ranks 0 and 2 share two groups.
         let text = verify([&[&dp, &all], &[&all], &[&all, &dp], &[&all]]).unwrap_err().to_string();
         assert!(text.contains("rank 0 waits in #1 all_reduce over dp at"), "{text}");
-        assert!(text.contains("rank 2 waits in #1 all_reduce over dp, tp at"), "{text}");
+        assert!(text.contains("rank 2 waits in #1 all_reduce over dp,tp at"), "{text}");
         // Any two ranks share one group only, and one of these orders is a cycle.
         verify([&[&tp, &dp], &[&tp, &dp], &[&dp, &tp], &[&dp, &tp]]).unwrap();
         verify([&[&tp, &dp], &[&dp, &tp], &[&dp, &tp], &[&tp, &dp]]).unwrap_err();
