@@ -82,7 +82,7 @@ pub(crate) struct TcpTransport {
     min_timeout: Cell<Duration>,
     /// The argument of the current call, as bytes on the host; shared with the elements that this rank keeps for others.
     argument: RefCell<Arc<Vec<u8>>>,
-    /// Shared with the [comparer](agreement::Comparer) of this rank; never in use by both.
+    /// Shared with the comparer of this rank; never in use by both.
     counters: Arc<Mutex<CallCounters>>,
 }
 
