@@ -30,6 +30,7 @@ mod moved_run_folder;
 mod context_parallel;
 mod expert_parallel;
 mod pipeline_schedules;
+mod issue_order;
 mod strangers;
 mod signals;
 mod not_finite;

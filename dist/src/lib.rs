@@ -43,7 +43,7 @@ pub use launch::World;
 pub use mesh::{Axis, AxisSet, Mesh};
 pub use process::{Process, Token};
 pub use rank::Rank;
-pub use trace::{MEMBER_SEPARATOR, Record, Trace};
+pub use trace::{MEMBER_SEPARATOR, Record, Trace, verify_issue_order};
 #[cfg(feature = "processes")]
 pub use transport::tcp::Rendezvous;
 #[cfg(feature = "processes")]

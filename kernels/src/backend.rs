@@ -175,10 +175,11 @@ pub trait Backend: fmt::Debug + Send + Sync {
         Ok(None)
     }
 
-    /// Fails every copy to the host and every wait for all work from now on, those in progress included: work was aborted, so that
-    /// buffers may have any contents. Any thread may call it; the first error stays.
-    fn invalidate(&self, error: KernelError) {
-        let _ = error;
+    /// Sets a check that every copy to the host and every wait for all work makes once the work is done, before the caller gets
+    /// contents or success; its error is theirs. For contents that are valid only if other ranks agree and no work was aborted. The first
+    /// check stays.
+    fn set_result_check(&self, check: Arc<dyn ResultCheck>) {
+        let _ = check;
     }
 
     /// Caches the packed forms of a matrix product operand while the returned guard lives: for weights that a step of several
@@ -226,6 +227,15 @@ pub trait Backend: fmt::Debug + Send + Sync {
     fn synchronize(&self) -> Result<(), KernelError> {
         Ok(())
     }
+}
+
+/// A check of results before they leave the device ([`Backend::set_result_check`]). It may wait.
+pub trait ResultCheck: fmt::Debug + Send + Sync {
+    /// Returns once the results of all work submitted by the calling rank are known to be valid.
+    ///
+    /// # Errors
+    /// Why they are not.
+    fn check(&self) -> Result<(), KernelError>;
 }
 
 /// Copies elements from the host into a new buffer (without contents on the null back end).

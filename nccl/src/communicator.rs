@@ -17,6 +17,9 @@ use std::time::Duration;
 const POLLS_MAX: usize = 100;
 const PAUSE: Duration = Duration::from_micros(100);
 
+/// The function that an error names if work was aborted, or needs a communicator that was.
+pub const ABORTED: &str = "ncclCommAbort";
+
 /// A reduction of NCCL.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReduceOp {
@@ -291,7 +294,7 @@ impl Communicator {
             }
             None => {
                 let why = "the communicator is aborted".into();
-                Err(KernelError::Device { call: "NCCL", why, is_permanent: false })
+                Err(KernelError::Device { call: ABORTED, why, is_permanent: false })
             }
         }
     }

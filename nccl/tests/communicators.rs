@@ -6,17 +6,29 @@ mod fake_gpu;
 use fake_gpu::{FakeGpu, scenario_of_this_process};
 use shardgrad_kernels::cuda::{CudaDevice, SearchPaths};
 use shardgrad_kernels::{
-    Backend, BackendConfig, BackendProvider, Buffer, DType, KernelError, download, upload,
+    Backend, BackendConfig, BackendProvider, Buffer, DType, KernelError, ResultCheck, download, upload,
 };
 use shardgrad_nccl::{Communicator, Nccl, Part, ReduceOp, UniqueId};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use std::{fs, thread};
 
 /// How long a wait may last before the process gives up.
 const LIMIT: Duration = Duration::from_secs(20);
+
+/// The check of results that are valid until operations are aborted.
+#[derive(Debug)]
+struct IsValid(AtomicBool);
+
+impl ResultCheck for IsValid {
+    fn check(&self) -> Outcome<()> {
+        let why = KernelError::Device { call: "ncclCommAbort", why: "enough".into(), is_permanent: false };
+        if self.0.load(Ordering::SeqCst) { Ok(()) } else { Err(why) }
+    }
+}
 
 /// One process: its back end and its communicator of all ranks.
 struct Member {
@@ -143,9 +155,11 @@ impl Member {
         self.comm.split(0, (self.rank, size), &mut until_limit())?.destroy()
     }
 
-    /// Begins an all-reduce and returns how its result is read: the error with which the buffers are invalidated if it is aborted.
+    /// Begins an all-reduce and returns how its result is read: the error of the result check if it is aborted.
     fn aborted_all_reduce(&self, numel: usize, is_over: impl Fn() -> bool + Sync) -> Outcome<Vec<f32>> {
         let x = self.up(&self.values(numel))?;
+        let is_valid = Arc::new(IsValid(AtomicBool::new(true)));
+        self.own.set_result_check(is_valid.clone());
         thread::scope(|scope| {
             let y = self.submit(
                 &self.comm,
@@ -157,9 +171,7 @@ impl Member {
                 while !is_over() {
                     thread::sleep(Duration::from_millis(2));
                 }
-                let why =
-                    KernelError::Device { call: "ncclCommAbort", why: "enough".into(), is_permanent: false };
-                self.own.invalidate(why);
+                is_valid.0.store(false, Ordering::SeqCst);
                 self.comm.abort();
             });
             self.down(&y, numel)
@@ -242,7 +254,7 @@ fn scenario(name: &str, folder: &Path, rank: usize, size: usize) -> Outcome<()> 
             assert_eq!(text, "ncclCommAbort: enough");
             let x = member.up(&[1.0])?;
             let text = message(member.submit(&member.comm, &x, 4, &[Part::AllGather { bytes: 1 }]));
-            assert_eq!(text, "NCCL: the communicator is aborted");
+            assert_eq!(text, "ncclCommAbort: the communicator is aborted");
         }
         "late" => {
             thread::sleep(Duration::from_millis(200 * rank as u64));

@@ -155,9 +155,10 @@ impl World {
             Ok(result)
         });
         // What a failed world does to a device is no cause of its own.
-        let is_consequence = |error: &Error| session.as_ref().is_some_and(|s| s.is_consequence(error));
-        let outcome = outcome
-            .map_err(|error| if is_consequence(&error) { endpoint.failure_error("computes") } else { error });
+        let outcome = outcome.map_err(|error| match &session {
+            Some(session) => session.explain(error),
+            None => error,
+        });
         let finish = || {
             endpoint.finish()?;
             session.as_ref().map_or(Ok(()), |session| session.finish())

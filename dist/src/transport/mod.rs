@@ -41,8 +41,8 @@ pub(crate) trait TransportSession: fmt::Debug {
     /// Ends the session after all ranks have returned.
     fn finish(&self) -> Result<()>;
 
-    /// Whether an error of this rank only follows from the failure of the world.
-    fn is_consequence(&self, error: &Error) -> bool;
+    /// The error of this rank in place of one that only follows from the failure of the world.
+    fn explain(&self, error: Error) -> Error;
 }
 
 /// The transport of dry runs: never waits; results have a size but no contents. Calls are already in the trace of the rank.

@@ -10,7 +10,7 @@ use super::library::{DRIVER, SearchPaths};
 use super::matmul::MatmulRunner;
 use super::memory::{CachingAllocator, DriverChunks};
 use super::staging::Staging;
-use crate::backend::{Backend, Graph, SyncEvent};
+use crate::backend::{Backend, Graph, ResultCheck, SyncEvent};
 use crate::buffer::Buffer;
 use crate::cost::Cost;
 use crate::device::Device;
@@ -132,8 +132,8 @@ struct Cuda {
     capture_state: CaptureState,
     /// Created by the first collective; a single rank has none.
     comm_stream: OnceLock<Arc<CommStream>>,
-    /// The error of [`Backend::invalidate`].
-    invalid: OnceLock<KernelError>,
+    /// That of [`Backend::set_result_check`].
+    result_check: OnceLock<Arc<dyn ResultCheck>>,
     rank: Arc<RankState>,
 }
 
@@ -169,7 +169,7 @@ impl Cuda {
             staging: Mutex::new(Staging::new(&device.context)?),
             capture_state: CaptureState::default(),
             comm_stream: OnceLock::new(),
-            invalid: OnceLock::new(),
+            result_check: OnceLock::new(),
             rank: Arc::new(rank),
         })
     }
@@ -237,9 +237,9 @@ impl Cuda {
         if locked(&self.capture_state).is_some() { Err(KernelError::NotCapturable { what }) } else { Ok(()) }
     }
 
-    /// Returns the error with which the contents of buffers were invalidated. Called after a wait, during which that may happen.
-    fn check_validity(&self) -> Result<(), KernelError> {
-        self.invalid.get().map_or(Ok(()), |error| Err(error.clone()))
+    /// Makes the result check. Called after a wait, during which contents may become invalid.
+    fn check_results(&self) -> Result<(), KernelError> {
+        self.result_check.get().map_or(Ok(()), |result| result.check())
     }
 
     /// Returns the first index out of range since the last check as an error, and clears the records.
@@ -301,7 +301,7 @@ impl Backend for Cuda {
         self.wait_for_conflicts(iter::once(from), iter::empty())?;
         let mut staging = locked(&self.staging);
         staging.download(&self.rank.stream, from, to)?;
-        self.check_validity()?;
+        self.check_results()?;
         self.check_faults(&mut staging)
     }
 
@@ -337,8 +337,8 @@ impl Backend for Cuda {
         self.rank.stream.for_libraries().map(Some)
     }
 
-    fn invalidate(&self, error: KernelError) {
-        self.invalid.get_or_init(|| error);
+    fn set_result_check(&self, check: Arc<dyn ResultCheck>) {
+        self.result_check.get_or_init(|| check);
     }
 
     fn capture(
@@ -371,7 +371,7 @@ impl Backend for Cuda {
         self.refuse_in_capture("waits until all work is done")?;
         self.rank.stream.synchronize()?;
         self.comm_stream.get().map_or(Ok(()), |comm_stream| comm_stream.synchronize())?;
-        self.check_validity()?;
+        self.check_results()?;
         self.check_faults(&mut locked(&self.staging))
     }
 }

@@ -1,8 +1,9 @@
 //! The NCCL transport between processes with a GPU each: NCCL carries the elements of collectives, TCP the calls.
 //!
-//! The members of a group first make sure over TCP that they make the same call, so that mismatched calls, deadlocks, departed ranks and
-//! timeouts are found before an operation is submitted, and every rank submits the operations of all communicators in one order. Then each
-//! submits the operation to its communication stream and continues. Messages between two ranks, and barriers, go through TCP.
+//! A rank submits each collective at once to its communication stream and continues. Behind it, the members of a group compare their calls
+//! over TCP (`tcp::agreement`), and a mismatch, a deadlock, a departed rank or a timeout aborts the operations of all ranks.
+//! Results leave the GPU once their calls are compared, and aborted ones never do. Messages between two ranks, and barriers, go through TCP,
+//! after the comparison of all calls before.
 //!
 //! NCCL sums f32, f64 and i64. All other reductions, and reduce-scatters of uneven parts, are an exchange of pieces that the kernels of the
 //! other transports reduce, in the same order: 16-bit floats are rounded once, and NaN is no number that a maximum may drop.
@@ -16,7 +17,7 @@ use super::buffer_ops::{copy, offset, reduce_ranges};
 use super::tcp::TcpTransport;
 use super::thread::is_root;
 use crate::call::{Op, ReduceOp, Request, chunk};
-use crate::error::Result;
+use crate::error::{Error, Kind, Result};
 use shardgrad_kernels::{Backend, Buffer, DType};
 use shardgrad_nccl::{Communicator, Part};
 use smallvec::SmallVec;
@@ -42,10 +43,11 @@ impl Transport for NcclTransport {
 
     fn run(&self, own: &dyn Backend, request: &Request<'_>) -> Result<Option<Buffer>> {
         if !request.op.is_collective() || request.op == Op::Barrier {
+            self.session.pending.wait_until_compared(self.tcp.spin())?;
             return self.tcp.run(own, request);
         }
         self.check()?;
-        self.collective(own, request).map_err(|error| self.tcp.fail_call(request, error))
+        self.collective(own, request).map_err(|error| self.fail_call(request, error))
     }
 }
 
@@ -63,7 +65,7 @@ impl NcclTransport {
     }
 
     fn collective(&self, own: &dyn Backend, request: &Request<'_>) -> Result<Option<Buffer>> {
-        self.tcp.agree(request)?;
+        self.session.pending.push(&self.tcp, request)?;
         let on = own.begin_async()?.expect("bug: a GPU has a communication stream");
         if let Some(x) = request.x {
             on.record_stream(x);
@@ -75,6 +77,15 @@ impl NcclTransport {
         let y = outcome?;
         ended?;
         Ok(y)
+    }
+
+    /// Fails the world with the error of a call, unless that error follows from the failure of the world.
+    fn fail_call(&self, request: &Request<'_>, error: Error) -> Error {
+        let is_of_library = error.kind() == Kind::Device && error.message().starts_with("nccl");
+        if is_of_library && self.session.wait_for_cause() {
+            return self.session.pending.failure_error();
+        }
+        self.tcp.fail_call(request, error)
     }
 }
 

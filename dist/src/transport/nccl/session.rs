@@ -3,13 +3,13 @@
 use crate::call::{Call, GroupPosition, Op, Origin, Phase, Request};
 use crate::error::{Error, Kind, Result};
 use crate::mesh::{AxisSet, Mesh};
-use crate::transport::tcp::{Endpoint, TcpTransport};
+use crate::transport::tcp::{Endpoint, PendingCalls, TcpTransport};
 use crate::transport::{Transport, TransportSession};
 use shardgrad_kernels::cuda::SearchPaths;
-use shardgrad_kernels::{Backend, Cpu, DType, KernelError, download, upload};
-use shardgrad_nccl::{Communicator, Nccl, UniqueId};
+use shardgrad_kernels::{Backend, Cpu, DType, KernelError, ResultCheck, download, upload};
+use shardgrad_nccl::{ABORTED, Communicator, Nccl, UniqueId};
 use std::collections::HashMap;
-use std::panic::Location;
+use std::panic::{AssertUnwindSafe, Location, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{Builder, JoinHandle};
@@ -19,31 +19,45 @@ use std::time::{Duration, Instant};
 const WATCH_EVERY: Duration = Duration::from_millis(10);
 /// The interval at which it asks the communicators for asynchronous errors.
 const ASK_EVERY: Duration = Duration::from_millis(200);
-/// How long an asynchronous error waits for its cause: a lost process, which the connection to it reports with its rank.
+/// How long an error of the library waits for its cause: a lost process, which the connection to it reports with its rank.
 const CAUSE_TIME: Duration = Duration::from_secs(1);
-
-/// The function with whose name the back end reports that its work was aborted.
-const ABORTED: &str = "ncclCommAbort";
 
 /// What the rank and the watchdog share.
 #[derive(Debug)]
 struct Watched {
     endpoint: Endpoint,
     rank_text: String,
-    backend: Arc<dyn Backend>,
     /// That of all ranks first.
     communicators: Vec<Communicator>,
     is_over: AtomicBool,
+}
+
+/// Keeps results on the GPU until the calls of which they are results are compared, because NCCL may give unlike calls any contents; and
+/// for ever once the world has failed, because operations are aborted then.
+#[derive(Debug)]
+struct ComparedResults(Arc<PendingCalls>);
+
+impl ResultCheck for ComparedResults {
+    fn check(&self) -> std::result::Result<(), KernelError> {
+        let why = "the world has failed, so the collectives on the GPU were aborted".to_string();
+        let aborted = KernelError::Device { call: ABORTED, why, is_permanent: false };
+        self.0.wait_until_compared(Duration::ZERO).map_err(|_| aborted)
+    }
 }
 
 /// The communicators of one process for every set of axes whose groups have more than one rank.
 #[derive(Debug)]
 pub(crate) struct Session {
     watched: Arc<Watched>,
+    /// The submitted calls that are not compared.
+    pub(super) pending: Arc<PendingCalls>,
     /// The communicator of the bits of axes longer than 1.
     by_bits: HashMap<u16, usize>,
     long_axes: AxisSet,
-    watchdog: Mutex<Option<JoinHandle<()>>>,
+    /// The comparer and the watchdog.
+    threads: Mutex<Vec<JoinHandle<()>>>,
+    /// Outlives the communicators: it waits for their operations when it is dropped.
+    _backend: Arc<dyn Backend>,
 }
 
 impl Session {
@@ -93,13 +107,30 @@ impl Session {
         let watched = Arc::new(Watched {
             endpoint: endpoint.clone(),
             rank_text: mesh.describe(rank),
-            backend: backend.clone(),
             communicators,
             is_over: AtomicBool::new(false),
         });
-        let by = watched.clone();
-        let watchdog = Builder::new().name("nccl-watchdog".to_string()).spawn(move || by.watch())?;
-        Ok(Arc::new(Session { watched, by_bits, long_axes, watchdog: Mutex::new(Some(watchdog)) }))
+        let pending = PendingCalls::new(endpoint);
+        backend.set_result_check(Arc::new(ComparedResults(pending.clone())));
+        let (threads, _backend) = (Mutex::default(), backend.clone());
+        let session = Session { watched, pending, by_bits, long_axes, threads, _backend };
+        let (watched, comparer) = (session.watched.clone(), tcp.comparer(&session.pending));
+        session.spawn("nccl-watchdog", move || watched.watch())?;
+        let endpoint = endpoint.clone();
+        session.spawn("nccl-comparer", move || {
+            // The rank would wait forever for a comparer that is gone.
+            if catch_unwind(AssertUnwindSafe(|| comparer.run())).is_err() {
+                let why = "bug: the thread that compares calls panicked";
+                endpoint.fail_everywhere(Error::new(Kind::Panic, why));
+            }
+        })?;
+        Ok(Arc::new(session))
+    }
+
+    fn spawn(&self, name: &str, run: impl FnOnce() + Send + 'static) -> Result<()> {
+        let thread = Builder::new().name(name.to_string()).spawn(run)?;
+        self.threads.lock().unwrap_or_else(PoisonError::into_inner).push(thread);
+        Ok(())
     }
 
     /// The communicator of this rank's group over some axes, which has more than one rank.
@@ -107,34 +138,44 @@ impl Session {
         &self.watched.communicators[self.by_bits[&(axes.bits() & self.long_axes.bits())]]
     }
 
-    fn end_watch(&self) {
+    /// Waits a moment for the failure of the world, which is the cause of most errors of the library. Returns whether it has failed.
+    pub(super) fn wait_for_cause(&self) -> bool {
+        let start = Instant::now();
+        while !self.watched.endpoint.has_failed() && start.elapsed() < CAUSE_TIME {
+            std::thread::sleep(WATCH_EVERY);
+        }
+        self.watched.endpoint.has_failed()
+    }
+
+    fn end_threads(&self) {
         self.watched.is_over.store(true, Ordering::SeqCst);
-        let watchdog = self.watchdog.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(watchdog) = watchdog {
-            watchdog.thread().unpark();
-            let _ = watchdog.join();
+        self.pending.end();
+        for thread in self.threads.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
+            thread.thread().unpark();
+            let _ = thread.join();
         }
     }
 }
 
 impl TransportSession for Session {
-    /// Ends the watch, and destroys the communicators.
+    /// Ends the threads, and destroys the communicators.
     fn finish(&self) -> Result<()> {
-        self.end_watch();
+        self.end_threads();
         // Splits first.
         self.watched.communicators.iter().rev().try_for_each(|communicator| Ok(communicator.destroy()?))
     }
 
-    /// Whether the error says that work of this rank was aborted, which happens after the world has failed.
-    fn is_consequence(&self, error: &Error) -> bool {
-        error.kind() == Kind::Device && error.message().starts_with(ABORTED)
+    /// The failure of the world in place of an error that says that work of this rank was aborted, which happens after that failure.
+    fn explain(&self, error: Error) -> Error {
+        let is_aborted = error.kind() == Kind::Device && error.message().starts_with(ABORTED);
+        if is_aborted { self.pending.failure_error() } else { error }
     }
 }
 
 impl Drop for Session {
-    /// Aborts what is left: the back end waits for all work when it is dropped.
+    /// Aborts what is left.
     fn drop(&mut self) {
-        self.end_watch();
+        self.end_threads();
         self.watched.abort();
     }
 }
@@ -160,10 +201,8 @@ impl Watched {
         }
     }
 
-    /// Aborts all communicators. What their operations write is not read any more.
+    /// Aborts all communicators. What their operations write is not read any more: the world has failed before.
     fn abort(&self) {
-        let why = "the world has failed, so the collectives on the GPU were aborted".to_string();
-        self.backend.invalidate(KernelError::Device { call: ABORTED, why, is_permanent: false });
         self.communicators.iter().rev().for_each(Communicator::abort);
     }
 }

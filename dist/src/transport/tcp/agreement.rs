@@ -1,31 +1,201 @@
-//! Agreement on a call whose elements another transport carries.
+//! Agreement on calls whose elements another transport carries, behind their submission.
+//!
+//! A rank enqueues each such call, submits it and continues. Another thread of the process, the comparer, makes the calls over TCP in the
+//! order of the queue, without elements: it sends a call to the other members, waits for theirs, and compares all. For the detection of
+//! mismatched calls, deadlocks, departed ranks and timeouts the comparer stands for the rank, which is in the first call of the queue.
+//!
+//! A call is sent once all calls before it are compared; only calls of one group follow each other at once, because ranks whose orders
+//! differ differ between groups. So two ranks, or a cycle of ranks, that submit operations in different orders are a deadlock of their
+//! comparers, however far the ranks have run ahead. At most [`PENDING_MAX`] calls of a rank wait for their comparison.
 
-use super::TcpTransport;
-use super::assemble::other_group_ranks;
 use super::frame::Frame;
-use super::world_view::ReceivedCall;
+use super::wait::AwaitedCall;
+use super::world_view::{ReceivedCall, WorldView};
+use super::{Endpoint, TcpTransport};
 use crate::call::{IssuedCall, Request};
-use crate::error::Result;
+use crate::error::{Error, Kind, Result};
 use crate::report;
+use crate::sync::{AtomicBool, Mutex, MutexGuard};
 use crate::transport::Transport;
-use std::time::Instant;
+use std::collections::VecDeque;
+use std::panic::Location;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant};
 
-impl TcpTransport {
-    /// Waits until all members of the group have made this call, and compares the calls. Detects what [`TcpTransport`] detects in a
-    /// collective of its own.
-    pub(crate) fn agree(&self, request: &Request<'_>) -> Result<()> {
-        let (issued, axes, members) = (self.issue(request), request.call.axes, &request.position.members);
-        let mut head = Frame::CallOnly(issued.clone()).encode();
-        for group_rank in other_group_ranks(request) {
-            self.write(members[group_rank], &mut head, &[], &issued)?;
-        }
-        self.wait(request, false, |view, member| view.has_call(member, axes, false))?;
-        let take = |&member: &usize| self.reply_after(member, self.endpoint.view.take_call(member, axes));
-        let arrived: Vec<Option<ReceivedCall>> = members.iter().map(take).collect();
-        self.compare(request, &issued, &arrived)
+/// The most submitted calls of a rank that are not compared.
+const PENDING_MAX: usize = 256;
+
+/// A submitted call that is not compared.
+#[derive(Debug)]
+struct PendingCall {
+    issued: IssuedCall,
+    members: Vec<usize>,
+    site: &'static Location<'static>,
+    /// The timeout of the wait for the other members.
+    limit: Duration,
+}
+
+/// The submitted calls of a rank that are not compared, in the order of their submission.
+#[derive(Debug)]
+pub(crate) struct PendingCalls {
+    endpoint: Endpoint,
+    calls: Mutex<VecDeque<Arc<PendingCall>>>,
+    is_over: AtomicBool,
+}
+
+impl PendingCalls {
+    pub(crate) fn new(endpoint: &Endpoint) -> Arc<PendingCalls> {
+        let (calls, is_over) = (Mutex::default(), AtomicBool::new(false));
+        Arc::new(PendingCalls { endpoint: endpoint.clone(), calls, is_over })
     }
 
-    /// A check during the submission of a call that all members have made: an error if the world fails or the submission takes too long.
+    fn view(&self) -> &WorldView {
+        &self.endpoint.view
+    }
+
+    fn calls(&self) -> MutexGuard<'_, VecDeque<Arc<PendingCall>>> {
+        self.calls.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Appends a call that is submitted next. Waits while the queue is full.
+    ///
+    /// # Errors
+    /// The failure of the world.
+    pub(crate) fn push(&self, tcp: &TcpTransport, request: &Request<'_>) -> Result<()> {
+        let mut issued = IssuedCall::none();
+        issued.set(request);
+        let (members, site, limit) = (request.position.members.clone(), request.call.site, tcp.limit());
+        self.wait_for(tcp.spin, PENDING_MAX - 1)?;
+        self.calls().push_back(Arc::new(PendingCall { issued, members, site, limit }));
+        self.view().condvar.notify_all();
+        Ok(())
+    }
+
+    /// Waits until all calls in the queue are compared.
+    ///
+    /// # Errors
+    /// The failure of the world.
+    pub(crate) fn wait_until_compared(&self, spin: Duration) -> Result<()> {
+        self.wait_for(spin, 0)
+    }
+
+    /// Waits until at most `count` calls are in the queue. The comparer detects what would make the wait last forever.
+    fn wait_for(&self, spin: Duration, count: usize) -> Result<()> {
+        let view = self.view();
+        view.condvar.wait(spin, || view.has_failed() || self.calls().len() <= count, || Ok(()))?;
+        if view.has_failed() { Err(self.failure_error()) } else { Ok(()) }
+    }
+
+    /// The error with which this rank stops after the world has failed.
+    pub(crate) fn failure_error(&self) -> Error {
+        let (view, first) = (self.view(), self.calls().front().cloned());
+        match first {
+            Some(call) => {
+                let call = call.issued.text(&view.mesh, view.rank);
+                self.endpoint.failure_error(&format!("waits in {call}"))
+            }
+            None => self.endpoint.failure_error("computes"),
+        }
+    }
+
+    /// Ends the comparer.
+    pub(crate) fn end(&self) {
+        self.is_over.store(true, Ordering::SeqCst);
+        self.view().condvar.notify_all();
+    }
+
+    fn is_over(&self) -> bool {
+        self.is_over.load(Ordering::SeqCst)
+    }
+}
+
+/// Compares the pending calls of a rank with those of the other members of their groups.
+#[derive(Debug)]
+pub(crate) struct Comparer {
+    tcp: TcpTransport,
+    pending: Arc<PendingCalls>,
+}
+
+impl Comparer {
+    /// Compares calls until the queue is ended or the world has failed.
+    pub(crate) fn run(&self) {
+        let mut num_sent = 0;
+        while let Some(call) = self.next() {
+            if let Err(error) = self.compare(&call, &mut num_sent) {
+                if !self.pending.is_over() {
+                    self.tcp.fail_at(call.site, error);
+                }
+                return;
+            }
+            self.pending.calls().pop_front();
+            num_sent -= 1;
+            self.pending.view().condvar.notify_all();
+        }
+    }
+
+    /// Waits for the first call of the queue; `None` if there is none to compare any more.
+    fn next(&self) -> Option<Arc<PendingCall>> {
+        let (view, first) = (self.pending.view(), || self.pending.calls().front().cloned());
+        let is_over = || view.has_failed() || self.pending.is_over();
+        let _ = view.condvar.wait(Duration::ZERO, || is_over() || first().is_some(), || Ok(()));
+        first().filter(|_| !is_over())
+    }
+
+    /// Compares the first call of the queue, of which the first `num_sent` calls are sent.
+    fn compare(&self, call: &PendingCall, num_sent: &mut usize) -> Result<()> {
+        let PendingCall { issued, members, limit, .. } = call;
+        let (axes, view) = (issued.axes, self.pending.view());
+        view.set_last_call(issued);
+        self.tcp.min_timeout.set(*limit);
+        self.send(num_sent)?;
+        let awaited = AwaitedCall { op: issued.op, axes, members };
+        let has_come = |view: &WorldView, member: usize| view.has_call(member, axes, false);
+        self.tcp.wait(awaited, false, has_come, &mut || self.send(num_sent))?;
+        let take = |&member: &usize| self.tcp.reply_after(member, view.take_call(member, axes));
+        let arrived: Vec<Option<ReceivedCall>> = members.iter().map(take).collect();
+        self.tcp.compare(members, issued, &arrived)
+    }
+
+    /// Sends the first call of the queue and those behind it that have its group, unless they are among the first `num_sent`.
+    fn send(&self, num_sent: &mut usize) -> Result<()> {
+        loop {
+            if self.pending.is_over() {
+                return Err(Error::new(Kind::PeerLost, "the rank has ended"));
+            }
+            let call = {
+                let calls = self.pending.calls();
+                let Some(call) = calls.get(*num_sent) else { return Ok(()) };
+                if call.issued.axes != calls[0].issued.axes {
+                    return Ok(());
+                }
+                call.clone()
+            };
+            self.tcp.count_call(&call.issued);
+            let mut head = Frame::CallOnly(call.issued.clone()).encode();
+            let own = self.pending.view().rank;
+            for member in call.members.iter().filter(|member| **member != own) {
+                self.tcp.write(*member, &mut head, &[], &call.issued)?;
+            }
+            *num_sent += 1;
+        }
+    }
+}
+
+impl TcpTransport {
+    /// The comparer of the pending calls of this rank. While calls are pending, this transport makes no call of its own.
+    pub(crate) fn comparer(&self, pending: &Arc<PendingCalls>) -> Comparer {
+        let mut tcp = TcpTransport::new(self.endpoint.clone(), self.timeout, Duration::ZERO);
+        tcp.counters = self.counters.clone();
+        Comparer { tcp, pending: pending.clone() }
+    }
+
+    /// How long a wait of this rank may spin.
+    pub(crate) fn spin(&self) -> Duration {
+        self.spin
+    }
+
+    /// A check during the submission of a call: an error if the world fails or the submission takes too long.
     pub(crate) fn submission_check(&self, request: &Request<'_>) -> impl FnMut() -> Result<()> {
         let start = Instant::now();
         move || {

@@ -32,6 +32,8 @@ mod malformed_tests;
 #[cfg(test)]
 mod queue_tests;
 
+#[cfg(feature = "nccl")]
+pub(crate) use agreement::PendingCalls;
 pub(crate) use connections::Connections;
 pub use rendezvous::Rendezvous;
 pub(crate) use rendezvous::{ConsistentValues, WaitHook, WorldConfig};
@@ -43,6 +45,7 @@ use crate::error::{Error, Result};
 use crate::mesh::Mesh;
 use crate::report;
 use crate::spin_condvar::WaitClock;
+use crate::sync::{Mutex, MutexGuard};
 use crate::world_state::Failure;
 use assemble::{form_result, other_group_ranks, reduce_range, upload};
 use flow_control::call_bytes;
@@ -54,8 +57,10 @@ use smallvec::SmallVec;
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::Arc;
+use std::panic::Location;
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
+use wait::AwaitedCall;
 use world_view::ReceivedCall;
 
 /// The timeout for sending a status frame, such as a failure, to a peer that reads nothing.
@@ -77,7 +82,8 @@ pub(crate) struct TcpTransport {
     min_timeout: Cell<Duration>,
     /// The argument of the current call, as bytes on the host; shared with the elements that this rank keeps for others.
     argument: RefCell<Arc<Vec<u8>>>,
-    counters: RefCell<CallCounters>,
+    /// Shared with the comparer of this rank; never in use by both.
+    counters: Arc<Mutex<CallCounters>>,
 }
 
 /// The numbers of this rank's last calls, messages and probes.
@@ -198,7 +204,7 @@ impl Transport for TcpTransport {
 impl TcpTransport {
     pub(crate) fn new(endpoint: Endpoint, timeout: Duration, spin: Duration) -> TcpTransport {
         let (min_timeout, argument, counters) =
-            (Cell::new(Duration::ZERO), RefCell::default(), RefCell::default());
+            (Cell::new(Duration::ZERO), RefCell::default(), Arc::default());
         TcpTransport { endpoint, timeout, spin, min_timeout, argument, counters }
     }
 
@@ -214,11 +220,16 @@ impl TcpTransport {
     /// Fails the world with the error of a call, unless it has failed already: a member that stops half way (no memory, no kernel) would
     /// leave the others waiting. Returns the error of the call.
     pub(crate) fn fail_call(&self, request: &Request<'_>, error: Error) -> Error {
+        self.fail_at(request.call.site, error)
+    }
+
+    /// As [`TcpTransport::fail_call`], for the call that user code makes at `site`.
+    fn fail_at(&self, site: &'static Location<'static>, error: Error) -> Error {
         let view = &self.endpoint.view;
         if view.has_failed() {
             return error;
         }
-        let error = error.at(request.call.site).detail("rank", view.mesh.describe(view.rank));
+        let error = error.at(site).detail("rank", view.mesh.describe(view.rank));
         self.fail(error.clone(), vec![view.rank]);
         error
     }
@@ -241,17 +252,24 @@ impl TcpTransport {
         let mut issued = IssuedCall::none();
         issued.set(request);
         self.endpoint.view.set_last_call(&issued);
-        let (bits, counters) = (issued.axes.bits(), &mut *self.counters.borrow_mut());
         match request.op {
             Op::Send { to } => {
-                counters.messages.insert((bits, request.position.members[to]), issued.number);
+                let to = (issued.axes.bits(), request.position.members[to]);
+                self.counters().messages.insert(to, issued.number);
             }
             Op::Recv { .. } => {}
-            _ => {
-                counters.calls.insert(bits, issued.number);
-            }
+            _ => self.count_call(&issued),
         }
         issued
+    }
+
+    /// Stores the number of a collective call.
+    fn count_call(&self, issued: &IssuedCall) {
+        self.counters().calls.insert(issued.axes.bits(), issued.number);
+    }
+
+    fn counters(&self) -> MutexGuard<'_, CallCounters> {
+        self.counters.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Writes a frame to a rank, within the timeout.
@@ -318,7 +336,7 @@ impl TcpTransport {
         self.wait_for_calls(request)?;
         let take = |&member: &usize| self.reply_after(member, self.endpoint.view.take_call(member, axes));
         let arrived: Vec<Option<ReceivedCall>> = position.members.iter().map(take).collect();
-        self.compare(request, &issued, &arrived)?;
+        self.compare(&position.members, &issued, &arrived)?;
         let received: Vec<&[u8]> =
             arrived.iter().map(|one| one.as_ref().map_or(&[][..], ReceivedCall::elements)).collect();
         match payload.is_chunked() {
@@ -328,19 +346,13 @@ impl TcpTransport {
     }
 
     /// Fails the world if the members of a group made different calls; all members detect that.
-    fn compare(
-        &self,
-        request: &Request<'_>,
-        own: &IssuedCall,
-        arrived: &[Option<ReceivedCall>],
-    ) -> Result<()> {
+    fn compare(&self, members: &[usize], own: &IssuedCall, arrived: &[Option<ReceivedCall>]) -> Result<()> {
         let calls: SmallVec<[&IssuedCall; 8]> =
             arrived.iter().map(|one| one.as_ref().map_or(own, |one| &one.issued)).collect();
-        let members = &request.position.members;
         match report::mismatch(&self.endpoint.view.mesh, members, &calls) {
             None => Ok(()),
             Some(error) => {
-                self.fail(error.clone(), members.clone());
+                self.fail(error.clone(), members.to_vec());
                 Err(error)
             }
         }
@@ -364,7 +376,9 @@ impl TcpTransport {
         for group_rank in other_group_ranks(request) {
             self.write(position.members[group_rank], &mut head, &own, issued)?;
         }
-        self.wait(request, false, |view, member| view.has_chunk(member, axes))?;
+        self.wait(AwaitedCall::of(request), false, |view, member| view.has_chunk(member, axes), &mut || {
+            Ok(())
+        })?;
         let mut y = backend.alloc(request.counts[0] * dtype.size())?;
         for group_rank in 0..position.size() {
             let theirs = self.endpoint.view.take_chunk(position.members[group_rank], axes);

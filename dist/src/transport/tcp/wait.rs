@@ -24,9 +24,23 @@ const HOLD_AFTER: Duration = Duration::from_millis(100);
 /// The same for a rank that waits for room for a message of its own: senders in a ring all do.
 const HOLD_AFTER_IN_SEND: Duration = Duration::from_millis(10);
 
+/// The call in which a rank waits.
+#[derive(Clone, Copy)]
+pub(super) struct AwaitedCall<'a> {
+    pub(super) op: Op,
+    pub(super) axes: AxisSet,
+    pub(super) members: &'a [usize],
+}
+
+impl<'a> AwaitedCall<'a> {
+    pub(super) fn of(request: &Request<'a>) -> AwaitedCall<'a> {
+        AwaitedCall { op: request.op, axes: request.call.axes, members: &request.position.members }
+    }
+}
+
 /// One wait of this rank for other ranks.
 struct Wait<'a> {
-    request: &'a Request<'a>,
+    call: AwaitedCall<'a>,
     /// Whether the awaited ranks have made the call, and only its elements are missing.
     has_calls: bool,
     clock: WaitClock,
@@ -45,35 +59,39 @@ impl TcpTransport {
             _ => None,
         };
         let is_other = |member: usize| sender.is_some_and(|sender| sender != member);
-        self.wait(request, false, |view, member| {
-            is_other(member) || view.has_call(member, axes, is_message)
-        })?;
+        let (call, meanwhile) = (AwaitedCall::of(request), &mut || Ok(()));
+        let has_call = |view: &WorldView, member| view.has_call(member, axes, is_message);
+        self.wait(call, false, |view, member| is_other(member) || has_call(view, member), meanwhile)?;
         if self.endpoint.view.num_announced() == 0 {
             return Ok(());
         }
-        self.wait(request, true, |view, member| {
-            is_other(member) || view.has_elements(member, axes, is_message)
-        })
+        let has_elements = |view: &WorldView, member| view.has_elements(member, axes, is_message);
+        self.wait(call, true, |view, member| is_other(member) || has_elements(view, member), meanwhile)
     }
 
     /// Waits until `has_come` holds for every other member of the group; for a recv, which may be from this rank itself, for all members.
-    /// `has_calls` states whether all have made the call, and only its elements are missing.
+    /// `has_calls` states whether all have made the call, and only its elements are missing. `meanwhile` is called at each wake-up of the
+    /// wait; its error ends it.
     pub(super) fn wait(
         &self,
-        request: &Request<'_>,
+        call: AwaitedCall<'_>,
         has_calls: bool,
         has_come: impl Fn(&WorldView, usize) -> bool,
+        meanwhile: &mut dyn FnMut() -> Result<()>,
     ) -> Result<()> {
         let view = &self.endpoint.view;
-        let is_alone = matches!(request.op, Op::Recv { .. });
+        let is_alone = matches!(call.op, Op::Recv { .. });
         let missing = |member: &usize| (is_alone || *member != view.rank) && !has_come(view, *member);
-        let absent = || request.position.members.iter().copied().filter(missing).collect::<Vec<usize>>();
-        let done = || !request.position.members.iter().any(&missing);
-        self.counters.borrow_mut().waits += 1;
+        let absent = || call.members.iter().copied().filter(missing).collect::<Vec<usize>>();
+        let done = || !call.members.iter().any(&missing);
+        self.counters().waits += 1;
         let (clock, next, is_announced) = (WaitClock::default(), ANNOUNCE_AFTER, false);
-        let mut wait = Wait { request, has_calls, clock, next, is_announced };
+        let mut wait = Wait { call, has_calls, clock, next, is_announced };
         self.answer_in(&wait, &absent);
-        view.condvar.wait(self.spin, done, || self.check_wait(&mut wait, &absent))?;
+        view.condvar.wait(self.spin, done, || {
+            meanwhile()?;
+            self.check_wait(&mut wait, &absent)
+        })?;
         if wait.is_announced {
             self.endpoint.connections.send_to_all(&Frame::Resumed, FINAL_SEND_TIMEOUT);
         }
@@ -85,7 +103,7 @@ impl TcpTransport {
     fn check_wait(&self, wait: &mut Wait<'_>, absent: &dyn Fn() -> Vec<usize>) -> Result<()> {
         let (view, me) = (&self.endpoint.view, self.rank());
         let waited = wait.clock.advance(Instant::now());
-        let (members, mesh) = (&wait.request.position.members, &view.mesh);
+        let (members, mesh) = (wait.call.members, &view.mesh);
         if !view.has_failed() {
             let gone = absent().into_iter().find(|r| *r != me && view.status(*r) != RankStatus::Running);
             // It may have sent the awaited data before it ended.
@@ -128,7 +146,7 @@ impl TcpTransport {
     /// Replies to ranks that have announced calls, during a wait for the ranks `absent`.
     fn answer_in(&self, wait: &Wait<'_>, absent: &dyn Fn() -> Vec<usize>) {
         if self.endpoint.view.num_announced() > 0 {
-            let awaited = (wait.request.call.axes, !wait.request.op.is_collective());
+            let awaited = (wait.call.axes, !wait.call.op.is_collective());
             // Elements come without another step of any rank, so nobody waits for a sender that is not let go on.
             let pause = if wait.has_calls { Duration::MAX } else { HOLD_AFTER };
             self.answer_announcements(Some(awaited), &absent(), pause);
@@ -185,7 +203,7 @@ impl TcpTransport {
             connections.send_to_all(&Frame::Waiting(own.clone()), FINAL_SEND_TIMEOUT);
         }
         let round = {
-            let counters = &mut *self.counters.borrow_mut();
+            let mut counters = self.counters();
             counters.round += 1;
             counters.round
         };
@@ -210,9 +228,10 @@ impl TcpTransport {
             }
             return;
         }
-        let counters = &mut *self.counters.borrow_mut();
+        let mut counters = self.counters();
         let now = (probe.round, counters.waits);
         let is_new = counters.forwarded.insert(*first, now) != Some(now);
+        drop(counters);
         if is_new && probe.path.iter().all(|(rank, _)| *rank != me) {
             probe.path.push((me, own.clone()));
             self.send_probe(&probe, absent);
@@ -229,7 +248,7 @@ impl TcpTransport {
 
     /// Whether the rank `by` still waits for this rank in `call`: whether this rank has not made the matching call yet.
     fn is_waited_for_by(&self, by: usize, call: &IssuedCall) -> bool {
-        let (bits, counters) = (call.axes.bits(), self.counters.borrow());
+        let (bits, counters) = (call.axes.bits(), self.counters());
         let number = match call.op {
             Op::Recv { .. } => counters.messages.get(&(bits, by)),
             _ => counters.calls.get(&bits),
