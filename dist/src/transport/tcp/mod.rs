@@ -37,6 +37,7 @@ pub use rendezvous::Rendezvous;
 pub(crate) use rendezvous::{ConsistentValues, WaitHook, WorldConfig};
 pub(crate) use world_view::WorldView;
 
+use super::overlapped::TwoEnded;
 use super::{Transport, buffer_ops};
 use crate::call::{IssuedCall, Op, Request};
 use crate::error::{Error, Result};
@@ -54,7 +55,7 @@ use smallvec::SmallVec;
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use world_view::ReceivedCall;
 
@@ -77,7 +78,8 @@ pub(crate) struct TcpTransport {
     min_timeout: Cell<Duration>,
     /// The argument of the current call, as bytes on the host; shared with the elements that this rank keeps for others.
     argument: RefCell<Arc<Vec<u8>>>,
-    counters: RefCell<CallCounters>,
+    /// Shared by both ends of the rank.
+    counters: Arc<Mutex<CallCounters>>,
 }
 
 /// The numbers of this rank's last calls, messages and probes.
@@ -195,10 +197,21 @@ impl Transport for TcpTransport {
     }
 }
 
+impl TwoEnded for TcpTransport {
+    fn other_end(&self) -> TcpTransport {
+        let (endpoint, counters) = (self.endpoint.clone(), self.counters.clone());
+        TcpTransport { counters, ..TcpTransport::new(endpoint, self.timeout, Duration::ZERO) }
+    }
+
+    fn fail_world(&self, error: Error) {
+        self.endpoint.fail(error);
+    }
+}
+
 impl TcpTransport {
     pub(crate) fn new(endpoint: Endpoint, timeout: Duration, spin: Duration) -> TcpTransport {
         let (min_timeout, argument, counters) =
-            (Cell::new(Duration::ZERO), RefCell::default(), RefCell::default());
+            (Cell::new(Duration::ZERO), RefCell::default(), Arc::default());
         TcpTransport { endpoint, timeout, spin, min_timeout, argument, counters }
     }
 
@@ -209,6 +222,10 @@ impl TcpTransport {
 
     fn rank(&self) -> usize {
         self.endpoint.view.rank
+    }
+
+    fn counters(&self) -> MutexGuard<'_, CallCounters> {
+        self.counters.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Fails the world with the error of a call, unless it has failed already: a member that stops half way (no memory, no kernel) would
@@ -241,7 +258,7 @@ impl TcpTransport {
         let mut issued = IssuedCall::none();
         issued.set(request);
         self.endpoint.view.set_last_call(&issued);
-        let (bits, counters) = (issued.axes.bits(), &mut *self.counters.borrow_mut());
+        let (bits, mut counters) = (issued.axes.bits(), self.counters());
         match request.op {
             Op::Send { to } => {
                 counters.messages.insert((bits, request.position.members[to]), issued.number);

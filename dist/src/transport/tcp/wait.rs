@@ -69,7 +69,7 @@ impl TcpTransport {
         let missing = |member: &usize| (is_alone || *member != view.rank) && !has_come(view, *member);
         let absent = || request.position.members.iter().copied().filter(missing).collect::<Vec<usize>>();
         let done = || !request.position.members.iter().any(&missing);
-        self.counters.borrow_mut().waits += 1;
+        self.counters().waits += 1;
         let (clock, next, is_announced) = (WaitClock::default(), ANNOUNCE_AFTER, false);
         let mut wait = Wait { request, has_calls, clock, next, is_announced };
         self.answer_in(&wait, &absent);
@@ -185,7 +185,7 @@ impl TcpTransport {
             connections.send_to_all(&Frame::Waiting(own.clone()), FINAL_SEND_TIMEOUT);
         }
         let round = {
-            let counters = &mut *self.counters.borrow_mut();
+            let mut counters = self.counters();
             counters.round += 1;
             counters.round
         };
@@ -210,9 +210,10 @@ impl TcpTransport {
             }
             return;
         }
-        let counters = &mut *self.counters.borrow_mut();
+        let mut counters = self.counters();
         let now = (probe.round, counters.waits);
         let is_new = counters.forwarded.insert(*first, now) != Some(now);
+        drop(counters);
         if is_new && probe.path.iter().all(|(rank, _)| *rank != me) {
             probe.path.push((me, own.clone()));
             self.send_probe(&probe, absent);
@@ -229,7 +230,7 @@ impl TcpTransport {
 
     /// Whether the rank `by` still waits for this rank in `call`: whether this rank has not made the matching call yet.
     fn is_waited_for_by(&self, by: usize, call: &IssuedCall) -> bool {
-        let (bits, counters) = (call.axes.bits(), self.counters.borrow());
+        let (bits, counters) = (call.axes.bits(), self.counters());
         let number = match call.op {
             Op::Recv { .. } => counters.messages.get(&(bits, by)),
             _ => counters.calls.get(&bits),
