@@ -2,7 +2,7 @@
 //! communicators need that run in the order of their issue.
 
 use crate::training_run::Run;
-use shardgrad::dist::{Record, verify_issue_order};
+use shardgrad::dist::{Record, check_issue_order};
 use shardgrad::prelude::*;
 
 /// The collectives and messages of two steps of each rank: the first one also compares copies.
@@ -36,7 +36,7 @@ fn ranks_of_every_style_issue_their_calls_in_one_order() {
         let (mesh, run) = (Mesh::parse(mesh).unwrap(), Run { microbatches: 3, plan, ..Run::new(2) });
         let mut traces = traces(&run, &mesh);
         assert!(traces.iter().all(|trace| trace.len() > 10), "{mesh}");
-        verify_issue_order(&mesh, &traces).unwrap_or_else(|error| panic!("{mesh}: {error}"));
+        check_issue_order(&mesh, &traces).unwrap_or_else(|error| panic!("{mesh}: {error}"));
         // The same calls in another order on one rank.
         let last = traces.last_mut().unwrap();
         let is_collective = |record: &Record| record.peer.is_none() && mesh.group_size(record.axes) > 1;
@@ -45,6 +45,6 @@ fn ranks_of_every_style_issue_their_calls_in_one_order() {
         };
         let at = last.windows(2).position(differs).unwrap();
         last.swap(at, at + 1);
-        assert!(verify_issue_order(&mesh, &traces).is_err(), "{mesh}: swapped calls are not found");
+        assert!(check_issue_order(&mesh, &traces).is_err(), "{mesh}: swapped calls are not found");
     }
 }

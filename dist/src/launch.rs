@@ -10,6 +10,7 @@ use crate::process::Process;
 use crate::rank::Rank;
 use crate::report;
 use crate::transport::DryRunTransport;
+use crate::transport::overlapped::OverlappedTransport;
 #[cfg(feature = "processes")]
 use crate::transport::tcp::{ConsistentValues, WaitHook};
 use crate::transport::thread::{Shared, ThreadTransport};
@@ -46,6 +47,7 @@ pub struct World {
     memory_bytes_max: usize,
     precision: MatmulPrecision,
     delay_seed: Option<u64>,
+    call_delay: Duration,
     pin_threads: bool,
     provider: Arc<dyn BackendProvider>,
     #[cfg(feature = "processes")]
@@ -68,6 +70,7 @@ impl World {
             memory_bytes_max: 0,
             precision: MatmulPrecision::Highest,
             delay_seed: None,
+            call_delay: Duration::ZERO,
             pin_threads: false,
             provider: Arc::new(CpuProvider),
             #[cfg(feature = "processes")]
@@ -134,6 +137,15 @@ impl World {
         self
     }
 
+    /// Adds a latency to each collective and message of each rank, as a slow network does, for tests and benchmarks. NCCL has none. Default:
+    /// zero.
+    #[doc(alias = "latency")]
+    #[must_use]
+    pub fn delay_calls(mut self, latency: Duration) -> World {
+        self.call_delay = latency;
+        self
+    }
+
     /// Pins each thread of each rank to a core of its own, among the cores that the calling thread may run on. Pinning makes timings
     /// steadier if nothing else uses these cores, and much longer if something does: give programs that run at the same time
     /// separate affinity masks (`taskset`). Default: off.
@@ -181,7 +193,8 @@ impl World {
                 cores.first().iter().for_each(|core| cores::pin_thread(**core));
                 let settings = BackendConfig { num_threads, may_spin, cores, memory_bytes_max, precision };
                 let backend = self.provider.backend(settings)?;
-                let transport = Box::new(ThreadTransport::new(shared.clone(), index));
+                let transport = ThreadTransport::new(shared.clone(), index);
+                let transport = Box::new(OverlappedTransport::new(transport, index, self.call_delay));
                 Ok(Rank::new(self.mesh.clone(), index, backend, transport))
             };
             run_rank(&shared.world, index, rank, &f)
@@ -297,10 +310,21 @@ fn run_rank<T>(
             None
         }
     };
-    // Errors that a device has not reported yet count as errors of the function.
-    let whole = |rank: &Rank| f(rank).and_then(|result| Ok(rank.backend().synchronize().map(|()| result)?));
+    // Errors that a call or a device has not reported yet count as errors of the function.
+    let whole = |rank: &Rank| {
+        let result = f(rank)?;
+        rank.finish()?;
+        rank.backend().synchronize()?;
+        Ok(result)
+    };
     match catch_errors(&world.mesh, index, rank) {
-        Ok(rank) => record_end(catch_errors(&world.mesh, index, || whole(&rank))),
+        Ok(rank) => {
+            let result = catch_errors(&world.mesh, index, || whole(&rank));
+            let error = result.as_ref().err().cloned();
+            let end = record_end(result);
+            rank.close(error.as_ref());
+            end
+        }
         Err(error) => record_end(Err(error)),
     }
 }

@@ -27,6 +27,7 @@ pub mod error;
 pub mod mesh;
 pub mod call;
 pub mod trace;
+mod issue_order;
 pub mod process;
 mod sync;
 mod spin_condvar;
@@ -39,11 +40,12 @@ pub mod launch;
 
 pub use call::{Call, Origin, Phase, ReduceOp};
 pub use error::{Error, Kind, Result};
+pub use issue_order::check_issue_order;
 pub use launch::World;
 pub use mesh::{Axis, AxisSet, Mesh};
 pub use process::{Process, Token};
-pub use rank::Rank;
-pub use trace::{MEMBER_SEPARATOR, Record, Trace, verify_issue_order};
+pub use rank::{PendingBuffer, Rank};
+pub use trace::{MEMBER_SEPARATOR, Record, Trace};
 #[cfg(feature = "processes")]
 pub use transport::tcp::Rendezvous;
 #[cfg(feature = "processes")]

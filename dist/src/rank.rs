@@ -1,12 +1,15 @@
 //! The handle of a rank: its coordinates, its back end, and collectives with other ranks.
 
 mod canonical_sum;
+mod pending;
+
+pub use pending::PendingBuffer;
 
 use crate::call::{Call, GroupPosition, Op, ReduceOp, Request};
 use crate::error::{Error, Kind, Result};
 use crate::mesh::{Axis, AxisSet, Mesh};
 use crate::trace::Trace;
-use crate::transport::Transport;
+use crate::transport::{Pending, Transport};
 use shardgrad_kernels::{Backend, Buffer, DType, Device};
 use std::any::{Any, TypeId};
 use std::cell::{OnceCell, RefCell};
@@ -72,6 +75,9 @@ impl Drop for RestoreTimeout<'_> {
         self.transport.set_min_timeout(self.before);
     }
 }
+
+/// Passes a call to the transport.
+type Run = dyn Fn(&dyn Transport, &Arc<dyn Backend>, &Request<'_>) -> Result<Pending>;
 
 /// How the calls of a rank reach its transport.
 enum Route {
@@ -207,6 +213,22 @@ impl Rank {
                 f()
             }
             Route::Slice { outer, .. } => outer.with_timeout(limit, f),
+        }
+    }
+
+    /// Waits for all [asynchronous collectives](Rank::all_reduce_async).
+    pub(crate) fn finish(&self) -> Result<()> {
+        match &self.0.route {
+            Route::Direct { transport, .. } => transport.finish(),
+            Route::Slice { outer, .. } => outer.finish(),
+        }
+    }
+
+    /// Ends what the transport has started for this rank, whose function has ended, perhaps with an error.
+    pub(crate) fn close(&self, error: Option<&Error>) {
+        match &self.0.route {
+            Route::Direct { transport, .. } => transport.close(error),
+            Route::Slice { outer, .. } => outer.close(error),
         }
     }
 
@@ -401,7 +423,7 @@ impl Rank {
         Ok(self.issue(call, op, x, numel_held, counts, received)?.expect("bug: a call without a result"))
     }
 
-    /// Checks, numbers, records and executes a call whose argument must hold `numel_held` elements.
+    /// Issues a call and waits for its result.
     fn issue(
         &self,
         call: &Call<'_>,
@@ -411,6 +433,21 @@ impl Rank {
         counts: &[usize],
         received: &[usize],
     ) -> Result<Option<Buffer>> {
+        let run = |transport: &dyn Transport, backend: &Arc<dyn Backend>, request: &Request<'_>| {
+            transport.run(&**backend, request).map(Pending::Done)
+        };
+        self.issue_with(call, op, x, (numel_held, counts, received), &run)?.wait()
+    }
+
+    /// Checks, numbers and records a call whose argument must hold `numel_held` elements, and passes the call to the transport by `run`.
+    fn issue_with(
+        &self,
+        call: &Call<'_>,
+        op: Op,
+        x: Option<&Buffer>,
+        (numel_held, counts, received): (usize, &[usize], &[usize]),
+        run: &Run,
+    ) -> Result<Pending> {
         let position = self.position(call)?;
         if let Some(x) = x
             && x.bytes() / call.dtype.size() < numel_held
@@ -439,7 +476,13 @@ impl Rank {
         let (transport, trace) = match &self.0.route {
             Route::Direct { transport, trace, .. } => (transport, trace),
             Route::Slice { outer, axes } => {
-                return outer.issue(&to_outer_call(call, axes), op, x, numel_held, counts, received);
+                return outer.issue_with(
+                    &to_outer_call(call, axes),
+                    op,
+                    x,
+                    (numel_held, counts, received),
+                    run,
+                );
             }
         };
         let request =
@@ -447,9 +490,9 @@ impl Rank {
         trace.add(&request);
         if position.size() == 1 && op.is_collective() {
             transport.check()?;
-            return Ok(x.cloned());
+            return Ok(Pending::Done(x.cloned()));
         }
-        transport.run(&*self.0.backend, &request)
+        run(&**transport, &self.0.backend, &request)
     }
 }
 

@@ -8,7 +8,7 @@ use super::args::{CHECK_EVERY, ExplainArgs, check_experts, check_tokens};
 use crate::data::Batch;
 use crate::train::{RunFlags, batch};
 use serde_json::json;
-use shardgrad::dist::{Phase, Record};
+use shardgrad::dist::{Phase, Record, check_issue_order};
 use shardgrad::kernels::Cost;
 use shardgrad::nn::{LanguageModel, ModelConfig, Precision, Trainer, TrainerConfig};
 use shardgrad::prelude::*;
@@ -26,6 +26,9 @@ const ESTIMATED: &str = "stages and schedule are estimates: pass times are taken
 /// Note printed when rows are exchanged between experts, so that bytes depend on the routing.
 const BALANCED: &str =
     "bytes and memory of exchanged experts assume balanced routing: equally many tokens for each expert";
+
+/// The most ranks of which each is run dry to prove one issue order. More pass unproved: the proof takes a dry step of every rank.
+const PROVED_RANKS_MAX: usize = 64;
 
 /// The characters of a line that lists the gradients of a bucket.
 const MEMBERS_CHARS_MAX: usize = 110;
@@ -79,6 +82,21 @@ impl<'a> StepSpec<'a> {
             let mut trainer = Trainer::new(rank, module, plan, AdamW::new(1e-3), settings, read, loss)?;
             f(rank, &mut trainer)
         })
+    }
+
+    /// Proves on the traces of all ranks, up to [`PROVED_RANKS_MAX`], that the collectives of a step have one issue order.
+    pub(super) fn check_issue_order(&self, mesh: &Mesh) -> Result<()> {
+        if !(2..=PROVED_RANKS_MAX).contains(&mesh.num_ranks()) {
+            return Ok(());
+        }
+        let trace = |rank: usize| {
+            self.dry_run(mesh, rank, 1, |rank, trainer| {
+                trainer.step_with(RunFlags::default().to_control())?;
+                Ok(rank.trace().take())
+            })
+        };
+        let traces: Vec<Vec<Record>> = (0..mesh.num_ranks()).map(trace).collect::<Result<_>>()?;
+        check_issue_order(mesh, &traces)
     }
 }
 
@@ -235,8 +253,11 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
     let spec = StepSpec { config: &config, plan: &plan, batch: args.batch, seq, microbatches, precision };
     if let Some([before, after]) = args.compared_plans() {
         let [before, after] = [before, after].map(|plan| args.pipeline.plan(plan.plan_or(&family)));
-        return diff(args, &mesh, [&spec.with_plan(&before), &spec.with_plan(&after)]);
+        let specs = [&before, &after].map(|plan| spec.with_plan(plan));
+        specs.iter().try_for_each(|spec| spec.check_issue_order(&mesh))?;
+        return diff(args, &mesh, specs.each_ref());
     }
+    spec.check_issue_order(&mesh)?;
     // A limit of 1 byte drops prepacked operands: their sizes depend on the CPU, and this output must not.
     let summary_of =
         |rank: usize| spec.dry_run(&mesh, rank, 1, |rank, trainer| summarize(rank, trainer, &plan));

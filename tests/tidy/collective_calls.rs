@@ -13,8 +13,17 @@ const ALLOWED_CALLERS: [&str; 6] = [
     "tensor/src/training_step/canonical_sum.rs",
     "autograd/src/pipeline/run.rs",
 ];
-const COLLECTIVES: [&str; 7] =
-    ["all_reduce", "all_reduce_canonical", "all_gather", "reduce_scatter", "all_to_all", "send", "recv"];
+const COLLECTIVES: [&str; 9] = [
+    "all_reduce",
+    "all_reduce_async",
+    "all_reduce_canonical",
+    "all_gather",
+    "reduce_scatter",
+    "reduce_scatter_async",
+    "all_to_all",
+    "send",
+    "recv",
+];
 
 /// Outside `dist` and tests, only the listed files call collectives.
 pub(super) fn collective_calls(source: &Source) -> Vec<Finding> {

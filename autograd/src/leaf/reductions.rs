@@ -49,7 +49,7 @@ impl Leaves {
         let number = unwind(self.reductions.buckets.add(rank, request));
         self.reductions.origins.push((number, origin));
         self.leaves[origin as usize].awaits_reduction = true;
-        let arrived = self.reductions.buckets.take_arrived(rank);
+        let arrived = self.reductions.buckets.take_arrived();
         self.add_results(arrived, |leaf| leaf.adds_at_arrival);
     }
 

@@ -7,6 +7,7 @@ use crate::process::Process;
 use crate::rank::Rank;
 #[cfg(feature = "nccl")]
 use crate::transport::nccl::{NcclTransport, Session};
+use crate::transport::overlapped::OverlappedTransport;
 use crate::transport::tcp::{ConsistentValues, Endpoint, Rendezvous, TcpTransport, WaitHook, WorldConfig};
 use crate::transport::{Transport, TransportSession};
 #[cfg(feature = "nccl")]
@@ -149,10 +150,15 @@ impl World {
             let tcp = TcpTransport::new(endpoint.clone(), self.timeout, spin);
             let transport = self.transport(endpoint, tcp, index, &backend, &mut session)?;
             let rank = Rank::new(self.mesh.clone(), index, backend, transport);
-            let result = f(&rank)?;
-            // Errors that a device has not reported yet count as errors of the function.
-            rank.backend().synchronize()?;
-            Ok(result)
+            let result = catch_errors(&self.mesh, index, || {
+                let result = f(&rank)?;
+                // Errors that a call or a device has not reported yet count as errors of the function.
+                rank.finish()?;
+                rank.backend().synchronize()?;
+                Ok(result)
+            });
+            rank.close(result.as_ref().err());
+            result
         });
         // What a failed world does to a device is no cause of its own.
         let outcome = outcome.map_err(|error| match &session {
@@ -206,7 +212,7 @@ impl World {
         session: &mut Option<Arc<dyn TransportSession>>,
     ) -> Result<Box<dyn Transport>> {
         if !self.uses_nccl() {
-            return Ok(Box::new(tcp));
+            return Ok(Box::new(OverlappedTransport::new(tcp, rank, self.call_delay)));
         }
         let joined = Session::join(&self.mesh, rank, &tcp, endpoint, backend)?;
         *session = Some(joined.clone());
@@ -227,11 +233,11 @@ impl World {
         &self,
         _: &Endpoint,
         tcp: TcpTransport,
-        _: usize,
+        rank: usize,
         _: &Arc<dyn Backend>,
         _: &mut Option<Arc<dyn TransportSession>>,
     ) -> Result<Box<dyn Transport>> {
-        Ok(Box::new(tcp))
+        Ok(Box::new(OverlappedTransport::new(tcp, rank, self.call_delay)))
     }
 }
 

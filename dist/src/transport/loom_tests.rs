@@ -1,7 +1,9 @@
-//! Tests of the thread transport's barriers, slots and messages under the model checker loom, over all interleavings of a few threads:
+//! Tests of the thread transport's barriers, slots and messages, and of the queue of a communication thread, under the model checker loom, over all interleavings of a few threads:
 //! `RUSTFLAGS="--cfg loom" cargo test -p shardgrad-dist --lib loom`.
 
+use super::call_queue::{CallFailure, CallQueue};
 use crate::call::{Fingerprint, IssuedCall};
+use crate::error::{Error, Kind};
 use crate::group_sync::GroupSync;
 use crate::mesh::AxisSet;
 use crate::sync::RwLock;
@@ -121,4 +123,39 @@ fn loom_message_wakes_its_receiver() {
         }
         sender.join().unwrap();
     });
+}
+
+/// A rank hands three calls to its communication thread, waits for the second and for all, and ends the thread; call `failing` fails.
+fn queued_calls(failing: Option<u64>) {
+    loom::model(move || {
+        let queue = Arc::new(CallQueue::new());
+        let of_thread = queue.clone();
+        let comm_thread = thread::spawn(move || {
+            let mut ran = Vec::new();
+            while let Some(call) = of_thread.next() {
+                ran.push(call);
+                let failure = || CallFailure::Error(Error::new(Kind::Timeout, "late"));
+                of_thread.finish_call(if failing == Some(call) { Err(failure()) } else { Ok(()) });
+            }
+            ran
+        });
+        queue.add(1);
+        assert_eq!(queue.add(2), 2);
+        assert_eq!(queue.wait_until_finished(2).is_err(), failing == Some(2));
+        queue.add(3);
+        assert_eq!(queue.wait_until_finished(3).is_err(), failing == Some(2));
+        queue.close();
+        let ran = if failing == Some(2) { vec![1, 2] } else { vec![1, 2, 3] };
+        assert_eq!(comm_thread.join().unwrap(), ran, "in the order of issue, none after a failure");
+    });
+}
+
+#[test]
+fn loom_communication_thread_runs_calls_in_the_order_of_issue() {
+    queued_calls(None);
+}
+
+#[test]
+fn loom_communication_thread_runs_no_call_after_a_failure() {
+    queued_calls(Some(2));
 }

@@ -16,6 +16,7 @@
 //! If the back end supports asynchronous collectives, the copies and sums of a call, and its waits for other ranks, run on the
 //! communication stream, and the rank's own stream goes on computing.
 
+use super::overlapped::TwoEnded;
 use super::{Transport, buffer_ops};
 use crate::call::{Fingerprint, IssuedCall, Op, ReduceOp, Request};
 use crate::error::{Error, Result};
@@ -58,6 +59,8 @@ impl Shared {
 pub(crate) struct ThreadTransport {
     shared: Arc<Shared>,
     rank: usize,
+    /// How long a waiting rank spins before it sleeps.
+    spin: Duration,
     /// By the bits of the axes.
     groups: Vec<OnceCell<Arc<GroupSync>>>,
     inline: RefCell<InlineBuffers>,
@@ -107,6 +110,16 @@ impl Transport for ThreadTransport {
     }
 }
 
+impl TwoEnded for ThreadTransport {
+    fn other_end(&self) -> ThreadTransport {
+        ThreadTransport { spin: Duration::ZERO, ..ThreadTransport::new(self.shared.clone(), self.rank) }
+    }
+
+    fn fail_world(&self, error: Error) {
+        self.fail(Failure { error, origin: self.rank, affected: vec![] });
+    }
+}
+
 impl ThreadTransport {
     pub(crate) fn new(shared: Arc<Shared>, rank: usize) -> ThreadTransport {
         let num_sets = 1 << shared.world.mesh.num_axes();
@@ -114,7 +127,8 @@ impl ThreadTransport {
         let (groups, min_timeout) = (vec![OnceCell::new(); num_sets], Cell::new(Duration::ZERO));
         let inline =
             RefCell::new(InlineBuffers { bytes: Box::new([0; INLINE_BYTES_MAX]), published: Vec::new() });
-        ThreadTransport { rank, groups, inline, delay_rng: Cell::new(seed), min_timeout, shared }
+        let spin = shared.spin;
+        ThreadTransport { rank, spin, groups, inline, delay_rng: Cell::new(seed), min_timeout, shared }
     }
 
     /// The timeout of a wait.
@@ -361,7 +375,7 @@ impl ThreadTransport {
     ) -> Result<()> {
         let mut clock = WaitClock::default();
         let check_wait = || self.check_wait(request, &mut clock, is_arriving);
-        group.wait_for_all(count, self.shared.spin, check_wait)
+        group.wait_for_all(count, self.spin, check_wait)
     }
 
     /// Checks a wait, every ten milliseconds: returns an error if the world has failed, the rank is deadlocked, or the wait exceeds its
@@ -435,7 +449,7 @@ impl ThreadTransport {
         me.post(request, true, None, SyncEvent::default());
         let mut clock = WaitClock::default();
         let there = || me.has_message(axes, from);
-        me.condvar.wait(self.shared.spin, there, || self.check_wait(request, &mut clock, true))?;
+        me.condvar.wait(self.spin, there, || self.check_wait(request, &mut clock, true))?;
         me.end_wait();
         let message = me.take_message(axes, from).expect("bug: another rank took the message");
         let (mesh, sent) = (&self.shared.world.mesh, &message.issued);

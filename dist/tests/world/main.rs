@@ -3,6 +3,8 @@
 
 mod collectives;
 mod canonical_sums;
+mod async_calls;
+mod issue_order;
 mod dry;
 mod faults;
 mod launch;

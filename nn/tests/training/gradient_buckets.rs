@@ -9,6 +9,8 @@ use shardgrad_nn::{
 use shardgrad_tensor::{DType, Mesh, Phase, Rank, Record, Result, Tensor, Value, World};
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 /// Losses, gradient norms and parameters after some steps in f32, on rank 0, with the collectives of the last step.
 type Outcome = (Vec<(f64, f64)>, BTreeMap<String, Vec<f64>>, Vec<Record>);
@@ -158,6 +160,29 @@ fn parameters_without_a_gradient_are_in_no_bucket() {
         assert_eq!(paths, ["used"]);
         Ok(())
     });
+}
+
+#[test]
+fn backward_pass_goes_on_while_its_buckets_wait_for_other_ranks() {
+    let plan = Plan::data_parallel("dp").gradient_buckets(0, 0);
+    let numel = 1 << 16;
+    let has_passed = AtomicBool::new(false);
+    let gradients = run("dp=2", |rank| {
+        let pair = Pair { used: Param::new(&[numel]), other: Param::new(&[numel]) };
+        let model = Model::new(rank, pair, &plan, 1)?;
+        let tape = model.tape();
+        let loss = model.used.on_tape(&tape).mul(&model.other.on_tape(&tape)).sum();
+        tape.expect_gradients();
+        // Rank 0 passes only if it does not wait in its reductions.
+        while rank.index() == 1 && !has_passed.load(Ordering::SeqCst) {
+            rank.check();
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        loss.backward()?;
+        has_passed.store(true, Ordering::SeqCst);
+        tape.gradients().values().map(Tensor::to_f64).collect::<Result<Vec<_>>>()
+    });
+    assert!(gradients[0].len() == 2 && gradients[0] == gradients[1]);
 }
 
 #[test]

@@ -74,6 +74,8 @@ pub(crate) enum BenchChoice {
     Growth,
     /// Memory, bytes and time of ZeRO, FSDP and hybrid sharding with pipelines and tensor parallelism, as a Markdown table; minutes
     ShardedData,
+    /// Training steps between threads whose calls have a latency, and between processes over TCP: what overlaps; a minute or two
+    Latency,
     /// Kernels on an NVIDIA GPU
     CardKernels,
     /// Training steps of GPT-2 124M and Llama 3 8B on an NVIDIA GPU
@@ -83,7 +85,7 @@ pub(crate) enum BenchChoice {
 impl BenchChoice {
     /// Returns whether the benchmark runs only if named.
     pub(crate) fn takes_minutes(self) -> bool {
-        use BenchChoice::{CardKernels, CardSteps, Growth, Presets, Products, ShardedData};
-        matches!(self, Products | Presets | Growth | ShardedData | CardKernels | CardSteps)
+        use BenchChoice::{CardKernels, CardSteps, Growth, Latency, Presets, Products, ShardedData};
+        matches!(self, Products | Presets | Growth | ShardedData | Latency | CardKernels | CardSteps)
     }
 }

@@ -13,6 +13,7 @@ mod tape;
 mod pipeline;
 mod growth;
 mod sharded_data;
+mod latency;
 mod gpu;
 
 use super::args::{BenchArgs, BenchChoice};
@@ -62,6 +63,9 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
     }
     if wanted(BenchChoice::ShardedData) {
         sharded_data::run(&plain)?;
+    }
+    if wanted(BenchChoice::Latency) {
+        latency::run(&plain)?;
     }
     let gpu_bench = Bench { device: args.device, ..plain };
     let is_gpu_wanted = wanted(BenchChoice::CardKernels) || wanted(BenchChoice::CardSteps);

@@ -87,6 +87,9 @@ pub(super) fn prepare(args: &TrainArgs) -> Result<Option<Job>> {
     let plan = args.pipeline.plan(args.parallelism.plan(LanguageModel::plan(&config)));
     let step = StepSpec { config: &config, plan: &plan, batch, seq, microbatches, precision };
     check_training(&args.run, &args.mesh(), &args.model.name(), &step)?;
+    if is_rank_zero() {
+        step.check_issue_order(&args.mesh())?;
+    }
     let out = if is_rank_zero() { OutFolder::open(&args.out)? } else { OutFolder::of_rank_zero(&args.out) };
     let (sidecars, in_place) = sidecars(args, &out)?;
     check_trace(args)?;

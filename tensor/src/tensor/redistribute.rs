@@ -8,7 +8,7 @@ use crate::layout::lineage::Lineage;
 use crate::layout::placement::Placement;
 use crate::layout::step::Step;
 use crate::tensor::Tensor;
-use shardgrad_dist::{Axis, AxisSet, Call, Origin, Rank, ReduceOp, Result};
+use shardgrad_dist::{Axis, AxisSet, Call, Origin, PendingBuffer, Rank, ReduceOp, Result};
 use shardgrad_kernels::{Buffer, DType, Strides};
 use std::ops::Range;
 use std::panic::Location;
@@ -161,21 +161,52 @@ pub(super) fn all_gather_parts(
     Ok(LocalTensor::from_buffer(buffer, own.dtype, &[counts.iter().sum()]))
 }
 
-/// Sums flat local tensors over an axis and gives member i these numbers of elements, for tensors that share a collective. Returns the
-/// part of this rank as one dim.
+/// A sum over ranks that may still be under way.
+#[derive(Debug)]
+pub(super) struct PendingSum {
+    result: PendingBuffer,
+    dtype: DType,
+    numel: usize,
+}
+
+impl PendingSum {
+    /// Whether the sum may still be under way, on all ranks alike.
+    pub(super) fn is_async(&self) -> bool {
+        self.result.is_async()
+    }
+
+    /// Waits for the sum: one dim.
+    ///
+    /// # Errors
+    /// Errors of the collective.
+    pub(super) fn wait(self) -> Result<LocalTensor> {
+        Ok(LocalTensor::from_buffer(self.result.wait()?, self.dtype, &[self.numel]))
+    }
+}
+
+/// Sums flat local tensors over some axes, for tensors that share a collective. With `counts` member i gets so many elements of the sum,
+/// otherwise each member all of it. The call blocks unless it `may_overlap` with later work.
 ///
 /// # Errors
 /// Errors of the collective.
-pub(super) fn reduce_scatter_parts(
+pub(super) fn sum_packed(
     rank: &Rank,
     (packed, lineage): (&LocalTensor, Lineage),
-    counts: &[usize],
+    counts: Option<&[usize]>,
     axes: AxisSet,
+    may_overlap: bool,
     site: &'static Location<'static>,
-) -> Result<LocalTensor> {
-    let call_context = CollectiveContext { axes, dtype: packed.dtype, lineage, site };
-    let buffer = call_context.of(rank, |call| rank.reduce_scatter(call, &packed.buffer, counts))?;
-    Ok(LocalTensor::from_buffer(buffer, packed.dtype, &[counts[rank.group_rank(axes)]]))
+) -> Result<PendingSum> {
+    let (x, dtype, whole) = (&packed.buffer, packed.dtype, packed.numel());
+    let call_context = CollectiveContext { axes, dtype, lineage, site };
+    let result = call_context.of(rank, |call| match (counts, may_overlap) {
+        (None, true) => rank.all_reduce_async(call, x, whole, ReduceOp::Sum),
+        (None, false) => rank.all_reduce(call, x, whole, ReduceOp::Sum).map(PendingBuffer::from),
+        (Some(counts), true) => rank.reduce_scatter_async(call, x, counts),
+        (Some(counts), false) => rank.reduce_scatter(call, x, counts).map(PendingBuffer::from),
+    })?;
+    let numel = counts.map_or(whole, |counts| counts[rank.group_rank(axes)]);
+    Ok(PendingSum { result, dtype, numel })
 }
 
 /// What a collective call reports besides the state of the context.

@@ -6,7 +6,7 @@
 //! same buckets: what counts is the size of the largest local tensor, which is the same on all ranks. Li et al., "PyTorch
 //! Distributed: Experiences on Accelerating Data Parallel Training", arXiv 2006.15704.
 
-use super::redistribute::{StepRunner, all_reduce, reduce_scatter_parts};
+use super::redistribute::{PendingSum, StepRunner, sum_packed};
 use crate::execution::context::Context;
 use crate::execution::local_tensor::LocalTensor;
 use crate::layout::Layout;
@@ -14,11 +14,16 @@ use crate::layout::lineage::Lineage;
 use crate::layout::placement::Placement;
 use crate::layout::step::{Step, max_local_numel};
 use crate::tensor::Tensor;
-use shardgrad_dist::{AxisSet, Rank, ReduceOp, Result};
+use shardgrad_dist::{AxisSet, Rank, Result};
 use shardgrad_kernels::{DType, Strides};
 use std::collections::VecDeque;
 use std::panic::Location;
 use std::rc::Rc;
+
+/// The most buckets that are reduced while the backward pass goes on: one on the wire, one that waits.
+const PENDING_MAX: usize = 2;
+/// The bytes from which a bucket is handed to the communication thread: of fewer, handing over costs more than it hides on one machine.
+const ASYNC_BYTES_MIN: usize = 64 << 10;
 
 /// The bytes at which buckets of gradients are closed.
 #[doc(alias = "bucket_cap_mb")]
@@ -87,10 +92,10 @@ struct OpenBucket {
     tensors: Vec<(Member, LocalTensor)>,
 }
 
-/// A bucket whose collective was made.
+/// A bucket whose collective was issued.
 #[derive(Debug)]
 struct BegunBucket {
-    received: LocalTensor,
+    sum: PendingSum,
     members: Vec<Member>,
 }
 
@@ -185,9 +190,10 @@ impl ReduceBuckets {
     pub fn finish(&mut self, rank: &Rank) -> Result<Vec<(usize, Tensor)>> {
         loop {
             for bucket in std::mem::take(&mut self.open) {
-                self.begin(rank, bucket)?;
+                // Nothing is left to compute meanwhile.
+                self.begin(rank, bucket, false)?;
             }
-            self.take_apart_begun(rank);
+            self.take_apart_begun(rank, 0)?;
             if self.halfway.is_empty() {
                 break;
             }
@@ -196,13 +202,12 @@ impl ReduceBuckets {
             }
         }
         self.has_begun = false;
-        Ok(self.take_arrived(rank))
+        Ok(self.take_arrived())
     }
 
-    /// The results that have arrived since the last call, with the numbers of their requests, in the order of the requests. Issues
-    /// nothing, so ranks may call it at different times.
-    pub fn take_arrived(&mut self, rank: &Rank) -> Vec<(usize, Tensor)> {
-        self.take_apart_begun(rank);
+    /// The results that have arrived since the last call, with the numbers of their requests, in the order of the requests. Which ones
+    /// depends on the requests alone, not on time, so that all ranks go on alike.
+    pub fn take_arrived(&mut self) -> Vec<(usize, Tensor)> {
         self.done.sort_unstable_by_key(|(number, _)| *number);
         std::mem::take(&mut self.done)
     }
@@ -224,7 +229,7 @@ impl ReduceBuckets {
     fn put(&mut self, rank: &Rank, reduction: Reduction, tensor: (Member, LocalTensor)) -> Result<()> {
         let bytes = tensor.0.bytes();
         if bytes >= self.bytes.others {
-            return self.begin(rank, OpenBucket { reduction, bytes, tensors: vec![tensor] });
+            return self.begin(rank, OpenBucket { reduction, bytes, tensors: vec![tensor] }, true);
         }
         let at = self.open.iter().position(|bucket| bucket.reduction == reduction).unwrap_or_else(|| {
             self.open.push(OpenBucket { reduction, bytes: 0, tensors: Vec::new() });
@@ -238,36 +243,41 @@ impl ReduceBuckets {
             return Ok(());
         }
         let bucket = self.open.remove(at);
-        self.begin(rank, bucket)
+        self.begin(rank, bucket, true)
     }
 
-    /// Makes the collective of a bucket.
-    fn begin(&mut self, rank: &Rank, bucket: OpenBucket) -> Result<()> {
+    /// Issues the collective of a bucket. Where it `may_overlap` with later work, at most [`PENDING_MAX`] buckets are under way.
+    fn begin(&mut self, rank: &Rank, bucket: OpenBucket, may_overlap: bool) -> Result<()> {
         self.has_begun = true;
-        let OpenBucket { reduction, tensors, .. } = bucket;
+        let OpenBucket { reduction, tensors, bytes } = bucket;
+        let may_overlap = may_overlap && bytes >= ASYNC_BYTES_MIN;
+        // Before more memory is taken.
+        self.take_apart_begun(rank, PENDING_MAX - 1)?;
         let (members, locals): (Vec<Member>, Vec<LocalTensor>) = tensors.into_iter().unzip();
         let lineage = members.iter().fold(Lineage::UNKNOWN, |all, member| all.join(member.lineage));
         let (context, site) = (Context::of(rank), members[0].site);
         let before = context.path();
         context.set_path(&joined_paths(&members));
-        let received = match reduction.scatters {
-            false => {
-                let packed = LocalTensor { lineage, ..pack(rank, locals)? };
-                all_reduce(rank, packed, reduction.axes, ReduceOp::Sum, site)
-            }
+        let (packed, counts) = match reduction.scatters {
+            false => (pack(rank, locals)?, None),
             true => {
                 let (packed, counts) = pack_parts(rank, &members, locals)?;
-                reduce_scatter_parts(rank, (&packed, lineage), &counts, reduction.axes, site)
+                (packed, Some(counts))
             }
         };
+        let sum = sum_packed(rank, (&packed, lineage), counts.as_deref(), reduction.axes, may_overlap, site);
         context.set_path(&before);
-        self.begun.push_back(BegunBucket { received: received?, members });
-        Ok(())
+        let sum = sum?;
+        let num_pending = if sum.is_async() { PENDING_MAX } else { 0 };
+        self.begun.push_back(BegunBucket { sum, members });
+        self.take_apart_begun(rank, num_pending)
     }
 
-    /// Takes apart the buckets that have been reduced: each tensor is a view of what was received.
-    fn take_apart_begun(&mut self, rank: &Rank) {
-        while let Some(BegunBucket { received, members }) = self.begun.pop_front() {
+    /// Takes apart reduced buckets, the oldest first, until at most `num_pending` are left: each tensor is a view of what was received.
+    fn take_apart_begun(&mut self, rank: &Rank, num_pending: usize) -> Result<()> {
+        while self.begun.len() > num_pending {
+            let Some(BegunBucket { sum, members }) = self.begun.pop_front() else { break };
+            let received = sum.wait()?;
             let mut offset = received.view.offset;
             for mut member in members {
                 member.layout = member.after();
@@ -281,6 +291,7 @@ impl ReduceBuckets {
                 }
             }
         }
+        Ok(())
     }
 }
 

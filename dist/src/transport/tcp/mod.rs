@@ -39,6 +39,7 @@ pub use rendezvous::Rendezvous;
 pub(crate) use rendezvous::{ConsistentValues, WaitHook, WorldConfig};
 pub(crate) use world_view::WorldView;
 
+use super::overlapped::TwoEnded;
 use super::{Transport, buffer_ops};
 use crate::call::{IssuedCall, Op, Request};
 use crate::error::{Error, Result};
@@ -82,7 +83,7 @@ pub(crate) struct TcpTransport {
     min_timeout: Cell<Duration>,
     /// The argument of the current call, as bytes on the host; shared with the elements that this rank keeps for others.
     argument: RefCell<Arc<Vec<u8>>>,
-    /// Shared with the comparer of this rank; never in use by both.
+    /// Shared by both ends of the rank, and with the comparer of its calls over NCCL.
     counters: Arc<Mutex<CallCounters>>,
 }
 
@@ -198,6 +199,17 @@ impl Transport for TcpTransport {
             _ => self.collective(backend, request),
         };
         outcome.map_err(|error| self.fail_call(request, error))
+    }
+}
+
+impl TwoEnded for TcpTransport {
+    fn other_end(&self) -> TcpTransport {
+        let (endpoint, counters) = (self.endpoint.clone(), self.counters.clone());
+        TcpTransport { counters, ..TcpTransport::new(endpoint, self.timeout, Duration::ZERO) }
+    }
+
+    fn fail_world(&self, error: Error) {
+        self.endpoint.fail(error);
     }
 }
 
