@@ -43,7 +43,7 @@ impl Attention {
     pub fn new(d: usize, heads: usize) -> Attention {
         let (h, c) = (heads, channels_per_head(d, heads));
         Attention {
-            c_attn: Linear::general(&[d], &[3, h, c]).no_empty_shards(2, "heads"),
+            c_attn: Linear::general(&[d], &[3, h, c]).packed_dims(1).no_empty_shards(2, "heads"),
             c_proj: Linear::general(&[h, c], &[d]).no_empty_shards(0, "heads"),
             keys: ActivationPoint::default(),
             values: ActivationPoint::default(),
