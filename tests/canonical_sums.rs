@@ -36,7 +36,10 @@ fn metrics_have_the_same_bits_for_every_number_of_ranks_and_microbatches() {
     assert_eq!(run("parts", "4", &["--mesh", "dp=2", "--resume"]), alone, "resumed on another mesh");
     let other = folder.0.join("parts");
     let other = refused(&["--data", &data, "--out", other.to_str().unwrap(), "--steps", "6", "--resume"]);
-    assert!(other.contains("canonical over 4 leaves of the batch (version 1)"), "{other}");
+    assert!(
+        other.contains("canonical over 4 leaves of the batch and 8 of other sums (version 1)"),
+        "{other}"
+    );
 }
 
 #[test]

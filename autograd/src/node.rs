@@ -6,6 +6,7 @@ use shardgrad_dist::{Error, Rank, Result};
 use shardgrad_tensor::op::{
     Cotangents, GradAccumulator, Vjp, check_cotangent_layouts, check_cotangents_present,
 };
+use shardgrad_tensor::tensor::redistribute::complete_partial_sum;
 use shardgrad_tensor::{Context, Inference, Layout, Op, Tensor, op, unwind};
 use smallvec::SmallVec;
 use std::cell::{Cell, RefCell};
@@ -299,6 +300,9 @@ pub(crate) fn add_cotangent(accumulated: &mut Option<Tensor>, cotangent: Tensor)
 /// # Errors
 /// `Kind::OutOfMemory`.
 pub(crate) fn sum_cotangents(sum: Tensor, cotangent: Tensor) -> Result<Tensor> {
+    // Where sums are canonical, the leaves of one cotangent are joined before another cotangent is added.
+    let [sum, cotangent] = [sum, cotangent].map(|x| complete_partial_sum(x, Location::caller()));
+    let (sum, cotangent) = (sum?, cotangent?);
     let wide = if sum.dtype().size() < cotangent.dtype().size() { cotangent.dtype() } else { sum.dtype() };
     sum.into_dtype(wide)?.accumulate(&cotangent.into_dtype(wide)?)
 }

@@ -5,6 +5,7 @@
 
 use crate::id::{Id, Key};
 use shardgrad_dist::Result;
+use shardgrad_tensor::tensor::redistribute::complete_partial_sum;
 use shardgrad_tensor::{DType, Layout, Op, Tensor, op};
 use smallvec::SmallVec;
 use std::collections::{BTreeSet, HashSet};
@@ -84,9 +85,10 @@ impl AccumulationDType {
     /// `Kind::OutOfMemory`.
     pub(crate) fn cast(self, cotangent: Tensor) -> Result<Tensor> {
         let size = cotangent.dtype().size();
+        let cast = |dtype| complete_partial_sum(cotangent.clone(), Location::caller())?.into_dtype(dtype);
         match self {
-            AccumulationDType { min, .. } if size < min.size() => cotangent.into_dtype(min),
-            AccumulationDType { max, .. } if size > max.size() => cotangent.into_dtype(max),
+            AccumulationDType { min, .. } if size < min.size() => cast(min),
+            AccumulationDType { max, .. } if size > max.size() => cast(max),
             _ => Ok(cotangent),
         }
     }

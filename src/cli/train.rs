@@ -215,9 +215,10 @@ pub(super) fn run(args: &TrainArgs, startup: &Startup) -> Result<(), Failure> {
     );
     if !job.spec.json && is_rank_zero() && !job.spec.is_done() {
         job.state.lines.print_line(format_args!("training {text}"));
-        if let Deterministic::Mesh { batch_leaves } = job.spec.train_config.deterministic {
+        if let Deterministic::Mesh { batch_leaves, sum_leaves } = job.spec.train_config.deterministic {
             job.state.lines.print_line(format_args!(
-                "the same bits for every number of data-parallel ranks and microbatches that divides {batch_leaves} leaves of the batch"
+                "the same bits for every number of data-parallel ranks and microbatches that divides {batch_leaves} leaves of the batch, and of \
+                 tensor-parallel ranks that divides {sum_leaves} leaves of sums"
             ));
         }
         if let Some(from) = &job.spec.start.from {

@@ -71,7 +71,7 @@ impl TrainConfig {
     pub(crate) fn rows_of_pass(&self) -> usize {
         match self.deterministic {
             Deterministic::Run => self.batch / self.microbatches,
-            Deterministic::Mesh { batch_leaves } => self.batch / batch_leaves,
+            Deterministic::Mesh { batch_leaves, .. } => self.batch / batch_leaves,
         }
     }
 

@@ -6,6 +6,7 @@ mod error_text;
 mod validation;
 mod plan;
 mod decomposition;
+mod canonical_sum;
 mod apply;
 
 use crate::execution::context::Context;
@@ -19,7 +20,9 @@ use crate::tensor::Tensor;
 use apply::apply_with_options;
 pub use apply::{OpHandle, apply, meta, run};
 pub(crate) use apply::{OutputOptions, apply_first};
-pub use decomposition::{Decomposition, Operand, Point};
+pub use canonical_sum::CanonicalForm;
+pub(crate) use canonical_sum::sum_leaves;
+pub use decomposition::{Decomposition, Operand, Point, decomposition};
 pub use error_text::suggested_repairs;
 pub use forward_context::ForwardContext;
 pub use grad_accumulator::GradAccumulator;
@@ -139,6 +142,17 @@ pub trait Op: fmt::Debug + 'static {
     fn decompose(&self, args: &[&Layout], points: &[bool]) -> Option<Decomposition> {
         let _ = (args, points);
         None
+    }
+
+    /// The simpler ops that compute this op where sums are canonical ([`CanonicalForm`]); by default those of [`Op::decompose`]. An op
+    /// that is decomposed on some layouts and sums in its kernel on others is decomposed on all of them here.
+    fn decompose_canonical(&self, args: &[&Layout], points: &[bool]) -> Option<Decomposition> {
+        self.decompose(args, points)
+    }
+
+    /// How the op sums where the bits of sums must not depend on the mesh. The default states no form.
+    fn canonical_form(&self) -> CanonicalForm {
+        CanonicalForm::None
     }
 
     /// The same op with the random numbers of another training step, for a batch that begins at row `first_row` of the global batch;
@@ -386,6 +400,12 @@ impl Vjp<'_> {
     ) -> SmallVec<[Tensor; 2]> {
         let options = OutputOptions { accumulators, ..OutputOptions::default() };
         unwind(apply_with_options(op, args, options, Location::caller()))
+    }
+
+    /// Whether the cotangent of argument `i`, if it is a partial sum of 16-bit floats, is in the accumulator dtype: not where sums are
+    /// canonical, because the ranks that hold the whole sum round each node.
+    pub(crate) fn widens_partial_sums(&self, i: usize) -> bool {
+        Context::of(self.rank).sum_tree().is_none() && !self.input_layouts[i].replicate().is_empty()
     }
 
     /// Calls `cotangent` for each argument whose cotangent is requested.

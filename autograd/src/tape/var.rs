@@ -435,9 +435,8 @@ impl Value for Var {
         let context = (tape.rank(), tape.context());
         let are_identities: SmallVec<[bool; 4]> =
             points.iter().map(|point| point.is_identity(args[0])).collect();
-        if let Some(parts) =
-            with_mapped(args, |v| v.layout(), |layouts| op.decompose(layouts, &are_identities))
-        {
+        let decompose = |layouts: &[&Layout]| op::decomposition(&*op, context.1, layouts, &are_identities);
+        if let Some(parts) = with_mapped(args, |v| v.layout(), decompose) {
             return parts
                 .run(args, points, site, |op, args, points| Var::apply_at(op.clone(), args, points, site));
         }

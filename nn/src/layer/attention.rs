@@ -43,7 +43,7 @@ impl Attention {
     pub fn new(d: usize, heads: usize) -> Attention {
         let (h, c) = (heads, channels_per_head(d, heads));
         Attention {
-            c_attn: Linear::general(&[d], &[3, h, c]),
+            c_attn: Linear::general(&[d], &[3, h, c]).packed_dims(1),
             c_proj: Linear::general(&[h, c], &[d]),
             keys: ActivationPoint::default(),
             values: ActivationPoint::default(),

@@ -30,6 +30,7 @@ pub struct Linear {
     pub(super) out: ActivationPoint,
     adapter: AdapterSlot,
     num_in: usize,
+    num_packed: usize,
 }
 
 impl Linear {
@@ -57,6 +58,7 @@ impl Linear {
             out: ActivationPoint::default(),
             adapter: AdapterSlot::default(),
             num_in: from.len(),
+            num_packed: 0,
         }
     }
 
@@ -75,6 +77,13 @@ impl Linear {
             weight: self.weight.with_file_order(&order).with_file_shape(&[matrix[1], matrix[0]]),
             ..self
         }
+    }
+
+    /// Returns the same layer, of whose output dims the first `num_packed` are never sharded: canonical sums over the output dims have
+    /// leaves of the next one ([`Deterministic::Mesh`](crate::Deterministic::Mesh)).
+    #[must_use]
+    pub fn packed_dims(self, num_packed: usize) -> Linear {
+        Linear { num_packed, ..self }
     }
 
     /// Returns the same layer without a bias.
@@ -118,7 +127,7 @@ impl Linear {
         let out = self.adapted_out(&x);
         if self.out.is_watched() {
             // Hooks see the product on every mesh; the kernel adds the bias before the point where the sums are complete.
-            let product = x.linear_general(&weight, self.num_in, None, None, &[&out]);
+            let product = x.linear_packed(&weight, (self.num_in, self.num_packed), None, None, &[&out]);
             let y = match &bias {
                 Some(bias) => product + bias,
                 None => product,
@@ -129,7 +138,7 @@ impl Linear {
                 None => y,
             };
         }
-        x.linear_general(&weight, self.num_in, bias.as_ref(), residual, &[&out, branch])
+        x.linear_packed(&weight, (self.num_in, self.num_packed), bias.as_ref(), residual, &[&out, branch])
     }
 
     /// Returns x after the point `input`, the weight and the bias.

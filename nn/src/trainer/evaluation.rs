@@ -22,6 +22,7 @@ impl<M: Module> Trainer<'_, M> {
         self.capture.clear();
         let outputs = match &self.pipelined {
             None => {
+                let _sum_tree = self.leaves.as_ref().map(|leaves| leaves.set_sum_tree(self.model.rank()));
                 let tape = self.model.inference_tape();
                 let arguments: Vec<Var> = arguments.iter().map(|t| tape.constant(t.clone())).collect();
                 let scalars = (self.loss_fn)(&self.model, &arguments).into_scalars();

@@ -100,6 +100,7 @@ impl<M: Module> Trainer<'_, M> {
             losses = losses.loss_scale(loss_scale.factor());
         }
         self.passes.borrow_mut().clear();
+        let _sum_tree = leaves.set_sum_tree(self.model.rank());
         let mut sums = GradientSums::default();
         // Each pass has a tape of its own, and reads the weights again.
         let params = self.model.params().iter().filter(|_| leaves.num_passes() > 1);

@@ -13,10 +13,11 @@ use crate::module::precision::Precision;
 use crate::plan::Plan;
 use crate::sharded_model::Model;
 use shardgrad_autograd::{Gradients, Key};
+use shardgrad_tensor::execution::flag_guard::FlagGuard;
 use shardgrad_tensor::training_step::canonical_sum::{
     SumTree, TreeSums, check_device, sum_root_numbers, sum_roots,
 };
-use shardgrad_tensor::{Axis, Error, Kind, Phase, Rank, Result, Tensor};
+use shardgrad_tensor::{Axis, Context, Error, Kind, Phase, Rank, Result, Tensor};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::panic::Location;
@@ -28,17 +29,26 @@ pub enum Deterministic {
     /// CPU.
     #[default]
     Run,
-    /// Also another number of data-parallel ranks and of microbatches: losses, gradient norms and weights have the same bits.
+    /// Also another number of data-parallel and of tensor-parallel ranks, and of microbatches: losses and weights have the same bits.
     ///
     /// The rows of the batch are cut into leaves, equally many for each rank, and each leaf is a pass of its own. Sums over rows are
-    /// joined in a tree over the leaves. Supported where one axis shards rows and nothing else, on the CPU; other meshes and plans
-    /// are refused ([`Deterministic::row_ranges`]). A loss must not depend on rows of other leaves: it sees one leaf at a time,
-    /// as it sees one microbatch otherwise.
+    /// joined in a tree over the leaves, and so are the sums over leaves of every other label that a mesh may shard. Supported where one
+    /// axis shards rows and nothing else, and others shard parameters and activations alone (tensor and sequence parallelism), on the
+    /// CPU; other meshes and plans are refused ([`Deterministic::row_ranges`]). A loss must not depend on rows of other leaves: it sees
+    /// one leaf at a time, as it sees one microbatch otherwise.
     Mesh {
         /// The number of leaves: it divides the rows of the batch, and the ranks times the microbatches divide it. Not a function of
         /// the mesh; another number gives other bits.
         batch_leaves: usize,
+        /// The number of leaves of every other summed label (width, heads, hidden units, vocabulary, tokens): of an axis that shards
+        /// them, the ranks times a power of two. Another number gives other bits.
+        sum_leaves: usize,
     },
+}
+
+impl Deterministic {
+    /// A usual number of leaves of summed labels: for 1, 2, 4 and 8 ranks.
+    pub const SUM_LEAVES: usize = 8;
 }
 
 impl Deterministic {
@@ -57,10 +67,10 @@ impl Deterministic {
         microbatches: usize,
     ) -> Result<Vec<Range<usize>>> {
         let each = rows / microbatches;
-        let Deterministic::Mesh { batch_leaves } = self else {
+        let Deterministic::Mesh { batch_leaves, sum_leaves } = self else {
             return Ok((0..microbatches).map(|i| i * each..(i + 1) * each).collect());
         };
-        let leaves = RowLeaves::of(rank, plan, batch_leaves, [rows, microbatches])?;
+        let leaves = RowLeaves::of(rank, plan, [batch_leaves, sum_leaves], [rows, microbatches])?;
         Ok((0..leaves.num_passes()).map(|pass| leaves.rows(pass)).collect())
     }
 }
@@ -69,6 +79,8 @@ impl Deterministic {
 #[derive(Clone, Debug)]
 pub(super) struct RowLeaves {
     tree: SumTree,
+    /// The tree of all other sums.
+    sum_tree: SumTree,
     /// The axis of the world that shards rows, if it has several ranks, and this rank's coordinate on it.
     axis: Option<(Axis, usize)>,
     num_ranks: usize,
@@ -90,26 +102,30 @@ impl RowLeaves {
         plan: &Plan,
         [rows, microbatches]: [usize; 2],
     ) -> Result<Option<RowLeaves>> {
-        let Deterministic::Mesh { batch_leaves } = deterministic else { return Ok(None) };
-        RowLeaves::of(rank, plan, batch_leaves, [rows, microbatches]).map(Some)
+        let Deterministic::Mesh { batch_leaves, sum_leaves } = deterministic else { return Ok(None) };
+        RowLeaves::of(rank, plan, [batch_leaves, sum_leaves], [rows, microbatches]).map(Some)
     }
 
     fn of(
         rank: &Rank,
         plan: &Plan,
-        num_leaves: usize,
+        [num_leaves, sum_leaves]: [usize; 2],
         [rows, microbatches]: [usize; 2],
     ) -> Result<RowLeaves> {
         let rank = rank.world();
         check_device(rank).map_err(with_help)?;
         let mesh = rank.mesh();
         let row_axis = plan.row_axes(mesh).next();
-        let others = mesh.axes().find(|axis| mesh.size(*axis) > 1 && Some(*axis) != row_axis);
-        if let Some(other) = others {
-            let name = mesh.name(other);
-            let why =
-                format!("sums over the mesh axis {name}={} have no canonical form yet", mesh.size(other));
-            return Err(with_help(Error::new(Kind::Unsupported, why)));
+        if sum_leaves == 0 {
+            return Err(Error::new(Kind::Config, "sums have 0 leaves").detail("help", "use 8 leaves"));
+        }
+        for other in mesh.axes().filter(|axis| mesh.size(*axis) > 1 && Some(*axis) != row_axis) {
+            let (name, size) = (mesh.name(other), mesh.size(other));
+            if !plan.is_tensor_axis(name) {
+                let why = format!("sums over the mesh axis {name}={size} have no canonical form yet");
+                return Err(with_help(Error::new(Kind::Unsupported, why)));
+            }
+            check_sum_leaves(sum_leaves, name, size)?;
         }
         let name = row_axis.map_or("", |axis| mesh.name(axis));
         if row_axis.is_some() && plan.shards_with(name) {
@@ -123,12 +139,19 @@ impl RowLeaves {
         let tree = SumTree::new(num_leaves);
         let axis = row_axis.map(|axis| (axis, rank.coordinate(axis)));
         let run = tree.run(axis.map_or(0, |(_, own)| own), num_ranks).expect("the ranks divide the leaves");
-        Ok(RowLeaves { tree, axis, num_ranks, run, rows })
+        let sum_tree = SumTree::new(sum_leaves);
+        Ok(RowLeaves { tree, sum_tree, axis, num_ranks, run, rows })
     }
 
     /// What a checkpoint records.
     pub(super) fn canonical_sums(&self) -> CanonicalSums {
-        CanonicalSums { version: SumTree::VERSION, batch_leaves: self.num_leaves() }
+        let (batch_leaves, sum_leaves) = (self.num_leaves(), self.sum_tree.num_leaves());
+        CanonicalSums { version: SumTree::VERSION, batch_leaves, sum_leaves }
+    }
+
+    /// Makes the sums of all ops of a rank canonical until the guard is dropped.
+    pub(super) fn set_sum_tree<'a>(&self, rank: &'a Rank) -> FlagGuard<'a, Option<SumTree>> {
+        Context::of(rank).set_sum_tree(Some(self.sum_tree))
     }
 
     /// The leaves of the step.
@@ -258,6 +281,22 @@ impl RowLeaves {
     }
 }
 
+/// Refuses a number of leaves of sums of which the ranks of an axis do not hold one subtree each.
+fn check_sum_leaves(num_leaves: usize, name: &str, num_ranks: usize) -> Result<()> {
+    let each = num_leaves / num_ranks;
+    if num_leaves.is_multiple_of(num_ranks) && each.is_power_of_two() {
+        return Ok(());
+    }
+    let text = format!(
+        "the ranks of the mesh axis {name}={num_ranks} cannot share {num_leaves} leaves of sums: each holds 1, 2, 4, 8 or so of them"
+    );
+    let fitting = num_ranks * num_leaves.div_ceil(num_ranks).next_power_of_two();
+    let help = format!(
+        "use {fitting} leaves (--sum-leaves); a run on other meshes has the same bits only with the same number"
+    );
+    Err(Error::new(Kind::Config, text).detail("help", help))
+}
+
 /// Refuses a number of leaves that does not divide the rows, or that passes do not divide.
 fn check_num_leaves(num_leaves: usize, rows: usize, shares: usize) -> Result<()> {
     let fits = |leaves: usize| leaves > 0 && rows.is_multiple_of(leaves) && leaves.is_multiple_of(shares);
@@ -281,8 +320,8 @@ fn check_num_leaves(num_leaves: usize, rows: usize, shares: usize) -> Result<()>
 fn with_help(error: Error) -> Error {
     error.detail(
         "help",
-        "bits that do not depend on the mesh are supported for data-parallel ranks and microbatches on the CPU: use a mesh with dp \
-         alone and no ZeRO, or give up the promise (Deterministic::Run, --deterministic run)",
+        "bits that do not depend on the mesh are supported for data-parallel ranks, tensor-parallel ranks and microbatches on the CPU: use \
+         a mesh of dp and tp and no ZeRO, or give up the promise (Deterministic::Run, --deterministic run)",
     )
 }
 
@@ -299,7 +338,12 @@ mod tests {
         microbatches: usize,
     ) -> Result<Vec<Vec<Range<usize>>>> {
         World::run(Mesh::parse(mesh).unwrap(), |rank| {
-            Deterministic::Mesh { batch_leaves: leaves }.row_ranges(rank, plan, rows, microbatches)
+            Deterministic::Mesh { batch_leaves: leaves, sum_leaves: 8 }.row_ranges(
+                rank,
+                plan,
+                rows,
+                microbatches,
+            )
         })
     }
 
@@ -321,10 +365,10 @@ mod tests {
             (error.kind(), error.to_string())
         };
         for (mesh, plan, why) in [
-            ("tp=2", Plan::tensor_parallel("tp"), "sums over the mesh axis tp=2 have no canonical form yet"),
+            ("other=2", Plan::copies("copies"), "sums over the mesh axis other=2 have no canonical form yet"),
+            ("dp=2,fsdp=2", Plan::fsdp("fsdp"), "the mesh axis fsdp=2"),
             ("dp=2,pp=2", Plan::pipeline_parallel("pp"), "the mesh axis pp=2"),
             ("dp=2,cp=2", Plan::context_parallel("cp"), "the mesh axis cp=2"),
-            ("dp=2,fsdp=2", Plan::fsdp("fsdp"), "the mesh axis fsdp=2"),
             ("fsdp=2", Plan::fsdp("fsdp"), "shards storage or activations over `fsdp`"),
             ("dp=2", Plan::zero(1, "dp"), "shards storage or activations over `dp`"),
             ("dp=2", Plan::new().point("out", "dp@1"), "shards storage or activations over `dp`"),
@@ -335,6 +379,15 @@ mod tests {
                 "{text}"
             );
         }
+        let tensor = || Plan::tensor_parallel("tp").column_parallel("up");
+        let (kind, text) = refused("tp=3", tensor(), 1, 8, 1);
+        assert!(
+            kind == Kind::Config
+                && text.contains("tp=3 cannot share 8 leaves")
+                && text.contains("use 12 leaves"),
+            "{text}"
+        );
+        assert!(ranges("dp=2,tp=4", &Plan::data_parallel("dp").and(tensor()), 4, 8, 1).is_ok());
         for (mesh, leaves, rows, microbatches, help) in [
             ("dp=3", 8, 24, 1, "use 6 leaves"),
             ("dp=2", 8, 12, 1, "use 6 leaves"),

@@ -90,13 +90,15 @@ impl<M: HfModel> Trainer<'_, M> {
             return Ok(());
         }
         let text = |sums: Option<CanonicalSums>| match sums {
-            Some(CanonicalSums { version, batch_leaves }) => {
-                format!("canonical over {batch_leaves} leaves of the batch (version {version})")
+            Some(CanonicalSums { version, batch_leaves, sum_leaves }) => {
+                format!(
+                    "canonical over {batch_leaves} leaves of the batch and {sum_leaves} of other sums (version {version})"
+                )
             }
             None => "in the order of the mesh".to_string(),
         };
         let why = format!("sums are {}, those of {} were {}", text(own), dir.display(), text(saved));
-        let help = "resume with the same --deterministic and --batch-leaves (TrainerConfig::deterministic)";
+        let help = "resume with the same --deterministic, --batch-leaves and --sum-leaves (TrainerConfig::deterministic)";
         Err(Error::new(Kind::Config, why).detail("help", help))
     }
 }

@@ -33,7 +33,7 @@ fn gpt2() -> ModelConfig {
 
 impl Run {
     fn new(config: ModelConfig) -> Run {
-        let deterministic = Deterministic::Mesh { batch_leaves: 12 };
+        let deterministic = Deterministic::Mesh { batch_leaves: 12, sum_leaves: 8 };
         Run { config, dtype: DType::F32, rows: 24, deterministic, is_mean: false }
     }
 
@@ -147,7 +147,7 @@ fn bits_are_those_of_one_rank_for_every_number_of_ranks_and_microbatches() {
 fn other_leaves_and_the_order_of_the_mesh_have_other_bits() {
     let run = Run::new(gpt2());
     let twelve = run.bits("", 1);
-    let other = Run { deterministic: Deterministic::Mesh { batch_leaves: 6 }, ..run.clone() };
+    let other = Run { deterministic: Deterministic::Mesh { batch_leaves: 6, sum_leaves: 8 }, ..run.clone() };
     assert_ne!(other.bits("", 1).1, twelve.1, "the number of leaves decides the order");
     let plain = Run { deterministic: Deterministic::Run, ..run };
     let differ = |mesh, microbatches| plain.bits(mesh, microbatches).1 != plain.bits("", 1).1;
@@ -179,8 +179,11 @@ fn checkpoint_of_other_canonical_sums_is_refused() {
         assert_eq!(errors[0].kind(), Kind::Config);
         errors[0].message().to_string()
     };
-    let text = refused(Deterministic::Mesh { batch_leaves: 6 });
-    assert!(text.starts_with("sums are canonical over 6 leaves of the batch (version 1)"), "{text}");
+    let text = refused(Deterministic::Mesh { batch_leaves: 6, sum_leaves: 8 });
+    assert!(
+        text.starts_with("sums are canonical over 6 leaves of the batch and 8 of other sums (version 1)"),
+        "{text}"
+    );
     let text = refused(Deterministic::Run);
     assert!(
         text.starts_with("sums are in the order of the mesh") && text.contains("canonical over 12 leaves"),

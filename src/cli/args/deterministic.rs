@@ -22,13 +22,17 @@ enum Promise {
 #[command(next_help_heading = "Parallelism")]
 pub(crate) struct DeterministicArgs {
     /// What bits do not depend on. run: repetition, resumption, threads or processes, on the same mesh; mesh: also the number of
-    /// data-parallel ranks and of microbatches, on meshes of dp alone, on the CPU
+    /// data-parallel and tensor-parallel ranks and of microbatches, on meshes of dp and tp, on the CPU
     #[arg(long, value_name = "WHAT", value_enum, default_value_t = Promise::Run)]
     deterministic: Promise,
     /// With --deterministic mesh: number of leaves into which the batch is cut, a pass for each; a multiple of dp times --microbatches
     /// that divides --batch. Another number gives other bits [default: 8, or --batch if that is smaller]
     #[arg(long, value_name = "N", value_parser = values::count)]
     batch_leaves: Option<usize>,
+    /// With --deterministic mesh: number of leaves into which each other summed dim is cut (width, heads, hidden units, vocabulary), tp
+    /// times 1, 2, 4, 8 .. Another number gives other bits [default: 8]
+    #[arg(long, value_name = "N", value_parser = values::count)]
+    sum_leaves: Option<usize>,
 }
 
 impl DeterministicArgs {
@@ -38,14 +42,17 @@ impl DeterministicArgs {
             Promise::Run => Deterministic::Run,
             Promise::Mesh => {
                 let batch_leaves = self.batch_leaves.unwrap_or(BATCH_LEAVES.min(batch));
-                Deterministic::Mesh { batch_leaves }
+                let sum_leaves = self.sum_leaves.unwrap_or(Deterministic::SUM_LEAVES);
+                Deterministic::Mesh { batch_leaves, sum_leaves }
             }
         }
     }
 
     /// Returns an error text for options that contradict each other.
     pub(super) fn fault(&self) -> Option<String> {
-        let lost = self.batch_leaves.is_some() && self.deterministic == Promise::Run;
-        lost.then(|| "--batch-leaves has no effect without --deterministic mesh".to_string())
+        let given = [("--batch-leaves", self.batch_leaves), ("--sum-leaves", self.sum_leaves)];
+        let lost =
+            given.into_iter().find(|(_, leaves)| leaves.is_some() && self.deterministic == Promise::Run);
+        lost.map(|(option, _)| format!("{option} has no effect without --deterministic mesh"))
     }
 }

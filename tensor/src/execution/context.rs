@@ -8,6 +8,7 @@ use crate::layout::Layout;
 use crate::layout::route::RouteCache;
 use crate::layout::signature::Signature;
 use shardgrad_dist::{Phase, Rank, Result};
+use shardgrad_kernels::SumTree;
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::panic::Location;
@@ -16,7 +17,8 @@ use std::rc::Rc;
 /// The number of recent tensors that errors list. Every collective carries their text, so they are few.
 const RECENT_TENSORS_MAX: usize = 4;
 
-/// The state that tensor ops keep on a [`Rank`]. It never changes a value: it only caches, names and counts.
+/// The state that tensor ops keep on a [`Rank`]. It caches, names and counts; only [`Context::set_sum_tree`] changes values, by the order
+/// of sums.
 #[derive(Debug, Default)]
 pub struct Context {
     /// The cache of cheapest routes between layouts.
@@ -30,6 +32,7 @@ pub struct Context {
     backward: Cell<bool>,
     in_vjp: Cell<bool>,
     detect_anomalies: Cell<bool>,
+    sum_tree: Cell<Option<SumTree>>,
     path: RefCell<Rc<str>>,
     recent_tensors: RefCell<Rc<str>>,
 }
@@ -106,6 +109,23 @@ impl Context {
 
     pub(crate) fn set_anomaly_detection(&self, detect_anomalies: bool) {
         self.detect_anomalies.set(detect_anomalies);
+    }
+
+    /// Returns the tree over the leaves of sums, if their bits must not depend on the mesh.
+    #[must_use]
+    pub fn sum_tree(&self) -> Option<SumTree> {
+        self.sum_tree.get()
+    }
+
+    /// Sets the tree over the leaves into which each op cuts a label that it sums over and that a mesh may shard
+    /// ([`CanonicalForm`](crate::op::CanonicalForm)), until the guard is dropped. All ranks set the same tree.
+    pub fn set_sum_tree(&self, tree: Option<SumTree>) -> FlagGuard<'_, Option<SumTree>> {
+        FlagGuard::set(&self.sum_tree, tree)
+    }
+
+    /// Returns the zero that changes no sum: -0 where sums are canonical, since -0 + 0 is 0.
+    pub(crate) fn zero(&self) -> f64 {
+        if self.sum_tree.get().is_some() { -0.0 } else { 0.0 }
     }
 
     /// Returns the dotted path of the parameter or module that the program used last.

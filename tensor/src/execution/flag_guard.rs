@@ -1,23 +1,23 @@
-//! Flags that hold for a scope.
+//! Flags and settings that hold for a scope.
 
 use std::cell::Cell;
 
-/// A flag that has another value until the guard is dropped, also by an error that unwinds.
+/// A flag, or another setting, that has another value until the guard is dropped, also by an error that unwinds.
 #[derive(Debug)]
 #[must_use = "the flag has its old value again when the guard is dropped"]
-pub struct FlagGuard<'a> {
-    flag: &'a Cell<bool>,
-    before: bool,
+pub struct FlagGuard<'a, T: Copy = bool> {
+    flag: &'a Cell<T>,
+    before: T,
 }
 
-impl<'a> FlagGuard<'a> {
+impl<'a, T: Copy> FlagGuard<'a, T> {
     /// Sets a flag.
-    pub fn set(flag: &'a Cell<bool>, value: bool) -> FlagGuard<'a> {
+    pub fn set(flag: &'a Cell<T>, value: T) -> FlagGuard<'a, T> {
         FlagGuard { flag, before: flag.replace(value) }
     }
 }
 
-impl Drop for FlagGuard<'_> {
+impl<T: Copy> Drop for FlagGuard<'_, T> {
     fn drop(&mut self) {
         self.flag.set(self.before);
     }

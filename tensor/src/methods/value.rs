@@ -137,7 +137,21 @@ pub trait Value: Clone {
         residual: Option<&Self>,
         points: &[&dyn Point<Self>],
     ) -> Self {
-        let op = Linear::new(num_in, w.layout().ndim().saturating_sub(num_in));
+        self.linear_packed(w, (num_in, 0), bias, residual, points)
+    }
+
+    /// [`Value::linear_general`], of whose output dims the first `num_packed` are never sharded ([`Linear::with_packed_dims`]).
+    #[track_caller]
+    #[must_use]
+    fn linear_packed(
+        &self,
+        w: &Self,
+        (num_in, num_packed): (usize, usize),
+        bias: Option<&Self>,
+        residual: Option<&Self>,
+        points: &[&dyn Point<Self>],
+    ) -> Self {
+        let op = Linear::new(num_in, w.layout().ndim().saturating_sub(num_in)).with_packed_dims(num_packed);
         let op = op.with_bias(bias.is_some()).with_residual(residual.is_some());
         let args: SmallVec<[&Self; 4]> = [self, w].into_iter().chain(bias).chain(residual).collect();
         Self::apply_at(Rc::new(op), &args, points, Location::caller()).swap_remove(0)

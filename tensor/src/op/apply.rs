@@ -2,7 +2,7 @@
 
 use super::error_text::forward_error;
 use super::validation::{catch_panics, check_outputs, matches_inference};
-use super::{ForwardContext, GradAccumulator, LocalTensors, Op, Point, plan};
+use super::{ForwardContext, GradAccumulator, LocalTensors, Op, Point, canonical_sum, decomposition, plan};
 use crate::execution::anomaly::AnomalyDetector;
 use crate::execution::context::Context;
 use crate::execution::local_tensor::{LocalTensor, with_mapped};
@@ -134,9 +134,9 @@ impl Tensor {
     ) -> SmallVec<[Tensor; 2]> {
         let are_identities: SmallVec<[bool; 4]> =
             points.iter().map(|point| point.is_identity(args[0])).collect();
-        if let Some(parts) =
-            with_mapped(args, |t| t.layout(), |layouts| op.decompose(layouts, &are_identities))
-        {
+        let context = Context::of(args[0].rank());
+        let decompose = |layouts: &[&Layout]| decomposition(&*op, context, layouts, &are_identities);
+        if let Some(parts) = with_mapped(args, |t| t.layout(), decompose) {
             return parts.run(args, points, site, |op, args, points| {
                 Tensor::apply_at(op.clone(), args, points, site)
             });
@@ -157,8 +157,12 @@ impl Tensor {
     #[track_caller]
     #[must_use]
     pub fn apply_one(op: impl OpHandle, args: &[&Tensor]) -> Tensor {
-        let is_decomposed =
-            with_mapped(args, |t| t.layout(), |layouts| op.as_op().decompose(layouts, &[]).is_some());
+        let context = Context::of(args[0].rank());
+        let is_decomposed = with_mapped(
+            args,
+            |t| t.layout(),
+            |layouts| decomposition(op.as_op(), context, layouts, &[]).is_some(),
+        );
         match is_decomposed {
             true => Tensor::apply_at(op.into_shared(), args, &[], Location::caller()).swap_remove(0),
             false => apply_first(op.as_op(), args, OutputOptions::default(), Location::caller()),
@@ -215,9 +219,16 @@ fn run_and_take<R>(
     site: &'static Location<'static>,
     take: impl FnOnce(&Rank, &Rc<Inference>, &mut LocalTensors) -> R,
 ) -> Result<R> {
-    let local = ForwardContext { rank, inputs: inference.inputs(), inference, site, accumulators };
+    let sum_tree = context.sum_tree();
+    // An accumulator would be one more term of the sum of a leaf.
+    let accumulators = if sum_tree.is_some() { &[] } else { accumulators };
+    let local =
+        ForwardContext { rank, inputs: inference.inputs(), inference, site, accumulators, leaf: None };
     // The outputs stay in place and are not moved: moving memory that was just written is slow.
-    let go = || op.forward(&local, x);
+    let go = || match sum_tree {
+        None => op.forward(&local, x),
+        Some(tree) => canonical_sum::forward(op, tree, &local, x),
+    };
     let mut result = if cfg!(debug_assertions) { catch_panics(op, &local, go) } else { go() };
     let Ok(outputs) = &mut result else {
         return Err(forward_error(result.expect_err("the forward failed"), op, &local));

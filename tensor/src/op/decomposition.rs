@@ -1,6 +1,8 @@
 //! Decompositions: a fused op as a composition of simpler ops, for the layouts that its kernel does not compute.
 
 use super::Op;
+use crate::execution::context::Context;
+use crate::layout::Layout;
 use smallvec::{SmallVec, smallvec};
 use std::ops::Range;
 use std::panic::Location;
@@ -51,6 +53,21 @@ enum Step {
     Pass { value: Operand, point: usize },
     /// Makes a point the place of the next op.
     Enter { point: usize },
+}
+
+/// The decomposition of an op on arguments of some layouts, as [`Op::decompose`] states it, or [`Op::decompose_canonical`] where sums
+/// are canonical.
+#[must_use]
+pub fn decomposition(
+    op: &dyn Op,
+    context: &Context,
+    args: &[&Layout],
+    points: &[bool],
+) -> Option<Decomposition> {
+    match context.sum_tree() {
+        Some(_) => op.decompose_canonical(args, points),
+        None => op.decompose(args, points),
+    }
 }
 
 /// A composition of simpler ops. Its outputs are those of the last step.

@@ -25,6 +25,8 @@ pub struct ForwardContext<'a> {
     pub site: &'static Location<'static>,
     /// For each output a sum that it may be added to; none beyond the end.
     pub(super) accumulators: &'a [Option<&'a GradAccumulator>],
+    /// The label, and its extent, of which the arguments are one leaf, if the op is called for each leaf of a sum.
+    pub(super) leaf: Option<(u8, usize)>,
 }
 
 impl ForwardContext<'_> {
@@ -40,7 +42,15 @@ impl ForwardContext<'_> {
     /// `Kind::OutOfMemory`.
     pub fn output(&self, i: usize) -> Result<LocalTensor> {
         let view = self.inference.view(i, self.rank.coordinates());
-        LocalTensor::alloc_with_view(self.rank, self.inference.outputs[i].dtype(), view.clone())
+        let dtype = self.inference.outputs[i].dtype();
+        if let Some((label, extent)) = self.leaf
+            && let Some(dim) = self.inference.labels().outputs()[i].iter().position(|known| *known == label)
+        {
+            let mut shape = view.shape.clone();
+            shape[dim] = extent;
+            return LocalTensor::alloc(self.rank, dtype, &shape);
+        }
+        LocalTensor::alloc_with_view(self.rank, dtype, view.clone())
     }
 
     /// Takes the sum that output `i` is to be added to, contiguous and of the shape and dtype of the output.

@@ -3,8 +3,11 @@
 
 use super::labels::{DIMS_MAX, dim_label};
 use super::sum::Sum;
+use crate::execution::context::Context;
 use crate::execution::local_tensor::{LocalTensor, launch};
-use crate::op::{DTypes, ForwardContext, LocalTensors, Op, PlanKey, Vjp, common_float, unwind};
+use crate::op::{
+    CanonicalForm, DTypes, ForwardContext, LocalTensors, Op, PlanKey, Vjp, common_float, unwind,
+};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::reduce::SUM;
@@ -178,7 +181,13 @@ impl Broadcast {
     }
 
     fn sum(&self, terms: Tensor, i: usize, dtype: DType) -> Tensor {
-        let (ndim, accumulator) = (terms.layout().ndim(), dtype.accumulator());
+        let is_canonical = Context::of(terms.rank()).sum_tree().is_some();
+        let (terms, accumulator) = match is_canonical && self.is_broadcast(i) {
+            // Each leaf and node is rounded, since a rank's part of the sum is.
+            true => (unwind(terms.into_dtype(dtype)), dtype),
+            false => (terms, dtype.accumulator()),
+        };
+        let ndim = terms.layout().ndim();
         let sum = match self {
             _ if !self.is_broadcast(i) => return terms,
             Broadcast::Second(n) | Broadcast::First(n) if dtype == accumulator => {
@@ -229,6 +238,10 @@ impl Op for SumTo {
 
     fn linear_in(&self) -> &'static [&'static [usize]] {
         &[&[0]]
+    }
+
+    fn canonical_form(&self) -> CanonicalForm {
+        CanonicalForm::Leaves
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {

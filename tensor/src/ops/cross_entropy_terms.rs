@@ -9,14 +9,16 @@ use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::layout::Layout;
 use crate::layout::infer::Inference;
 use crate::op::{
-    Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, common_float, unwind,
+    CanonicalForm, Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, common_float,
+    sum_leaves, unwind,
 };
 use crate::tensor::Tensor;
 use crate::tensor::redistribute::all_reduce;
 use shardgrad_dist::{AxisSet, ReduceOp, Result};
 use shardgrad_kernels::op::cross_entropy::{BACKWARD, FORWARD};
 use shardgrad_kernels::op::log_sum_exp::{FINISH, SUM_EXP};
-use shardgrad_kernels::{DType, Scalar};
+use shardgrad_kernels::op::reduce::MAX;
+use shardgrad_kernels::{DType, Scalar, SumTree};
 use smallvec::{SmallVec, smallvec};
 use std::cell::Cell;
 use std::fmt;
@@ -63,6 +65,28 @@ fn axes(inference: &Inference) -> AxisSet {
     inference.label_dim("v").expect("the signature has the label v").axes.iter().collect()
 }
 
+/// The sums of exp(z - max) of this rank, over leaves of the vocabulary.
+fn canonical_sum(
+    tree: SumTree,
+    local: &ForwardContext<'_>,
+    z: &LocalTensor,
+    max: &LocalTensor,
+) -> Result<LocalTensor> {
+    let v = local.inference.label_dim("v").expect("the signature has the label v");
+    let last = z.view.ndim() - 1;
+    let sums = sum_leaves(local.rank, tree, &v, |range| {
+        let part = z.with_view(z.view.narrow(last, range.start, range.end)).contiguous(local.rank)?;
+        let mut sum = local.output(0)?;
+        let length = Scalar::Int(range.len() as i64);
+        launch(local.rank, &SUM_EXP, &[&part, max], &mut [&mut sum], &[length])?;
+        Ok([sum].into_iter().collect())
+    })?;
+    match sums.and_then(|mut sums| sums.pop()) {
+        Some(sum) => Ok(sum),
+        None => LocalTensor::full(local.rank, max.dtype, &max.view.shape, 0.0),
+    }
+}
+
 impl Op for CrossEntropyTerms {
     fn name(&self) -> &'static str {
         "cross_entropy_terms"
@@ -92,15 +116,22 @@ impl Op for CrossEntropyTerms {
         Rc::new(inference)
     }
 
+    fn canonical_form(&self) -> CanonicalForm {
+        CanonicalForm::Own
+    }
+
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         let x = local.contiguous(x)?;
         let mut terms = local.launch(&FORWARD, &[&x[0], &x[1]], &columns(local))?;
-        let axes = axes(local.inference);
-        if axes.is_empty() {
+        let (axes, tree) = (axes(local.inference), Context::of(local.rank).sum_tree());
+        if axes.is_empty() && tree.is_none() {
             return Ok(terms);
         }
         let (mut sum, mut lse) = (local.output(0)?, local.output(0)?);
         let of = [&x[0], &x[1]];
+        if tree.is_some() {
+            launch(local.rank, &MAX, &[&x[0]], &mut [&mut terms[0]], &[Scalar::Int(1)])?;
+        }
         let largest = all_reduce(
             local.rank,
             local.with_lineage(&of, terms[0].clone()),
@@ -108,8 +139,11 @@ impl Op for CrossEntropyTerms {
             ReduceOp::Max,
             local.site,
         )?;
-        // The kernel sums rows; these have one element each.
-        launch(local.rank, &SUM_EXP, &[&terms[0], &largest], &mut [&mut sum], &[Scalar::Int(1)])?;
+        match tree {
+            // The kernel sums rows; these have one element each.
+            None => launch(local.rank, &SUM_EXP, &[&terms[0], &largest], &mut [&mut sum], &[Scalar::Int(1)])?,
+            Some(tree) => sum = canonical_sum(tree, local, &x[0], &largest)?,
+        }
         let sum = all_reduce(local.rank, local.with_lineage(&of, sum), axes, ReduceOp::Sum, local.site)?;
         launch(local.rank, &FINISH, &[&largest, &sum], &mut [&mut lse], &[])?;
         terms[0] = lse;

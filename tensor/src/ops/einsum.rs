@@ -8,7 +8,7 @@ use super::{Case, Input};
 use crate::execution::local_tensor::{LocalTensor, View, as_arg, as_arg_mut, launch_args};
 use crate::layout::Layout;
 use crate::layout::signature::{Labels, Mark, Signature, Term};
-use crate::op::{Cotangents, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp};
+use crate::op::{CanonicalForm, Cotangents, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp};
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::op::batched_matmul::BATCHED_MATMUL;
 use shardgrad_kernels::op::linear::MATMUL_ADD;
@@ -293,6 +293,10 @@ impl Op for Einsum {
 
     fn estimate_work(&self, tuples: usize, _: &[&Layout], _: &[Layout]) -> usize {
         tuples
+    }
+
+    fn canonical_form(&self) -> CanonicalForm {
+        CanonicalForm::Leaves
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {

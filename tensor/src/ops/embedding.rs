@@ -3,7 +3,9 @@
 use super::{Case, Input};
 use crate::execution::local_tensor::LocalTensor;
 use crate::layout::Layout;
-use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, common_float};
+use crate::op::{
+    CanonicalForm, Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, common_float,
+};
 use shardgrad_dist::{Error, Kind, Result};
 use shardgrad_kernels::op::embedding::{BACKWARD, FORWARD};
 use shardgrad_kernels::{DType, Scalar};
@@ -70,6 +72,10 @@ impl Op for Embedding {
     fn estimate_work(&self, _: usize, _: &[&Layout], outputs: &[Layout]) -> usize {
         // Only as many elements of the table are read as the result has.
         outputs[0].numel()
+    }
+
+    fn canonical_form(&self) -> CanonicalForm {
+        CanonicalForm::Exact
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {

@@ -3,7 +3,8 @@
 use super::{Case, Input};
 use crate::execution::local_tensor::LocalTensor;
 use crate::op::{
-    Cotangents, DTypes, ForwardContext, LocalTensors, Op, PlanKey, SavedForBackward, Vjp, common_float,
+    CanonicalForm, Cotangents, DTypes, ForwardContext, LocalTensors, Op, PlanKey, SavedForBackward, Vjp,
+    common_float,
 };
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::layer_norm::{BACKWARD, FORWARD};
@@ -95,7 +96,7 @@ impl Op for LayerNorm {
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        let op = LayerNormBackward { is_wide: !cx.input_layouts[1].replicate().is_empty() };
+        let op = LayerNormBackward { is_wide: cx.widens_partial_sums(1) };
         let args = [cx.input(0), cx.input(1), cx.output(1), cx.output(2), &cx.grad(0)];
         let grads = cx.apply(&op, &args, &[cx.accumulator(0)]);
         cx.cotangents(|i| grads[i].clone())
@@ -117,6 +118,10 @@ impl Op for LayerNormBackward {
 
     fn dtypes(&self, inputs: &[DType], num_outputs: usize) -> Result<DTypes> {
         Ok(backward_dtypes(inputs[0], num_outputs, self.is_wide))
+    }
+
+    fn canonical_form(&self) -> CanonicalForm {
+        CanonicalForm::Leaves
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {

@@ -39,6 +39,8 @@ use std::rc::Rc;
 pub struct Linear {
     num_in: usize,
     num_out: usize,
+    /// The first dims of the output that no mesh shards: queries, keys and values in one projection.
+    num_packed: usize,
     has_bias: bool,
     has_residual: bool,
     /// Written at its first use: a cached plan needs no text.
@@ -64,7 +66,14 @@ impl Linear {
     /// A layer from `num_in` to `num_out` dims, on x, w and b.
     #[must_use]
     pub fn new(num_in: usize, num_out: usize) -> Linear {
-        Linear { num_in, num_out, has_bias: true, has_residual: false, signature: OnceCell::new() }
+        Linear {
+            num_in,
+            num_out,
+            num_packed: 0,
+            has_bias: true,
+            has_residual: false,
+            signature: OnceCell::new(),
+        }
     }
 
     /// Returns the same layer with or without a bias.
@@ -79,12 +88,21 @@ impl Linear {
         Linear { has_residual, signature: OnceCell::new(), ..self }
     }
 
+    /// Returns the same layer, of whose output dims the first `num_packed` are never sharded, so that canonical sums over the output dims
+    /// have leaves of the next one.
+    #[must_use]
+    pub fn with_packed_dims(self, num_packed: usize) -> Linear {
+        Linear { num_packed, ..self }
+    }
+
     /// The product alone.
     fn product(&self) -> Rc<dyn Op> {
-        if (self.num_in, self.num_out) == (1, 1) {
+        if (self.num_in, self.num_out, self.num_packed) == (1, 1, 0) {
             return einsum::matmul();
         }
-        let (i, o) = (labels("i", self.num_in, ""), labels("o", self.num_out, ""));
+        let num_packed = self.num_packed.min(self.num_out);
+        let (i, packed) = (labels("i", self.num_in, ""), labels("p", num_packed, "!"));
+        let o = format!("{packed}{}", labels("o", self.num_out - num_packed, ""));
         Einsum::of(format!("..m{i},{i}{o} -> ..m{o}"))
     }
 
@@ -103,6 +121,48 @@ impl Linear {
         let replicate = x.replicate().union(w.replicate());
         residual.dims().split_at_checked(rows.len()) == Some((rows, columns))
             && residual.replicate().iter().all(|axis| replicate.contains(axis))
+    }
+
+    /// The decomposition, with bias and residual in the epilogue of the product where its sums are complete, as far as points permit.
+    fn parts(&self, args: &[&Layout], points: &[bool], is_complete: bool) -> Option<Decomposition> {
+        let (x_layout, w_layout) = (args[0], args[1]);
+        let residual = self.has_residual.then(|| args.len() - 1);
+        let can_add = |r: usize| {
+            is_complete
+                && points.iter().all(|is_identity| *is_identity)
+                && self.can_add(args[r], x_layout, w_layout)
+        };
+        let fuses_residual = residual.is_some_and(can_add);
+        let fuses_bias = self.has_bias && is_complete;
+        if points.is_empty() && if self.has_residual { fuses_residual } else { fuses_bias } {
+            return None;
+        }
+        let mut parts = Decomposition::new(points.len());
+        let [x, w, bias] = [0, 1, 2].map(Operand::Arg);
+        if fuses_residual {
+            parts.enter(Linear::OUT);
+            let all: SmallVec<[Operand; 4]> = (0..args.len()).map(Operand::Arg).collect();
+            parts.apply(self.clone(), &all);
+            return Some(parts);
+        }
+        let rows = &x_layout.extents()[..x_layout.ndim().saturating_sub(self.num_in)];
+        let shape: Dims = rows.iter().chain(w_layout.extents().iter().skip(self.num_in)).copied().collect();
+        let mut y = if fuses_bias {
+            let y = parts.apply(Linear::new(self.num_in, self.num_out), &[x, w, bias]);
+            parts.pass(y, Linear::OUT)
+        } else {
+            let y = parts.apply_with_points(self.product(), &[x, w], 0..0);
+            let y = parts.pass(y, Linear::OUT);
+            match self.has_bias {
+                true => parts.apply(Add::between(&shape, args[2].extents()), &[y, bias]),
+                false => y,
+            }
+        };
+        y = parts.pass(y, Linear::BRANCH);
+        if let Some(r) = residual {
+            parts.apply(Add::residual(args[r].extents(), &shape), &[Operand::Arg(r), y]);
+        }
+        Some(parts)
     }
 
     /// The signature of dx = g w^T.
@@ -238,45 +298,11 @@ impl Op for Linear {
     }
 
     fn decompose(&self, args: &[&Layout], points: &[bool]) -> Option<Decomposition> {
-        let (x_layout, w_layout) = (args[0], args[1]);
-        let is_complete = self.has_complete_sums(x_layout, w_layout);
-        let residual = self.has_residual.then(|| args.len() - 1);
-        let can_add = |r: usize| {
-            is_complete
-                && points.iter().all(|is_identity| *is_identity)
-                && self.can_add(args[r], x_layout, w_layout)
-        };
-        let fuses_residual = residual.is_some_and(can_add);
-        let fuses_bias = self.has_bias && is_complete;
-        if points.is_empty() && if self.has_residual { fuses_residual } else { fuses_bias } {
-            return None;
-        }
-        let mut parts = Decomposition::new(points.len());
-        let [x, w, bias] = [0, 1, 2].map(Operand::Arg);
-        if fuses_residual {
-            parts.enter(Linear::OUT);
-            let all: SmallVec<[Operand; 4]> = (0..args.len()).map(Operand::Arg).collect();
-            parts.apply(self.clone(), &all);
-            return Some(parts);
-        }
-        let rows = &x_layout.extents()[..x_layout.ndim().saturating_sub(self.num_in)];
-        let shape: Dims = rows.iter().chain(w_layout.extents().iter().skip(self.num_in)).copied().collect();
-        let mut y = if fuses_bias {
-            let y = parts.apply(Linear::new(self.num_in, self.num_out), &[x, w, bias]);
-            parts.pass(y, Linear::OUT)
-        } else {
-            let y = parts.apply_with_points(self.product(), &[x, w], 0..0);
-            let y = parts.pass(y, Linear::OUT);
-            match self.has_bias {
-                true => parts.apply(Add::between(&shape, args[2].extents()), &[y, bias]),
-                false => y,
-            }
-        };
-        y = parts.pass(y, Linear::BRANCH);
-        if let Some(r) = residual {
-            parts.apply(Add::residual(args[r].extents(), &shape), &[Operand::Arg(r), y]);
-        }
-        Some(parts)
+        self.parts(args, points, self.has_complete_sums(args[0], args[1]))
+    }
+
+    fn decompose_canonical(&self, args: &[&Layout], points: &[bool]) -> Option<Decomposition> {
+        self.parts(args, points, false)
     }
 
     fn saved_for_backward(&self) -> SavedForBackward {

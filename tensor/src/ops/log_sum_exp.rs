@@ -3,16 +3,20 @@
 
 use super::reduced_dims::ReducedDims;
 use super::{Case, Input};
+use crate::execution::context::Context;
 use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::layout::Layout;
 use crate::layout::infer::Inference;
-use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, common_float};
+use crate::op::{
+    CanonicalForm, Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, common_float,
+    sum_leaves,
+};
 use crate::tensor::Tensor;
 use crate::tensor::redistribute::all_reduce;
 use shardgrad_dist::{ReduceOp, Result};
-use shardgrad_kernels::DType;
 use shardgrad_kernels::op::log_sum_exp::{BACKWARD, FINISH, SUM_EXP};
 use shardgrad_kernels::op::reduce::MAX;
+use shardgrad_kernels::{DType, SumTree};
 use smallvec::SmallVec;
 use std::rc::Rc;
 
@@ -47,6 +51,32 @@ impl LogSumExp {
     }
 }
 
+impl LogSumExp {
+    /// The sums of this rank, over leaves of the last reduced dim.
+    fn canonical_sum(
+        &self,
+        tree: SumTree,
+        local: &ForwardContext<'_>,
+        x: &LocalTensor,
+        max: &LocalTensor,
+    ) -> Result<LocalTensor> {
+        let sum_exp = |x: &LocalTensor| {
+            let (mut sum, (rows, length)) = (local.output(1)?, self.over.rows(local, x)?);
+            launch(local.rank, &SUM_EXP, &[&rows, max], &mut [&mut sum], &[length])?;
+            Ok(sum)
+        };
+        let Some(dim) = self.over.last_dim(&local.inputs[0])? else { return sum_exp(x) };
+        let sums = sum_leaves(local.rank, tree, &local.inputs[0].dims()[dim], |range| {
+            let part = x.with_view(x.view.narrow(dim, range.start, range.end));
+            Ok([sum_exp(&part)?].into_iter().collect())
+        })?;
+        match sums.and_then(|mut sums| sums.pop()) {
+            Some(sum) => Ok(sum),
+            None => LocalTensor::full(local.rank, max.dtype, &max.view.shape, 0.0),
+        }
+    }
+}
+
 impl Op for LogSumExp {
     fn name(&self) -> &'static str {
         "log_sum_exp"
@@ -73,13 +103,22 @@ impl Op for LogSumExp {
         self.over.with_invariant_outputs(inferred, args[0])
     }
 
+    fn canonical_form(&self) -> CanonicalForm {
+        CanonicalForm::Own
+    }
+
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         let (mut max, mut sum, mut wide) = (local.output(1)?, local.output(1)?, local.output(1)?);
         launch(local.rank, &MAX, &[&self.over.reduced_last(x[0])], &mut [&mut max], &[self.over.num_dims()])?;
         let axes = self.over.axes(&local.inputs[0]);
         let max = all_reduce(local.rank, local.with_lineage(x, max), axes, ReduceOp::Max, local.site)?;
-        let (rows, length) = self.over.rows(local, x[0])?;
-        launch(local.rank, &SUM_EXP, &[&rows, &max], &mut [&mut sum], &[length])?;
+        match Context::of(local.rank).sum_tree() {
+            None => {
+                let (rows, length) = self.over.rows(local, x[0])?;
+                launch(local.rank, &SUM_EXP, &[&rows, &max], &mut [&mut sum], &[length])?;
+            }
+            Some(tree) => sum = self.canonical_sum(tree, local, x[0], &max)?,
+        }
         let sum = all_reduce(local.rank, local.with_lineage(x, sum), axes, ReduceOp::Sum, local.site)?;
         launch(local.rank, &FINISH, &[&max, &sum], &mut [&mut wide], &[])?;
         let y = if x[0].dtype == wide.dtype { wide.clone() } else { wide.to_dtype(local.rank, x[0].dtype)? };

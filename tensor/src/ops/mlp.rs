@@ -101,67 +101,11 @@ impl Op for Mlp {
     }
 
     fn decompose(&self, args: &[&Layout], points: &[bool]) -> Option<Decomposition> {
-        let is_identity = |point: usize| points.get(point).copied().unwrap_or(true);
-        let operands: SmallVec<[Operand; 6]> = (0..args.len()).map(Operand::Arg).collect();
-        let (first_args, last_args) = operands.split_at(2 + usize::from(self.has_first_bias));
-        let (w2, epilogue) = last_args.split_first()?;
-        let (b2, r) = epilogue.split_at(usize::from(self.has_last_bias));
-        let layout = |operand: Operand| match operand {
-            Operand::Arg(i) => args[i],
-            Operand::Output(..) => unreachable!("an argument"),
-        };
-        let (x_layout, w1_layout, w2_layout) = (args[0], args[1], layout(*w2));
-        let first = Linear::new(1, 1).with_bias(self.has_first_bias);
-        let last = Linear::new(1, 1).with_bias(self.has_last_bias).with_residual(self.has_residual);
-        let mut parts = Decomposition::new(points.len());
-        let is_one_kernel = self.has_first_bias
-            && is_identity(Mlp::HIDDEN)
-            && is_identity(Mlp::INPUT)
-            && first.has_complete_sums(x_layout, w1_layout)
-            && w2_layout.partial().is_empty()
-            && w2_layout.dims().get(1).is_none_or(Dim::is_unsharded);
-        if !is_one_kernel {
-            let z = parts.apply_with_points(Rc::new(first), first_args, Mlp::HIDDEN..Mlp::INPUT);
-            let hidden = parts.apply(Gelu, &[z]);
-            let hidden = parts.pass(hidden, Mlp::INPUT);
-            let args: SmallVec<[Operand; 4]> = [hidden].iter().chain(last_args).copied().collect();
-            parts.apply_with_points(Rc::new(last), &args, Mlp::OUT..Mlp::BRANCH + 1);
-            return Some(parts);
-        }
-        let hidden = [w1_layout.dims().get(1), w2_layout.dims().first()];
-        let is_complete = hidden.into_iter().flatten().all(Dim::is_unsharded);
-        let adds_residual = |r: &Operand| {
-            is_complete
-                && is_identity(Mlp::OUT)
-                && is_identity(Mlp::BRANCH)
-                && last.can_add(layout(*r), x_layout, w2_layout)
-        };
-        let kernel = Mlp {
-            has_last_bias: self.has_last_bias && is_complete,
-            has_residual: r.first().is_some_and(adds_residual),
-            ..*self
-        };
-        if points.is_empty() && kernel == *self {
-            return None;
-        }
-        let of_kernel =
-            |present: bool, operand: &'_ [Operand]| if present { operand.to_vec() } else { Vec::new() };
-        let kernel_args =
-            [first_args, &[*w2], &of_kernel(kernel.has_last_bias, b2), &of_kernel(kernel.has_residual, r)]
-                .concat();
-        parts.enter(Mlp::HIDDEN);
-        let y = parts.apply(kernel, &kernel_args);
-        let mut y = parts.pass(y, Mlp::OUT);
-        let rows = &x_layout.extents()[..x_layout.ndim().saturating_sub(1)];
-        let shape: Dims = rows.iter().chain(w2_layout.extents().get(1)).copied().collect();
-        if let ([b2], false) = (b2, kernel.has_last_bias) {
-            y = parts.apply(Add::between(&shape, layout(*b2).extents()), &[y, *b2]);
-        }
-        if let ([r], false) = (r, kernel.has_residual) {
-            y = parts.pass(y, Mlp::BRANCH);
-            parts.apply(Add::residual(layout(*r).extents(), &shape), &[*r, y]);
-        }
-        Some(parts)
+        self.parts(args, points, true)
+    }
+
+    fn decompose_canonical(&self, args: &[&Layout], points: &[bool]) -> Option<Decomposition> {
+        self.parts(args, points, false)
     }
 
     fn num_saved(&self) -> usize {
@@ -242,6 +186,72 @@ impl Mlp {
     pub const OUT: usize = 2;
     /// The point after the second bias, before the residual.
     pub const BRANCH: usize = 3;
+
+    /// The decomposition, which has one kernel for both products only if `fuses`.
+    fn parts(self, args: &[&Layout], points: &[bool], fuses: bool) -> Option<Decomposition> {
+        let is_identity = |point: usize| points.get(point).copied().unwrap_or(true);
+        let operands: SmallVec<[Operand; 6]> = (0..args.len()).map(Operand::Arg).collect();
+        let (first_args, last_args) = operands.split_at(2 + usize::from(self.has_first_bias));
+        let (w2, epilogue) = last_args.split_first()?;
+        let (b2, r) = epilogue.split_at(usize::from(self.has_last_bias));
+        let layout = |operand: Operand| match operand {
+            Operand::Arg(i) => args[i],
+            Operand::Output(..) => unreachable!("an argument"),
+        };
+        let (x_layout, w1_layout, w2_layout) = (args[0], args[1], layout(*w2));
+        let first = Linear::new(1, 1).with_bias(self.has_first_bias);
+        let last = Linear::new(1, 1).with_bias(self.has_last_bias).with_residual(self.has_residual);
+        let mut parts = Decomposition::new(points.len());
+        let is_one_kernel = fuses
+            && self.has_first_bias
+            && is_identity(Mlp::HIDDEN)
+            && is_identity(Mlp::INPUT)
+            && first.has_complete_sums(x_layout, w1_layout)
+            && w2_layout.partial().is_empty()
+            && w2_layout.dims().get(1).is_none_or(Dim::is_unsharded);
+        if !is_one_kernel {
+            let z = parts.apply_with_points(Rc::new(first), first_args, Mlp::HIDDEN..Mlp::INPUT);
+            let hidden = parts.apply(Gelu, &[z]);
+            let hidden = parts.pass(hidden, Mlp::INPUT);
+            let args: SmallVec<[Operand; 4]> = [hidden].iter().chain(last_args).copied().collect();
+            parts.apply_with_points(Rc::new(last), &args, Mlp::OUT..Mlp::BRANCH + 1);
+            return Some(parts);
+        }
+        let hidden = [w1_layout.dims().get(1), w2_layout.dims().first()];
+        let is_complete = hidden.into_iter().flatten().all(Dim::is_unsharded);
+        let adds_residual = |r: &Operand| {
+            is_complete
+                && is_identity(Mlp::OUT)
+                && is_identity(Mlp::BRANCH)
+                && last.can_add(layout(*r), x_layout, w2_layout)
+        };
+        let kernel = Mlp {
+            has_last_bias: self.has_last_bias && is_complete,
+            has_residual: r.first().is_some_and(adds_residual),
+            ..self
+        };
+        if points.is_empty() && kernel == self {
+            return None;
+        }
+        let of_kernel =
+            |present: bool, operand: &'_ [Operand]| if present { operand.to_vec() } else { Vec::new() };
+        let kernel_args =
+            [first_args, &[*w2], &of_kernel(kernel.has_last_bias, b2), &of_kernel(kernel.has_residual, r)]
+                .concat();
+        parts.enter(Mlp::HIDDEN);
+        let y = parts.apply(kernel, &kernel_args);
+        let mut y = parts.pass(y, Mlp::OUT);
+        let rows = &x_layout.extents()[..x_layout.ndim().saturating_sub(1)];
+        let shape: Dims = rows.iter().chain(w2_layout.extents().get(1)).copied().collect();
+        if let ([b2], false) = (b2, kernel.has_last_bias) {
+            y = parts.apply(Add::between(&shape, layout(*b2).extents()), &[y, *b2]);
+        }
+        if let ([r], false) = (r, kernel.has_residual) {
+            y = parts.pass(y, Mlp::BRANCH);
+            parts.apply(Add::residual(layout(*r).extents(), &shape), &[*r, y]);
+        }
+        Some(parts)
+    }
 
     fn static_signature(self) -> &'static str {
         match (self.has_first_bias, self.has_last_bias, self.has_residual) {

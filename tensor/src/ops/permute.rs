@@ -3,7 +3,7 @@
 use super::labels::{check_dim, dim_labels, invalid_argument};
 use super::{Case, Input};
 use crate::execution::local_tensor::LocalTensor;
-use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, Vjp};
+use crate::op::{CanonicalForm, Cotangents, DTypes, ForwardContext, LocalTensors, Op, Vjp};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::{DType, Dims};
@@ -58,6 +58,10 @@ impl Op for Permute {
 
     fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
         Ok(inputs.into())
+    }
+
+    fn canonical_form(&self) -> CanonicalForm {
+        CanonicalForm::Exact
     }
 
     fn forward(&self, _: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {

@@ -12,9 +12,11 @@ use crate::layout::infer::Inference;
 use crate::layout::refusal::Refusal;
 use crate::layout::step::{Step, adjoint, merge_all_reduces};
 use crate::op::{
-    Cotangents, DTypes, ForwardContext, LocalTensors, Op, OutputOptions, Vjp, apply_first, unwind,
+    CanonicalForm, Cotangents, DTypes, ForwardContext, LocalTensors, Op, OutputOptions, Vjp, apply_first,
+    unwind,
 };
 use crate::tensor::Tensor;
+use crate::tensor::redistribute::complete_partial_sum;
 use crate::tensor::reduce_buckets::ReductionRequest;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::DType;
@@ -95,8 +97,17 @@ impl Redistribute {
         (path, site): (Rc<str>, &'static Location<'static>),
     ) -> Result<ReductionRequest> {
         let Redistribute { to, steps, .. } = self.adjoint(cotangent.dtype());
-        let (gradient, site) = (cotangent.widen(to.dtype())?, self.site.get().unwrap_or(site));
+        let site = self.site.get().unwrap_or(site);
+        let gradient = widened(cotangent, to.dtype(), site)?;
         Ok(ReductionRequest { gradient, steps, to, path, site })
+    }
+}
+
+/// A cotangent in the dtype of the adjoint steps. Where sums are canonical, a partial sum is completed in its own dtype first.
+fn widened(cotangent: Tensor, dtype: DType, site: &'static Location<'static>) -> Result<Tensor> {
+    match cotangent.dtype() == dtype {
+        true => Ok(cotangent),
+        false => complete_partial_sum(cotangent, site)?.widen(dtype),
     }
 }
 
@@ -145,6 +156,10 @@ impl Op for Redistribute {
         Ok(Rc::new(Inference::direct(args.len(), [self.to.clone()])))
     }
 
+    fn canonical_form(&self) -> CanonicalForm {
+        CanonicalForm::Own
+    }
+
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         self.site.set(Some(local.site));
         let (from, dtype) = (self.from.with_dtype(self.to.dtype()), self.to.dtype());
@@ -160,7 +175,7 @@ impl Op for Redistribute {
         let (wide, op): (DType, Rc<dyn Op>) = (adjoint.to.dtype(), Rc::new(adjoint));
         let site = self.site.get().unwrap_or(Location::caller());
         cx.cotangents(|i| {
-            let grad = unwind(grad.clone().widen(wide));
+            let grad = unwind(widened(grad.clone(), wide, site));
             let options =
                 OutputOptions { layouts: &[Some(cx.cotangent_layout(i))], ..OutputOptions::default() };
             apply_first(&*op, &[&grad], options, site)

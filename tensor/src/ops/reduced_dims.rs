@@ -6,7 +6,7 @@ use crate::layout::Layout;
 use crate::layout::infer::Inference;
 use crate::layout::placement::Placement;
 use crate::op::ForwardContext;
-use shardgrad_dist::{AxisSet, Result};
+use shardgrad_dist::{AxisSet, Error, Kind, Result};
 use shardgrad_kernels::{Dims, Scalar};
 use std::rc::Rc;
 
@@ -75,6 +75,22 @@ impl ReducedDims {
 
     pub(super) fn backward(&self) -> &str {
         &self.backward
+    }
+
+    /// The last reduced dim, over whose leaves a canonical sum runs; `None` without reduced dims.
+    ///
+    /// # Errors
+    /// `Kind::Unsupported` if another reduced dim is sharded.
+    pub(super) fn last_dim(&self, x: &Layout) -> Result<Option<usize>> {
+        let Some((last, others)) = self.dims.split_last() else { return Ok(None) };
+        match others.iter().find(|dim| x.dims()[**dim].axes.num_shards(x.mesh()) > 1) {
+            None => Ok(Some(*last)),
+            Some(other) => {
+                let why = format!("a sum over dim {other}, which is sharded, has leaves of dim {last} alone");
+                Err(Error::new(Kind::Unsupported, why)
+                    .detail("help", "shard the last reduced dim, or use Deterministic::Run"))
+            }
+        }
     }
 
     /// The number of reduced dims, as a kernel scalar.

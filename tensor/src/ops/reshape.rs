@@ -8,7 +8,7 @@ use crate::layout::Layout;
 use crate::layout::infer::Inference;
 use crate::layout::refusal::Refusal;
 use crate::layout::reshape_rule::reshape_layout;
-use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, Vjp};
+use crate::op::{CanonicalForm, Cotangents, DTypes, ForwardContext, LocalTensors, Op, Vjp};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::{DType, Dims, Strides};
@@ -87,6 +87,10 @@ impl Op for Reshape {
             None => reshape_layout(args[0], &self.shape)?,
         };
         Ok(Rc::new(Inference::direct(1, [output])))
+    }
+
+    fn canonical_form(&self) -> CanonicalForm {
+        CanonicalForm::Exact
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {

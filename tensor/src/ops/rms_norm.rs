@@ -4,7 +4,8 @@ use super::layer_norm::{backward_dtypes, launch_adding_to_sum};
 use super::{Case, Input};
 use crate::execution::local_tensor::LocalTensor;
 use crate::op::{
-    Cotangents, DTypes, ForwardContext, LocalTensors, Op, PlanKey, SavedForBackward, Vjp, common_float,
+    CanonicalForm, Cotangents, DTypes, ForwardContext, LocalTensors, Op, PlanKey, SavedForBackward, Vjp,
+    common_float,
 };
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::rms_norm::{BACKWARD, FORWARD};
@@ -78,7 +79,7 @@ impl Op for RmsNorm {
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        let op = RmsNormBackward { is_wide: !cx.input_layouts[1].replicate().is_empty() };
+        let op = RmsNormBackward { is_wide: cx.widens_partial_sums(1) };
         let args = [cx.input(0), cx.input(1), cx.output(1), &cx.grad(0)];
         let grads = cx.apply(&op, &args, &[cx.accumulator(0)]);
         cx.cotangents(|i| grads[i].clone())
@@ -100,6 +101,10 @@ impl Op for RmsNormBackward {
 
     fn dtypes(&self, inputs: &[DType], num_outputs: usize) -> Result<DTypes> {
         Ok(backward_dtypes(inputs[0], num_outputs, self.is_wide))
+    }
+
+    fn canonical_form(&self) -> CanonicalForm {
+        CanonicalForm::Leaves
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {

@@ -8,7 +8,9 @@ use super::scale::scale;
 use super::{Case, Input};
 use crate::execution::local_tensor::{LocalTensor, View, launch};
 use crate::layout::Layout;
-use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, OutputLayouts, PlanKey, Vjp};
+use crate::op::{
+    CanonicalForm, Cotangents, DTypes, ForwardContext, LocalTensors, Op, OutputLayouts, PlanKey, Vjp,
+};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::reduce::SUM;
@@ -81,6 +83,10 @@ impl Op for Sum {
 
     fn linear_in(&self) -> &'static [&'static [usize]] {
         &[&[0]]
+    }
+
+    fn canonical_form(&self) -> CanonicalForm {
+        CanonicalForm::Leaves
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {

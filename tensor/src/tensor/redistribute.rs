@@ -9,7 +9,7 @@ use crate::layout::placement::Placement;
 use crate::layout::step::Step;
 use crate::tensor::Tensor;
 use shardgrad_dist::{Axis, AxisSet, Call, Origin, PendingBuffer, Rank, ReduceOp, Result};
-use shardgrad_kernels::{Buffer, DType, Strides};
+use shardgrad_kernels::{Buffer, DType, Strides, SumTree};
 use std::ops::Range;
 use std::panic::Location;
 
@@ -70,7 +70,10 @@ pub fn all_reduce(
     }
     let flat = x.flat(rank)?;
     let call_context = CollectiveContext { axes, dtype: x.dtype, lineage: x.lineage, site };
-    let buffer = call_context.of(rank, |call| rank.all_reduce(call, &flat.buffer, flat.numel(), reduce))?;
+    let buffer = call_context.of(rank, |call| match reduce {
+        ReduceOp::Sum => all_reduce_sum(rank, call, &flat),
+        _ => rank.all_reduce(call, &flat.buffer, flat.numel(), reduce),
+    })?;
     Ok(LocalTensor::from_buffer(buffer, x.dtype, &x.view.shape))
 }
 
@@ -199,14 +202,72 @@ pub(super) fn sum_packed(
 ) -> Result<PendingSum> {
     let (x, dtype, whole) = (&packed.buffer, packed.dtype, packed.numel());
     let call_context = CollectiveContext { axes, dtype, lineage, site };
-    let result = call_context.of(rank, |call| match (counts, may_overlap) {
+    let result = call_context.of(rank, |call| match (counts, may_overlap && !rounds_nodes(rank, dtype)) {
         (None, true) => rank.all_reduce_async(call, x, whole, ReduceOp::Sum),
-        (None, false) => rank.all_reduce(call, x, whole, ReduceOp::Sum).map(PendingBuffer::from),
+        (None, false) => all_reduce_sum(rank, call, packed).map(PendingBuffer::from),
         (Some(counts), true) => rank.reduce_scatter_async(call, x, counts),
-        (Some(counts), false) => rank.reduce_scatter(call, x, counts).map(PendingBuffer::from),
+        (Some(counts), false) => {
+            reduce_scatter_sum(rank, call, packed, counts).map(|part| PendingBuffer::from(part.buffer))
+        }
     })?;
     let numel = counts.map_or(whole, |counts| counts[rank.group_rank(axes)]);
     Ok(PendingSum { result, dtype, numel })
+}
+
+/// Whether a sum over ranks rounds each node of its tree, as the ranks do that hold several leaves of a canonical sum. A plain
+/// reduction of 16-bit floats rounds once.
+fn rounds_nodes(rank: &Rank, dtype: DType) -> bool {
+    Context::of(rank).sum_tree().is_some() && dtype.is_float() && dtype.accumulator() != dtype
+}
+
+/// Sums a flat local tensor over the ranks of a call.
+fn all_reduce_sum(rank: &Rank, call: &Call<'_>, x: &LocalTensor) -> Result<Buffer> {
+    match rounds_nodes(rank, x.dtype) {
+        // One root of each rank: the tree over the ranks is the upper part of the tree over the leaves.
+        true => {
+            let tree = SumTree::new(rank.mesh().group_size(call.axes));
+            rank.all_reduce_canonical(call, &x.buffer, x.numel(), tree)
+        }
+        false => rank.all_reduce(call, &x.buffer, x.numel(), ReduceOp::Sum),
+    }
+}
+
+/// Sums a flat local tensor over the ranks of a call, and returns the part of this rank as one dim.
+fn reduce_scatter_sum(
+    rank: &Rank,
+    call: &Call<'_>,
+    x: &LocalTensor,
+    counts: &[usize],
+) -> Result<LocalTensor> {
+    let own = rank.group_rank(call.axes);
+    if !rounds_nodes(rank, x.dtype) {
+        let buffer = rank.reduce_scatter(call, &x.buffer, counts)?;
+        return Ok(LocalTensor::from_buffer(buffer, x.dtype, &[counts[own]]));
+    }
+    let sum = LocalTensor::from_buffer(all_reduce_sum(rank, call, x)?, x.dtype, &[x.numel()]);
+    let start: usize = counts[..own].iter().sum();
+    sum.with_view(sum.view.narrow(0, start, start + counts[own])).to_dtype(rank, x.dtype)
+}
+
+/// Completes a partial sum where sums are canonical, and returns it as the term of the first rank, the others' terms being -0: what is
+/// then added to it, or rounded, rounds the sum of all leaves. Returns the tensor itself where there is nothing to complete.
+///
+/// # Errors
+/// Errors of the collective.
+pub fn complete_partial_sum(x: Tensor, site: &'static Location<'static>) -> Result<Tensor> {
+    let (rank, mesh) = (x.rank(), x.layout().mesh());
+    let axes: AxisSet = x.layout().partial().iter().filter(|axis| mesh.size(*axis) > 1).collect();
+    let context = Context::of(rank);
+    if axes.is_empty() || context.sum_tree().is_none() {
+        return Ok(x);
+    }
+    let lineage = x.local().lineage;
+    let sum = all_reduce(rank, x.local().clone(), axes, ReduceOp::Sum, site)?;
+    let term = match rank.group_rank(axes) {
+        0 => sum,
+        _ => LocalTensor::full(rank, sum.dtype, &sum.view.shape, context.zero())?,
+    };
+    Ok(Tensor::assemble(rank, x.layout().clone(), LocalTensor { lineage, ..term }))
 }
 
 /// What a collective call reports besides the state of the context.
@@ -262,7 +323,7 @@ impl StepRunner<'_> {
     }
 
     /// Makes a collective call for elements of some lineage.
-    fn call(&self, lineage: Lineage, call: impl FnOnce(&Call<'_>) -> Result<Buffer>) -> Result<Buffer> {
+    fn call<T>(&self, lineage: Lineage, call: impl FnOnce(&Call<'_>) -> Result<T>) -> Result<T> {
         CollectiveContext { axes: self.axes, dtype: self.from.dtype(), lineage, site: self.site }
             .of(self.rank, call)
     }
@@ -286,13 +347,14 @@ impl StepRunner<'_> {
         if self.rank.coordinate(axis) == 0 {
             Ok(x)
         } else {
-            LocalTensor::full(self.rank, x.dtype, &x.view.shape, 0.0)
+            LocalTensor::full(self.rank, x.dtype, &x.view.shape, Context::of(self.rank).zero())
         }
     }
 
     fn pad_with_zeros(&self, x: &LocalTensor, d: usize) -> Result<LocalTensor> {
         let here = self.rank.coordinates();
-        let mut full = LocalTensor::full(self.rank, x.dtype, &self.to.local_shape(here), 0.0)?;
+        let zero = Context::of(self.rank).zero();
+        let mut full = LocalTensor::full(self.rank, x.dtype, &self.to.local_shape(here), zero)?;
         let (own, base) = (self.from.range(d, here), self.to.range(d, here).start);
         let at = full.view.narrow(d, own.start - base, own.end - base);
         full.write(self.rank, at, x)?;
@@ -301,8 +363,7 @@ impl StepRunner<'_> {
 
     fn all_reduce(&self, x: &LocalTensor) -> Result<LocalTensor> {
         let flat = x.flat(self.rank)?;
-        let buffer = self
-            .call(x.lineage, |call| self.rank.all_reduce(call, &flat.buffer, flat.numel(), ReduceOp::Sum))?;
+        let buffer = self.call(x.lineage, |call| all_reduce_sum(self.rank, call, &flat))?;
         Ok(LocalTensor::from_buffer(buffer, x.dtype, &x.view.shape))
     }
 
@@ -325,8 +386,8 @@ impl StepRunner<'_> {
         let parts = self.part_shapes(self.to, axis);
         let counts: Vec<usize> = parts.iter().map(|s| s.iter().product()).collect();
         let packed = self.pack(x, d, axis, &counts)?;
-        let buffer = self.call(x.lineage, |call| self.rank.reduce_scatter(call, &packed.buffer, &counts))?;
-        Ok(LocalTensor::from_buffer(buffer, x.dtype, &self.to.local_shape(self.rank.coordinates())))
+        let sum = self.call(x.lineage, |call| reduce_scatter_sum(self.rank, call, &packed, &counts))?;
+        Ok(sum.with_view(Strides::contiguous(&self.to.local_shape(self.rank.coordinates()))))
     }
 
     fn all_to_all(&self, x: &LocalTensor, d: usize, e: usize, axis: Axis) -> Result<LocalTensor> {

@@ -36,6 +36,9 @@ pub struct CanonicalSums {
     pub version: u64,
     /// The number of leaves of the batch.
     pub batch_leaves: usize,
+    /// The number of leaves of all other sums; 0 in files of versions that had one leaf in the order of the kernels.
+    #[serde(default)]
+    pub sum_leaves: usize,
 }
 
 /// The optimizer, as `trainer_state.json` records it.
@@ -169,7 +172,8 @@ mod tests {
         let optimizer =
             OptimizerRecord { settings, state_names, num_steps: 6, digest: Some("0123".to_string()) };
         for loss_scale in [None, Some(LossScale::new(0.1, 1999))] {
-            let canonical_sums = loss_scale.map(|_| CanonicalSums { version: 1, batch_leaves: 24 });
+            let canonical_sums =
+                loss_scale.map(|_| CanonicalSums { version: 1, batch_leaves: 24, sum_leaves: 8 });
             let state = RunState { step: 8, loss_scale, canonical_sums, notes: notes.clone() };
             let weights = Some("4567".to_string());
             state.write(&dir.path(""), optimizer.clone(), weights.clone()).unwrap();

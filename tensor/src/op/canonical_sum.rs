@@ -1,0 +1,236 @@
+//! Canonical sums of ops: a label that the op sums over is cut into leaves, independent of the mesh, and the sums of the leaves are
+//! joined in one tree, so that bits do not depend on how many ranks shard the label ([record
+//! 30](../../../docs/adr/0030-canonical-sums.md)).
+//!
+//! One label of an op is cut, by its signature alone: the arguments are searched in order for a dim that the op sums over, that is,
+//! whose label some output lacks and which may be sharded (no `!`). If the argument begins with such dims, rows and tokens, the
+//! last dim of this run is cut: tokens, because rows are the outermost label and have leaves of their own. Otherwise the first such dim
+//! is cut: heads before channels.
+
+use super::{ForwardContext, LocalTensors, Op};
+use crate::execution::context::Context;
+use crate::execution::local_tensor::{LocalTensor, launch};
+use crate::layout::dim::Dim;
+use crate::layout::placement::Placement;
+use crate::layout::signature::{Labels, Signature};
+use shardgrad_dist::{Error, Kind, Rank, Result};
+use shardgrad_kernels::op::binary::ACCUMULATE;
+use shardgrad_kernels::{SumTree, TreeSums};
+use std::ops::Range;
+
+/// How an op sums where the bits of sums must not depend on the mesh ([`Context::set_sum_tree`]).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum CanonicalForm {
+    /// Not stated. Refused where the op would sum over something that a mesh axis shards, or gets a partial sum.
+    #[default]
+    None,
+    /// The outputs are sums over the label that is cut: the forward runs once for each leaf of the label, and the outputs that lack the
+    /// label are joined in the tree.
+    Leaves,
+    /// No output is a sum of several terms that are not zero, and none is rounded: moved elements, looked up rows.
+    Exact,
+    /// The forward joins leaves itself.
+    Own,
+}
+
+/// Runs the forward of an op whose sums are canonical.
+///
+/// # Errors
+/// The errors of the op; `Kind::Unsupported` for a sum without a canonical form.
+pub(super) fn forward(
+    op: &dyn Op,
+    tree: SumTree,
+    local: &ForwardContext<'_>,
+    x: &[&LocalTensor],
+) -> Result<LocalTensors> {
+    match op.canonical_form() {
+        CanonicalForm::Exact | CanonicalForm::Own => op.forward(local, x),
+        CanonicalForm::None => {
+            check_sums_nothing_sharded(op, local)?;
+            op.forward(local, x)
+        }
+        CanonicalForm::Leaves => {
+            check_no_partial_argument(op, local)?;
+            let signature = Context::of(local.rank).signature(op.signature());
+            match cut_label(&signature, local.inference.labels()) {
+                Some(label) => leaves_joined(op, (tree, label), local, x),
+                None => op.forward(local, x),
+            }
+        }
+    }
+}
+
+/// Returns the label that is cut into leaves; `None` if the op sums over nothing that may be sharded.
+fn cut_label(signature: &Signature, labels: &Labels) -> Option<u8> {
+    let unsharded: Vec<u8> = signature.inputs().iter().flat_map(|terms| labels.unsharded(terms)).collect();
+    let is_summed = |label: &u8| {
+        *label != Labels::UNIT
+            && !unsharded.contains(label)
+            && labels.outputs().iter().any(|output| !output.contains(label))
+    };
+    labels.inputs().iter().find_map(|argument| {
+        let leading = argument.iter().take_while(|label| is_summed(label)).last();
+        leading.or_else(|| argument.iter().find(|label| is_summed(label))).copied()
+    })
+}
+
+/// Runs the forward once for each leaf of a label, and joins the outputs.
+fn leaves_joined(
+    op: &dyn Op,
+    (tree, label): (SumTree, u8),
+    local: &ForwardContext<'_>,
+    x: &[&LocalTensor],
+) -> Result<LocalTensors> {
+    let (rank, labels) = (local.rank, local.inference.labels());
+    let dim_of = |of: &[u8]| of.iter().position(|known| *known == label);
+    let dims: Vec<Option<usize>> = labels.inputs().iter().map(|argument| dim_of(argument)).collect();
+    let summed = dims.iter().zip(local.inputs).find_map(|(dim, layout)| Some(layout.dims()[(*dim)?]));
+    let summed = summed.expect("the label was found in an argument");
+    for (argument, layout) in labels.inputs().iter().zip(local.inputs) {
+        let other = argument.iter().zip(layout.dims()).find(|(other, dim)| {
+            let is_summed = labels.outputs().iter().any(|output| !output.contains(other));
+            **other != label && is_summed && num_shards(rank, dim) > 1
+        });
+        if let Some((other, _)) = other {
+            let (op, other, label) = (op.name(), labels.name(*other), labels.name(label));
+            let why =
+                format!("{op} sums over `{other}`, which is sharded, but its leaves are those of `{label}`");
+            return Err(unsupported(why));
+        }
+    }
+    if summed.extent == 0 {
+        return op.forward(local, x);
+    }
+    let outputs: Vec<Option<usize>> = labels.outputs().iter().map(|output| dim_of(output)).collect();
+    let mut whole: Vec<Option<LocalTensor>> = outputs
+        .iter()
+        .enumerate()
+        .map(|(i, dim)| dim.map(|_| local.output(i)).transpose())
+        .collect::<Result<_>>()?;
+    let sums = sum_leaves(rank, tree, &summed, |range| {
+        let part = |(x, dim): (&&LocalTensor, &Option<usize>)| match dim {
+            Some(dim) => x.with_view(x.view.narrow(*dim, range.start, range.end)),
+            None => (*x).clone(),
+        };
+        let parts: Vec<LocalTensor> = x.iter().zip(&dims).map(part).collect();
+        let local = ForwardContext { leaf: Some((label, range.len())), ..*local };
+        let mut results = op.forward(&local, &parts.iter().collect::<Vec<_>>())?;
+        for ((result, whole), dim) in results.iter().zip(&mut whole).zip(&outputs) {
+            if let (Some(whole), Some(dim)) = (whole, dim) {
+                let at = whole.view.narrow(*dim, range.start, range.end);
+                whole.write(rank, at, result)?;
+            }
+        }
+        let mut is_sum = outputs.iter().map(Option::is_none);
+        results.retain(|_| is_sum.next().unwrap_or(true));
+        Ok(results)
+    })?;
+    let mut sums = sums.map(LocalTensors::into_iter);
+    let output = |(i, whole): (usize, Option<LocalTensor>)| match (whole, &mut sums) {
+        (Some(whole), _) => Ok(whole),
+        (None, Some(sums)) => Ok(sums.next().expect("each leaf has all sums")),
+        // This rank has no leaf with elements.
+        (None, None) => {
+            let output = local.output(i)?;
+            LocalTensor::full(rank, output.dtype, &output.view.shape, Context::of(rank).zero())
+        }
+    };
+    whole.into_iter().enumerate().map(output).collect()
+}
+
+/// Returns the root of the leaves of this rank, which `part` sums over ranges of the local part of a dim; `None` if the rank has no
+/// element of the dim. A sum over the ranks of the axis that shards the dim, if there is one, is the sum of all leaves.
+///
+/// # Errors
+/// `Kind::Unsupported` if the dim is sharded over several axes, or the leaves of a rank have no single root; errors of `part`.
+pub(crate) fn sum_leaves(
+    rank: &Rank,
+    tree: SumTree,
+    dim: &Dim,
+    mut part: impl FnMut(Range<usize>) -> Result<LocalTensors>,
+) -> Result<Option<LocalTensors>> {
+    let mut sums = TreeSums::new(tree);
+    for (leaf, range) in local_leaves(rank, tree, dim)? {
+        let sum = if range.is_empty() { None } else { Some(part(range)?) };
+        sums.add(SumTree::leaf(leaf), sum, |mut left: LocalTensors, right| {
+            // Each node is rounded to the dtype.
+            for (left, right) in left.iter_mut().zip(&right) {
+                launch(rank, &ACCUMULATE, &[right], &mut [left], &[])?;
+            }
+            Ok::<_, Error>(left)
+        })?;
+    }
+    Ok(sums.into_roots().next().and_then(|(_, sum)| sum))
+}
+
+/// Returns the leaves of this rank, each with its range in the local part of a dim.
+fn local_leaves(rank: &Rank, tree: SumTree, dim: &Dim) -> Result<Vec<(usize, Range<usize>)>> {
+    let (mesh, coordinates) = (rank.mesh(), rank.coordinates());
+    let axes: Vec<_> = dim.axes.iter().filter(|axis| mesh.size(*axis) > 1).collect();
+    let (position, num_ranks) = match axes[..] {
+        [] => (0, 1),
+        [axis] => (rank.coordinate(axis), mesh.size(axis)),
+        _ => {
+            let names = axes.iter().map(|axis| mesh.name(*axis)).collect::<Vec<_>>().join(", ");
+            return Err(unsupported(format!(
+                "a sum over a dim that the axes {names} shard has no canonical form"
+            )));
+        }
+    };
+    let run = tree.run(position, num_ranks).filter(|run| tree.roots(run.clone()).len() == 1);
+    let Some(run) = run else {
+        let why = format!("{num_ranks} ranks cannot share the {} leaves of a sum", tree.num_leaves());
+        return Err(unsupported(why));
+    };
+    let (start, grain) = (dim.range(mesh, coordinates).start, dim.grain);
+    let local = |leaf: usize| {
+        let units = tree.leaf_range(dim.extent / grain, leaf);
+        (leaf, units.start * grain - start..units.end * grain - start)
+    };
+    Ok(run.map(local).collect())
+}
+
+fn num_shards(rank: &Rank, dim: &Dim) -> usize {
+    dim.axes.num_shards(rank.mesh())
+}
+
+/// Refuses a partial sum as an argument: to compute with the terms of each rank rounds on each rank.
+fn check_no_partial_argument(op: &dyn Op, local: &ForwardContext<'_>) -> Result<()> {
+    let mesh = local.rank.mesh();
+    let partial = local.inputs.iter().flat_map(|layout| layout.partial().iter());
+    match partial.into_iter().find(|axis| mesh.size(*axis) > 1) {
+        None => Ok(()),
+        Some(axis) => {
+            let (op, axis) = (op.name(), mesh.name(axis));
+            Err(unsupported(format!("{op} computes with a partial sum over `{axis}`, term by term")))
+        }
+    }
+}
+
+/// Refuses an op that may sum over something that a mesh axis shards: an axis that shards an argument and not all outputs.
+fn check_sums_nothing_sharded(op: &dyn Op, local: &ForwardContext<'_>) -> Result<()> {
+    check_no_partial_argument(op, local)?;
+    let mesh = local.rank.mesh();
+    let summed = mesh.axes().filter(|axis| mesh.size(*axis) > 1).find(|axis| {
+        let is_shard = |placement| matches!(placement, Placement::Shard(_));
+        local.inputs.iter().any(|layout| is_shard(layout.placement(*axis)))
+            && !local.inference.outputs.iter().all(|layout| is_shard(layout.placement(*axis)))
+    });
+    match summed {
+        None => Ok(()),
+        Some(axis) => {
+            let (op, axis) = (op.name(), mesh.name(axis));
+            Err(unsupported(format!(
+                "{op} sums over a dim that `{axis}` shards, and states no canonical form"
+            )))
+        }
+    }
+}
+
+fn unsupported(why: String) -> Error {
+    Error::new(Kind::Unsupported, why).detail(
+        "help",
+        "use a mesh that does not shard the dim, or give up bits that are independent of the mesh (Deterministic::Run, \
+         --deterministic run)",
+    )
+}
