@@ -86,8 +86,27 @@ pub(crate) struct NoiseState {
     noise: Cell<Option<Noise>>,
     was_set: Cell<bool>,
     was_read: Cell<bool>,
-    /// The number of draws by each key since the noise was set.
-    counts: RefCell<KeyMap<u64>>,
+    /// The draws by each key since the noise was set.
+    counts: UseCounts,
+}
+
+/// The number of uses of each key.
+#[derive(Default)]
+pub(crate) struct UseCounts(RefCell<KeyMap<u64>>);
+
+impl UseCounts {
+    /// Counts a use of a key and returns the number of earlier ones.
+    pub(crate) fn count(&self, key: Key) -> u64 {
+        let mut counts = self.0.borrow_mut();
+        let count = counts.entry(key).or_default();
+        *count += 1;
+        *count - 1
+    }
+
+    /// Forgets all uses.
+    fn clear(&self) {
+        self.0.borrow_mut().clear();
+    }
 }
 
 impl NoiseState {
@@ -95,7 +114,7 @@ impl NoiseState {
     pub(crate) fn begin(&self, noise: Option<Noise>) {
         self.noise.set(noise);
         self.was_set.set(true);
-        self.counts.borrow_mut().clear();
+        self.counts.clear();
     }
 
     /// The noise, for an op that draws by it.
@@ -116,9 +135,6 @@ impl NoiseState {
 
     /// Counts a draw by a key and returns the number of earlier ones.
     pub(crate) fn count(&self, key: Key) -> u64 {
-        let mut counts = self.counts.borrow_mut();
-        let count = counts.entry(key).or_default();
-        *count += 1;
-        *count - 1
+        self.counts.count(key)
     }
 }

@@ -22,7 +22,7 @@ pub(crate) use var::no_gradient_error;
 
 use crate::accumulate::{add, backward_node};
 use crate::gathers_ahead::GathersAhead;
-use crate::id::{Gradients, Id, Key, Noise, NoiseState};
+use crate::id::{Gradients, Id, Key, Noise, NoiseState, UseCounts};
 use crate::leaf::{
     GatherGroups, GatherMember, GatherOrder, GatherPolicy, GatheredLifetime, Leaves, Parameter, Regather,
 };
@@ -74,6 +74,7 @@ struct Inner {
     /// Whether the next backward pass is the last before [`Tape::gradients`].
     expects_gradients: Cell<bool>,
     draws: NoiseState,
+    uses: UseCounts,
     recorder: RefCell<Option<Box<Recorder>>>,
     /// The number of recordings so far.
     num_recordings: Cell<u32>,
@@ -135,6 +136,7 @@ impl Tape {
             regathers: Cell::new(true),
             expects_gradients: Cell::new(false),
             draws: NoiseState::default(),
+            uses: UseCounts::default(),
             recorder: RefCell::default(),
             num_recordings: Cell::new(0),
             caches: RefCell::default(),
@@ -200,6 +202,13 @@ impl Tape {
     #[must_use]
     pub fn count_draw(&self, key: u64) -> u64 {
         self.0.draws.count(key)
+    }
+
+    /// Counts a use of the parameter of a key and returns the number of earlier ones on this tape: a caller that wants the gradient of
+    /// each use separately makes a leaf under another key for each.
+    #[must_use]
+    pub fn count_use(&self, key: Key) -> u64 {
+        self.0.uses.count(key)
     }
 
     /// The key of random ops, if they are on.

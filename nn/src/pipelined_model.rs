@@ -6,12 +6,13 @@ mod gathering;
 pub(crate) use gathering::with_gather_policies;
 
 use crate::module::Module;
-use crate::module::param::{Param, StageOwners};
+use crate::module::param::{Param, StageOwners, key_of_param};
 use crate::module::precision::Precision;
 use crate::plan::{PipelinePlan, Plan};
 use crate::sharded_model::Model;
 use shardgrad_autograd::pipeline::{PipelineInputs, PipelineOutputs, Runner, Schedule, Stages};
-use shardgrad_autograd::{Noise, OpRecord, Program, ReplayNoise, Var};
+use shardgrad_autograd::{Gradients, Noise, OpRecord, Program, ReplayNoise, Var};
+use shardgrad_tensor::training_step::canonical_sum::SumTree;
 use shardgrad_tensor::{Axis, Context, Layout, Rank, Result, Tensor};
 use std::borrow::Cow;
 use std::cell::RefCell;
@@ -24,6 +25,18 @@ const TRACING_NOISE: Noise = Noise { seed: 0, step: 0, first_row: 0 };
 
 /// The forward function of a model: results from arguments.
 pub(crate) type ForwardFn<'a> = &'a dyn Fn(&[Var]) -> Result<Vec<Var>>;
+
+/// What a training step takes besides the model.
+pub(crate) struct StepInputs<'a> {
+    /// Loads the arguments of a microbatch.
+    pub(crate) read: &'a dyn Fn(usize) -> Result<Vec<Tensor>>,
+    /// The random numbers of a microbatch.
+    pub(crate) noise: &'a dyn Fn(usize) -> Noise,
+    /// The factor on the gradients of the sum of the losses.
+    pub(crate) gradient_factor: f64,
+    /// The forward function.
+    pub(crate) forward: ForwardFn<'a>,
+}
 
 /// The pipeline stages of a model, with one recording for each layout of its arguments.
 #[derive(Debug)]
@@ -60,7 +73,7 @@ impl PipelinedModel {
         arguments: &[Tensor],
         forward: ForwardFn<'_>,
     ) -> Result<PipelinedModel> {
-        let rank = model.rank();
+        let rank = model.pass_rank();
         let layouts: Vec<Layout> = arguments.iter().map(|t| t.layout().clone()).collect();
         let program = Program::record(rank, &layouts, Some(Noise { seed, ..TRACING_NOISE }), forward)?;
         let (chosen_schedule, starts) =
@@ -112,7 +125,7 @@ impl PipelinedModel {
             return Ok(known.stages.clone());
         }
         let noise = Noise { seed: self.seed, ..TRACING_NOISE };
-        let program = Program::record(model.rank(), arguments, Some(noise), forward)?;
+        let program = Program::record(model.pass_rank(), arguments, Some(noise), forward)?;
         let stages = Rc::new(self.first_stages().recut(program)?);
         let mut recordings = self.recordings.borrow_mut();
         recordings.retain(|known| known.hooks == 0 || known.hooks == hooks);
@@ -128,18 +141,62 @@ impl PipelinedModel {
         own.flat_map(|(stage, _)| stages.program().records[stage.range.clone()].to_vec()).collect()
     }
 
-    /// Runs the schedule forward and backward on all microbatches, which `read` provides and which have one shape. The gradients are
-    /// those of the sum of the losses times `gradient_factor`. `forward` is recorded again if the hooks of the model have changed.
+    /// Runs the schedule forward and backward on all microbatches, which have one shape. The gradients are those of the sum of the
+    /// losses times a factor. The forward function is recorded again if the hooks of the model have changed.
     /// If no parameter of the loss is trainable, every stage returns an error: no stage knows by itself what is frozen on other
     /// stages.
+    ///
+    /// With `leaves`, microbatch i is leaf `leaves.1 + i` of a tree, and the outputs have sums of gradients by use instead of gradients
+    /// ([`PipelinedModel::sum_uses`]).
     pub(crate) fn train_step<M: Module>(
         &self,
         model: &Model<M>,
-        read: &dyn Fn(usize) -> Result<Vec<Tensor>>,
-        noise: &dyn Fn(usize) -> Noise,
-        gradient_factor: f64,
-        forward: ForwardFn<'_>,
+        step: &StepInputs<'_>,
+        leaves: Option<(SumTree, usize)>,
     ) -> Result<PipelineOutputs> {
+        self.with_runner(model, step.forward, |runner| {
+            let inputs = PipelineInputs {
+                arguments: step.read,
+                parameter: &param_values(model),
+                is_trained: &is_trainable(model),
+                draw: &|microbatch| ReplayNoise::Of((step.noise)(microbatch)),
+                weight: step.gradient_factor,
+            };
+            match leaves {
+                Some((tree, first)) => runner.run_leaves(&inputs, tree, first),
+                None => runner.run(&inputs),
+            }
+        })
+    }
+
+    /// Sums the gradients of the uses of each parameter, over the stages that have them, in the order of the program. Every rank calls
+    /// this together.
+    ///
+    /// # Errors
+    /// As [`Runner::sum_uses`].
+    pub(crate) fn sum_uses<M: Module>(
+        &self,
+        model: &Model<M>,
+        uses: Gradients,
+        forward: ForwardFn<'_>,
+    ) -> Result<Gradients> {
+        let stored = |key: u64| {
+            let param = param_of(model, key);
+            Context::of(model.rank()).set_path(&param.shared_name());
+            param.tensor()
+        };
+        self.with_runner(model, forward, |runner| {
+            runner.sum_uses(uses, &key_of_param, &stored, &is_trainable(model))
+        })
+    }
+
+    /// Calls a function with the runner of the current stages in training.
+    fn with_runner<M: Module, T>(
+        &self,
+        model: &Model<M>,
+        forward: ForwardFn<'_>,
+        run: impl FnOnce(&Runner<'_>) -> Result<T>,
+    ) -> Result<T> {
         let (first, arguments) = (self.first_stages(), self.recordings.borrow()[0].arguments.clone());
         let stages = self.stages(model, &arguments, forward)?;
         // A watched point may be cut off from the op before it, so that other stages exchange values.
@@ -147,14 +204,7 @@ impl PipelinedModel {
             true => Cow::Borrowed(&self.schedule),
             false => Cow::Owned(with_transfers(&self.chosen_schedule, &stages)?),
         };
-        let runner = Runner { rank: model.rank(), axis: self.axis, stages: &stages, schedule: &schedule };
-        runner.run(&PipelineInputs {
-            arguments: read,
-            parameter: &param_values(model),
-            is_trained: &is_trainable(model),
-            draw: &|microbatch| ReplayNoise::Of(noise(microbatch)),
-            weight: gradient_factor,
-        })
+        run(&Runner { rank: model.pass_rank(), axis: self.axis, stages: &stages, schedule: &schedule })
     }
 
     /// Runs the stages forward for inference, without dropout and without gradients. Returns each result on the ranks of the stage
@@ -181,7 +231,7 @@ impl PipelinedModel {
         forward: ForwardFn<'_>,
     ) -> Result<Vec<Tensor>> {
         let layouts: Vec<Layout> = arguments.iter().map(|t| t.layout().clone()).collect();
-        let program = Program::record(model.rank(), &layouts, None, forward)?;
+        let program = Program::record(model.pass_rank(), &layouts, None, forward)?;
         let stages = self.first_stages().recut(program)?;
         let num_results = stages.program().outputs.len();
         let all: Vec<usize> = (0..model.rank().world().mesh().size(self.axis)).collect();
@@ -212,7 +262,7 @@ pub(crate) fn forward_microbatches<M: Module>(
     let num_ranks = model.rank().world().mesh().size(axis);
     let schedule = Schedule::forward_only(stage_ranks, num_ranks, microbatches.len())?;
     let schedule = with_transfers(&schedule, stages)?;
-    let runner = Runner { rank: model.rank(), axis, stages, schedule: &schedule };
+    let runner = Runner { rank: model.pass_rank(), axis, stages, schedule: &schedule };
     let outputs = runner.run(&PipelineInputs {
         arguments: &|microbatch| Ok(microbatches[microbatch].clone()),
         parameter: &param_values(model),
@@ -242,7 +292,7 @@ pub(crate) fn init_params<M: Module>(
     let own_rank = model.rank().world().coordinate(axis);
     let keys: Vec<_> = (0..stage_ranks.len()).map(|stage| stages.keys(stage)).collect();
     for param in model.params() {
-        let uses = |stage: &usize| keys[*stage].contains(&param.key());
+        let uses = |stage: &usize| keys[*stage].iter().any(|key| key_of_param(*key) == param.key());
         let mut ranks: Vec<usize> = (0..keys.len()).filter(uses).map(|stage| stage_ranks[stage]).collect();
         ranks.sort_unstable();
         ranks.dedup();
@@ -258,17 +308,22 @@ pub(crate) fn init_params<M: Module>(
 /// Returns the lookup of parameter values by key. A lookup also sets the parameter's name as the path of the following op.
 fn param_values<M: Module>(model: &Model<M>) -> impl Fn(u64) -> Tensor {
     move |key| {
-        let param =
-            model.params().iter().find(|p| p.key() == key).expect("a program uses its own model's keys");
+        let param = param_of(model, key);
         Context::of(model.rank()).set_path(&param.shared_name());
-        param.tensor()
+        param.pass_tensor()
     }
+}
+
+/// Returns the parameter of which a key of a program is a use.
+pub(crate) fn param_of<M: Module>(model: &Model<M>, key: u64) -> &Param {
+    let param = model.params().iter().find(|p| p.key() == key_of_param(key));
+    param.expect("a program uses its own model's keys")
 }
 
 /// Returns the predicate whether the parameter of a key is trainable, also for parameters of other stages.
 fn is_trainable<M: Module>(model: &Model<M>) -> impl Fn(u64) -> bool {
     let frozen: HashSet<u64> = model.params().iter().filter(|p| p.is_frozen()).map(Param::key).collect();
-    move |key| !frozen.contains(&key)
+    move |key| !frozen.contains(&key_of_param(key))
 }
 
 /// Returns a model without values on the slice of the mesh without the pipeline axis: the ranks of one pipeline stage.

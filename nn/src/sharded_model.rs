@@ -8,7 +8,9 @@ use crate::module::watch::HooksVersion;
 use crate::module::{Module, ModuleLeaf, visit_leaves};
 use crate::plan::{Plan, RuleTarget};
 use shardgrad_autograd::{BucketBytes, GatherOrder, GatherPolicy, GatheredLifetime, Key, Tape};
-use shardgrad_tensor::{Axis, DType, Error, Kind, Layout, Placement, Rank, Result};
+use shardgrad_tensor::{
+    Axis, Context, DType, Error, Kind, Layout, Placement, Rank, Resharding, Result, Tensor,
+};
 use std::cell::Cell;
 use std::collections::{HashMap, HashSet};
 use std::fmt;
@@ -26,6 +28,8 @@ use std::rc::Rc;
 pub struct Model<M> {
     module: M,
     rank: Rank,
+    /// The rank on the mesh of passes of single leaves of rows, if they are not on the mesh of the model.
+    pass_rank: Option<Rank>,
     precision: Precision,
     params: Vec<Param>,
     unmatched_rules: Vec<String>,
@@ -93,19 +97,37 @@ impl<M: Module> Model<M> {
         plan: &Plan,
         precision: Precision,
     ) -> Result<Model<M>> {
+        Model::with_passes_on(rank, None, module, plan, precision)
+    }
+
+    /// [`Model::without_values`], whose passes run on a slice of the mesh, if one is given: without the axes that shard rows. Each use
+    /// of a parameter in a pass has a gradient of its own then, under a key of its own
+    /// ([`key_of_param`](crate::module::param::key_of_param)).
+    pub(crate) fn with_passes_on(
+        rank: &Rank,
+        pass_rank: Option<Rank>,
+        module: M,
+        plan: &Plan,
+        precision: Precision,
+    ) -> Result<Model<M>> {
         precision.check()?;
         plan.check()?;
         let (params, points) = named_leaves(&module)?;
         let mut used = vec![false; plan.num_rules()];
-        let mut layouts = Vec::with_capacity(params.len());
-        for (name, param) in &params {
-            let leader = param.leader().map(|leader| (leader, name_of(&params, &leader.param)));
-            layouts.push(param_layouts(rank, plan, (name, param), leader, precision, &mut used)?);
-        }
+        let mut layouts_on = |rank: &Rank| {
+            let of = |(name, param): &(String, Param)| {
+                let leader = param.leader().map(|leader| (leader, name_of(&params, &leader.param)));
+                param_layouts(rank, plan, (name, param), leader, precision, &mut used)
+            };
+            params.iter().map(of).collect::<Result<Vec<_>>>()
+        };
+        let layouts = layouts_on(rank)?;
+        let pass_layouts = pass_rank.as_ref().map(layouts_on).transpose()?;
         let mut placements: HashMap<String, Vec<(Axis, Placement)>> = HashMap::with_capacity(points.len());
+        let pass_mesh = pass_rank.as_ref().unwrap_or(rank).mesh();
         for name in &points {
             placements
-                .insert(name.clone(), plan.placements(RuleTarget::Point, name, None, rank.mesh(), &mut used));
+                .insert(name.clone(), plan.placements(RuleTarget::Point, name, None, pass_mesh, &mut used));
         }
         let names: Vec<&str> = params.iter().map(|(name, _)| name.as_str()).collect();
         let point_names: Vec<&str> = points.iter().map(String::as_str).collect();
@@ -120,6 +142,9 @@ impl<M: Module> Model<M> {
             };
             param.bind(name, next_key(rank), stored, compute, policy)?;
         }
+        for ((_, param), (layout, compute)) in params.iter().zip(pass_layouts.into_iter().flatten()) {
+            param.bind_pass(layout, compute);
+        }
         let gather_order = Rc::new(GatherOrder::new(0..gather_groups.len() as u32));
         visit_leaves(&module, &mut |path, leaf| {
             if let ModuleLeaf::Point(point) = leaf {
@@ -132,6 +157,7 @@ impl<M: Module> Model<M> {
         Ok(Model {
             module,
             rank,
+            pass_rank,
             precision,
             params,
             unmatched_rules,
@@ -147,6 +173,55 @@ impl<M: Module> Model<M> {
     #[must_use]
     pub fn rank(&self) -> &Rank {
         &self.rank
+    }
+
+    /// The rank on whose mesh passes run: that of the model, or the slice without the axes that shard rows.
+    pub(crate) fn pass_rank(&self) -> &Rank {
+        self.pass_rank.as_ref().unwrap_or(&self.rank)
+    }
+
+    /// Runs passes with the parameters in the form of the mesh of passes: shards over the axes of rows are gathered first, and freed
+    /// afterwards. A collective call if there are such shards.
+    ///
+    /// # Errors
+    /// Those of `passes`; `Kind::OutOfMemory`; errors of the collectives.
+    #[track_caller]
+    pub(crate) fn with_pass_values<T>(&self, passes: impl FnOnce() -> Result<T>) -> Result<T> {
+        let Some(pass_rank) = &self.pass_rank else { return passes() };
+        // Also where a pass unwinds: the update must own the stored tensors.
+        struct Freed<'a>(&'a [Param]);
+        impl Drop for Freed<'_> {
+            fn drop(&mut self) {
+                self.0.iter().for_each(|param| param.set_pass_value(None));
+            }
+        }
+        let freed = Freed(&self.params);
+        for param in self.params.iter().filter(|param| param.is_local()) {
+            Context::of(&self.rank).set_path(&param.shared_name());
+            let stored = param.tensor();
+            let whole = stored.to_layout(&self.layout_without_row_shards(&stored));
+            let value = Tensor::assemble(pass_rank, param.pass_layout(), whole.local().clone());
+            param.set_pass_value(Some(value));
+        }
+        let result = passes();
+        drop(freed);
+        result
+    }
+
+    /// Returns a gradient on the mesh of passes, equal on all ranks along the axes of rows, in the stored layout of its parameter.
+    pub(crate) fn stored_gradient(&self, param: &Param, gradient: &Tensor) -> Tensor {
+        let whole = self.layout_without_row_shards(&param.tensor());
+        Tensor::assemble(&self.rank, whole, gradient.local().clone()).to_layout(&param.layout())
+    }
+
+    /// The layout of a stored tensor without shards over the axes of rows.
+    fn layout_without_row_shards(&self, stored: &Tensor) -> Layout {
+        let (mesh, pass_mesh) = (self.rank.mesh(), self.pass_rank().mesh());
+        let rows = mesh.axes().filter(|axis| pass_mesh.axis(mesh.name(*axis)).is_none());
+        rows.fold(stored.layout().clone(), |layout, axis| match layout.placement(axis) {
+            Placement::Shard(_) => layout.with_placement(axis, Placement::Invariant),
+            _ => layout,
+        })
     }
 
     /// The dtype of computation.
@@ -172,8 +247,8 @@ impl<M: Module> Model<M> {
     /// [`Tape::set_noise`], which sets the random numbers of the step, before the forward pass.
     #[must_use]
     pub fn tape(&self) -> Tape {
-        let tape = Tape::new(&self.rank).with_bucket_bytes(self.bucket_bytes);
-        if self.gather_groups.is_empty() {
+        let tape = Tape::new(self.pass_rank()).with_bucket_bytes(self.bucket_bytes);
+        if self.gather_groups.is_empty() || self.pass_rank.is_some() {
             return tape;
         }
         let members = |params: &[Param]| params.iter().filter_map(Param::gather_member).collect();
@@ -205,7 +280,7 @@ impl<M: Module> Model<M> {
     #[doc(alias = "eval")]
     #[must_use]
     pub fn inference_tape(&self) -> Tape {
-        Tape::inference(&self.rank)
+        Tape::inference(self.pass_rank())
     }
 
     /// The parameters in traversal order; a parameter shared by several layers comes once.

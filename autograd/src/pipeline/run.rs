@@ -1,6 +1,7 @@
 //! Running a schedule: one rank's part of a step.
 
 mod parameters;
+mod leaf_sums;
 mod reduce;
 mod measure;
 
@@ -10,10 +11,12 @@ use crate::id::{Gradients, Id, Key, ReplayNoise};
 use crate::node::sum_cotangents;
 use crate::program::Slot;
 use crate::tape::{DeferredWeightGrads, Tape, Values};
+use leaf_sums::PendingLeaves;
 use parameters::StageParameter;
 use shardgrad_dist::{Axis, AxisSet, Call, Error, Kind, Origin, Phase, Rank, Result};
 use shardgrad_tensor::execution::local_tensor::LocalTensor;
 use shardgrad_tensor::training_step::anomaly_report::note_received;
+use shardgrad_tensor::training_step::canonical_sum::{SumTree, TreeSums};
 use shardgrad_tensor::{Layout, Tensor, Value};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::panic::Location;
@@ -42,8 +45,11 @@ pub struct PipelineInputs<'a> {
 pub struct PipelineOutputs {
     /// The results of each microbatch, on the ranks that make them.
     pub results: Vec<Vec<Option<Tensor>>>,
-    /// Gradients of the parameters of this rank's stages, summed over all stages that share a parameter.
+    /// Gradients of the parameters of this rank's stages, summed over all stages that share a parameter; none if microbatches are
+    /// leaves.
     pub gradients: Gradients,
+    /// The sums of the gradients of this rank's stages, by key, if microbatches are leaves ([`Runner::run_leaves`]).
+    pub leaf_sums: BTreeMap<Key, TreeSums<Tensor>>,
     /// The actions with their times.
     pub passes: Vec<TimedAction>,
     /// The largest number of forward passes held for their backward pass at once.
@@ -110,6 +116,8 @@ struct Step<'a> {
     expected: HashMap<usize, VecDeque<Transfer>>,
     /// The stages of this rank whose gradients have been reduced.
     reduced: Vec<usize>,
+    /// The sums of gradients over microbatches, if those are leaves.
+    leaves: Option<PendingLeaves>,
     gradients: Gradients,
     results: Vec<Vec<Option<Tensor>>>,
     peak_live: usize,
@@ -122,6 +130,30 @@ impl Runner<'_> {
     /// `Kind::Config` for a schedule of another number of stages or ranks; as [`Stages::check_reached`] if no trained
     /// parameter of any stage has a gradient; the errors of ops, arguments and transfers.
     pub fn run(&self, inputs: &PipelineInputs<'_>) -> Result<PipelineOutputs> {
+        self.run_summing(inputs, None)
+    }
+
+    /// Runs this rank's list of the schedule, of which microbatch i is the leaf `first + i` of a tree: the gradient of each parameter in
+    /// a microbatch, in its stored layout, is the sum of a leaf, so that the sums do not depend on stages, schedule or order of arrival.
+    /// Gradients of keys that other stages read too are not summed over stages: [`Runner::sum_uses`].
+    ///
+    /// # Errors
+    /// As [`Runner::run`] and [`Stages::check_canonical_sums`].
+    pub fn run_leaves(
+        &self,
+        inputs: &PipelineInputs<'_>,
+        tree: SumTree,
+        first: usize,
+    ) -> Result<PipelineOutputs> {
+        self.stages.check_canonical_sums()?;
+        self.run_summing(inputs, Some(PendingLeaves::new(tree, first)))
+    }
+
+    fn run_summing(
+        &self,
+        inputs: &PipelineInputs<'_>,
+        leaves: Option<PendingLeaves>,
+    ) -> Result<PipelineOutputs> {
         let asked = [self.schedule.num_stages(), self.schedule.ranks.len()];
         let there = [self.stages.stages().len(), self.rank.world().mesh().size(self.axis)];
         if asked != there {
@@ -134,6 +166,7 @@ impl Runner<'_> {
         let list = &self.schedule.ranks[self.rank.world().coordinate(self.axis)];
         let gradient_slots = self.stages.gradient_slots(inputs.is_trained);
         let mut step = self.step(inputs, &gradient_slots);
+        step.leaves = leaves;
         if step.trains {
             self.stages.check_reached(inputs.is_trained)?;
         }
@@ -152,8 +185,9 @@ impl Runner<'_> {
             passes.push(TimedAction { action, start, end: Instant::now() });
         }
         step.sum_shared_parameters()?;
-        let Step { results, gradients, peak_live, .. } = step;
-        Ok(PipelineOutputs { results, gradients, passes, peak_live })
+        let Step { results, gradients, peak_live, leaves, .. } = step;
+        let leaf_sums = leaves.map(PendingLeaves::into_sums).unwrap_or_default();
+        Ok(PipelineOutputs { results, gradients, leaf_sums, passes, peak_live })
     }
 
     /// Sends a result of a microbatch from the stage that makes it to the pipeline ranks `to`, and returns it there;
@@ -196,6 +230,7 @@ impl Runner<'_> {
             transfers: HashMap::new(),
             expected: self.expected(),
             reduced: Vec::new(),
+            leaves: None,
             gradients: Gradients::new(),
             results: vec![Vec::new(); self.schedule.num_microbatches],
             peak_live: 0,
@@ -320,14 +355,16 @@ impl Step<'_> {
         let (seeds, tape, stage_inputs) = self.begin_backward(stage, microbatch)?;
         tape.preload_gradients(&seeds, |key| self.take_accumulator(key));
         tape.backward_from(seeds);
-        self.store_gradients(stage, microbatch, tape.gradients(), &stage_inputs)
+        let gradients = self.store_gradients(stage, microbatch, tape.gradients(), &stage_inputs)?;
+        self.accumulate(stage, microbatch, gradients)
     }
 
     fn input_gradient(&mut self, stage: usize, microbatch: usize) -> Result<()> {
         let (seeds, tape, stage_inputs) = self.begin_backward(stage, microbatch)?;
         tape.preload_gradients(&seeds, |key| self.take_accumulator(key));
         let deferred = DeferredWeightGrads::backward_inputs(&tape, seeds, |key| key >= FIRST_STAGE_INPUT);
-        self.store_gradients(stage, microbatch, tape.input_gradients(), &stage_inputs)?;
+        let gradients = self.store_gradients(stage, microbatch, tape.input_gradients(), &stage_inputs)?;
+        self.accumulate_half(stage, microbatch, gradients)?;
         self.deferred.insert((stage, microbatch), (tape, deferred));
         Ok(())
     }
@@ -336,7 +373,7 @@ impl Step<'_> {
         let (tape, deferred) = self.deferred.remove(&(stage, microbatch)).ok_or_else(missing_value)?;
         deferred.preload_gradients(&tape, |key| self.take_accumulator(key));
         deferred.backward_weights(&tape);
-        self.accumulate(tape.gradients())
+        self.accumulate(stage, microbatch, tape.gradients())
     }
 
     /// Ends the in-flight state of a microbatch and collects the cotangents that arrived.
@@ -358,15 +395,14 @@ impl Step<'_> {
         Ok((seeds, pass.tape, pass.stage_inputs))
     }
 
-    /// Stores the gradients of a backward pass: those of the stage's inputs go to the stages that made them, those of parameters are
-    /// accumulated.
+    /// Stores the gradients of the stage's inputs in a backward pass for the stages that made them, and returns those of parameters.
     fn store_gradients(
         &mut self,
         stage: usize,
         microbatch: usize,
         mut gradients: Gradients,
         stage_inputs: &StageInputs,
-    ) -> Result<()> {
+    ) -> Result<Gradients> {
         let runner = self.runner;
         for (from, slots) in &runner.stages.stages()[stage].inputs {
             let mut back = Vec::new();
@@ -378,16 +414,32 @@ impl Step<'_> {
             }
             self.transfers.insert(Transfer { from: stage, to: *from, microbatch }, back);
         }
-        self.accumulate(gradients)
+        Ok(gradients)
     }
 
-    /// The gradient of a parameter accumulated so far, for a pass that adds to it.
+    /// The gradient of a parameter accumulated so far, for a pass that adds to it; none where each microbatch has a sum of its own.
     fn take_accumulator(&mut self, key: Key) -> Option<Tensor> {
         self.sums.remove(&u32::try_from(key).ok()?)
     }
 
-    /// Adds gradients of parameters to those of earlier microbatches.
-    fn accumulate(&mut self, gradients: Gradients) -> Result<()> {
+    /// Adds the gradients of parameters that a backward pass has completed to those of other microbatches.
+    fn accumulate(&mut self, stage: usize, microbatch: usize, gradients: Gradients) -> Result<()> {
+        match self.leaves.is_some() {
+            true => self.add_leaf(stage, microbatch, gradients),
+            false => self.add_gradients(gradients),
+        }
+    }
+
+    /// Adds the gradients of parameters that the first half of a split backward pass has computed.
+    fn accumulate_half(&mut self, stage: usize, microbatch: usize, gradients: Gradients) -> Result<()> {
+        match &mut self.leaves {
+            Some(leaves) => leaves.keep_half(stage, microbatch, gradients),
+            None => self.add_gradients(gradients)?,
+        }
+        Ok(())
+    }
+
+    fn add_gradients(&mut self, gradients: Gradients) -> Result<()> {
         for (external, gradient) in gradients {
             let external = external as u32;
             let sum = match self.sums.remove(&external) {

@@ -227,8 +227,59 @@ impl Stages {
         Err(no_gradient_error(site))
     }
 
+    /// Checks that the stages add the cotangents of each value in the order of a backward pass without stages, so that gradients have
+    /// the same bits: the later stages add theirs first, each in one sum.
+    ///
+    /// # Errors
+    /// `Kind::Unsupported`, naming the value, for a value whose sum the stages would group otherwise, for a parameter whose use in the
+    /// model several stages read, and for a checkpointed block that a border cuts.
+    pub fn check_canonical_sums(&self) -> Result<()> {
+        let refused = |what: String| {
+            Err(Error::new(
+                Kind::Unsupported,
+                format!("{what}, so the order of its sum depends on the stages"),
+            )
+            .detail("help", "cut the pipeline between layers, or give up the promise (--deterministic run)"))
+        };
+        let records = &self.program.records;
+        let uses_in = |stage: usize, slot: Slot| {
+            let inputs = records[self.stages[stage].range.clone()].iter().flat_map(|record| &record.inputs);
+            inputs.filter(|used| **used == slot).count()
+        };
+        for slot in &self.gradient_slots.0 {
+            let readers: Vec<usize> =
+                (0..self.stages.len()).filter(|stage| uses_in(*stage, *slot) > 0).collect();
+            match *slot {
+                Slot::External(external) if readers.len() > 1 => {
+                    let at = self.first_use(readers[0], external);
+                    return refused(format!("stages {readers:?} read one use of a parameter"))
+                        .map_err(|e| e.at(at));
+                }
+                Slot::Output { record, .. } => {
+                    let maker = self.producer(*slot);
+                    let later: Vec<usize> =
+                        readers.into_iter().filter(|reader| Some(*reader) != maker).collect();
+                    if later.len() > 2 || later.len() == 2 && uses_in(later[0], *slot) > 1 {
+                        let path = &records[record as usize].path;
+                        return refused(format!("stages {later:?} read a value made at `{path}`"));
+                    }
+                }
+                Slot::External(_) => {}
+            }
+        }
+        let borders = self.stages.iter().map(|stage| stage.range.start);
+        let is_cut =
+            |border: &usize| self.program.blocks.iter().any(|b| b.start < *border && *border < b.end);
+        match borders.into_iter().find(is_cut) {
+            Some(border) => {
+                refused(format!("a stage begins within a checkpointed block, at `{}`", records[border].path))
+            }
+            None => Ok(()),
+        }
+    }
+
     /// The parameters with a gradient.
-    fn keys_with_gradient(&self) -> BTreeSet<Key> {
+    pub(super) fn keys_with_gradient(&self) -> BTreeSet<Key> {
         let external_inputs = self.program.external_inputs.iter().enumerate();
         let gradient_slots =
             external_inputs.filter(|(at, _)| self.gradient_slots.0.contains(&Slot::External(*at as u32)));

@@ -86,6 +86,8 @@ pub struct MicrobatchLosses {
     passes: usize,
     loss_scale: Option<f64>,
     count_max: usize,
+    /// Whether means are divided by the number of microbatches before the backward pass.
+    divides: bool,
     form: Option<LossForm>,
     outputs: Vec<Vec<Option<Tensor>>>,
 }
@@ -100,6 +102,7 @@ impl MicrobatchLosses {
             passes,
             loss_scale: None,
             count_max: 1,
+            divides: true,
             form: None,
             outputs: Vec::new(),
         }
@@ -115,6 +118,11 @@ impl MicrobatchLosses {
     /// Sets the number of backward passes on this rank, where other ranks run those of the other microbatches.
     pub(crate) fn with_passes(self, passes: usize) -> MicrobatchLosses {
         MicrobatchLosses { passes, ..self }
+    }
+
+    /// Leaves means undivided, as a pipeline does: the step divides their sum.
+    pub(crate) fn undivided(self) -> MicrobatchLosses {
+        MicrobatchLosses { divides: false, ..self }
     }
 
     /// Sets the bound of the count of a microbatch for losses that state none.
@@ -150,9 +158,11 @@ impl MicrobatchLosses {
         let mut vars = vars.into_iter();
         let value = vars.next().expect("a loss has a value");
         let (value, factor) = match (form.is_weighted, self.microbatches) {
-            (true, microbatches) => (value, form.gradient_factor(microbatches, self.loss_scale)),
-            (false, 1) => (value, self.loss_scale.unwrap_or(1.0)),
-            (false, microbatches) => (value.scale(1.0 / microbatches as f64), self.loss_scale.unwrap_or(1.0)),
+            (is_weighted, microbatches) if is_weighted || !self.divides => {
+                (value, form.gradient_factor(microbatches, self.loss_scale))
+            }
+            (_, 1) => (value, self.loss_scale.unwrap_or(1.0)),
+            (_, microbatches) => (value.scale(1.0 / microbatches as f64), self.loss_scale.unwrap_or(1.0)),
         };
         let scalars = [value.clone()].into_iter().chain(vars);
         self.outputs.push(scalars.map(|var| Some(var.tensor().clone())).collect());
@@ -169,10 +179,10 @@ impl MicrobatchLosses {
 
     /// The losses of the step.
     pub(crate) fn finish(self) -> Result<StepLosses> {
-        let MicrobatchLosses { microbatches, passes, loss_scale, form, outputs, .. } = self;
+        let MicrobatchLosses { microbatches, passes, loss_scale, divides, form, outputs, .. } = self;
         match form {
             Some(form) if outputs.len() == passes => {
-                Ok(StepLosses { form, outputs, microbatches, loss_scale, is_divided: true })
+                Ok(StepLosses { form, outputs, microbatches, loss_scale, is_divided: divides })
             }
             _ => {
                 let text = format!("a step of {passes} microbatches has {} losses", outputs.len());

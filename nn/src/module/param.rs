@@ -111,6 +111,24 @@ struct ParamState {
     compute_layout: Option<Layout>,
     gather_policy: GatherPolicy,
     owners: Option<StageOwners>,
+    pass: Option<PassForm>,
+}
+
+/// The form in which passes of single leaves of rows use a parameter: on the mesh without the axes of rows, and each use with a
+/// gradient of its own.
+struct PassForm {
+    layout: Layout,
+    compute_layout: Option<Layout>,
+    /// `Some` while passes run.
+    value: Option<Tensor>,
+}
+
+/// The bits of a key below the number of the use.
+const KEY_BITS: u32 = 40;
+
+/// Returns the key of the parameter of which a key is a use ([`Param::on_tape`]).
+pub(crate) fn key_of_param(key: Key) -> Key {
+    key & ((1 << KEY_BITS) - 1)
 }
 
 /// The ranks of a pipeline axis that hold a parameter.
@@ -301,11 +319,18 @@ impl Param {
         let site = Location::caller();
         let (key, stored, compute_layout, policy) = self.with(site, |state| {
             Context::of(tape.rank()).set_path(&state.name);
-            let stored = match tape.is_meta() {
-                true => Tensor::meta(tape.rank(), &state.layout),
-                false => state.value().clone(),
+            let (key, layout, compute_layout, policy) = match &state.pass {
+                None => (state.key, &state.layout, &state.compute_layout, state.gather_policy),
+                Some(pass) => {
+                    let key = state.key | tape.count_use(state.key) << KEY_BITS;
+                    (key, &pass.layout, &pass.compute_layout, GatherPolicy::default())
+                }
             };
-            (state.key, stored, state.compute_layout.clone(), state.gather_policy)
+            let stored = match tape.is_meta() {
+                true => Tensor::meta(tape.rank(), layout),
+                false => state.pass_value().clone(),
+            };
+            (key, stored, compute_layout.clone(), policy)
         });
         let leaf = tape.leaf_with_policy(key, &stored, policy);
         // A frozen parameter is a leaf too, so that its compute layout is made once per tape.
@@ -375,6 +400,37 @@ impl Param {
     #[must_use]
     pub fn tensor(&self) -> Tensor {
         self.with(Location::caller(), |state| state.value().clone())
+    }
+
+    /// The tensor that passes use: the stored one, or its form on the mesh without the axes of rows.
+    ///
+    /// # Panics
+    /// As [`Param::tensor`].
+    #[track_caller]
+    pub(crate) fn pass_tensor(&self) -> Tensor {
+        self.with(Location::caller(), |state| state.pass_value().clone())
+    }
+
+    /// The layout of [`Param::pass_tensor`].
+    #[track_caller]
+    pub(crate) fn pass_layout(&self) -> Layout {
+        self.with(Location::caller(), |state| {
+            state.pass.as_ref().map_or(&state.layout, |pass| &pass.layout).clone()
+        })
+    }
+
+    /// Sets the layouts of the form that passes of single leaves of rows use.
+    pub(crate) fn bind_pass(&self, layout: Layout, compute_layout: Option<Layout>) {
+        if let Some(state) = self.0.state.borrow_mut().as_mut() {
+            state.pass = Some(PassForm { layout, compute_layout, value: None });
+        }
+    }
+
+    /// Sets or drops the tensor that passes use.
+    pub(crate) fn set_pass_value(&self, value: Option<Tensor>) {
+        if let Some(pass) = self.0.state.borrow_mut().as_mut().and_then(|state| state.pass.as_mut()) {
+            pass.value = value;
+        }
     }
 
     /// The layout and dtype in which layers use the parameter, where they differ from the stored ones.
@@ -513,8 +569,8 @@ impl Param {
             return Err(Error::new(Kind::Config, text)
                 .detail("help", "make new layers for each model instead of sharing them between models"));
         }
-        let (name, stored, owners) = (name.into(), None, None);
-        *state = Some(ParamState { name, key, layout, stored, compute_layout, gather_policy, owners });
+        let (name, stored, owners, pass) = (name.into(), None, None, None);
+        *state = Some(ParamState { name, key, layout, stored, compute_layout, gather_policy, owners, pass });
         Ok(())
     }
 
@@ -552,6 +608,11 @@ impl Param {
 }
 
 impl ParamState {
+    /// The tensor that passes use.
+    fn pass_value(&self) -> &Tensor {
+        self.pass.as_ref().and_then(|pass| pass.value.as_ref()).unwrap_or_else(|| self.value())
+    }
+
     fn value(&self) -> &Tensor {
         self.stored.as_ref().unwrap_or_else(|| match &self.owners {
             Some(owners) if !owners.ranks.contains(&owners.own_rank) => {

@@ -1,6 +1,6 @@
 //! Stage partitioning: chooses the cut of a model into stages and its schedule, by the plan or by measured times.
 
-use super::is_trainable;
+use super::{is_trainable, param_of};
 use crate::module::Module;
 use crate::plan::{PipelinePlan, PipelineSchedule};
 use crate::sharded_model::Model;
@@ -21,7 +21,7 @@ pub(super) fn choose<M: Module>(
     program: &Program,
     arguments: &[Tensor],
 ) -> Result<(Schedule, Vec<usize>)> {
-    let rank = model.rank();
+    let rank = model.pass_rank();
     let num_ranks = rank.world().mesh().size(axis);
     let profile = |num_stages: usize| measure(model, axis, seed, program, num_stages, arguments);
     let lists = match &pipeline.schedule {
@@ -80,11 +80,10 @@ fn measure<M: Module>(
     num_stages: usize,
     arguments: &[Tensor],
 ) -> Result<Profile> {
-    let rank = model.rank();
+    let rank = model.pass_rank();
     let parameter = |key| {
-        let param = model.params().iter().find(|p| p.key() == key);
-        let param = param.expect("a program uses its own model's keys");
-        Tensor::full(rank, &param.layout(), DUMMY_PARAM_VALUE).unwrap_or_else(|e| e.raise())
+        let layout = param_of(model, key).pass_layout();
+        Tensor::full(rank, &layout, DUMMY_PARAM_VALUE).unwrap_or_else(|e| e.raise())
     };
     let feed = PipelineInputs {
         arguments: &|_| Ok(arguments.to_vec()),
@@ -111,7 +110,7 @@ fn search<M: Module>(
     let search_one = |(stage_ranks, live_max): (Vec<usize>, usize)| {
         let starts = match &pipeline.cut {
             Cut::Measured => profile.cut(stage_ranks.len())?,
-            cut => program.cut(model.rank(), cut, stage_ranks.len())?,
+            cut => program.cut(model.pass_rank(), cut, stage_ranks.len())?,
         };
         let times = profile.stage_times(&starts);
         let search =

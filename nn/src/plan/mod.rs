@@ -202,9 +202,9 @@ impl Plan {
         rows.filter_map(|(name, _)| mesh.axis(name)).filter(|axis| mesh.size(*axis) > 1)
     }
 
-    /// Whether a rule places stored parameters or activations on an axis.
-    pub(crate) fn shards_with(&self, axis: &str) -> bool {
-        self.rules.iter().any(|rule| rule.axis == axis && rule.target != RuleTarget::Compute)
+    /// Whether a rule places activations on an axis.
+    pub(crate) fn shards_activations_with(&self, axis: &str) -> bool {
+        self.rules.iter().any(|rule| rule.axis == axis && rule.target == RuleTarget::Point)
     }
 
     /// Whether an axis shards parameters and activations alone: not batches, layers, experts or the storage of parameters.

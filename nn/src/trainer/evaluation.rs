@@ -20,23 +20,23 @@ impl<M: Module> Trainer<'_, M> {
     #[doc(alias = "eval")]
     pub fn partial_loss(&self, arguments: &[Tensor]) -> Result<PartialLoss> {
         self.capture.clear();
-        let outputs = match &self.pipelined {
+        let _sum_tree = self.leaves.as_ref().map(|leaves| leaves.set_sum_tree(self.model.pass_rank()));
+        let outputs = self.model.with_pass_values(|| match &self.pipelined {
             None => {
-                let _sum_tree = self.leaves.as_ref().map(|leaves| leaves.set_sum_tree(self.model.rank()));
                 let tape = self.model.inference_tape();
                 let arguments: Vec<Var> = arguments.iter().map(|t| tape.constant(t.clone())).collect();
                 let scalars = (self.loss_fn)(&self.model, &arguments).into_scalars();
-                scalars.iter().map(|scalar| Some(scalar.tensor().clone())).collect()
+                Ok(scalars.iter().map(|scalar| Some(scalar.tensor().clone())).collect::<Vec<_>>())
             }
             Some((pipelined, form)) => {
                 let forward = |arguments: &[Var]| Ok(self.loss_vars(arguments));
                 let mut outputs = pipelined.forward_step(&self.model, arguments, &forward)?;
                 outputs.truncate(form.num_scalars());
-                outputs
+                Ok(outputs)
             }
-        };
+        })?;
         let partial = PartialLoss::from_scalars(&outputs)?;
-        // Ranks along the axis of the leaves hold the same arguments, and one of them counts.
+        // Ranks along the axes of the leaves hold the same arguments, and one of them counts.
         let counts = self.leaves.as_ref().is_none_or(RowLeaves::is_first_rank);
         Ok(if counts { partial } else { PartialLoss { sum: 0.0, count: partial.count.map(|_| 0.0) } })
     }
@@ -49,11 +49,11 @@ impl<M: Module> Trainer<'_, M> {
     pub fn forward_layouts(&self) -> Result<Vec<(Rc<str>, Layout)>> {
         let path_and_layout = |r: &OpRecord| Some((r.path.clone(), r.outputs.first()?.clone()));
         if let Some((pipelined, _)) = &self.pipelined {
-            return Ok(pipelined.records(self.model.rank()).iter().filter_map(path_and_layout).collect());
+            return Ok(pipelined.records(self.rank()).iter().filter_map(path_and_layout).collect());
         }
         let layouts: Vec<Layout> = self.load_microbatch(0)?.iter().map(|t| t.layout().clone()).collect();
         let forward = |arguments: &[Var]| Ok(self.loss_vars(arguments));
-        let program = Program::record(self.model.rank(), &layouts, None, forward)?;
+        let program = Program::record(self.rank(), &layouts, None, forward)?;
         Ok(program.records.iter().filter_map(path_and_layout).collect())
     }
 }

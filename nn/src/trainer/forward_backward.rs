@@ -1,10 +1,11 @@
 //! Forward and backward of all microbatches of a step: one after another, or by the schedule of a pipeline.
 
 use super::Trainer;
-use super::row_leaves::{GradientSums, RowLeaves};
-use crate::loss::{MicrobatchLosses, StepLosses};
+use super::row_leaves::{GradientSums, RowLeaves, sum_uses};
+use crate::loss::{LossForm, MicrobatchLosses, StepLosses};
 use crate::module::Module;
 use crate::optim::LossScale;
+use crate::pipelined_model::{PipelinedModel, StepInputs};
 use shardgrad_autograd::pipeline::{Action, TimedAction};
 use shardgrad_autograd::{Gradients, Noise, Var};
 use shardgrad_tensor::{PackCacheGuard, Result, Tensor};
@@ -40,21 +41,40 @@ impl<M: Module> Trainer<'_, M> {
 
     /// Runs forward and backward of all microbatches.
     pub(super) fn uncaptured_pass(&self) -> Result<PassOutputs> {
-        if let Some(leaves) = &self.leaves {
-            return self.leaf_pass(leaves);
-        }
+        let _sum_tree = self.leaves.as_ref().map(|leaves| leaves.set_sum_tree(self.model.pass_rank()));
+        self.model.with_pass_values(|| match (&self.pipelined, &self.leaves) {
+            (Some((pipelined, form)), leaves) => self.pipelined_pass(pipelined, form, leaves.as_ref()),
+            (None, Some(leaves)) => self.leaf_pass(leaves),
+            (None, None) => self.plain_pass(|microbatch| self.load_microbatch(microbatch)),
+        })
+    }
+
+    /// Runs the schedule of a pipeline, of which each microbatch is a leaf if sums do not depend on the mesh.
+    fn pipelined_pass(
+        &self,
+        pipelined: &PipelinedModel,
+        form: &LossForm,
+        leaves: Option<&RowLeaves>,
+    ) -> Result<PassOutputs> {
         let load = |microbatch: usize| self.load_microbatch(microbatch);
-        let Some((pipelined, form)) = &self.pipelined else { return self.plain_pass(load) };
         let noise = |microbatch: usize| self.noise(microbatch);
         let (form, loss_scale) = (form.clone(), self.loss_scale.map(LossScale::factor));
-        let factor = form.gradient_factor(self.config.microbatches, loss_scale);
+        let microbatches = leaves.map_or(self.config.microbatches, RowLeaves::num_leaves);
+        let factor = form.gradient_factor(microbatches, loss_scale);
         let forward = |arguments: &[Var]| Ok(self.loss_vars(arguments));
-        let outputs = pipelined.train_step(&self.model, &load, &noise, factor, &forward)?;
+        let step = StepInputs { read: &load, noise: &noise, gradient_factor: factor, forward: &forward };
+        let outputs = pipelined.train_step(&self.model, &step, leaves.map(RowLeaves::tree))?;
         *self.passes.borrow_mut() = outputs.passes;
-        let microbatches = self.config.microbatches;
         let losses =
             StepLosses { form, outputs: outputs.results, microbatches, loss_scale, is_divided: false };
-        let gradients = outputs.gradients;
+        let (losses, gradients) = match leaves {
+            None => (losses, outputs.gradients),
+            Some(leaves) => {
+                let losses = leaves.sum_losses(self.rank(), losses, self.site)?;
+                let uses = leaves.sum_gradients(&self.model, outputs.leaf_sums, self.site)?;
+                (losses, pipelined.sum_uses(&self.model, uses, &forward)?)
+            }
+        };
         Ok(PassOutputs { losses, gradients, depends_on_step: true, is_captured: false })
     }
 
@@ -95,16 +115,17 @@ impl<M: Module> Trainer<'_, M> {
     fn leaf_pass(&self, leaves: &RowLeaves) -> Result<PassOutputs> {
         let mut losses = MicrobatchLosses::new(leaves.num_leaves())
             .with_passes(leaves.num_passes())
-            .with_count_max(self.rows(0).len());
+            .with_count_max(self.rows(0).len())
+            .undivided();
         if let Some(loss_scale) = self.loss_scale {
             losses = losses.loss_scale(loss_scale.factor());
         }
         self.passes.borrow_mut().clear();
-        let _sum_tree = leaves.set_sum_tree(self.model.rank());
         let mut sums = GradientSums::default();
         // Each pass has a tape of its own, and reads the weights again.
         let params = self.model.params().iter().filter(|_| leaves.num_passes() > 1);
-        let _prepacked: Vec<PackCacheGuard> = params.map(|param| param.tensor().cache_packed()).collect();
+        let _prepacked: Vec<PackCacheGuard> =
+            params.map(|param| param.pass_tensor().cache_packed()).collect();
         for pass in 0..leaves.num_passes() {
             let start = Instant::now();
             let tape = self.model.tape();
@@ -117,8 +138,8 @@ impl<M: Module> Trainer<'_, M> {
             leaves.add_gradients(&mut sums, pass, tape.gradients())?;
             self.note_passes(pass, start, forward_end);
         }
-        let losses = leaves.sum_losses(self.model.rank(), losses.finish()?, self.site)?;
-        let gradients = leaves.sum_gradients(sums, self.site)?;
+        let losses = leaves.sum_losses(self.rank(), losses.finish()?, self.site)?;
+        let gradients = sum_uses(leaves.sum_gradients(&self.model, sums, self.site)?)?;
         Ok(PassOutputs { losses, gradients, depends_on_step: true, is_captured: false })
     }
 
@@ -133,7 +154,7 @@ impl<M: Module> Trainer<'_, M> {
 
     /// Loads the arguments of the loss for a microbatch of this step.
     pub(super) fn load_microbatch(&self, microbatch: usize) -> Result<Vec<Tensor>> {
-        (self.load_batch)(self.model.rank(), self.step, self.rows(microbatch))
+        (self.load_batch)(self.rank(), self.step, self.rows(microbatch))
     }
 
     /// Returns the random-number state of a microbatch of this step.

@@ -56,7 +56,7 @@ impl<M: Module> Trainer<'_, M> {
         forward: impl Fn(&M, &[Var]) -> Vec<Var>,
     ) -> Result<Vec<Tensor>> {
         self.capture.clear();
-        match &self.pipelined {
+        self.model.with_pass_values(|| match &self.pipelined {
             None => {
                 let tape = self.model.inference_tape();
                 let arguments: Vec<Var> = arguments.iter().map(|t| tape.constant(t.clone())).collect();
@@ -66,6 +66,6 @@ impl<M: Module> Trainer<'_, M> {
             Some((pipelined, _)) => {
                 pipelined.infer(&self.model, arguments, &|arguments| Ok(forward(&self.model, arguments)))
             }
-        }
+        })
     }
 }

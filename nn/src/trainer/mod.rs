@@ -17,7 +17,7 @@ pub use row_leaves::Deterministic;
 use crate::loss::{Loss, LossForm};
 use crate::module::Module;
 use crate::optim::{LossScale, Optimizer};
-use crate::pipelined_model::{self, PipelinedModel};
+use crate::pipelined_model::PipelinedModel;
 use crate::plan::Plan;
 use crate::sharded_model::Model;
 use config::check_config;
@@ -98,25 +98,35 @@ impl<'t, M: Module> Trainer<'t, M> {
         let loss_fn: LossFn<'t, M> = Box::new(move |module, arguments| loss(module, arguments).into());
         let precision = config.precision();
         let leaves = RowLeaves::new(config.deterministic, rank, plan, [config.rows, config.microbatches])?;
-        let (model, pipelined) = match (plan.pipeline_on(rank.mesh()), &leaves) {
-            (_, Some(leaves)) => (leaves.model(rank, module, plan, (config.seed, precision))?, None),
-            (None, None) => (Model::with_precision(rank, module, plan, config.seed, precision)?, None),
-            (Some((pipeline, axis)), None) => {
-                let model = pipelined_model::stage_model(rank, axis, module, plan, precision)?;
-                let (seed, microbatches) = (config.seed, config.microbatches);
-                let rows = config.rows / microbatches;
-                let (first, recorded) = (load_batch(model.rank(), 0, 0..rows)?, Cell::new(None));
+        let pipeline = plan.pipeline_on(rank.mesh());
+        let stage_rank = pipeline.map_or_else(|| rank.clone(), |(_, axis)| rank.slice(axis));
+        let pass_rank = leaves.as_ref().map(|leaves| leaves.pass_rank(&stage_rank));
+        let model = Model::with_passes_on(&stage_rank, pass_rank, module, plan, precision)?;
+        let sum_tree = leaves.as_ref().map(|leaves| leaves.set_sum_tree(model.pass_rank()));
+        let pipelined = match pipeline {
+            None => {
+                model.params().iter().try_for_each(|param| param.init_value(rank, config.seed, None))?;
+                None
+            }
+            Some((pipeline, axis)) => {
+                let (microbatches, rows) = match &leaves {
+                    Some(leaves) => (leaves.num_passes(), leaves.rows(0).len()),
+                    None => (config.microbatches, config.rows / config.microbatches),
+                };
+                let (first, recorded) = (load_batch(model.pass_rank(), 0, 0..rows)?, Cell::new(None));
                 let forward = |arguments: &[Var]| {
                     let (form, vars) = loss_fn(&model, arguments).check_dtype()?.into_vars();
                     recorded.set(Some(form.or_count_max(rows)));
                     Ok(vars)
                 };
                 let pipelined =
-                    PipelinedModel::new(&model, pipeline, axis, seed, microbatches, &first, &forward)?;
+                    PipelinedModel::new(&model, pipeline, axis, config.seed, microbatches, &first, &forward)?;
                 let form = recorded.take().expect("the loss was recorded");
-                (model, Some((pipelined, form)))
+                Some((pipelined, form))
             }
         };
+        drop(sum_tree);
+        leaves.as_ref().map_or(Ok(()), |leaves| leaves.check_params(model.params()))?;
         optim.check_params(model.params())?;
         let load_batch = Box::new(load_batch);
         let loss_scale = (config.dtype == DType::F16).then(LossScale::default);
@@ -205,11 +215,11 @@ impl<'t, M: Module> Trainer<'t, M> {
         self.passes.borrow().clone()
     }
 
-    /// Returns the rank on whose mesh arguments must be: without the pipeline axis, if there is one, and without the axis that shards
+    /// Returns the rank on whose mesh arguments must be: without the pipeline axis, if there is one, and without the axes that shard
     /// rows if sums do not depend on the mesh ([`Deterministic::Mesh`]).
     #[must_use]
     pub fn rank(&self) -> &Rank {
-        self.model.rank()
+        self.model.pass_rank()
     }
 
     /// Returns the configuration.
@@ -268,7 +278,8 @@ impl<'t, M: Module> Trainer<'t, M> {
         let lr = scheduled.unwrap_or_else(|| self.optim.lr());
         let loss_scale = self.loss_scale.map(LossScale::factor);
         let TrainerConfig { clip, copies_checked_every, .. } = self.config;
-        let args = StepArgs { clip, control, copies_checked_every, ..StepArgs::new(lr) };
+        let norm_leaves = self.leaves.as_ref().map(RowLeaves::norm_leaves);
+        let args = StepArgs { clip, control, copies_checked_every, norm_leaves, ..StepArgs::new(lr) };
 
         let pass = self.forward_backward()?;
         // Inputs are uploaded before a captured pass runs, so that nothing comes between pass and update.

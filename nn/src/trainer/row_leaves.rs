@@ -8,8 +8,8 @@
 use crate::checkpoint::CanonicalSums;
 use crate::loss::StepLosses;
 use crate::module::Module;
-use crate::module::param::StageOwners;
-use crate::module::precision::Precision;
+use crate::module::param::{Param, key_of_param};
+use crate::pipelined_model::param_of;
 use crate::plan::Plan;
 use crate::sharded_model::Model;
 use shardgrad_autograd::{Gradients, Key};
@@ -17,7 +17,8 @@ use shardgrad_tensor::execution::flag_guard::FlagGuard;
 use shardgrad_tensor::training_step::canonical_sum::{
     SumTree, TreeSums, check_device, sum_root_numbers, sum_roots,
 };
-use shardgrad_tensor::{Axis, Context, Error, Kind, Phase, Rank, Result, Tensor};
+use shardgrad_tensor::training_step::grad_norm::check_norm_leaves;
+use shardgrad_tensor::{Axis, AxisSet, Context, Error, Kind, Phase, Rank, Result, Tensor};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::panic::Location;
@@ -29,13 +30,14 @@ pub enum Deterministic {
     /// CPU.
     #[default]
     Run,
-    /// Also another number of data-parallel and of tensor-parallel ranks, and of microbatches: losses and weights have the same bits.
+    /// Also another number of data-parallel and of tensor-parallel ranks and of microbatches, pipelines of any schedule, and sharded
+    /// storage (ZeRO, FSDP): losses, gradient norms and weights have the same bits.
     ///
-    /// The rows of the batch are cut into leaves, equally many for each rank, and each leaf is a pass of its own. Sums over rows are
-    /// joined in a tree over the leaves, and so are the sums over leaves of every other label that a mesh may shard. Supported where one
-    /// axis shards rows and nothing else, and others shard parameters and activations alone (tensor and sequence parallelism), on the
-    /// CPU; other meshes and plans are refused ([`Deterministic::row_ranges`]). A loss must not depend on rows of other leaves: it sees
-    /// one leaf at a time, as it sees one microbatch otherwise.
+    /// The rows of the batch are cut into leaves, equally many for each rank, and each leaf is a pass of its own, a microbatch on a
+    /// pipeline. Sums over rows are joined in a tree over the leaves, and so are the sums over leaves of every other label that a mesh
+    /// may shard. Supported on the CPU for axes that shard rows and for pipelines and tensor parallelism; other meshes and plans are
+    /// refused ([`Deterministic::row_ranges`]). A loss must not depend on rows of other leaves: it sees one leaf at a time, as it sees
+    /// one microbatch otherwise.
     Mesh {
         /// The number of leaves: it divides the rows of the batch, and the ranks times the microbatches divide it. Not a function of
         /// the mesh; another number gives other bits.
@@ -56,8 +58,8 @@ impl Deterministic {
     /// plan states, or those of each leaf of this rank.
     ///
     /// # Errors
-    /// For [`Deterministic::Mesh`] `Kind::Unsupported` for a mesh or a plan that sums over other axes than that of the rows, for sharded
-    /// storage and for devices other than the CPU; `Kind::Config`, with a number that would do, if the number of leaves does not
+    /// For [`Deterministic::Mesh`] `Kind::Unsupported` for a mesh or a plan that sums over other axes than those of the rows and of a
+    /// pipeline, and for devices other than the CPU; `Kind::Config`, with a number that would do, if the number of leaves does not
     /// divide the rows, or is no multiple of ranks times microbatches.
     pub fn row_ranges(
         self,
@@ -81,14 +83,15 @@ pub(super) struct RowLeaves {
     tree: SumTree,
     /// The tree of all other sums.
     sum_tree: SumTree,
-    /// The axis of the world that shards rows, if it has several ranks, and this rank's coordinate on it.
-    axis: Option<(Axis, usize)>,
-    num_ranks: usize,
+    /// The axes of the world of several ranks that shard rows.
+    axes: AxisSet,
+    /// This rank's number among the ranks of those axes.
+    own: usize,
     run: Range<usize>,
     rows: usize,
 }
 
-/// The sums of gradients, by parameter.
+/// The sums of gradients, by use of a parameter.
 pub(super) type GradientSums = BTreeMap<Key, TreeSums<Tensor>>;
 
 impl RowLeaves {
@@ -115,11 +118,13 @@ impl RowLeaves {
         let rank = rank.world();
         check_device(rank).map_err(with_help)?;
         let mesh = rank.mesh();
-        let row_axis = plan.row_axes(mesh).next();
+        let axes: AxisSet = plan.row_axes(mesh).collect();
+        let pipeline = plan.pipeline_on(mesh).map(|(_, axis)| axis);
         if sum_leaves == 0 {
             return Err(Error::new(Kind::Config, "sums have 0 leaves").detail("help", "use 8 leaves"));
         }
-        for other in mesh.axes().filter(|axis| mesh.size(*axis) > 1 && Some(*axis) != row_axis) {
+        let is_other = |axis: &Axis| mesh.size(*axis) > 1 && !axes.contains(*axis) && Some(*axis) != pipeline;
+        for other in mesh.axes().filter(is_other) {
             let (name, size) = (mesh.name(other), mesh.size(other));
             if !plan.is_tensor_axis(name) {
                 let why = format!("sums over the mesh axis {name}={size} have no canonical form yet");
@@ -127,20 +132,40 @@ impl RowLeaves {
             }
             check_sum_leaves(sum_leaves, name, size)?;
         }
-        let name = row_axis.map_or("", |axis| mesh.name(axis));
-        if row_axis.is_some() && plan.shards_with(name) {
-            let why = format!(
-                "the plan shards storage or activations over `{name}`, where sums have no canonical form yet"
-            );
+        if let Some(axis) = axes.iter().find(|axis| plan.shards_activations_with(mesh.name(*axis))) {
+            let name = mesh.name(axis);
+            let why = format!("the plan shards activations over `{name}`, where sums have no canonical form");
             return Err(with_help(Error::new(Kind::Unsupported, why)));
         }
-        let num_ranks = row_axis.map_or(1, |axis| mesh.size(axis));
+        let num_ranks = mesh.group_size(axes);
         check_num_leaves(num_leaves, rows, num_ranks * microbatches)?;
         let tree = SumTree::new(num_leaves);
-        let axis = row_axis.map(|axis| (axis, rank.coordinate(axis)));
-        let run = tree.run(axis.map_or(0, |(_, own)| own), num_ranks).expect("the ranks divide the leaves");
+        let own = axes.iter().fold(0, |own, axis| own * mesh.size(axis) + rank.coordinate(axis));
+        let run = tree.run(own, num_ranks).expect("the ranks divide the leaves");
         let sum_tree = SumTree::new(sum_leaves);
-        Ok(RowLeaves { tree, sum_tree, axis, num_ranks, run, rows })
+        Ok(RowLeaves { tree, sum_tree, axes, own, run, rows })
+    }
+
+    /// The rank on the mesh of passes: a stage's mesh without the axes of rows.
+    pub(super) fn pass_rank(&self, stage: &Rank) -> Rank {
+        let world = stage.world().mesh();
+        self.axes.iter().fold(stage.clone(), |rank, axis| {
+            let axis = rank.mesh().axis(world.name(axis)).expect("a stage has the axes of rows");
+            rank.slice(axis)
+        })
+    }
+
+    /// The tree, and the first leaf of this rank.
+    pub(super) fn tree(&self) -> (SumTree, usize) {
+        (self.tree, self.run.start)
+    }
+
+    /// Refuses parameters whose shards cut the leaves of the gradient norm.
+    pub(super) fn check_params(&self, params: &[Param]) -> Result<()> {
+        params.iter().try_for_each(|param| {
+            check_norm_leaves(&param.layout(), self.norm_leaves())
+                .map_err(|e| e.detail("parameter", param.name()))
+        })
     }
 
     /// What a checkpoint records.
@@ -159,6 +184,11 @@ impl RowLeaves {
         self.tree.num_leaves()
     }
 
+    /// The leaves of each dim of a gradient in the gradient norm.
+    pub(super) fn norm_leaves(&self) -> usize {
+        self.sum_tree.num_leaves()
+    }
+
     /// The leaves of this rank, one pass for each.
     pub(super) fn num_passes(&self) -> usize {
         self.run.len()
@@ -169,32 +199,9 @@ impl RowLeaves {
         self.tree.leaf_range(self.rows, self.run.start + pass)
     }
 
-    /// Whether this rank counts what all ranks of the axis have in common.
+    /// Whether this rank counts what all ranks of the axes have in common.
     pub(super) fn is_first_rank(&self) -> bool {
-        self.axis.is_none_or(|(_, own)| own == 0)
-    }
-
-    /// Returns a model on the mesh without the axis of rows, whose parameters all ranks of the axis hold.
-    ///
-    /// # Errors
-    /// As [`Model::new`].
-    #[track_caller]
-    pub(super) fn model<M: Module>(
-        &self,
-        rank: &Rank,
-        module: M,
-        plan: &Plan,
-        (seed, precision): (u64, Precision),
-    ) -> Result<Model<M>> {
-        let Some((axis, own_rank)) = self.axis else {
-            return Model::with_precision(rank, module, plan, seed, precision);
-        };
-        let model = Model::without_values(&rank.slice(axis), module, plan, precision)?;
-        for param in model.params() {
-            let ranks = (0..self.num_ranks).collect();
-            param.init_value(model.rank(), seed, Some(StageOwners { axis, ranks, own_rank }))?;
-        }
-        Ok(model)
+        self.own == 0
     }
 
     /// Adds the gradients of a pass to the sums.
@@ -214,29 +221,30 @@ impl RowLeaves {
         })
     }
 
-    /// Returns the gradients of all leaves. Every rank calls this together.
+    /// Returns the gradients of all leaves by use, in the stored layouts of the parameters. Every rank calls this together.
     ///
     /// # Errors
     /// `Kind::OutOfMemory`; errors of the collective.
-    pub(super) fn sum_gradients(
+    pub(super) fn sum_gradients<M: Module>(
         &self,
+        model: &Model<M>,
         sums: GradientSums,
         site: &'static Location<'static>,
     ) -> Result<Gradients> {
         let sum = |(key, sums): (Key, TreeSums<Tensor>)| {
             let mut roots: Vec<Tensor> = sums.into_roots().filter_map(|(_, sum)| sum).collect();
-            Ok((
-                key,
-                match self.axis {
-                    Some((axis, _)) => sum_roots(axis, self.tree, &roots, Phase::Backward, site)?,
-                    None => roots.remove(0),
-                },
-            ))
+            let param = param_of(model, key);
+            Context::of(model.rank()).set_path(&param.shared_name());
+            let sum = match self.axes.is_empty() {
+                true => roots.remove(0),
+                false => sum_roots(self.axes, self.tree, &roots, Phase::Backward, site)?,
+            };
+            Ok((key, model.stored_gradient(param, &sum)))
         };
         sums.into_iter().map(sum).collect()
     }
 
-    /// Returns the losses of a step with the sums over all leaves in place of the scalars of each pass. One rank of the axis has
+    /// Returns the losses of a step with the sums over all leaves in place of the outputs of each pass. One rank of the axes has
     /// them, so that a sum over the world counts them once. Every rank calls this together.
     ///
     /// # Errors
@@ -261,22 +269,25 @@ impl RowLeaves {
             };
             sums.add(SumTree::leaf(leaf), Some(numbers), join)?;
         }
+        // The ranks of a pipeline stage have the same outputs of each pass; another stage may have others, or none.
+        let of_leaf = losses.outputs.first().map_or(&[][..], Vec::as_slice);
+        let len: usize = of_leaf.iter().flatten().map(|output| output.layout().numel()).sum();
         let mut roots: Vec<Vec<f64>> = sums.into_roots().filter_map(|(_, sum)| sum).collect();
-        let of_leaf = || losses.outputs.first().into_iter().flatten().flatten();
-        let mut totals = match self.axis {
-            Some((axis, _)) => sum_root_numbers(rank, axis, self.tree, &roots, site)?,
-            None => roots.remove(0),
+        let mut totals = match self.axes.is_empty() || len == 0 {
+            true => roots.remove(0),
+            false => sum_root_numbers(rank, self.axes, self.tree, &roots, site)?,
         };
         // A dry run has no numbers.
-        totals.resize(of_leaf().map(|output| output.layout().numel()).sum(), 0.0);
+        totals.resize(len, 0.0);
         let mut rest = totals.as_slice();
-        let sum = |output: &Tensor| {
+        let sum = |output: &Option<Tensor>| {
+            let Some(output) = output else { return Ok(None) };
             let shape = output.layout().shape();
             let (own, after) = rest.split_at(shape.iter().product());
             rest = after;
             self.is_first_rank().then(|| Tensor::from_host(rank, &shape, own)).transpose()
         };
-        let outputs = vec![of_leaf().map(sum).collect::<Result<_>>()?];
+        let outputs = vec![of_leaf.iter().map(sum).collect::<Result<_>>()?];
         Ok(StepLosses { outputs, ..losses })
     }
 }
@@ -295,6 +306,23 @@ fn check_sum_leaves(num_leaves: usize, name: &str, num_ranks: usize) -> Result<(
         "use {fitting} leaves (--sum-leaves); a run on other meshes has the same bits only with the same number"
     );
     Err(Error::new(Kind::Config, text).detail("help", help))
+}
+
+/// Returns the sum of the gradients of the uses of each parameter, in the order of the uses.
+///
+/// # Errors
+/// `Kind::OutOfMemory`.
+pub(super) fn sum_uses(uses: Gradients) -> Result<Gradients> {
+    let mut sums = Gradients::new();
+    for (key, gradient) in uses {
+        let param = key_of_param(key);
+        let sum = match sums.remove(&param) {
+            Some(sum) => Tensor::accumulate(sum, &gradient)?,
+            None => gradient,
+        };
+        sums.insert(param, sum);
+    }
+    Ok(sums)
 }
 
 /// Refuses a number of leaves that does not divide the rows, or that passes do not divide.
@@ -320,8 +348,8 @@ fn check_num_leaves(num_leaves: usize, rows: usize, shares: usize) -> Result<()>
 fn with_help(error: Error) -> Error {
     error.detail(
         "help",
-        "bits that do not depend on the mesh are supported for data-parallel ranks, tensor-parallel ranks and microbatches on the CPU: use \
-         a mesh of dp and tp and no ZeRO, or give up the promise (Deterministic::Run, --deterministic run)",
+        "bits that do not depend on the mesh are supported for axes that shard rows (dp, fsdp), for pp, tp and microbatches, on the CPU: \
+         use such a mesh, or give up the promise (Deterministic::Run, --deterministic run)",
     )
 }
 
@@ -353,6 +381,9 @@ mod tests {
         assert_eq!(ranges("", &plan, 4, 8, 2).unwrap(), [[0..2, 2..4, 4..6, 6..8]]);
         assert_eq!(ranges("dp=2", &plan, 4, 8, 1).unwrap(), [[0..2, 2..4], [4..6, 6..8]]);
         assert_eq!(ranges("dp=3", &plan, 6, 6, 1).unwrap(), [[0..1, 1..2], [2..3, 3..4], [4..5, 5..6]]);
+        let hybrid = plan.clone().and(Plan::fsdp("fsdp")).and(Plan::pipeline_parallel("pp"));
+        let of_rank = ranges("dp=2,pp=2,fsdp=2", &hybrid, 4, 4, 1).unwrap();
+        assert_eq!(of_rank.concat(), [0..1, 1..2, 0..1, 1..2, 2..3, 3..4, 2..3, 3..4]);
         let run = World::run(Mesh::single(), |rank| Deterministic::Run.row_ranges(rank, &plan, 6, 3));
         assert_eq!(run.unwrap(), [[0..2, 2..4, 4..6]]);
     }
@@ -366,12 +397,8 @@ mod tests {
         };
         for (mesh, plan, why) in [
             ("other=2", Plan::copies("copies"), "sums over the mesh axis other=2 have no canonical form yet"),
-            ("dp=2,fsdp=2", Plan::fsdp("fsdp"), "the mesh axis fsdp=2"),
-            ("dp=2,pp=2", Plan::pipeline_parallel("pp"), "the mesh axis pp=2"),
             ("dp=2,cp=2", Plan::context_parallel("cp"), "the mesh axis cp=2"),
-            ("fsdp=2", Plan::fsdp("fsdp"), "shards storage or activations over `fsdp`"),
-            ("dp=2", Plan::zero(1, "dp"), "shards storage or activations over `dp`"),
-            ("dp=2", Plan::new().point("out", "dp@1"), "shards storage or activations over `dp`"),
+            ("dp=2", Plan::new().point("out", "dp@1"), "shards activations over `dp`"),
         ] {
             let (kind, text) = refused(mesh, plan, 4, 8, 1);
             assert!(

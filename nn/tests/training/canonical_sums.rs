@@ -1,4 +1,4 @@
-//! Bits that do not depend on the number of data-parallel ranks and of microbatches: losses, counts, gradient norms, weights and
+//! Bits that do not depend on the number of data-parallel ranks and of microbatches, nor on pipelines: losses, counts, gradient norms, weights and
 //! optimizer state, bit for bit.
 
 use crate::llama;
@@ -15,29 +15,29 @@ use std::path::Path;
 
 /// A run of a model with dropout, clipping and unequal numbers of labels.
 #[derive(Clone)]
-struct Run {
-    config: ModelConfig,
-    dtype: DType,
-    rows: usize,
-    deterministic: Deterministic,
+pub(crate) struct Run {
+    pub(crate) config: ModelConfig,
+    pub(crate) dtype: DType,
+    pub(crate) rows: usize,
+    pub(crate) deterministic: Deterministic,
     /// Whether the loss is a mean over the rows of a leaf rather than a sum with a count.
-    is_mean: bool,
+    pub(crate) is_mean: bool,
 }
 
 /// Losses, counts, norms and auxiliary outputs of each step as bits, and the hash of the last state.
-type Bits = (Vec<[u64; 4]>, StateHash);
+pub(crate) type Bits = (Vec<[u64; 4]>, StateHash);
 
-fn gpt2() -> ModelConfig {
+pub(crate) fn gpt2() -> ModelConfig {
     Gpt2Config { initializer_range: 0.3, ..config() }.with_dropout(0.2).into()
 }
 
 impl Run {
-    fn new(config: ModelConfig) -> Run {
+    pub(crate) fn new(config: ModelConfig) -> Run {
         let deterministic = Deterministic::Mesh { batch_leaves: 12, sum_leaves: 8 };
         Run { config, dtype: DType::F32, rows: 24, deterministic, is_mean: false }
     }
 
-    fn trainer<'t>(
+    pub(crate) fn trainer<'t>(
         &self,
         rank: &Rank,
         plan: &'t Plan,
@@ -79,10 +79,21 @@ impl Run {
     }
 
     /// Trains for some steps after a checkpoint, and saves one.
-    fn train(&self, mesh: &str, microbatches: usize, steps: u64, [from, to]: [Option<&Path>; 2]) -> Bits {
-        let plan = LanguageModel::plan(&self.config);
+    fn train(&self, mesh: &str, microbatches: usize, steps: u64, folders: [Option<&Path>; 2]) -> Bits {
+        self.train_as(&LanguageModel::plan(&self.config), mesh, microbatches, steps, folders)
+    }
+
+    /// [`Run::train`] by a plan.
+    pub(crate) fn train_as(
+        &self,
+        plan: &Plan,
+        mesh: &str,
+        microbatches: usize,
+        steps: u64,
+        [from, to]: [Option<&Path>; 2],
+    ) -> Bits {
         let ranks = run(mesh, |rank| {
-            let mut trainer = self.trainer(rank, &plan, microbatches)?;
+            let mut trainer = self.trainer(rank, plan, microbatches)?;
             from.map(|from| trainer.resume(from)).transpose()?;
             let mut reports = Vec::new();
             for _ in 0..steps {
@@ -155,13 +166,48 @@ fn other_leaves_and_the_order_of_the_mesh_have_other_bits() {
 }
 
 #[test]
+fn pipelines_and_sharded_storage_have_the_bits_of_one_rank() {
+    let mixtral: ModelConfig =
+        LlamaConfig { experts: Some(ExpertsConfig::new(4, 2, 9)), ..llama::config(LlamaKind::Mixtral) }
+            .into();
+    let plan = |config: &ModelConfig| LanguageModel::plan(config);
+    let untied = Gpt2Config { initializer_range: 0.3, tie_word_embeddings: false, ..config() };
+    for (run, what) in [
+        (Run::new(gpt2()), "gpt2"),
+        (Run { dtype: DType::BF16, ..Run::new(untied.with_dropout(0.2).into()) }, "gpt2 in bf16, untied"),
+        (Run { is_mean: true, ..Run::new(mixtral) }, "mixtral with a mean"),
+    ] {
+        let alone = run.bits("", 1);
+        for schedule in ["1f1b", "gpipe", "zb-h1", "zb-v", "interleaved"] {
+            let plan = plan(&run.config).pipeline_schedule(schedule);
+            for mesh in ["pp=2", "pp=2,dp=3"] {
+                let bits = run.train_as(&plan, mesh, 1, 3, [None, None]);
+                assert_eq!(bits, alone, "{what} on {mesh} by {schedule}");
+            }
+        }
+        for (more, mesh) in [
+            (Plan::zero(1, "dp"), "dp=2"),
+            (Plan::zero(2, "dp"), "dp=4"),
+            (Plan::zero(3, "dp"), "dp=2"),
+            (Plan::fsdp("fsdp"), "dp=3,fsdp=2"),
+            (Plan::fsdp("fsdp"), "pp=2,dp=2,fsdp=2"),
+        ] {
+            let bits = run.train_as(&plan(&run.config).and(more), mesh, 1, 3, [None, None]);
+            assert_eq!(bits, alone, "{what} with shards on {mesh}");
+        }
+    }
+}
+
+#[test]
 fn run_that_resumes_on_another_number_of_ranks_ends_with_the_same_bits() {
     let (folder, run) = (Folder::new("canonical-resume"), Run::new(gpt2()));
     let (first, second) = (folder.0.join("first"), folder.0.join("second"));
     let (whole, hash) = run.train("dp=4", 1, 6, [None, None]);
     let mut parts = run.train("dp=2", 3, 2, [None, Some(&first)]).0;
-    parts.extend(run.train("dp=3", 1, 2, [Some(&first), Some(&second)]).0);
-    let (last, resumed) = run.train("", 4, 2, [Some(&second), None]);
+    let sharded = LanguageModel::plan(&run.config).and(Plan::fsdp("fsdp"));
+    parts.extend(run.train_as(&sharded, "dp=3,fsdp=2", 1, 1, [Some(&first), Some(&second)]).0);
+    parts.extend(run.train("pp=2,dp=3", 1, 1, [Some(&second), Some(&first)]).0);
+    let (last, resumed) = run.train("", 4, 2, [Some(&first), None]);
     parts.extend(last);
     assert_eq!((parts, resumed), (whole, hash));
 }
@@ -210,9 +256,10 @@ fn evaluation_counts_rows_once_and_a_dry_run_records_the_collectives() {
             let mut trainer = run.trainer(rank, &plan, 1)?;
             rank.trace().enable();
             trainer.step()?;
-            // Two roots of six leaves: an all-to-all and an all-gather for each gradient, and for the scalars; the control word.
-            let num_params = trainer.model().params().len();
-            assert_eq!(rank.trace().take().len(), 2 * num_params + 2 + 1);
+            // Two roots of six leaves: an all-to-all and an all-gather for each gradient, of which the tied embedding has two, and for the
+            // scalars; the comparison of copies; the squares of the gradients; the control word.
+            let num_gradients = trainer.model().params().len() + 1;
+            assert_eq!(rank.trace().take().len(), 2 * num_gradients + 2 + 1 + 2);
             Ok(())
         })
         .unwrap();

@@ -45,4 +45,5 @@ mod bad_files;
 mod checksums;
 mod state_hash;
 mod canonical_sums;
+mod canonical_meshes;
 mod fuzz;

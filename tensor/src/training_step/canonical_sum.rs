@@ -3,7 +3,7 @@
 use crate::execution::context::Context;
 use crate::execution::local_tensor::LocalTensor;
 use crate::tensor::Tensor;
-use shardgrad_dist::{Axis, AxisSet, Call, Error, Kind, Origin, Phase, Rank, Result};
+use shardgrad_dist::{AxisSet, Call, Error, Kind, Origin, Phase, Rank, Result};
 use shardgrad_kernels::{Device, Strides};
 use std::panic::Location;
 
@@ -25,14 +25,14 @@ pub fn check_device(rank: &Rank) -> Result<()> {
     }
 }
 
-/// Sums tensors over the leaves of a tree, with the same bits for every number of ranks along an axis of the world: each rank passes
-/// the sums of its roots, in the order of [`TreeSums::into_roots`], all of one layout without the axis, and gets the sum of all
+/// Sums tensors over the leaves of a tree, with the same bits for every number of ranks along some axes of the world: each rank passes
+/// the sums of its roots, in the order of [`TreeSums::into_roots`], all of one layout without the axes, and gets the sum of all
 /// leaves. One all-reduce, or one all-to-all and one all-gather ([`Rank::all_reduce_canonical`]). A collective call.
 ///
 /// # Errors
 /// `Kind::OutOfMemory`; errors of the collective.
 pub fn sum_roots(
-    axis: Axis,
+    axes: AxisSet,
     tree: SumTree,
     roots: &[Tensor],
     phase: Phase,
@@ -59,7 +59,7 @@ pub fn sum_roots(
     };
     let context = Context::of(rank);
     let path = context.path();
-    let (axes, dtype, origin) = (AxisSet::one(axis), first.dtype(), Origin::default());
+    let (dtype, origin) = (first.dtype(), Origin::default());
     let call = Call { axes, dtype, phase, path: &path, origin, site };
     let sum = rank.world().all_reduce_canonical(&call, &joined.buffer, numel, tree)?;
     let sum = LocalTensor::from_buffer(sum, dtype, &first.local().view.shape);
@@ -73,7 +73,7 @@ pub fn sum_roots(
 /// As [`sum_roots`].
 pub fn sum_root_numbers(
     rank: &Rank,
-    axis: Axis,
+    axes: AxisSet,
     tree: SumTree,
     roots: &[Vec<f64>],
     site: &'static Location<'static>,
@@ -82,6 +82,6 @@ pub fn sum_root_numbers(
         .iter()
         .map(|numbers| Tensor::from_host(rank, &[numbers.len()], numbers))
         .collect::<Result<_>>()?;
-    let sums = sum_roots(axis, tree, &roots, Phase::Control, site)?;
+    let sums = sum_roots(axes, tree, &roots, Phase::Control, site)?;
     sums.local().download(rank, if rank.is_dry_run() { 0 } else { sums.local().numel() })
 }

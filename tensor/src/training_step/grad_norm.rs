@@ -1,11 +1,15 @@
 //! The gradient norm: this rank's share of a sum of squares, in which every global element counts once.
 
 use crate::execution::local_tensor::{LocalTensor, launch};
+use crate::layout::Layout;
 use crate::layout::placement::Placement;
 use crate::tensor::Tensor;
+use crate::training_step::control::world_sum;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::op::reduce::SUM_SQUARES_MANY;
-use shardgrad_kernels::{DType, Strides};
+use shardgrad_kernels::{DType, Strides, SumTree};
+use std::ops::Range;
+use std::panic::Location;
 
 impl Tensor {
     /// Returns this rank's share of a scalar: the shares of all ranks of its mesh add up to the value. No
@@ -63,20 +67,119 @@ pub(crate) fn contributing_locals<'a>(
 ) -> Result<Vec<LocalTensor>> {
     let mut counted = Vec::new();
     for tensor in tensors {
-        let (layout, own) = (tensor.layout(), tensor.rank());
-        if !layout.partial().is_empty() {
-            return Err(Error::new(
-                Kind::Layout,
-                format!("the norm of a partial sum is unknown before it is reduced: {layout}"),
-            )
-            .detail("help", "redistribute the tensor to an invariant or sharded layout first"));
-        }
-        let split = layout.sharded_axes();
-        if layout.mesh().axes().all(|a| split.contains(a) || own.coordinate(a) == 0) {
+        if squares_count_here(tensor)? {
             counted.push(tensor.local().contiguous(rank)?);
         }
     }
     Ok(counted)
+}
+
+/// Whether this rank counts the elements that it holds: all axes that do not shard the tensor have copies, of which the first counts.
+fn squares_count_here(tensor: &Tensor) -> Result<bool> {
+    let (layout, own) = (tensor.layout(), tensor.rank());
+    if !layout.partial().is_empty() {
+        let text = format!("the norm of a partial sum is unknown before it is reduced: {layout}");
+        return Err(Error::new(Kind::Layout, text)
+            .detail("help", "redistribute the tensor to an invariant or sharded layout first"));
+    }
+    let split = layout.sharded_axes();
+    Ok(layout.mesh().axes().all(|a| split.contains(a) || own.coordinate(a) == 0))
+}
+
+/// Returns the sum of the squares of all elements of some gradients in f64, with the same bits on every mesh: each dim of a gradient is
+/// cut at the leaves of a tree ([`SumTree::leaf_range`]), and the sums of the blocks, each by one rank and over its elements in
+/// row-major order, are added in the order of the gradients and of their blocks. A gradient is given by its global shape; the tensor is
+/// `None` where other ranks count it. One all-reduce of a number for each block, of which one rank has a term that is not 0, and so
+/// exact. A collective call: every rank of the world passes as many gradients, in the same order. 0 on the null back end.
+///
+/// # Errors
+/// `Kind::Layout` for a partial sum; `Kind::Config` for a shard that holds a part of a block; errors of the collective.
+pub fn canonical_sum_squares<'a>(
+    rank: &Rank,
+    tree: SumTree,
+    gradients: impl IntoIterator<Item = (&'a [usize], Option<&'a Tensor>)>,
+    site: &'static Location<'static>,
+) -> Result<f64> {
+    let mut sums: Vec<f64> = Vec::new();
+    for (shape, tensor) in gradients {
+        let leaves = |&extent: &usize| {
+            let ranges = (0..tree.num_leaves()).map(|leaf| tree.leaf_range(extent, leaf));
+            ranges.filter(|range| !range.is_empty()).collect::<Vec<Range<usize>>>()
+        };
+        let leaves: Vec<Vec<Range<usize>>> = shape.iter().map(leaves).collect();
+        let first = sums.len();
+        sums.resize(first + leaves.iter().map(Vec::len).product::<usize>(), 0.0);
+        if let Some(tensor) = tensor
+            && squares_count_here(tensor)?
+        {
+            for (block, sum) in block_squares(tensor, tree.num_leaves(), &leaves)? {
+                sums[first + block] = sum;
+            }
+        }
+    }
+    Ok(world_sum(rank, &sums, site)?.iter().fold(0.0, |all, sum| all + sum))
+}
+
+/// Checks that the shards of a layout hold whole blocks of [`canonical_sum_squares`] over a number of leaves.
+///
+/// # Errors
+/// `Kind::Config` for a dim that is sharded over a number of ranks that does not divide the leaves.
+pub fn check_norm_leaves(layout: &Layout, num_leaves: usize) -> Result<()> {
+    let shards = layout.dims().iter().map(|dim| dim.axes.num_shards(layout.mesh()));
+    let Some(shards) = shards.filter(|shards| !num_leaves.is_multiple_of(*shards)).max() else {
+        return Ok(());
+    };
+    let text = format!(
+        "{shards} shards of {layout} do not hold whole leaves of a gradient norm of {num_leaves} leaves"
+    );
+    let help = format!("shard over a number of ranks that divides {num_leaves}");
+    Err(Error::new(Kind::Config, text).detail("help", help))
+}
+
+/// Returns the sums of squares of the blocks that this rank holds, with their numbers in row-major order. `leaves` are the ranges of
+/// the blocks in each dim.
+fn block_squares(
+    tensor: &Tensor,
+    num_leaves: usize,
+    leaves: &[Vec<Range<usize>>],
+) -> Result<Vec<(usize, f64)>> {
+    let (rank, layout, local) = (tensor.rank(), tensor.layout(), tensor.local());
+    check_norm_leaves(layout, num_leaves)?;
+    let mut blocks = vec![(0, local.view.as_ref().clone())];
+    for (dim, leaves) in leaves.iter().enumerate() {
+        let own = layout.range(dim, rank.coordinates());
+        let is_cut = |leaf: &Range<usize>| {
+            let common = leaf.start.max(own.start)..leaf.end.min(own.end);
+            !common.is_empty() && common != *leaf
+        };
+        if leaves.iter().any(is_cut) {
+            let text =
+                format!("the shards of dim {dim} of {layout} hold parts of its {} leaves", leaves.len());
+            let help = "shard over a number of ranks that divides the leaves of the gradient norm";
+            return Err(Error::new(Kind::Config, text).detail("help", help));
+        }
+        let held =
+            leaves.iter().enumerate().filter(|(_, leaf)| own.start <= leaf.start && leaf.end <= own.end);
+        let held: Vec<(usize, Range<usize>)> =
+            held.map(|(at, leaf)| (at, leaf.start - own.start..leaf.end - own.start)).collect();
+        let narrowed = |(number, view): &(usize, Strides)| {
+            let (number, view) = (number * leaves.len(), view.clone());
+            let narrow = move |(at, leaf): &(usize, Range<usize>)| {
+                (number + at, view.narrow(dim, leaf.start, leaf.end))
+            };
+            held.iter().map(narrow).collect::<Vec<_>>()
+        };
+        blocks = blocks.iter().flat_map(narrowed).collect();
+    }
+    if blocks.is_empty() || rank.is_dry_run() {
+        return Ok(Vec::new());
+    }
+    let contiguous = blocks.iter().map(|(_, view)| local.with_view(view.clone()).contiguous(rank));
+    let contiguous = contiguous.collect::<Result<Vec<LocalTensor>>>()?;
+    let mut sums = LocalTensor::alloc(rank, DType::F64, &[blocks.len()])?;
+    sum_squares(rank, &contiguous, &mut sums)?;
+    let sums: Vec<f64> = sums.download(rank, blocks.len())?;
+    Ok(blocks.into_iter().map(|(number, _)| number).zip(sums).collect())
 }
 
 /// Writes the sum of squares of each local tensor to the front of f64 memory; neighbours of one dtype take one launch.
@@ -95,10 +198,8 @@ pub(crate) fn sum_squares(rank: &Rank, locals: &[LocalTensor], sums: &mut LocalT
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::layout::Layout;
     use crate::training_step::control::world_sum;
     use shardgrad_dist::{Mesh, World};
-    use std::panic::Location;
 
     #[test]
     fn sum_squares_counts_every_global_element_once() {
@@ -126,6 +227,60 @@ mod tests {
                 .unwrap();
             }
         }
+    }
+
+    /// The sum of the squares of a tensor of 11 x 7 x 3 numbers and of a vector of 5 on a mesh.
+    fn canonical_on(mesh: &str, layouts: [&str; 2], dtype: DType) -> Vec<u64> {
+        let mesh = Mesh::parse(mesh).unwrap();
+        let numbers = |i: usize| ((i * 7919 % 1013) as f64 - 500.0) * 1.37_f64.powi((i % 23) as i32 - 11);
+        let shapes = [&[11, 7, 3][..], &[5]];
+        let layouts = layouts.map(|text| Layout::parse(text, &mesh).unwrap().with_dtype(dtype));
+        let sums = World::run(mesh, |rank| {
+            let tensor = |layout: &Layout| {
+                let all: Vec<f32> = (0..layout.numel()).map(|i| numbers(i) as f32).collect();
+                let wide = layout.with_dtype(DType::F32);
+                let local = Tensor::from_global(rank, &wide, &all)?.local().to_dtype(rank, dtype)?;
+                Ok::<_, Error>(Tensor::assemble(rank, layout.clone(), local))
+            };
+            let tensors = [tensor(&layouts[0])?, tensor(&layouts[1])?];
+            let terms = shapes.into_iter().zip(tensors.iter().map(Some));
+            canonical_sum_squares(rank, SumTree::new(6), terms, Location::caller()).map(f64::to_bits)
+        });
+        sums.unwrap()
+    }
+
+    #[test]
+    fn canonical_sum_squares_has_the_bits_of_one_rank_for_every_layout() {
+        for dtype in [DType::F32, DType::BF16] {
+            let alone = canonical_on("", ["f32[11, 7, 3]", "f32[5]"], dtype)[0];
+            for (mesh, layouts) in [
+                ("a=2", ["f32[11, 7, 3]", "f32[5]"]),
+                ("a=2", ["f32[11@a, 7, 3]", "f32[5@a]"]),
+                ("a=3", ["f32[11, 7@a, 3]", "f32[5@a]"]),
+                ("a=6", ["f32[11, 7, 3@a]", "f32[5] ~a"]),
+                ("a=2,b=3", ["f32[11@a, 7@b, 3]", "f32[5@b]"]),
+                ("a=2,b=3,c=2", ["f32[11@b, 7@c, 3@a]", "f32[5@a] ~b"]),
+            ] {
+                assert!(
+                    canonical_on(mesh, layouts, dtype).iter().all(|bits| *bits == alone),
+                    "{mesh} {layouts:?}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn shards_that_cut_the_leaves_of_the_norm_are_refused() {
+        World::run(Mesh::parse("a=3").unwrap(), |rank| {
+            let x = Tensor::zeros(rank, &Layout::parse("f32[12@a]", rank.mesh())?)?;
+            let error =
+                canonical_sum_squares(rank, SumTree::new(8), [(&[12][..], Some(&x))], Location::caller());
+            let error = error.unwrap_err();
+            assert_eq!(error.kind(), Kind::Config);
+            assert!(error.to_string().contains("a number of ranks that divides 8"), "{error}");
+            Ok(())
+        })
+        .unwrap();
     }
 
     #[test]

@@ -64,6 +64,9 @@ pub struct StepArgs {
     /// How many updates apart the copies of gradients and parameters are compared ([`copies`]): in the first update, in the
     /// one after so many, and so on; 0 for never. Equal on every rank.
     pub copies_checked_every: u64,
+    /// The leaves into which each dim of a gradient is cut, for a gradient norm whose bits do not depend on the mesh
+    /// ([`canonical_sum_squares`](grad_norm::canonical_sum_squares)); `None` for a norm in the order of the ranks. Equal on every rank.
+    pub norm_leaves: Option<usize>,
 }
 
 /// The default of [`StepArgs::copies_checked_every`].
@@ -85,6 +88,7 @@ impl StepArgs {
             auxiliary_vectors: Vec::new(),
             control: ControlFlags::new(),
             copies_checked_every: COPIES_CHECKED_EVERY,
+            norm_leaves: None,
         }
     }
 

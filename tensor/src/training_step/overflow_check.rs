@@ -118,28 +118,42 @@ impl OverflowCheck {
         gradients: impl IntoIterator<Item = &'a Tensor>,
         site: &'static Location<'static>,
     ) -> Result<()> {
+        let counted = contributing_locals(&self.rank, gradients)?;
+        self.check_squares(&Squares::Locals(counted), site)
+    }
+
+    /// [`OverflowCheck::check`] with a sum of the squares of all gradients that every rank knows
+    /// ([`canonical_sum_squares`](crate::training_step::grad_norm::canonical_sum_squares)).
+    ///
+    /// # Errors
+    /// As [`OverflowCheck::check`].
+    pub fn check_with_squares(&mut self, sum_squares: f64, site: &'static Location<'static>) -> Result<()> {
+        self.check_squares(&Squares::Sum(sum_squares), site)
+    }
+
+    fn check_squares(&mut self, squares: &Squares, site: &'static Location<'static>) -> Result<()> {
         let rank = &self.rank.clone();
-        let counted = contributing_locals(rank, gradients)?;
+        let num_squares = squares.num_terms();
         let losses = contributing_scalars(&self.args.losses)?;
         // A group holds the terms of one sum: an auxiliary vector is as many groups as it has elements.
         let (groups, vectors) = (groups(&self.args), &self.args.auxiliary_vectors);
         let num_groups = num_sums(&self.args);
         let num_terms = groups.iter().map(|group| group.len()).chain(vectors.iter().map(|v| v.sums.len()));
         let group_len = num_terms.max().unwrap_or(0);
-        let first_group = counted.len() + losses.len();
+        let first_group = num_squares + losses.len();
         let shape = [first_group + num_groups * group_len];
         // Terms that count on other ranks are 0 here.
         let mut sums = match num_groups {
             0 => LocalTensor::alloc(rank, DType::F64, &shape)?,
             _ => LocalTensor::full(rank, DType::F64, &shape, 0.0)?,
         };
-        sum_squares(rank, &counted, &mut sums)?;
+        squares.write(rank, &mut sums)?;
         let mut write = |scalars: &[Tensor], offset: usize| {
             scalars.iter().zip(offset..).try_for_each(|(scalar, offset)| {
                 sums.write(rank, Strides::contiguous(&[]).at(offset), scalar.local())
             })
         };
-        write(&losses, counted.len())?;
+        write(&losses, num_squares)?;
         for (group, i) in groups.iter().zip(0..) {
             write(&contributing_scalars(group)?, first_group + i * group_len)?;
         }
@@ -155,7 +169,7 @@ impl OverflowCheck {
         let has_counts = self.args.counts.is_some();
         let mut word = LocalTensor::alloc(rank, DType::F64, &[self.outcome.numel() - CHECK_LEN])?;
         let [num_squares, num_groups, group_len] =
-            [counted.len(), num_groups, group_len].map(|n| Scalar::Int(n as i64));
+            [num_squares, num_groups, group_len].map(|n| Scalar::Int(n as i64));
         let scalars = [num_squares, Scalar::Real(self.args.loss_divisor as f64), num_groups, group_len];
         let control = self.input_range(INPUT_HEAD, &[num_control]);
         launch(rank, &CONTROL_WORD, &[&sums, &control], &mut [&mut word], &scalars)?;
@@ -261,6 +275,34 @@ impl OverflowCheck {
 
     fn input_range(&self, offset: usize, shape: &[usize]) -> LocalTensor {
         self.inputs.with_view(Strides::contiguous(shape).at(offset))
+    }
+}
+
+/// The terms of the sum of squares of a step.
+enum Squares {
+    /// Gradients that count on this rank.
+    Locals(Vec<LocalTensor>),
+    /// The sum over all ranks, which the first rank of the world counts.
+    Sum(f64),
+}
+
+impl Squares {
+    fn num_terms(&self) -> usize {
+        match self {
+            Squares::Locals(locals) => locals.len(),
+            Squares::Sum(_) => 1,
+        }
+    }
+
+    /// Writes the terms to the front of f64 memory.
+    fn write(&self, rank: &Rank, sums: &mut LocalTensor) -> Result<()> {
+        match self {
+            Squares::Locals(locals) => sum_squares(rank, locals, sums),
+            Squares::Sum(sum) => {
+                let own = if rank.world().index() == 0 { *sum } else { 0.0 };
+                sums.write(rank, Strides::contiguous(&[1]), &LocalTensor::upload(rank, &[1], &[own])?)
+            }
+        }
     }
 }
 

@@ -12,6 +12,9 @@ impl Step<'_> {
     /// also reads waits for that stage.
     pub(super) fn reduce(&mut self, stage: usize) -> Result<()> {
         self.reduced.push(stage);
+        if self.leaves.is_some() {
+            return Ok(());
+        }
         let (runner, here) = (self.runner, self.here());
         let later =
             |other: &usize| runner.schedule.stage_ranks[*other] == here && !self.reduced.contains(other);
@@ -43,6 +46,9 @@ impl Step<'_> {
             return Ok(());
         }
         self.parameters.clear();
+        if self.leaves.is_some() {
+            return Ok(());
+        }
         let (runner, here) = (self.runner, self.here());
         for (key, ranks) in runner.stages.shared_parameters(&runner.schedule.stage_ranks) {
             if !ranks.contains(&here) || !(self.inputs.is_trained)(key) {

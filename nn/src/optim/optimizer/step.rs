@@ -1,7 +1,7 @@
 //! One optimizer step: all-reduce of the control word, overflow check, clipping and update, launched or captured.
 
 use super::super::copies::{check_update_copies, is_check_due};
-use super::super::grad_norm::counted_gradients;
+use super::super::grad_norm::NormTerms;
 use super::super::hyperparameter::{NOT_NEGATIVE, POSITIVE, check_clip, check_range};
 use super::Optimizer;
 use crate::module::param::{LOST_VALUE_HELP, Param};
@@ -16,8 +16,9 @@ use std::panic::Location;
 #[derive(Debug)]
 pub(crate) struct OptimizerStep {
     overflow_check: OverflowCheck,
-    /// Gradients whose elements count on this rank.
-    counted_gradients: Vec<Tensor>,
+    rank: Rank,
+    /// The gradients of which the step takes the norm.
+    norm_terms: NormTerms,
     /// Parameters to update, with their gradients.
     updates: Vec<(Param, Tensor)>,
     /// Whether this step compares the copies of gradients and parameters.
@@ -48,7 +49,7 @@ impl OptimizerStep {
         args: StepArgs,
     ) -> Result<OptimizerStep> {
         optim.check_params(params)?;
-        let counted_gradients = counted_gradients(params, &gradients).cloned().collect();
+        let norm_terms = NormTerms::new(params, &gradients, args.norm_leaves);
         let trained = params.iter().filter(|param| !param.is_frozen());
         let updates = trained.filter_map(|param| Some((param.clone(), gradients.remove(&param.key())?)));
         let mut updates: Vec<(Param, Tensor)> = updates.collect();
@@ -56,7 +57,8 @@ impl OptimizerStep {
         let compares_copies = is_check_due(rank, params, optim.num_steps(), args.copies_checked_every);
         let hyperparameters = hyperparameters(optim, &updates, &args)?;
         let overflow_check = OverflowCheck::new(rank, args, hyperparameters)?;
-        Ok(OptimizerStep { overflow_check, counted_gradients, updates, compares_copies, graph: None })
+        let rank = rank.clone();
+        Ok(OptimizerStep { overflow_check, rank, norm_terms, updates, compares_copies, graph: None })
     }
 
     /// Captures overflow check and update as a graph, or returns why they cannot be captured.
@@ -114,7 +116,7 @@ impl OptimizerStep {
         if self.compares_copies {
             check_update_copies(&self.updates, site)?;
         }
-        self.overflow_check.check(&self.counted_gradients, site)
+        self.norm_terms.check(&self.rank, &mut self.overflow_check, site)
     }
 
     /// Launches the update, or replays the graph, waits for the report, and counts the step unless it was skipped.

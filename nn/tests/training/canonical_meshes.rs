@@ -1,0 +1,127 @@
+//! The same bits on every mesh, proved by a table: each row of `canonical_meshes.txt` is a run on a mesh, whose losses, gradient norms and
+//! last state are those of one rank, or states why it is refused. Runs have dropout, clipping and rows of unequal numbers of labels.
+
+use crate::canonical_sums::{Bits, Run, gpt2};
+use crate::llama;
+use shardgrad_nn::{Deterministic, ExpertsConfig, LanguageModel, LlamaConfig, LlamaKind, ModelConfig, Plan};
+use shardgrad_tensor::{DType, Mesh, World};
+use std::collections::BTreeMap;
+
+/// A head with the names of columns, and one run per line. `hsdp=3x2` is 3 ranks with copies times 2 with shards.
+const TABLE: &str = include_str!("canonical_meshes.txt");
+
+/// The rows that run with every `cargo test`, and those that are refused.
+const NUM_IN_GATE: usize = 3;
+
+/// The steps of a run in the gate, and of all runs with `SHARDGRAD_MESHES=all`.
+const STEPS: [u64; 2] = [4, 100];
+
+/// A row of the table.
+#[derive(Debug)]
+struct Row {
+    model: &'static str,
+    dtype: DType,
+    microbatches: usize,
+    mesh: String,
+    plan: Plan,
+    /// What the refusal says; `None` for a run with the bits of one rank.
+    refusal: Option<&'static str>,
+}
+
+fn config(model: &str) -> ModelConfig {
+    let mixtral = || LlamaConfig {
+        experts: Some(ExpertsConfig {
+            output_router_logits: true,
+            router_aux_loss_coef: 0.1,
+            ..ExpertsConfig::new(4, 2, 9)
+        }),
+        ..llama::config(LlamaKind::Mixtral)
+    };
+    match model {
+        "gpt2" => gpt2(),
+        "llama" => llama::config(LlamaKind::Llama).into(),
+        "mixtral" => mixtral().into(),
+        other => panic!("the table names no model {other}"),
+    }
+}
+
+impl Row {
+    fn parse(line: &'static str) -> Row {
+        let words: Vec<&'static str> = line.split_whitespace().collect();
+        let [model, dtype, microbatches, pipeline, rows, other] = words[..6] else { panic!("{line}") };
+        let (mut plan, mut axes) = (LanguageModel::plan(&config(model)), Vec::new());
+        if let Some((schedule, ranks)) = pipeline.split_once('=') {
+            plan = plan.pipeline_schedule(schedule);
+            axes.push(format!("pp={ranks}"));
+        }
+        if let Some((form, ranks)) = rows.split_once('=') {
+            let (copies, shards) = ranks.split_once('x').unwrap_or(("1", ranks));
+            let stage = form.strip_prefix("zero").map(|stage| stage.parse().expect("a stage of ZeRO"));
+            let (more, of_rows) = match (form, stage) {
+                ("dp", _) => (Plan::new(), format!("dp={ranks}")),
+                (_, Some(stage)) => (Plan::zero(stage, "dp"), format!("dp={ranks}")),
+                _ => (Plan::fsdp("fsdp"), format!("dp={copies},fsdp={shards}")),
+            };
+            plan = plan.and(more);
+            axes.push(of_rows);
+        }
+        axes.extend((other != "-").then(|| other.to_string()));
+        let refusal = words[6..].first().filter(|word| **word != "same");
+        Row {
+            model,
+            dtype: if dtype == "bf16" { DType::BF16 } else { DType::F32 },
+            microbatches: microbatches.parse().expect("a number of microbatches"),
+            mesh: axes.join(","),
+            plan,
+            refusal: refusal.map(|word| &line[line.find(word).expect("a word of the line")..]),
+        }
+    }
+
+    fn run(&self) -> Run {
+        let deterministic = Deterministic::Mesh { batch_leaves: 24, sum_leaves: 8 };
+        Run { dtype: self.dtype, deterministic, ..Run::new(config(self.model)) }
+    }
+
+    fn bits(&self, steps: u64) -> Bits {
+        self.run().train_as(&self.plan, &self.mesh, self.microbatches, steps, [None, None])
+    }
+
+    /// What the error of a trainer on the mesh says.
+    fn refusal_found(&self) -> String {
+        let run = self.run();
+        let world = World::new(Mesh::parse(&self.mesh).unwrap());
+        let made = world.launch(|rank| run.trainer(rank, &self.plan, self.microbatches).map(|_| ()));
+        made.map_or_else(|error| error.to_string(), |_| "nothing is refused".to_string())
+    }
+}
+
+fn rows() -> Vec<Row> {
+    TABLE.lines().skip(1).map(Row::parse).collect()
+}
+
+#[test]
+fn canonical_meshes_have_the_bits_of_one_rank() {
+    let is_full = std::env::var("SHARDGRAD_MESHES").is_ok_and(|rows| rows == "all");
+    let (num_rows, steps) = if is_full { (usize::MAX, STEPS[1]) } else { (NUM_IN_GATE, STEPS[0]) };
+    let rows: Vec<Row> = rows().into_iter().filter(|row| row.refusal.is_none()).take(num_rows).collect();
+    let mut alone: BTreeMap<(&str, &str), Bits> = BTreeMap::new();
+    for row in &rows {
+        let one = alone.entry((row.model, row.dtype.name())).or_insert_with(|| {
+            row.run().train_as(&LanguageModel::plan(&config(row.model)), "", 1, steps, [None, None])
+        });
+        assert!(row.bits(steps) == *one, "{row:?} has other bits than one rank");
+    }
+    println!("{} rows", rows.len());
+    let hashes: Vec<_> = alone.values().map(|(_, hash)| hash).collect();
+    assert!((1..hashes.len()).all(|i| !hashes[..i].contains(&hashes[i])), "the runs differ: {hashes:?}");
+}
+
+#[test]
+fn meshes_of_the_table_without_canonical_sums_are_refused_for_the_stated_reason() {
+    let refused: Vec<Row> = rows().into_iter().filter(|row| row.refusal.is_some()).collect();
+    for row in &refused {
+        let (found, stated) = (row.refusal_found(), row.refusal.unwrap_or_default());
+        assert!(found.contains(stated), "{}: stated `{stated}`, found: {found}", row.mesh);
+    }
+    assert!(!refused.is_empty());
+}
