@@ -154,6 +154,40 @@ fn bits_are_those_of_one_rank_for_every_number_of_ranks_and_microbatches() {
     assert!((1..5).all(|i| !hashes[..i].contains(&hashes[i])), "the runs differ: {hashes:?}");
 }
 
+/// Six heads of 5 channels over width 30 and 11 tokens: neither divides 8 leaves.
+fn wide_gpt2() -> ModelConfig {
+    Gpt2Config { initializer_range: 0.3, ..Gpt2Config::new(VOCAB, 8, 30, 2, 6) }.with_dropout(0.2).into()
+}
+
+/// Six groups of two heads.
+fn wide_llama() -> ModelConfig {
+    let llama = LlamaConfig::new(LlamaKind::Llama, VOCAB, 8, [10, 7], 2, [12, 6]);
+    LlamaConfig { head_dim: 4, initializer_range: 0.3, ..llama }.into()
+}
+
+/// Meshes of tensor-parallel ranks, alone and with data-parallel ranks, pipelines and microbatches.
+const TENSOR_CUTS: [(&str, usize); 6] =
+    [("tp=2", 1), ("tp=4", 3), ("dp=2,tp=2", 1), ("tp=2,dp=3", 2), ("dp=2,tp=4", 1), ("pp=2,tp=2", 3)];
+
+fn check_tensor_cuts(run: &Run, what: &str) {
+    let alone = run.bits("", 1);
+    for (mesh, microbatches) in TENSOR_CUTS {
+        assert_eq!(run.bits(mesh, microbatches), alone, "{what} on {mesh} in {microbatches} microbatches");
+    }
+}
+
+#[test]
+fn bits_are_those_of_one_rank_for_every_number_of_tensor_parallel_ranks() {
+    check_tensor_cuts(&Run::new(wide_gpt2()), "gpt2");
+    check_tensor_cuts(&Run::new(wide_llama()), "llama");
+}
+
+#[test]
+fn bits_in_bf16_are_those_of_one_rank_for_every_number_of_tensor_parallel_ranks() {
+    check_tensor_cuts(&Run { dtype: DType::BF16, ..Run::new(wide_gpt2()) }, "gpt2 in bf16");
+    check_tensor_cuts(&Run { dtype: DType::BF16, ..Run::new(wide_llama()) }, "llama in bf16");
+}
+
 #[test]
 fn other_leaves_and_the_order_of_the_mesh_have_other_bits() {
     let run = Run::new(gpt2());

@@ -234,3 +234,87 @@ fn unsupported(why: String) -> Error {
          --deterministic run)",
     )
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layout::Layout;
+    use crate::methods::value::Value;
+    use crate::tensor::Tensor;
+    use crate::tensor::redistribute::redistribute_cached;
+    use shardgrad_dist::{Mesh, World};
+    use shardgrad_kernels::DType;
+    use std::panic::Location;
+
+    #[test]
+    fn label_that_is_cut_follows_from_the_signature() {
+        for (text, ndims, cut) in [
+            // Tokens, not rows; heads, not channels; not the packed queries, keys and values.
+            ("..m k, ..m n -> k n", &[3, 3][..], Some("m1")),
+            ("..m k, k n -> ..m n", &[3, 2], Some("k")),
+            ("..m i0 i1, i0 i1 o0 -> ..m o0", &[4, 3], Some("i0")),
+            ("..m p0! o0 o1, i0 p0! o0 o1 -> ..m i0", &[5, 4], Some("o0")),
+            ("..m d -> d", &[3], Some("m1")),
+            ("a b c d -> c d", &[4], Some("b")),
+            ("..m d!, d!, ..m, ..m d! -> ..m d!, d!", &[3, 1, 2, 3], Some("m1")),
+            ("..m, ..m -> ..m", &[2, 2], None),
+            ("..m d! -> ..m", &[2], None),
+        ] {
+            let signature = Signature::parse(text).unwrap();
+            let labels = signature.bind(|i| ndims[i], |_| None).unwrap();
+            let found = cut_label(&signature, &labels).map(|label| labels.name(label));
+            assert_eq!(found.as_deref(), cut, "{text}");
+        }
+    }
+
+    /// Numbers that no order of addition sums exactly.
+    fn numbers(count: usize, seed: usize) -> Vec<f32> {
+        (0..count).map(|i| (((i * 7919 + seed * 104_729) % 1009) as f32 - 504.0) / 37.0).collect()
+    }
+
+    /// The bits of x w, with k sharded over `tp`, completed.
+    fn product(mesh: &str, tree: Option<SumTree>, dtype: DType, [m, k, n]: [usize; 3]) -> Vec<u64> {
+        let ranks = World::run(Mesh::parse(mesh).unwrap(), |rank| {
+            let _tree = Context::of(rank).set_sum_tree(tree);
+            let axis = if mesh.is_empty() { "" } else { "@tp" };
+            let tensor = |text: &str, count: usize, seed: usize| {
+                let layout = Layout::parse(text, rank.mesh())?;
+                Tensor::from_global(rank, &layout, &numbers(count, seed))?.into_dtype(dtype)
+            };
+            let x = tensor(&format!("f32[{m}, {k}{axis}]"), m * k, 0)?;
+            let w = tensor(&format!("f32[{k}{axis}, {n}]"), k * n, 1)?;
+            let y = x.matmul(&w);
+            let whole = Layout::invariant(rank.mesh(), dtype, &[m, n]);
+            let y = redistribute_cached(&y, &whole, Location::caller())?;
+            Ok(y.to_f64()?.iter().map(|y| y.to_bits()).collect::<Vec<_>>())
+        });
+        let ranks = ranks.unwrap_or_else(|e| panic!("{mesh}: {e}"));
+        assert!(ranks.iter().all(|rank| *rank == ranks[0]), "{mesh}: ranks disagree");
+        ranks[0].clone()
+    }
+
+    #[test]
+    fn products_have_the_same_bits_for_every_number_of_ranks_that_share_k() {
+        for dtype in [DType::F32, DType::BF16, DType::F64] {
+            for k in [0, 1, 3, 13, 64, 301] {
+                for (num_leaves, meshes) in
+                    [(8, &["tp=2", "tp=4", "tp=8"][..]), (12, &["tp=3", "tp=6", "tp=12"])]
+                {
+                    let tree = Some(SumTree::new(num_leaves));
+                    let alone = product("", tree, dtype, [5, k, 7]);
+                    for mesh in meshes {
+                        assert_eq!(
+                            product(mesh, tree, dtype, [5, k, 7]),
+                            alone,
+                            "{dtype}, k = {k} over {mesh}"
+                        );
+                    }
+                }
+            }
+        }
+        let tree = |num_leaves| product("", Some(SumTree::new(num_leaves)), DType::F32, [5, 301, 7]);
+        let plain = |mesh| product(mesh, None, DType::F32, [5, 301, 7]);
+        assert!(tree(8) != tree(12) && tree(1) == plain(""), "the leaves decide the order");
+        assert!(plain("tp=4") != plain(""), "without canonical sums the ranks decide the order");
+    }
+}
