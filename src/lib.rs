@@ -52,6 +52,7 @@
 //! - `processes` (default): ranks as processes ([`World::join`](dist::World::join)), on one machine or several, and the cryptography of
 //!   their connections, 32 packages. Without it ranks are threads of one process;
 //! - `cuda`: the back end for NVIDIA GPUs, whose libraries are loaded at run time;
+//! - `nccl`: collectives of processes with a GPU each by NCCL, loaded at run time; with `cuda` and `processes`;
 //! - `ndarray`: tensors from and to arrays of the crate ndarray;
 //! - `tokenizers`: text in the tokens of `tokenizer.json`, in the command line.
 //!
@@ -91,8 +92,8 @@ pub mod prelude {
     pub use shardgrad_nn::optim::{OverflowCheck, ParamGroup};
     pub use shardgrad_nn::{
         ActivationPoint, AdamW, Attention, ControlFlags, CrossEntropy, Dropout, Embedding, Init, LayerNorm,
-        Linear, Log, Lora, LrScheduler, Mlp, Model, Module, Optimizer, Param, Plan, Precision, RmsNorm, Sgd,
-        StepArgs, StepReport, Trainer, TrainerConfig, cross_entropy, module,
+        Linear, Log, Lora, Loss, LrScheduler, MicrobatchLosses, Mlp, Model, Module, Optimizer, Param, Plan,
+        Precision, RmsNorm, Sgd, StepArgs, StepReport, Trainer, TrainerConfig, cross_entropy, module,
     };
     pub use shardgrad_nn::{Ema, Muon, Optimizers};
     pub use shardgrad_tensor::{

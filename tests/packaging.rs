@@ -95,6 +95,33 @@ fn libraries_need_few_packages() {
     }
 }
 
+/// What docs.rs and crates.io show of each package: a description, a front page, and the items behind optional features.
+#[test]
+fn packages_have_a_front_page_and_all_features_on_docs_rs() {
+    for (folder, features) in [
+        ("kernels", &["cuda"][..]),
+        ("nccl", &["cuda"]),
+        ("dist", &["nccl"]),
+        ("tensor", &["ndarray"]),
+        ("autograd", &[]),
+        ("nn", &[]),
+        ("testing", &[]),
+        (".", &["nccl", "ndarray"]),
+    ] {
+        let folder = Path::new(ROOT).join(folder);
+        let manifest: toml::Table = fs::read_to_string(folder.join("Cargo.toml")).unwrap().parse().unwrap();
+        let package = &manifest["package"];
+        assert!(package["description"].as_str().is_some_and(|text| text.len() > 20), "{folder:?}");
+        assert!(package.get("license").is_some(), "{folder:?}");
+        assert!(folder.join(package["readme"].as_str().unwrap()).is_file(), "{folder:?}");
+        let docs = package.get("metadata").and_then(|metadata| metadata.get("docs.rs"));
+        let found = docs.map_or_else(Vec::new, |docs| docs["features"].as_array().unwrap().clone());
+        assert_eq!(found, features.iter().map(|f| toml::Value::from(*f)).collect::<Vec<_>>(), "{folder:?}");
+        let front = fs::read_to_string(folder.join("src/lib.rs")).unwrap();
+        assert!(front.starts_with("//! "), "{folder:?}");
+    }
+}
+
 #[test]
 fn test_oracles_are_compiled_for_tests_only() {
     let is_oracle = |package: &String| package.starts_with("shardgrad-testing ");

@@ -17,7 +17,8 @@ use std::fmt;
 #[doc(alias = "LoRA")]
 pub trait Adapter: Module {
     /// Returns what is added to x w, of the shape of x w. `x` is the layer's input, after its activation point. The result is a
-    /// partial sum where x w is one, so that both are reduced together.
+    /// partial sum where x w is one, so that both are reduced together. An error in it names the line that applied the layer, and the
+    /// adapter's own as `adapter`.
     fn forward(&self, x: &Var) -> Var;
 
     /// The fields that describe the adapter in `adapter_config.json` of PEFT; `None` if PEFT does not know the adapter, which

@@ -333,6 +333,16 @@ fn misuse_of_adapters_is_an_error() {
         stale.message(),
         "parameter `0.lora_A.weight` is sharded like a parameter that the model does not have"
     );
+    let within = refused(&|rank| {
+        let layers = vec![Linear::new(4, 2)].adapt("0", |layer| Lora::new(layer, 2).dropout(0.5));
+        let model = Model::new(rank, layers, &Plan::new(), 1)?;
+        let x = model.tape().constant(Tensor::from_host(rank, &[1, 4], &[1.0f32; 4])?);
+        let _ = model[0].forward(&x);
+        Ok(())
+    });
+    assert!(within.message().starts_with("dropout layer `0.lora_dropout`"), "{within}");
+    assert!(within.site().is_some_and(|site| site.file().ends_with("training/adapters.rs")), "{within}");
+    assert!(within.to_string().contains("layer/lora.rs:"), "{within}");
     let folder = base("lora-misuse");
     let load = |filter: LoadFilter| {
         World::run(Mesh::single(), |rank| {

@@ -5,8 +5,8 @@ use crate::module::Module;
 use crate::module::adapter::{Adaptable, Adapter, AdapterSlot};
 use crate::module::param::Param;
 use shardgrad_autograd::Var;
-use shardgrad_tensor::{Point, Value};
-use std::panic::Location;
+use shardgrad_tensor::{Error, Point, Value};
+use std::panic::{AssertUnwindSafe, Location, catch_unwind, resume_unwind};
 
 /// The parameters of an adapter come last, beside those of the layer.
 impl Module for Linear {
@@ -65,7 +65,7 @@ impl Point<Var> for AdaptedOut<'_> {
 
     fn pass(&self, value: &Var, site: &'static Location<'static>) -> Var {
         match self.layer.adapter() {
-            Some(adapter) => self.layer.out.pass(&value.add(&adapter.forward(self.x)), site),
+            Some(adapter) => self.layer.out.pass(&value.add(&term(adapter, self.x, site)), site),
             None => self.layer.out.pass(value, site),
         }
     }
@@ -73,4 +73,18 @@ impl Point<Var> for AdaptedOut<'_> {
     fn enter(&self, x: &Var) {
         self.layer.out.enter(x);
     }
+}
+
+/// The term of an adapter. An error names the line that applied the layer, and the adapter's own line next to it, which may be the
+/// library's.
+fn term(adapter: &dyn Adapter, x: &Var, site: &'static Location<'static>) -> Var {
+    catch_unwind(AssertUnwindSafe(|| adapter.forward(x))).unwrap_or_else(|cause| {
+        match cause.downcast::<Error>() {
+            Ok(error) => match error.site() {
+                Some(own) => error.detail("adapter", own.to_string()).replace_site(site).raise(),
+                None => error.at(site).raise(),
+            },
+            Err(cause) => resume_unwind(cause),
+        }
+    })
 }
