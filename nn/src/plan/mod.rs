@@ -210,10 +210,11 @@ impl Plan {
     /// Whether an axis shards parameters and activations alone: not batches, layers, experts or the storage of parameters.
     pub(crate) fn is_tensor_axis(&self, axis: &str) -> bool {
         let is = |named: &Option<String>| named.as_deref() == Some(axis);
+        let is_used = self.rules.iter().any(|rule| rule.axis == axis && rule.target != RuleTarget::Compute);
         let shards_data = self.batch.iter().any(|(name, _)| name == axis)
             || self.zero.iter().any(|zero| zero.axis == axis)
             || self.pipeline.as_ref().is_some_and(|pipeline| pipeline.axis == axis);
-        self.shards_with(axis) && !shards_data && !is(&self.expert_axis) && !is(&self.context_axis)
+        is_used && !shards_data && !is(&self.expert_axis) && !is(&self.context_axis)
     }
 
     /// Rejects a plan with rules that cannot be parsed.
