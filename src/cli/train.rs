@@ -217,7 +217,7 @@ pub(super) fn run(args: &TrainArgs, startup: &Startup) -> Result<(), Failure> {
         job.state.lines.print_line(format_args!("training {text}"));
         if let Deterministic::Mesh { batch_leaves } = job.spec.train_config.deterministic {
             job.state.lines.print_line(format_args!(
-                "the same bits for every number of data-parallel ranks and microbatches that divides {batch_leaves} leaves of the batch"
+                "the same bits on every mesh of dp, fsdp, ep and pp whose ranks of rows times microbatches divide {batch_leaves} leaves of the batch"
             ));
         }
         if let Some(from) = &job.spec.start.from {
