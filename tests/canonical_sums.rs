@@ -1,4 +1,4 @@
-//! `train --deterministic mesh` and `--state-hash`: the same metrics, bit for bit, for every number of data-parallel ranks and of
+//! `train --deterministic mesh` and `--state-hash`: the same metrics, bit for bit, for every number of data-parallel ranks, of pipeline stages and of
 //! microbatches, also after a resumption on other ranks; hashes of equal weights on every mesh.
 
 use crate::cli::Folder;
@@ -28,7 +28,9 @@ fn metrics_have_the_same_bits_for_every_number_of_ranks_and_microbatches() {
     };
     let alone = run("alone", "4", &["--mesh", "dp=1"]);
     assert!(hashes(&alone).iter().all(|hash| hash.is_some_and(|hash| hash.len() == 32)), "{alone:?}");
-    for (mesh, microbatches) in [("dp=1", "4"), ("dp=2", "1"), ("dp=2", "2"), ("dp=4", "1")] {
+    for (mesh, microbatches) in
+        [("dp=1", "4"), ("dp=2", "1"), ("dp=2", "2"), ("dp=4", "1"), ("pp=2", "1"), ("pp=2,fsdp=2", "1")]
+    {
         let name = format!("{mesh}-{microbatches}");
         assert_eq!(run(&name, "4", &["--mesh", mesh, "--microbatches", microbatches]), alone, "{name}");
     }

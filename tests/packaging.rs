@@ -114,7 +114,7 @@ fn packages_have_a_front_page_and_all_features_on_docs_rs() {
         assert!(package["description"].as_str().is_some_and(|text| text.len() > 20), "{folder:?}");
         assert!(package.get("license").is_some(), "{folder:?}");
         assert!(folder.join(package["readme"].as_str().unwrap()).is_file(), "{folder:?}");
-        let docs = package.get("metadata").and_then(|metadata| metadata.get("docs.rs"));
+        let docs = package.get("metadata").map(|metadata| &metadata["docs"]["rs"]);
         let found = docs.map_or_else(Vec::new, |docs| docs["features"].as_array().unwrap().clone());
         assert_eq!(found, features.iter().map(|f| toml::Value::from(*f)).collect::<Vec<_>>(), "{folder:?}");
         let front = fs::read_to_string(folder.join("src/lib.rs")).unwrap();

@@ -217,8 +217,8 @@ pub(super) fn run(args: &TrainArgs, startup: &Startup) -> Result<(), Failure> {
         job.state.lines.print_line(format_args!("training {text}"));
         if let Deterministic::Mesh { batch_leaves, sum_leaves } = job.spec.train_config.deterministic {
             job.state.lines.print_line(format_args!(
-                "the same bits for every number of data-parallel ranks and microbatches that divides {batch_leaves} leaves of the batch, and of \
-                 tensor-parallel ranks that divides {sum_leaves} leaves of sums"
+                "the same bits on every mesh of dp, fsdp, ep, pp and tp whose ranks of rows times microbatches divide {batch_leaves} leaves of the \
+                 batch, and whose tensor-parallel ranks divide {sum_leaves} leaves of sums"
             ));
         }
         if let Some(from) = &job.spec.start.from {

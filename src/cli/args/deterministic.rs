@@ -21,11 +21,11 @@ enum Promise {
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Parallelism")]
 pub(crate) struct DeterministicArgs {
-    /// What bits do not depend on. run: repetition, resumption, threads or processes, on the same mesh; mesh: also the number of
-    /// data-parallel and tensor-parallel ranks and of microbatches, on meshes of dp and tp, on the CPU
+    /// What bits do not depend on. run: repetition, resumption, threads or processes, on the same mesh; mesh: also the mesh
+    /// of dp, fsdp, ep, pp and tp, the schedule and the number of microbatches, on the CPU
     #[arg(long, value_name = "WHAT", value_enum, default_value_t = Promise::Run)]
     deterministic: Promise,
-    /// With --deterministic mesh: number of leaves into which the batch is cut, a pass for each; a multiple of dp times --microbatches
+    /// With --deterministic mesh: number of leaves into which the batch is cut, a pass for each; a multiple of dp times fsdp times ep times --microbatches
     /// that divides --batch. Another number gives other bits [default: 8, or --batch if that is smaller]
     #[arg(long, value_name = "N", value_parser = values::count)]
     batch_leaves: Option<usize>,
