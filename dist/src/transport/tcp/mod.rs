@@ -34,7 +34,7 @@ mod queue_tests;
 
 pub(crate) use connections::Connections;
 pub use rendezvous::Rendezvous;
-pub(crate) use rendezvous::{ConsistentValues, WaitHook, WorldConfig};
+pub(crate) use rendezvous::{ConsistentValues, RankGpu, WaitHook, WorldConfig};
 pub(crate) use world_view::WorldView;
 
 use super::{Transport, buffer_ops};
