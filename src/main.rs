@@ -39,6 +39,8 @@ fn main() -> ExitCode {
     // While this is the only thread.
     #[cfg(feature = "cuda")]
     shardgrad::kernels::cuda::reserve_hardware_queues();
+    #[cfg(feature = "nccl")]
+    shardgrad::nccl::pin_algorithm();
     cli::main()
 }
 

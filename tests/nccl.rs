@@ -1,6 +1,7 @@
 //! The command line on processes with a fake GPU each: training steps over NCCL beside those of threads on the CPU, and the choice of the
 //! GPU.
 
+use serde_json::Value;
 use std::fs;
 use std::hash::{BuildHasher, RandomState};
 use std::io::Write as _;
@@ -46,19 +47,34 @@ impl Machine {
         ["CUDA", "NVRTC", "CUBLASLT", "NCCL"].iter().for_each(|library| {
             command.env(format!("SHARDGRAD_{library}_PATH"), &self.0);
         });
-        command.env_remove("CUDA_VISIBLE_DEVICES").env("SHARDGRAD_CACHE_DIR", &self.0);
+        let removed = ["CUDA_VISIBLE_DEVICES", "NCCL_ALGO", "NCCL_PROTO"];
+        for name in removed {
+            command.env_remove(name);
+        }
+        command.env("SHARDGRAD_CACHE_DIR", &self.0);
         command.args(args).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         command
     }
 
     /// Runs a command as processes, each one rank, with the variables of torchrun.
     fn run_ranks(&self, count: usize, args: &[&str]) -> Vec<Output> {
+        self.run_ranks_with(count, args, |_, _| {})
+    }
+
+    /// [`Machine::run_ranks`], after `set_up` of the command of each rank.
+    fn run_ranks_with(
+        &self,
+        count: usize,
+        args: &[&str],
+        set_up: impl Fn(usize, &mut Command),
+    ) -> Vec<Output> {
         let port = free_port().to_string();
         let start = |rank: usize| -> Child {
             let numbers =
                 [("RANK", rank), ("WORLD_SIZE", count), ("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", count)];
             let mut command = self.command(args);
             command.envs(numbers.map(|(name, n)| (name, n.to_string())));
+            set_up(rank, &mut command);
             command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &port).spawn().unwrap()
         };
         let started: Vec<Child> = (0..count).map(start).collect();
@@ -88,53 +104,142 @@ fn stderr(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-/// The losses of a run.
-fn losses(out: &str) -> Vec<f64> {
-    let record = fs::read_to_string(format!("{out}/metrics.jsonl")).unwrap();
-    let rows = record.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
-    rows.filter_map(|row| row["loss"].as_f64()).collect()
+/// A mesh and options of a training run.
+struct Case(&'static str, &'static [&'static str]);
+
+/// Each style of parallelism on two processes, and a product on four.
+const CASES: [Case; 8] = [
+    Case("dp=2", &[]),
+    Case("tp=2", &[]),
+    Case("pp=2", &[]),
+    Case("fsdp=2", &[]),
+    Case("cp=2", &["--context", "ring"]),
+    Case("ep=2", &["--preset", "mixtral-tiny", "--experts", "exchange"]),
+    Case("dp=2,tp=2", &[]),
+    Case("fsdp=2,cp=2", &["--context", "ring"]),
+];
+
+/// Further ones, with `SHARDGRAD_NCCL=all`.
+const MORE_CASES: [Case; 22] = [
+    Case("dp=2", &["--zero", "1"]),
+    Case("dp=2", &["--zero", "2"]),
+    Case("dp=2", &["--dtype", "bf16"]),
+    Case("tp=2", &["--sequence-parallel"]),
+    Case("cp=2", &[]),
+    Case("cp=2", &["--context", "exchange"]),
+    Case("ep=2", &["--preset", "mixtral-tiny", "--experts", "gather"]),
+    Case("dp=4", &[]),
+    Case("tp=4", &[]),
+    Case("pp=4", &[]),
+    Case("fsdp=4", &[]),
+    Case("cp=4", &["--context", "ring"]),
+    Case("ep=4", &["--preset", "mixtral-tiny", "--experts", "exchange"]),
+    Case("dp=2,fsdp=2", &[]),
+    Case("dp=2,cp=2", &["--context", "ring"]),
+    Case("dp=2,ep=2", &["--preset", "mixtral-tiny", "--experts", "exchange"]),
+    Case("fsdp=2,tp=2", &[]),
+    Case("cp=2,tp=2", &["--context", "ring"]),
+    Case("pp=2,dp=2", &[]),
+    Case("pp=2,tp=2", &["--schedule", "zb-h1"]),
+    Case("pp=2,fsdp=2", &[]),
+    Case("pp=2,cp=2", &["--context", "ring"]),
+];
+
+impl Machine {
+    /// The text on which runs train.
+    fn data(&self) -> String {
+        let data = self.0.join("text");
+        fs::write(&data, "The quick brown fox jumps over the lazy dog. ".repeat(100)).unwrap();
+        data.to_str().unwrap().to_string()
+    }
+
+    /// Trains two steps on a mesh, as `count` processes or, with 0, on threads. Returns the metrics of the steps and the first output.
+    fn train(&self, name: &str, count: usize, mesh: &str, options: &[&str]) -> (Vec<Value>, String) {
+        let (data, out) = (self.data(), self.0.join(name));
+        let fixed =
+            "--seq 16 --batch 4 --threads 1 --eval-every 2 --steps 2 --warmup 0 --lr-schedule constant";
+        let mut args = vec!["train", "--data", &data, "--out", out.to_str().unwrap(), "--mesh", mesh];
+        args.extend(fixed.split(' ').chain(options.iter().copied()));
+        let outputs = match count {
+            0 => vec![self.command(&args).output().unwrap()],
+            _ => self.run_ranks(count, &args),
+        };
+        outputs.iter().for_each(|output| assert!(output.status.success(), "{name}: {}", stderr(output)));
+        let record = fs::read_to_string(out.join("metrics.jsonl")).unwrap();
+        let rows = record.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+        let rows: Vec<Value> = rows.filter(|row| row.get("loss").is_some()).collect();
+        assert_eq!(rows.len(), 2, "{name}: {record}");
+        (rows, String::from_utf8_lossy(&outputs[0].stdout).into_owned())
+    }
+}
+
+/// The number of ranks of a mesh.
+fn num_ranks(mesh: &str) -> usize {
+    mesh.split(',').map(|axis| axis.split_once('=').unwrap().1.parse::<usize>().unwrap()).product()
 }
 
 #[test]
 fn training_on_processes_gives_the_losses_of_threads() {
     let Some(machine) = Machine::new("train", 4) else { return };
-    let data = machine.0.join("text");
-    fs::write(&data, "The quick brown fox jumps over the lazy dog. ".repeat(100)).unwrap();
-    let meshes = [(2, "dp=2"), (2, "tp=2"), (2, "pp=2"), (2, "fsdp=2"), (2, "cp=2"), (4, "dp=2,tp=2")];
-    for (count, mesh) in meshes {
-        let args = |out: &str, device: &str| -> Vec<String> {
-            let data = data.to_str().unwrap();
-            let given =
-                ["train", "--data", data, "--seq", "16", "--batch", "4", "--mesh", mesh, "--threads", "1"];
-            let kept = [
-                "--eval-every",
-                "2",
-                "--steps",
-                "2",
-                "--warmup",
-                "0",
-                "--lr-schedule",
-                "constant",
-                "--out",
-                out,
-            ];
-            given.iter().chain(&kept).chain(&["--device", device]).map(ToString::to_string).collect()
-        };
-        let out = |kind: &str| machine.0.join(format!("{kind}-{mesh}")).to_str().unwrap().to_string();
-        let (threads, processes) = (out("threads"), out("processes"));
-        let on_cpu = args(&threads, "cpu");
-        let output =
-            machine.command(&on_cpu.iter().map(String::as_str).collect::<Vec<&str>>()).output().unwrap();
-        assert!(output.status.success(), "{mesh}: {}", stderr(&output));
-        let on_gpus = args(&processes, "cuda");
-        let on_gpus: Vec<&str> = on_gpus.iter().map(String::as_str).collect();
-        for output in machine.run_ranks(count, &on_gpus) {
-            assert!(output.status.success(), "{mesh}: {}", stderr(&output));
+    let has_all = std::env::var("SHARDGRAD_NCCL").is_ok_and(|value| value == "all");
+    let more = if has_all { &MORE_CASES[..] } else { &[] };
+    for (number, Case(mesh, options)) in CASES.iter().chain(more).enumerate() {
+        let on = |device| [*options, &["--device", device]].concat();
+        let (due, _) = machine.train(&format!("threads-{number}"), 0, mesh, &on("cpu"));
+        let (got, _) = machine.train(&format!("processes-{number}"), num_ranks(mesh), mesh, &on("cuda"));
+        // Kernels of GPUs and NCCL add in other orders; 16-bit floats round.
+        let limit = if options.contains(&"bf16") { 2e-2 } else { 1e-5 };
+        let loss = |row: &Value| row["loss"].as_f64().unwrap();
+        let is_near = due.iter().zip(&got).all(|(due, got)| (loss(due) - loss(got)).abs() <= limit);
+        assert!(is_near, "{mesh} {options:?}: {got:?}, of threads {due:?}");
+    }
+    let _ = writeln!(std::io::stderr(), "{} combinations over NCCL", CASES.len() + more.len());
+}
+
+#[test]
+fn with_deterministic_transport_weights_have_the_bits_of_threads() {
+    let Some(machine) = Machine::new("transport", 4) else { return };
+    let hashed = |more: &[&str]| [&["--state-hash", "1"], more].concat();
+    let train = |name: &str, count: usize, more: &[&str]| machine.train(name, count, "dp=4", &hashed(more));
+    let (due, _) = train("threads", 0, &["--device", "cuda:0"]);
+    let (got, text) = train("tree", 4, &["--device", "cuda", "--deterministic", "transport"]);
+    let values = ["loss", "grad_norm", "state_hash"];
+    let bits =
+        |rows: &[Value]| rows.iter().map(|row| values.map(|name| row[name].clone())).collect::<Vec<_>>();
+    assert!(due[0]["state_hash"].is_string(), "{due:?}");
+    assert_eq!(bits(&got), bits(&due));
+    let line = "NCCL 2.28.9, NCCL_ALGO=Ring, NCCL_PROTO=Simple, sums in the order of threads";
+    assert!(text.contains(line), "{text}");
+    // NCCL adds in another order.
+    let (other, text) = train("plain", 4, &["--device", "cuda"]);
+    assert_ne!(bits(&other), bits(&due));
+    assert!(text.contains("NCCL_PROTO=Simple, sums by NCCL"), "{text}");
+}
+
+#[test]
+fn processes_that_see_the_same_gpu_are_refused_unless_they_name_it() {
+    let Some(machine) = Machine::new("same", 2) else { return };
+    let (data, out) = (machine.data(), machine.0.join("out"));
+    let args = |device| {
+        let args =
+            ["train", "--steps", "1", "--mesh", "dp=2", "--seq", "8", "--batch", "2", "--eval-every", "0"];
+        [&args[..], &["--data", &data, "--out", out.to_str().unwrap(), "--device", device]].concat()
+    };
+    let run = |device: &str, visible: [&str; 2]| {
+        machine.run_ranks_with(2, &args(device), |rank, command| {
+            command.env("CUDA_VISIBLE_DEVICES", visible[rank]);
+        })
+    };
+    for output in run("cuda", ["0", "0"]) {
+        assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
+        let text = stderr(&output);
+        let why = "ranks 0 and 1 have the same GPU, GPU-00000000-0000-0000-0000-000000000001 of host ";
+        assert!(text.contains(why) && text.contains("--device cuda:0"), "{text}");
+    }
+    for (device, visible) in [("cuda:0", ["0", "0"]), ("cuda", ["0", "1"])] {
+        for output in run(device, visible) {
+            assert!(output.status.success(), "{device}: {}", stderr(&output));
         }
-        let (due, got) = (losses(&threads), losses(&processes));
-        assert!(due.len() == 2 && got.len() == 2, "{mesh}: {due:?} {got:?}");
-        let is_near = due.iter().zip(&got).all(|(due, got)| (due - got).abs() <= 1e-5);
-        assert!(is_near, "{mesh}: {got:?}, of threads {due:?}");
     }
 }
 
@@ -156,8 +261,9 @@ fn processes_without_a_gpu_each_are_refused() {
 #[test]
 fn doctor_shows_the_library() {
     let Some(machine) = Machine::new("doctor", 1) else { return };
-    let output = machine.command(&["doctor"]).output().unwrap();
+    let output = machine.command(&["doctor"]).env("NCCL_ALGO", "Tree").output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     let line = format!("{} (2.28.9)", machine.0.join("libnccl.so.2").display());
     assert!(output.status.success() && text.contains(&line), "{text}");
+    assert!(text.contains("NCCL_ALGO=Tree, NCCL_PROTO=Simple"), "a set variable stays: {text}");
 }

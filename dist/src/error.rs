@@ -182,12 +182,26 @@ impl From<shardgrad_kernels::KernelError> for Error {
             | shardgrad_kernels::KernelError::CaptureOutputHeld { .. } => Kind::Unsupported,
             _ => Kind::Device,
         };
-        let error = Error::new(kind, e.to_string());
+        let text = match e {
+            // The other ranks, on other machines, repeat this text.
+            shardgrad_kernels::KernelError::Device { is_permanent: true, .. } => {
+                format!("a GPU of host {} failed: {e}", host_name())
+            }
+            _ => e.to_string(),
+        };
+        let error = Error::new(kind, text);
         match e {
             shardgrad_kernels::KernelError::Library { help, .. } => error.detail("help", help),
             _ => error,
         }
     }
+}
+
+/// The name of this machine; `unknown` if the system does not show it.
+pub(crate) fn host_name() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let name = name.trim();
+    if name.is_empty() { "unknown" } else { name }.to_string()
 }
 
 /// The result type of fallible functions of shardgrad.

@@ -54,8 +54,12 @@ pub struct World {
     consistent_values: Vec<ConsistentValues>,
     #[cfg(feature = "processes")]
     wait_hook: Option<WaitHook>,
+    #[cfg(feature = "processes")]
+    shares_gpu: bool,
     #[cfg(feature = "nccl")]
     is_over_tcp: bool,
+    #[cfg(feature = "nccl")]
+    has_tree_sums: bool,
     warns_if_unoptimized: bool,
 }
 
@@ -77,8 +81,12 @@ impl World {
             consistent_values: Vec::new(),
             #[cfg(feature = "processes")]
             wait_hook: None,
+            #[cfg(feature = "processes")]
+            shares_gpu: false,
             #[cfg(feature = "nccl")]
             is_over_tcp: false,
+            #[cfg(feature = "nccl")]
+            has_tree_sums: false,
             warns_if_unoptimized: true,
         }
     }

@@ -11,7 +11,7 @@
 //! - No wait is endless: a mismatch, a deadlock over any groups, a rank that returned or failed, and a wait beyond
 //!   [`World::timeout`] are each an error on every rank. [`World::launch`] returns the first cause.
 //! - Results are deterministic: sums are formed in a fixed balanced tree over the group ranks, independent of timing, of the
-//!   algorithm (direct or chunked) and of the transport (threads or TCP).
+//!   algorithm (direct or chunked) and of the transport (threads or TCP; NCCL with `World::tree_sums`).
 //! - When a collective returns, no other rank holds a buffer that was passed to it.
 //! - A [`Rank`] exists only while its function runs; it neither crosses threads nor lives in a global.
 //! - There is no `unsafe` code: ranks share memory through reference-counted buffers that are read-only while shared.

@@ -108,11 +108,12 @@ fn is_near(name: &str, a: &[u8], b: &[u8]) -> bool {
             .all(|(a, b)| (value(a) - value(b)).abs() <= 1e-5 * value(a).abs().max(1.0))
 }
 
-/// Compares the results of this rank with those of threads on the CPU.
-fn compare(mesh: &Mesh, rank: usize, results: &[(String, Vec<u8>)], is_exact: bool) {
+/// Compares the results of this rank with those of threads on the CPU. Returns the names of those that differ by the order of a sum.
+fn compare(mesh: &Mesh, rank: usize, results: &[(String, Vec<u8>)], is_exact: bool) -> Vec<String> {
     let of_threads = World::new(mesh.clone()).threads(1).allow_unoptimized();
     let due = of_threads.launch(|rank| all_calls(rank, is_exact)).unwrap().swap_remove(rank);
     assert_eq!(results.len(), due.len());
+    let mut differing = Vec::new();
     for ((name, bytes), (due_name, due)) in results.iter().zip(&due) {
         assert_eq!(name, due_name);
         // NCCL sums these, in its own order.
@@ -122,7 +123,11 @@ fn compare(mesh: &Mesh, rank: usize, results: &[(String, Vec<u8>)], is_exact: bo
                 .any(|sum| name.starts_with(sum));
         let fits = bytes == due || !is_exact && is_summed && is_near(name, bytes, due);
         assert!(fits, "{name} on rank {rank} of {mesh}");
+        if bytes != due {
+            differing.push(name.clone());
+        }
     }
+    differing
 }
 
 fn port(folder: &Path, rank: usize) -> u16 {
@@ -267,8 +272,26 @@ fn scenario(name: &str, folder: &Path, rank: usize, size: usize) {
         "parity" => {
             let both = |rank: &Rank| Ok([true, false].map(|is_exact| all_calls(rank, is_exact).unwrap()));
             let [exact, inexact] = join(folder, &mesh, rank, |world| world, both).unwrap();
-            compare(&mesh, rank, &exact, true);
-            compare(&mesh, rank, &inexact, false);
+            assert!(compare(&mesh, rank, &exact, true).is_empty());
+            // Two summands have one order.
+            let differing = compare(&mesh, rank, &inexact, false);
+            assert_eq!(differing.iter().any(|name| name.contains("sum) f32")), size > 2, "{differing:?}");
+        }
+        "tree" => {
+            let calls = |rank: &Rank| all_calls(rank, false);
+            let results = join(folder, &mesh, rank, World::tree_sums, calls).unwrap();
+            assert_eq!(compare(&mesh, rank, &results, false), Vec::<String>::new());
+        }
+        // Ranks arrive in each order, some time after each other.
+        "orders" => {
+            let orders = [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]];
+            for (number, order) in orders.iter().enumerate() {
+                let own = folder.join(format!("order-{number}"));
+                fs::create_dir_all(&own).unwrap();
+                thread::sleep(Duration::from_millis(50 * order[rank]));
+                let sums = join(&own, &mesh, rank, |world| world, |rank| sum(rank, 3));
+                assert_eq!(sums.unwrap(), [3.0; 3], "{order:?}");
+            }
         }
         "killed" => {
             let error = joined(&|rank| {
@@ -336,6 +359,53 @@ fn scenario(name: &str, folder: &Path, rank: usize, size: usize) {
                 Ok(())
             });
             all.unwrap();
+        }
+        // The GPU of rank 1 is lost in its next allocation from the driver.
+        "gone" => {
+            let error = joined(&|rank| {
+                sum(rank, 5)?;
+                if rank.index() == 1 {
+                    let own = std::env::var_os("SHARDGRAD_NCCL_PATH").unwrap();
+                    fs::write(Path::new(&own).join("refuse.txt"), "cuMemAlloc_v2 0 1000000 719\n")?;
+                }
+                sum(rank, 100 << 20 >> 2).map(|_| ())
+            });
+            let host = fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
+            let why =
+                format!("a GPU of host {} failed: cuMemAlloc_v2: CUDA_ERROR_LAUNCH_FAILED", host.trim());
+            match rank {
+                1 => contains(&error.unwrap_err(), Kind::Device, &[why.as_str(), "rank"]),
+                _ => contains(&error.unwrap_err(), Kind::PeerLost, &[&format!("rank 1 failed: {why}")]),
+            }
+        }
+        "same" => {
+            let device = CudaDevice::open(&SearchPaths::from_env(), 0).unwrap();
+            let set_up = |world: World| world.on_device(device.clone());
+            let error = join(folder, &mesh, rank, set_up, |rank| sum(rank, 3)).unwrap_err();
+            let why = "ranks 0 and 1 have the same GPU, GPU-00000000-0000-0000-0000-000000000001 of host ";
+            contains(&error, Kind::Config, &[why, "CUDA_VISIBLE_DEVICES"]);
+        }
+        "shared" => {
+            let device = CudaDevice::open(&SearchPaths::from_env(), 0).unwrap();
+            let set_up = |world: World| world.on_device(device.clone()).share_gpu();
+            assert_eq!(join(folder, &mesh, rank, set_up, |rank| sum(rank, 3)).unwrap(), [2.0; 3]);
+        }
+        "unlike-sums" => {
+            let set_up = |world: World| if rank == 1 { world.tree_sums() } else { world };
+            let error = join(folder, &mesh, rank, set_up, |rank| sum(rank, 5)).unwrap_err();
+            let why = "ranks got different transports: sums is NCCL on rank 0, tree on rank 1";
+            contains(&error, Kind::Config, &[why]);
+        }
+        // A call fails on rank 1 only.
+        name if name.starts_with("nccl") => {
+            let error = joined(&|rank| sum(rank, 5).map(|_| ())).unwrap_err();
+            let why = format!("{name}: invalid usage (5): the fake refuses {name}");
+            match rank {
+                1 => contains(&error, Kind::Device, &[why.as_str()]),
+                _ => {
+                    contains(&error, Kind::PeerLost, &[&format!("rank 1 failed: {name}: invalid usage (5)")])
+                }
+            }
         }
         // Rank 1 cannot submit, when rank 0 waits on its GPU already.
         "refused" => {
@@ -418,6 +488,41 @@ fn collectives_on_two_and_four_processes_give_the_results_of_threads() {
 }
 
 #[test]
+fn tree_sums_have_the_bits_of_threads() {
+    let Some(gpu) = FakeGpu::new("dist-tree", "") else { return };
+    gpu.succeeds("tree dp=2,tp=2", 4);
+}
+
+#[test]
+fn ranks_join_in_every_order() {
+    let Some(gpu) = FakeGpu::new("dist-orders", "") else { return };
+    gpu.succeeds("orders dp=3", 3);
+}
+
+#[test]
+fn refused_calls_of_a_rank_end_all_ranks() {
+    for call in ["ncclCommInitRankConfig", "ncclGroupStart", "ncclGroupEnd", "ncclAllReduce"] {
+        let Some(gpu) = FakeGpu::new(&format!("dist-{call}"), "") else { return };
+        gpu.refuse(1, call, 5);
+        gpu.succeeds(&format!("{call} dp=2"), 2);
+    }
+}
+
+#[test]
+fn lost_gpu_is_named_with_rank_and_host_on_all_ranks() {
+    let Some(gpu) = FakeGpu::new("dist-gone", "") else { return };
+    gpu.succeeds("gone dp=3", 3);
+}
+
+#[test]
+fn processes_share_a_gpu_only_if_asked() {
+    for name in ["same", "shared"] {
+        let Some(gpu) = FakeGpu::new(&format!("dist-{name}"), "") else { return };
+        gpu.succeeds(&format!("{name} dp=2"), 2);
+    }
+}
+
+#[test]
 fn killed_process_is_named_and_the_waits_on_gpus_end() {
     for options in ["", "silent-loss"] {
         let Some(gpu) = FakeGpu::new(&format!("dist-killed-{}", options.len()), options) else { return };
@@ -429,7 +534,7 @@ fn killed_process_is_named_and_the_waits_on_gpus_end() {
 
 #[test]
 fn failures_end_on_every_rank_with_their_cause() {
-    for name in ["refused", "asynchronous", "mixed", "tcp"] {
+    for name in ["unlike-sums", "refused", "asynchronous", "mixed", "tcp"] {
         let Some(gpu) = FakeGpu::new(&format!("dist-{name}"), "") else { return };
         if name == "refused" {
             gpu.refuse(1, "ncclGroupEnd", 5);

@@ -35,6 +35,11 @@ pub trait BackendProvider: fmt::Debug + Send + Sync {
     /// Returns the device of the back ends.
     fn device(&self) -> Device;
 
+    /// Returns the UUID of the device, by which processes notice that they have the same one; `None` for the CPU.
+    fn uuid(&self) -> Option<&str> {
+        None
+    }
+
     /// Creates a back end.
     ///
     /// # Errors

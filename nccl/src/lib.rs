@@ -20,4 +20,4 @@ mod library_tests;
 #[cfg(feature = "cuda")]
 pub use communicator::{ABORTED, Communicator, Part, ReduceOp};
 #[cfg(feature = "cuda")]
-pub use library::{Nccl, UniqueId};
+pub use library::{Nccl, UniqueId, algorithm, pin_algorithm};

@@ -14,6 +14,32 @@ const OPTIONAL: [(&str, &str); 3] = [
     ("ncclCommRevoke", "revocation"),
 ];
 
+/// The variables by which NCCL chooses the algorithm and the protocol of an operation, and the values of [`pin_algorithm`]: of those with
+/// which every operation runs on every topology.
+const PINNED: [(&str, &str); 2] = [("NCCL_ALGO", "Ring"), ("NCCL_PROTO", "Simple")];
+/// Linux lists the threads of this process here.
+const OWN_THREADS: &str = "/proc/self/task";
+
+/// Sets the variables NCCL_ALGO and NCCL_PROTO that are not set to Ring and Simple, so that NCCL adds in the same order in every run on the
+/// same GPUs, whatever it measures or a tuner chooses.
+///
+/// Call it at the start of `main`: a process may change its environment only while it has a single thread. If it has others already, this
+/// function does nothing; then set the variables before the program starts. Returns whether both variables are set.
+pub fn pin_algorithm() -> bool {
+    let is_alone = std::fs::read_dir(OWN_THREADS).is_ok_and(|threads| threads.count() == 1);
+    for (name, value) in PINNED.iter().filter(|(name, _)| is_alone && std::env::var_os(name).is_none()) {
+        // SAFETY: this is the only thread of the process, and only it could start others, so nothing else reads the environment meanwhile.
+        unsafe { std::env::set_var(name, value) };
+    }
+    PINNED.iter().all(|(name, _)| std::env::var_os(name).is_some())
+}
+
+/// Returns the names and values of the variables by which NCCL chooses algorithm and protocol.
+#[must_use]
+pub fn algorithm() -> [(&'static str, String); 2] {
+    PINNED.map(|(name, _)| (name, std::env::var(name).unwrap_or_else(|_| "not set".to_string())))
+}
+
 /// The open library.
 #[derive(Debug)]
 pub struct Nccl {
@@ -59,6 +85,13 @@ impl Nccl {
     #[must_use]
     pub fn version(&self) -> usize {
         self.version
+    }
+
+    /// Describes in one line what the order of its sums depends on: version, algorithm and protocol.
+    #[must_use]
+    pub fn describe_sums(&self) -> String {
+        let [algorithm, protocol] = algorithm().map(|(name, value)| format!("{name}={value}"));
+        format!("NCCL {}, {algorithm}, {protocol}", version_text(self.version))
     }
 
     /// Describes the library in one line: file, version and optional features.

@@ -377,6 +377,7 @@ impl RunArgs {
         let limit = self.memory_limit().and_then(|bytes| usize::try_from(bytes).ok()).unwrap_or(0);
         let world = world.matmul_precision(self.matmul_precision).memory_limit(limit);
         let world = if self.pin { world.pin_threads() } else { world };
+        let world = if self.device.is_numbered() { world.share_gpu() } else { world };
         Ranks::new(self.threads.map_or(world.clone(), |n| world.threads(n)), &self.mesh, process)
     }
 }

@@ -136,7 +136,11 @@ fn cuda() -> (String, Vec<(String, String)>) {
         lines.push((format!("  cuda:{number}"), described.unwrap_or_else(error_text)));
     }
     #[cfg(feature = "nccl")]
-    lines.push(("  NCCL".into(), nccl(&paths).unwrap_or_else(error_text)));
+    {
+        lines.push(("  NCCL".into(), nccl(&paths).unwrap_or_else(error_text)));
+        let pinned = shardgrad::nccl::algorithm().map(|(name, value)| format!("{name}={value}"));
+        lines.push(("  NCCL sums".into(), pinned.join(", ")));
+    }
     (if ready { "ready" } else { "not ready" }.into(), lines)
 }
 

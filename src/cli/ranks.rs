@@ -82,6 +82,26 @@ impl Ranks {
         Ranks { world, rendezvous: startup.rendezvous.clone(), process: process.or(self.process) }
     }
 
+    /// Lets sums over NCCL have the bits of those over other transports.
+    #[cfg(feature = "nccl")]
+    #[must_use]
+    pub(crate) fn with_tree_sums(self) -> Ranks {
+        self.with(World::tree_sums)
+    }
+
+    /// Lets sums over NCCL have the bits of those over other transports: without NCCL they have.
+    #[cfg(not(feature = "nccl"))]
+    #[must_use]
+    pub(crate) fn with_tree_sums(self) -> Ranks {
+        self
+    }
+
+    /// Describes what the order of sums over NCCL depends on, if ranks use NCCL and its library is found.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn describe_nccl(&self) -> Option<String> {
+        self.world.describe_nccl().filter(|_| self.are_processes())
+    }
+
     /// Returns whether the ranks are processes.
     pub(crate) fn are_processes(&self) -> bool {
         self.process.is_some()

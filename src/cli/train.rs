@@ -203,6 +203,7 @@ pub(super) fn run(args: &TrainArgs, startup: &Startup) -> Result<(), Failure> {
     check_eps(args)?;
     let mesh = args.mesh();
     let ranks = args.run.training_world(&mesh, &args.parallelism)?.started_by(startup);
+    let ranks = if args.has_tree_sums() { ranks.with_tree_sums() } else { ranks };
     let Some(job) = prepare(args)? else { return Ok(consistency::check_all_are_done(&ranks)?) };
     let ranks = with_consistency_checks(ranks, &job)?;
     let text = format!(
@@ -215,6 +216,10 @@ pub(super) fn run(args: &TrainArgs, startup: &Startup) -> Result<(), Failure> {
     );
     if !job.spec.json && is_rank_zero() && !job.spec.is_done() {
         job.state.lines.print_line(format_args!("training {text}"));
+        #[cfg(feature = "nccl")]
+        if let Some(nccl) = ranks.describe_nccl() {
+            job.state.lines.print_line(format_args!("collectives over {nccl}"));
+        }
         if let Deterministic::Mesh { batch_leaves, sum_leaves } = job.spec.train_config.deterministic {
             job.state.lines.print_line(format_args!(
                 "the same bits on every mesh of dp, fsdp, ep, pp and tp whose ranks of rows times microbatches divide {batch_leaves} leaves of the \

@@ -2,18 +2,24 @@
 
 use super::{SPIN, STACK_BYTES, World, assign_cores, catch_errors};
 use crate::encoding::printable;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Kind, Result, host_name};
 use crate::process::Process;
 use crate::rank::Rank;
 #[cfg(feature = "nccl")]
 use crate::transport::nccl::{NcclTransport, Session};
 use crate::transport::overlapped::OverlappedTransport;
-use crate::transport::tcp::{ConsistentValues, Endpoint, Rendezvous, TcpTransport, WaitHook, WorldConfig};
+use crate::transport::tcp::{
+    ConsistentValues, Endpoint, RankGpu, Rendezvous, TcpTransport, WaitHook, WorldConfig,
+};
 use crate::transport::{Transport, TransportSession};
 #[cfg(feature = "nccl")]
 use shardgrad_kernels::Device;
 use shardgrad_kernels::cpu::cores;
+#[cfg(feature = "nccl")]
+use shardgrad_kernels::cuda::SearchPaths;
 use shardgrad_kernels::{Backend, BackendConfig};
+#[cfg(feature = "nccl")]
+use shardgrad_nccl::Nccl;
 use std::io::Read;
 use std::sync::Arc;
 use std::thread;
@@ -47,6 +53,13 @@ impl World {
         self
     }
 
+    /// Lets processes have the same GPU. Default: an error, because it mostly means that each process sees one GPU, and all the same one.
+    #[must_use]
+    pub fn share_gpu(mut self) -> World {
+        self.shares_gpu = true;
+        self
+    }
+
     /// Joins the world as the rank of this process: connects to all other processes, calls `f`, and returns its result when all ranks
     /// have returned. Results have the same bits as with the threads of [`World::launch`]. Every process of the world calls `join` with
     /// the same mesh; rank 0 listens at [`Process::port`], then each process connects to each other one. Each connection starts with
@@ -70,7 +83,8 @@ impl World {
     ///
     /// # Errors
     /// While connecting: `Kind::Config` if the mesh has another number of ranks than there are processes, if processes differ in mesh,
-    /// program, version or [consistent values](World::check_consistent), or if two processes have the same rank; `Kind::Timeout` naming
+    /// program, version or [consistent values](World::check_consistent), if two processes have the same rank, or
+    /// [unintentionally](World::share_gpu) the same GPU; `Kind::Timeout` naming
     /// the ranks that did not connect within [`World::timeout`]; `Kind::Io` for a port that cannot be opened; `Kind::PeerLost` for a
     /// process that ended before all ranks were connected.
     ///
@@ -105,7 +119,9 @@ impl World {
             return Err(Error::new(Kind::Config, why).detail("help", help));
         }
         let mesh = self.mesh.to_string();
-        let config = WorldConfig { mesh, program: program(), values: self.compared_values() };
+        let uuid = self.provider.uuid().filter(|_| !self.shares_gpu);
+        let gpu = uuid.map(|uuid| RankGpu { uuid: uuid.to_string(), host: host_name() });
+        let config = WorldConfig { mesh, program: program(), values: self.compared_values(), gpu };
         let links = rendezvous.connect(&config, self.timeout, self.wait_hook.as_ref())?;
         let endpoint = Endpoint::new(&self.mesh, process.rank(), links, self.timeout)?;
         thread::scope(|scope| {
@@ -186,6 +202,23 @@ impl World {
         self
     }
 
+    /// Forms all sums over NCCL in the tree in which threads and TCP form them, so that results have the same bits on every transport:
+    /// pieces travel over send and recv, and the kernels add. Default: NCCL adds f32 and f64, in an order that depends on its algorithm.
+    #[must_use]
+    pub fn tree_sums(mut self) -> World {
+        self.has_tree_sums = true;
+        self
+    }
+
+    /// Describes the NCCL over which the ranks of [`World::join`] communicate: its version, the variables by which it chooses algorithm
+    /// and protocol, and who adds. `None` if they do not use NCCL or the library is not found.
+    #[must_use]
+    pub fn describe_nccl(&self) -> Option<String> {
+        let library = self.uses_nccl().then(|| Nccl::open(&SearchPaths::from_env()))?.ok()?;
+        let sums = if self.has_tree_sums { "in the order of threads" } else { "by NCCL" };
+        Some(format!("{}, sums {sums}", library.describe_sums()))
+    }
+
     /// Whether the ranks communicate by NCCL.
     fn uses_nccl(&self) -> bool {
         matches!(self.provider.device(), Device::Cuda(_)) && self.mesh.num_ranks() > 1 && !self.is_over_tcp
@@ -196,8 +229,13 @@ impl World {
         if !matches!(self.provider.device(), Device::Cuda(_)) {
             return self.consistent_values.clone();
         }
-        let transport = if self.uses_nccl() { "NCCL" } else { "TCP" };
-        let named = vec![("transport".to_string(), transport.to_string())];
+        let mut named = vec![("transport", if self.uses_nccl() { "NCCL" } else { "TCP" }.to_string())];
+        if self.uses_nccl() {
+            named.push(("sums", if self.has_tree_sums { "tree" } else { "NCCL" }.to_string()));
+            // Ranks with different algorithms wait for each other.
+            named.extend(shardgrad_nccl::algorithm());
+        }
+        let named = named.into_iter().map(|(name, value)| (name.to_string(), value)).collect();
         let transports = ConsistentValues { subject: "transports".to_string(), named };
         self.consistent_values.iter().cloned().chain([transports]).collect()
     }
@@ -216,7 +254,7 @@ impl World {
         }
         let joined = Session::join(&self.mesh, rank, &tcp, endpoint, backend)?;
         *session = Some(joined.clone());
-        Ok(Box::new(NcclTransport::new(tcp, joined)))
+        Ok(Box::new(NcclTransport::new(tcp, joined, self.has_tree_sums)))
     }
 }
 

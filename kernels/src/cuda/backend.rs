@@ -67,6 +67,10 @@ impl BackendProvider for CudaDevice {
         Device::Cuda(self.number)
     }
 
+    fn uuid(&self) -> Option<&str> {
+        Some(&self.properties.uuid)
+    }
+
     fn backend(&self, config: BackendConfig) -> Result<Arc<dyn Backend>, KernelError> {
         Ok(Arc::new(Cuda::new(self, config)?))
     }

@@ -7,7 +7,7 @@ use crate::buffer::Buffer;
 use crate::error::{KernelError, MemoryStats};
 use cudarc::driver::sys::{
     CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUfunction_attribute, CUgraph,
-    CUgraphExec, CUmodule, CUstream, CUstreamCaptureMode,
+    CUgraphExec, CUmodule, CUstream, CUstreamCaptureMode, CUuuid,
 };
 use std::ffi::{CStr, c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void};
 use std::path::Path;
@@ -19,6 +19,7 @@ foreign!(Table, DRIVER, cudarc::driver::sys, CUresult {
     fn cuDeviceGetCount(count: *mut c_int);
     fn cuDeviceGet(device: *mut CUdevice, number: c_int);
     fn cuDeviceGetName(name: *mut c_char, bytes: c_int, device: CUdevice);
+    fn cuDeviceGetUuid_v2(uuid: *mut CUuuid, device: CUdevice);
     fn cuDeviceTotalMem_v2(bytes: *mut usize, device: CUdevice);
     fn cuDeviceGetAttribute(value: *mut c_int, attribute: CUdevice_attribute, device: CUdevice);
     fn cuDevicePrimaryCtxRetain(context: *mut CUcontext, device: CUdevice);
@@ -58,8 +59,9 @@ foreign!(Table, DRIVER, cudarc::driver::sys, CUresult {
 });
 
 const OUT_OF_MEMORY: StatusCode = 2;
-/// Errors that corrupt the context: every later call of the process fails with the same error.
-const CONTEXT_LOST: [StatusCode; 11] = [214, 220, 700, 702, 710, 714, 715, 716, 717, 718, 719];
+/// Errors that corrupt the context: every later call of the process fails with the same error. A GPU that falls off the bus reports one
+/// of them, mostly 719 or 999.
+const CONTEXT_LOST: [StatusCode; 12] = [214, 220, 700, 702, 710, 714, 715, 716, 717, 718, 719, 999];
 /// The variable by which the driver chooses the number of hardware queues of a context, and the most that it takes.
 const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
 const CONNECTIONS_MAX: &str = "32";
@@ -180,11 +182,12 @@ impl Driver {
             // SAFETY: the out-pointer outlives the call; the device is one of the driver's.
             unsafe { self.table.cuDeviceGetAttribute(&mut value, which, device) }.map(|()| value)
         };
-        let (mut name, mut bytes) = ([0u8; 128], 0);
-        // SAFETY: both out-pointers outlive the calls, and the name has as many bytes as stated.
+        let (mut name, mut bytes, mut uuid) = ([0u8; 128], 0, CUuuid { bytes: [0; 16] });
+        // SAFETY: the out-pointers outlive the calls, and the name has as many bytes as stated.
         unsafe {
             self.table.cuDeviceGetName(name.as_mut_ptr().cast(), name.len() as c_int, device)?;
             self.table.cuDeviceTotalMem_v2(&mut bytes, device)?;
+            self.table.cuDeviceGetUuid_v2(&mut uuid, device)?;
         }
         let name = CStr::from_bytes_until_nul(&name).map_or("unnamed".into(), CStr::to_string_lossy);
         let major = attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
@@ -192,6 +195,7 @@ impl Driver {
         let multiprocessors = attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
         Ok(DeviceProperties {
             name: name.into_owned(),
+            uuid: uuid_text(uuid.bytes.map(|byte| byte as u8)),
             memory_bytes: bytes,
             capability: (major, minor),
             multiprocessors,
@@ -207,11 +211,20 @@ impl Driver {
     }
 }
 
+/// Formats a UUID as in `GPU-0a1b2c3d-0000-0000-0000-000000000000`.
+fn uuid_text(bytes: [u8; 16]) -> String {
+    let digits: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+    let groups = [0..8, 8..12, 12..16, 16..20, 20..32].map(|group| &digits[group]);
+    format!("GPU-{}", groups.join("-"))
+}
+
 /// The properties of a GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceProperties {
     /// The name.
     pub name: String,
+    /// The UUID as `nvidia-smi -L` shows it; that of a part of a GPU (MIG) differs from those of the other parts.
+    pub uuid: String,
     /// Bytes of memory.
     pub memory_bytes: usize,
     /// The compute capability: major, minor.

@@ -14,6 +14,7 @@ const BATCH_LEAVES: usize = 8;
 enum Promise {
     #[default]
     Run,
+    Transport,
     Mesh,
 }
 
@@ -21,8 +22,9 @@ enum Promise {
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Parallelism")]
 pub(crate) struct DeterministicArgs {
-    /// What bits do not depend on. run: repetition, resumption, threads or processes, on the same mesh; mesh: also the mesh
-    /// of dp, fsdp, ep, pp and tp, the schedule and the number of microbatches, on the CPU
+    /// What bits do not depend on. run: repetition, resumption, threads or processes over TCP, on the same mesh; transport: also
+    /// processes over NCCL, which then adds nothing; mesh: also the mesh of dp, fsdp, ep, pp and tp, the schedule and the number of
+    /// microbatches, on the CPU
     #[arg(long, value_name = "WHAT", value_enum, default_value_t = Promise::Run)]
     deterministic: Promise,
     /// With --deterministic mesh: number of leaves into which the batch is cut, a pass for each; a multiple of dp times fsdp times ep times --microbatches
@@ -39,7 +41,7 @@ impl DeterministicArgs {
     /// Returns the promise, for a batch of `batch` rows.
     pub(crate) fn promise(&self, batch: usize) -> Deterministic {
         match self.deterministic {
-            Promise::Run => Deterministic::Run,
+            Promise::Run | Promise::Transport => Deterministic::Run,
             Promise::Mesh => {
                 let batch_leaves = self.batch_leaves.unwrap_or(BATCH_LEAVES.min(batch));
                 let sum_leaves = self.sum_leaves.unwrap_or(Deterministic::SUM_LEAVES);
@@ -48,11 +50,16 @@ impl DeterministicArgs {
         }
     }
 
+    /// Returns whether sums over NCCL have the bits of those over other transports.
+    pub(super) fn has_tree_sums(&self) -> bool {
+        self.deterministic == Promise::Transport
+    }
+
     /// Returns an error text for options that contradict each other.
     pub(super) fn fault(&self) -> Option<String> {
         let given = [("--batch-leaves", self.batch_leaves), ("--sum-leaves", self.sum_leaves)];
         let lost =
-            given.into_iter().find(|(_, leaves)| leaves.is_some() && self.deterministic == Promise::Run);
+            given.into_iter().find(|(_, leaves)| leaves.is_some() && self.deterministic != Promise::Mesh);
         lost.map(|(option, _)| format!("{option} has no effect without --deterministic mesh"))
     }
 }

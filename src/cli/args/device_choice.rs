@@ -28,6 +28,11 @@ impl DeviceChoice {
         self.device == Device::Cpu
     }
 
+    /// Returns whether the user named a GPU by its number, which several processes may share.
+    pub(super) fn is_numbered(self) -> bool {
+        self.is_numbered
+    }
+
     /// Returns the device of a process.
     ///
     /// # Errors

@@ -182,6 +182,11 @@ impl TrainArgs {
         self.pipeline.microbatches(&self.mesh(), self.steps.batch)
     }
 
+    /// Returns whether sums over NCCL have the bits of those over other transports.
+    pub(crate) fn has_tree_sums(&self) -> bool {
+        self.deterministic.has_tree_sums()
+    }
+
     /// Returns which changes of the run leave its bits as they are.
     pub(crate) fn promise(&self) -> Deterministic {
         self.deterministic.promise(self.steps.batch)

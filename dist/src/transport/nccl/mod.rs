@@ -6,7 +6,8 @@
 //! after the comparison of all calls before.
 //!
 //! NCCL sums f32, f64 and i64. All other reductions, and reduce-scatters of uneven parts, are an exchange of pieces that the kernels of the
-//! other transports reduce, in the same order: 16-bit floats are rounded once, and NaN is no number that a maximum may drop.
+//! other transports reduce, in the same order: 16-bit floats are rounded once, and NaN is no number that a maximum may drop. With
+//! [`tree_sums`](crate::World::tree_sums) that holds for sums of f32 and f64 too.
 
 mod session;
 
@@ -30,6 +31,8 @@ use std::time::Duration;
 pub(crate) struct NcclTransport {
     tcp: TcpTransport,
     session: Arc<Session>,
+    /// Whether NCCL adds no floats.
+    has_tree_sums: bool,
 }
 
 impl Transport for NcclTransport {
@@ -57,11 +60,12 @@ struct Submission<'a> {
     comm: &'a Communicator,
     on: &'a dyn Backend,
     request: &'a Request<'a>,
+    has_tree_sums: bool,
 }
 
 impl NcclTransport {
-    pub(crate) fn new(tcp: TcpTransport, session: Arc<Session>) -> NcclTransport {
-        NcclTransport { tcp, session }
+    pub(crate) fn new(tcp: TcpTransport, session: Arc<Session>, has_tree_sums: bool) -> NcclTransport {
+        NcclTransport { tcp, session, has_tree_sums }
     }
 
     fn collective(&self, own: &dyn Backend, request: &Request<'_>) -> Result<Option<Buffer>> {
@@ -71,7 +75,8 @@ impl NcclTransport {
             on.record_stream(x);
         }
         let comm = self.session.communicator(request.call.axes);
-        let outcome = Submission { tcp: &self.tcp, comm, on, request }.run();
+        let outcome =
+            Submission { tcp: &self.tcp, comm, on, request, has_tree_sums: self.has_tree_sums }.run();
         // After an error too: other ranks may wait for this one's part.
         let ended = own.end_async();
         let y = outcome?;
@@ -89,17 +94,12 @@ impl NcclTransport {
     }
 }
 
-/// Whether NCCL reduces as the kernels do, up to the order of a sum.
-fn is_reduced_by_nccl(dtype: DType, op: ReduceOp) -> bool {
-    dtype == DType::I64 || op == ReduceOp::Sum && matches!(dtype, DType::F32 | DType::F64)
-}
-
 impl Submission<'_> {
     fn run(&self) -> Result<Option<Buffer>> {
         let (request, size) = (self.request, self.request.position.size());
         let counts = request.counts;
         match request.op {
-            Op::AllReduce(op) if is_reduced_by_nccl(self.dtype(), op) => {
+            Op::AllReduce(op) if self.is_reduced_by_nccl(op) => {
                 let (numel, dtype) = (counts[0], self.dtype());
                 let op = match op {
                     ReduceOp::Sum => shardgrad_nccl::ReduceOp::Sum,
@@ -125,7 +125,7 @@ impl Submission<'_> {
             Op::ReduceScatter => {
                 let is_even = counts.iter().all(|count| *count == counts[0]);
                 let (numel, dtype) = (counts[0], self.dtype());
-                if is_even && is_reduced_by_nccl(dtype, ReduceOp::Sum) {
+                if is_even && self.is_reduced_by_nccl(ReduceOp::Sum) {
                     return self
                         .submit_to_new(numel, request.x, &[Part::ReduceScatter { numel, dtype }])
                         .map(Some);
@@ -150,6 +150,12 @@ impl Submission<'_> {
             }
             Op::Send { .. } | Op::Recv { .. } | Op::Barrier => unreachable!("bug: TCP carries them"),
         }
+    }
+
+    /// Whether NCCL reduces as the kernels do, up to the order of a sum, which may matter.
+    fn is_reduced_by_nccl(&self, op: ReduceOp) -> bool {
+        let is_summed = !self.has_tree_sums && op == ReduceOp::Sum;
+        self.dtype() == DType::I64 || is_summed && matches!(self.dtype(), DType::F32 | DType::F64)
     }
 
     fn dtype(&self) -> DType {

@@ -36,7 +36,7 @@ mod queue_tests;
 pub(crate) use agreement::PendingCalls;
 pub(crate) use connections::Connections;
 pub use rendezvous::Rendezvous;
-pub(crate) use rendezvous::{ConsistentValues, WaitHook, WorldConfig};
+pub(crate) use rendezvous::{ConsistentValues, RankGpu, WaitHook, WorldConfig};
 pub(crate) use world_view::WorldView;
 
 use super::overlapped::TwoEnded;

@@ -13,7 +13,7 @@ pub(super) mod message;
 mod host;
 mod client;
 
-pub(crate) use message::{ConsistentValues, WorldConfig};
+pub(crate) use message::{ConsistentValues, RankGpu, WorldConfig};
 
 use super::link::Link;
 use super::listener::RankListener;

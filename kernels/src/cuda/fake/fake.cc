@@ -4,7 +4,7 @@
 // Options, as words in fake.txt in the folder of the library: driver=12080, nvrtc=12, blas=120900, no-gpu, old-gpu, small-gpu (160 MiB),
 // big-gpu (64 GiB, without contents), no-start, lost, unordered (events are ignored), plain-products (cuBLASLt has no epilogues), refused=
 // and not-found= (products without algorithm, see cublaslt.h), connections= (hardware queues, where the environment does not tell), quiet
-// (faults are not printed), gpus= (their number), nccl= (its version). The number of hardware queues is left in connections.txt.
+// (faults are not printed), gpus= (their number; CUDA_VISIBLE_DEVICES selects among them), nccl= (its version). The number of hardware queues is left in connections.txt.
 #include "state.h"
 #include "memory.h"
 #include "streams.h"
@@ -25,6 +25,25 @@ struct GraphExec : Object {
 
     explicit GraphExec(std::shared_ptr<const Steps> steps) : Object(KIND), steps(std::move(steps)) {}
 };
+
+struct CUuuid {
+    char bytes[16];
+};
+
+// The GPUs that this process sees, in its numbering: those of CUDA_VISIBLE_DEVICES up to the first that does not exist.
+const std::vector<int> &visible_gpus() {
+    static const auto *const all = [] {
+        auto *visible = new std::vector<int>;
+        const int count = option_value("gpus=", 1);
+        const char *listed = getenv("CUDA_VISIBLE_DEVICES");
+        if (!listed)
+            for (int i = 0; i < count; ++i) visible->push_back(i);
+        std::stringstream numbers(listed ? listed : "");
+        for (std::string one; std::getline(numbers, one, ',') && atoi(one.c_str()) < count;) visible->push_back(atoi(one.c_str()));
+        return visible;
+    }();
+    return *all;
+}
 
 }  // namespace
 
@@ -50,8 +69,11 @@ API int cuGetErrorName(int code, const char **name) {
     const auto known = names->find(code);
     return *name = known == names->end() ? "CUDA_ERROR_UNKNOWN" : known->second, OK;
 }
-API int cuDeviceGetCount(int *count) { return *count = option_value("gpus=", 1), OK; }
-API int cuDeviceGet(int *device, int number) { return *device = number, number < option_value("gpus=", 1) ? 0 : 101; }
+API int cuDeviceGetCount(int *count) { return *count = int(visible_gpus().size()), OK; }
+API int cuDeviceGet(int *device, int number) { return *device = number, number < int(visible_gpus().size()) ? 0 : 101; }
+API int cuDeviceGetUuid_v2(CUuuid *uuid, int device) {
+    return *uuid = {}, uuid->bytes[15] = char(visible_gpus()[device] + 1), OK;
+}
 API int cuDeviceGetName(char *name, int bytes, int) { return snprintf(name, bytes, "fake GPU"), OK; }
 API int cuDeviceTotalMem_v2(size_t *bytes, int) { return *bytes = gpu_bytes(), OK; }
 API int cuDeviceGetAttribute(int *value, int which, int) {

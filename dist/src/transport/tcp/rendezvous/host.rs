@@ -3,7 +3,7 @@
 use super::super::handshake::random_bytes;
 use super::super::link::Link;
 use super::super::listener::{Incoming, RankListener};
-use super::message::{ClientMessage, Hello, HostMessage, ListenAddress, WorldConfig, refusal};
+use super::message::{ClientMessage, Hello, HostMessage, ListenAddress, RankGpu, WorldConfig, refusal};
 use super::token_file::LeftFile;
 use super::{GRACE, JoinWait, POLL_INTERVAL, RAISE_TIMEOUT, names, seconds};
 use crate::error::{Error, Kind, Result};
@@ -36,6 +36,8 @@ pub(super) struct RendezvousHost {
     address: String,
     /// By rank; `None` for rank 0.
     ranks: Vec<Option<ConnectedRank>>,
+    /// Ranks that are ready, and the GPUs that they share with no other rank.
+    gpus: Vec<(usize, RankGpu)>,
     /// Connections that were refused: closed after the other end has read why.
     refused: Vec<TcpStream>,
     /// Which ranks know that the start has failed, by rank.
@@ -59,6 +61,7 @@ impl RendezvousHost {
             own,
             address,
             ranks,
+            gpus: Vec::new(),
             refused: Vec::new(),
             is_informed,
             failure: None,
@@ -74,6 +77,7 @@ impl RendezvousHost {
         config: &WorldConfig,
         wait: &mut JoinWait<'_>,
     ) -> Result<Vec<Option<Link>>> {
+        self.gpus.extend(config.gpu.clone().map(|gpu| (0, gpu)));
         match self.wait_for_ranks(config, wait).and_then(|()| self.connect_ranks(config, wait)) {
             Ok(()) => {
                 let protection = self.own.protection;
@@ -252,6 +256,12 @@ impl RendezvousHost {
                             .detail("address", at)
                             .detail("help", "start every rank with the same program, options and files"));
                     }
+                    if let Some(gpu) = theirs.gpu {
+                        if let Some((other, _)) = self.gpus.iter().find(|(_, held)| held.uuid == gpu.uuid) {
+                            return Err(same_gpu(*other, rank, &gpu));
+                        }
+                        self.gpus.push((rank, gpu));
+                    }
                     peer.port = Some(port);
                 }
                 Some(ClientMessage::Connected) => peer.is_connected = true,
@@ -343,6 +353,15 @@ impl RendezvousHost {
 /// The error of a rank whose process has ended before all ranks were connected.
 fn process_ended(rank: usize) -> Error {
     Error::new(Kind::PeerLost, format!("rank {rank}'s process ended before all ranks had connected"))
+}
+
+/// The error of two ranks that have the same GPU.
+fn same_gpu(rank: usize, other: usize, gpu: &RankGpu) -> Error {
+    let RankGpu { uuid, host } = gpu;
+    let (rank, other) = (rank.min(other), rank.max(other));
+    let why = format!("ranks {rank} and {other} have the same GPU, {uuid} of host {host}");
+    let help = "let each process see all GPUs of its machine, or another one (CUDA_VISIBLE_DEVICES); to share a GPU, name it, as in --device cuda:0 (World::share_gpu)";
+    Error::new(Kind::Config, why).detail("help", help)
 }
 
 fn address_of(link: &Link) -> String {

@@ -18,19 +18,28 @@ pub(crate) struct ConsistentValues {
     pub(crate) named: Vec<(String, String)>,
 }
 
-/// The configuration that must be equal on every process of a world.
+/// The GPU of a rank, and the name of its machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct RankGpu {
+    pub(crate) uuid: String,
+    pub(crate) host: String,
+}
+
+/// The configuration of a process, which must be equal on every process of a world, except for its GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct WorldConfig {
     pub(crate) mesh: String,
     /// A hash of the program's file; 0 if the file cannot be read, which matches any hash.
     pub(crate) program: u64,
     pub(crate) values: Vec<ConsistentValues>,
+    /// The GPU that this process shares with no other one, if it has one.
+    pub(crate) gpu: Option<RankGpu>,
 }
 
 impl WorldConfig {
     /// The differences between this configuration, of rank 0, and that of another rank, as an error message; `None` if they are equal.
     pub(super) fn difference(&self, rank: usize, other: &WorldConfig) -> Option<String> {
-        let WorldConfig { mesh, program, values } = other;
+        let WorldConfig { mesh, program, values, gpu: _ } = other;
         if *mesh != self.mesh {
             let own = &self.mesh;
             return Some(format!("ranks got different meshes: {own} on rank 0, {mesh} on rank {rank}"));
@@ -173,6 +182,11 @@ impl ClientMessage {
                         out.text(name).text(value);
                     }
                 }
+                let gpus: &[RankGpu] = config.gpu.as_slice();
+                out.count(gpus.len());
+                for gpu in gpus {
+                    out.text(&gpu.uuid).text(&gpu.host);
+                }
             }
             ClientMessage::Connected => drop(out.number(3)),
             ClientMessage::Failed(error) => error.encode(out.number(4)),
@@ -196,7 +210,14 @@ impl ClientMessage {
                     })
                 });
                 let values = values.collect::<Option<_>>()?;
-                Some(ClientMessage::Ready(WorldConfig { mesh, program, values }, port))
+                let gpu = match from.count()? {
+                    0 => None,
+                    _ => Some(RankGpu {
+                        uuid: printable(from.text()?, VALUE_CHARS_MAX),
+                        host: printable(from.text()?, VALUE_CHARS_MAX),
+                    }),
+                };
+                Some(ClientMessage::Ready(WorldConfig { mesh, program, values, gpu }, port))
             }
             3 => Some(ClientMessage::Connected),
             4 => Some(ClientMessage::Failed(Error::decode(&mut from)?)),
@@ -274,7 +295,8 @@ mod tests {
             subject: subject.to_string(),
             named: named.iter().map(|(n, v)| (n.to_string(), v.to_string())).collect(),
         });
-        WorldConfig { mesh: "mesh(dp=2)".to_string(), program: 7, values: values.into() }
+        let gpu = Some(RankGpu { uuid: "GPU-1".to_string(), host: "a\nb".to_string() });
+        WorldConfig { mesh: "mesh(dp=2)".to_string(), program: 7, values: values.into(), gpu }
     }
 
     #[test]
@@ -326,6 +348,7 @@ mod tests {
         let bytes = ClientMessage::Ready(config, 4000).encode();
         let Some(ClientMessage::Ready(read, 4000)) = ClientMessage::decode(&bytes) else { panic!() };
         assert_eq!(read.values[0].named, [("--prompt".to_string(), "a\\u{1b}[2Jb\\nc".to_string())]);
+        assert_eq!(read.gpu, Some(RankGpu { uuid: "GPU-1".to_string(), host: "a\\nb".to_string() }));
         assert!((0..bytes.len()).all(|len| ClientMessage::decode(&bytes[..len]).is_none()));
         let protection = Protection::Encrypted;
         let hello = Hello { rank: 3, run: "a\rb".into(), version: "0.1.0".into(), num_ranks: 4, protection };
