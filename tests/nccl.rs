@@ -199,8 +199,10 @@ fn training_on_processes_gives_the_losses_of_threads() {
 #[test]
 fn with_deterministic_transport_weights_have_the_bits_of_threads() {
     let Some(machine) = Machine::new("transport", 4) else { return };
-    let hashed = |more: &[&str]| [&["--state-hash", "1"], more].concat();
-    let train = |name: &str, count: usize, more: &[&str]| machine.train(name, count, "dp=4", &hashed(more));
+    let train = |name: &str, count: usize, more: &[&str]| {
+        let more = [&["--state-hash", "1"], more].concat();
+        machine.train(name, count, "dp=4", &more)
+    };
     let (due, _) = train("threads", 0, &["--device", "cuda:0"]);
     let (got, text) = train("tree", 4, &["--device", "cuda", "--deterministic", "transport"]);
     let values = ["loss", "grad_norm", "state_hash"];
@@ -220,12 +222,12 @@ fn with_deterministic_transport_weights_have_the_bits_of_threads() {
 fn processes_that_see_the_same_gpu_are_refused_unless_they_name_it() {
     let Some(machine) = Machine::new("same", 2) else { return };
     let (data, out) = (machine.data(), machine.0.join("out"));
-    let args = |device| {
+    let args = |device: &'static str| {
         let args =
             ["train", "--steps", "1", "--mesh", "dp=2", "--seq", "8", "--batch", "2", "--eval-every", "0"];
         [&args[..], &["--data", &data, "--out", out.to_str().unwrap(), "--device", device]].concat()
     };
-    let run = |device: &str, visible: [&str; 2]| {
+    let run = |device: &'static str, visible: [&str; 2]| {
         machine.run_ranks_with(2, &args(device), |rank, command| {
             command.env("CUDA_VISIBLE_DEVICES", visible[rank]);
         })
