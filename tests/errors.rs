@@ -166,11 +166,6 @@ fn invalid_meshes_plans_and_options() {
         Model::new(rank, Linear::new(4, 4), &plan, 1).map(|_| ())
     });
     pinned("plan", Kind::Config, &plan, &["weight"]);
-    let heads = alone("tp=4", |rank| {
-        let config = Gpt2Config::new(16, 8, 6, 1, 2);
-        Model::new(rank, Gpt2::new(&config), &Gpt2::plan(&config), 1).map(|_| ())
-    });
-    pinned("heads", Kind::Config, &heads, &[HELP]);
 }
 
 #[test]

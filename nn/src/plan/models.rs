@@ -1,7 +1,7 @@
 //! Plans of the model families (GPT-2, Llama, BERT): how tensor parallelism shards each parameter.
 //!
-//! A model of the family has some matrix of each kind (`Presence::OneOf`): where no rule of a kind matches, in the model or in one of its
-//! layers, layers have other names and would be copies on every rank without notice, so that the plan is refused. Biases and untied output layers are optional
+//! A model of the family has some matrix of each kind (`Presence::OneOf`): where no rule of a kind matches, layers have other names and would
+//! be copies on every rank without notice, so that the plan is refused. Biases and untied output layers are optional
 //! ([`Model::unmatched_rules`](crate::Model::unmatched_rules) lists those that a model does not have).
 
 use super::rule::Presence::{self, Optional};

@@ -2,20 +2,12 @@
 
 use super::rule::{Presence, Rule};
 use super::{Plan, RuleTarget};
-use crate::module::name::{matches, nearest};
+use crate::module::name::nearest;
 use shardgrad_tensor::{Error, Kind, Result};
-use std::collections::{BTreeMap, BTreeSet};
-
-/// What to do about layers that the plan of a model family does not find.
-fn help(kind: &str) -> String {
-    format!(
-        "this plan shards the {kind} of a model family by name: keep the names of the family, or write a plan with rules for your names (Plan::store); a layer without a rule is a copy on every rank"
-    )
-}
 
 impl Plan {
-    /// Rejects rules that match nothing and must match, and kinds that no rule finds in the model or in one of its layers. `params` and
-    /// `points` are the existing names. Returns the other rules that match nothing.
+    /// Rejects rules that match nothing and must match, and kinds of which no rule matches. `params` and `points` are the existing
+    /// names. Returns the other rules that match nothing.
     pub(crate) fn check_all_rules_matched(
         &self,
         used: &[bool],
@@ -34,7 +26,6 @@ impl Plan {
         let unmatched = self.rules.iter().zip(used).filter(|(_, used)| !**used).map(|(rule, _)| rule);
         let (missing, accepted): (Vec<&Rule>, Vec<&Rule>) = unmatched.partition(is_missing);
         if missing.is_empty() {
-            self.check_layers_alike(params)?;
             return Ok(accepted.into_iter().map(Rule::to_string).collect());
         }
         let text = format!("{} rule(s) of the plan match nothing in the model", missing.len());
@@ -56,43 +47,12 @@ impl Plan {
             Presence::Required | Presence::Optional => None,
         });
         Err(match kind {
-            Some(kind) => error.detail("help", help(kind)),
+            Some(kind) => error.detail(
+                "help",
+                format!("this plan shards the {kind} of a model family by name: keep the names of the family, or write a plan with rules for your names (Plan::store); a layer without a rule is a copy on every rank"),
+            ),
             None => error,
         })
-    }
-
-    /// Rejects a model in which a module such as `self_attn` lacks a kind of matrix in one layer that it has in another.
-    fn check_layers_alike(&self, params: &[&str]) -> Result<()> {
-        // By module, as the component after the last `*` of a pattern names it: the paths where each kind is found, and its rule.
-        let mut modules: BTreeMap<&str, BTreeMap<&str, (BTreeSet<&str>, &Rule)>> = BTreeMap::new();
-        for rule in &self.rules {
-            let Presence::OneOf(kind) = &rule.presence else { continue };
-            let Some((_, rest)) = rule.pattern.rsplit_once("*.") else { continue };
-            let Some((module, _)) = rest.split_once('.') else { continue };
-            let kinds = modules.entry(module).or_default();
-            let (paths, _) = kinds.entry(kind).or_insert_with(|| (BTreeSet::new(), rule));
-            let found = params.iter().filter(|name| matches(&rule.pattern, name));
-            paths.extend(found.filter_map(|name| Some(name.split_once(&format!(".{module}."))?.0)));
-        }
-        for (module, kinds) in modules {
-            let layers: BTreeSet<&str> = kinds.values().flat_map(|(paths, _)| paths).copied().collect();
-            for (kind, (paths, rule)) in &kinds {
-                let Some(layer) = layers.difference(paths).next() else { continue };
-                let path = format!("{layer}.{module}.");
-                let own = params.iter().copied().filter(|name| name.starts_with(&path));
-                let text = format!("the plan finds {kind} in {} of {} layers", paths.len(), layers.len());
-                return Err(Error::new(Kind::Config, text)
-                    .detail(
-                        "rule",
-                        format!(
-                            "{rule}: none in {layer}.{module}; nearest: {}",
-                            nearest(&rule.pattern, own).join(", ")
-                        ),
-                    )
-                    .detail("help", help(kind)));
-            }
-        }
-        Ok(())
     }
 }
 
@@ -129,39 +89,5 @@ mod tests {
         let text = check([false, false, true]).unwrap_err().to_string();
         assert!(text.contains("2 rule(s)") && text.contains("shards the mlp of a model family"), "{text}");
         assert!(text.contains("store dense tp@0: no such parameters; nearest: dens"), "{text}");
-    }
-
-    #[test]
-    fn every_layer_must_have_every_kind() {
-        let plan = Plan::llama_moe();
-        let kinds = ["q_proj", "k_proj", "v_proj", "o_proj"].map(|name| format!("self_attn.{name}.weight"));
-        let of_layer = |layer: usize, mlp: &str| -> Vec<String> {
-            let experts = ["gate_proj", "up_proj", "down_proj"].map(|name| format!("{mlp}{name}"));
-            let names = kinds.iter().cloned().chain(experts.map(|name| match mlp {
-                "mlp." => format!("{name}.weight"),
-                _ => name,
-            }));
-            names.map(|name| format!("model.layers.{layer}.{name}")).collect()
-        };
-        let check = |names: &[String]| {
-            let names: Vec<&str> = names.iter().map(String::as_str).collect();
-            plan.check_all_rules_matched(&vec![true; plan.rules.len()], &names, &[])
-        };
-        // Dense MLPs and experts are two forms of a kind; a layer without attention lacks no kind of its own.
-        let mut names = [of_layer(0, "mlp."), of_layer(1, "mlp.experts.")].concat();
-        names.push("model.layers.2.mlp.up_proj.weight".into());
-        names.push("model.layers.2.mlp.gate_proj.base.weight".into());
-        names.push("model.layers.2.mlp.down_proj.weight".into());
-        check(&names).unwrap();
-        for (from, to, kind) in [
-            ("1.self_attn.k_proj", "1.self_attn.wk", "key projections in 1 of 2"),
-            ("1.mlp.experts.up_proj", "1.mlp.experts.w3", "up projections in 2 of 3"),
-        ] {
-            let renamed: Vec<String> = names.iter().map(|name| name.replace(from, to)).collect();
-            let error = check(&renamed).unwrap_err();
-            assert_eq!(error.message(), format!("the plan finds {kind} layers"));
-            let text = error.to_string();
-            assert!(text.contains(to) && text.contains("keep the names of the family"), "{text}");
-        }
     }
 }

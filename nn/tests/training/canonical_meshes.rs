@@ -111,7 +111,6 @@ fn canonical_meshes_have_the_bits_of_one_rank() {
         });
         assert!(row.bits(steps) == *one, "{row:?} has other bits than one rank");
     }
-    println!("{} rows", rows.len());
     let hashes: Vec<_> = alone.values().map(|(_, hash)| hash).collect();
     assert!((1..hashes.len()).all(|i| !hashes[..i].contains(&hashes[i])), "the runs differ: {hashes:?}");
 }
