@@ -110,13 +110,14 @@ impl<'t, M: Module> Trainer<'t, M> {
             }
             Some((pipeline, axis)) => {
                 let (microbatches, rows) = match &leaves {
-                    Some(leaves) => (leaves.num_passes(), leaves.rows(0).len()),
-                    None => (config.microbatches, config.rows / config.microbatches),
+                    Some(leaves) => (leaves.num_passes(), leaves.rows(0)),
+                    None => (config.microbatches, 0..config.rows / config.microbatches),
                 };
-                let (first, recorded) = (load_batch(model.pass_rank(), 0, 0..rows)?, Cell::new(None));
+                let num_rows = rows.len();
+                let (first, recorded) = (load_batch(model.pass_rank(), 0, rows)?, Cell::new(None));
                 let forward = |arguments: &[Var]| {
                     let (form, vars) = loss_fn(&model, arguments).check_dtype()?.into_vars();
-                    recorded.set(Some(form.or_count_max(rows)));
+                    recorded.set(Some(form.or_count_max(num_rows)));
                     Ok(vars)
                 };
                 let pipelined =
