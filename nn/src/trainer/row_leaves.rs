@@ -132,7 +132,9 @@ impl RowLeaves {
             }
             check_sum_leaves(sum_leaves, name, size)?;
         }
-        if let Some(axis) = axes.iter().find(|axis| plan.shards_activations_with(mesh.name(*axis))) {
+        let is_sharding =
+            |axis: &Axis| mesh.size(*axis) > 1 && plan.shards_activations_with(mesh.name(*axis));
+        if let Some(axis) = mesh.axes().find(is_sharding) {
             let name = mesh.name(axis);
             let why = format!("the plan shards activations over `{name}`, where sums have no canonical form");
             return Err(with_help(Error::new(Kind::Unsupported, why)));
@@ -399,6 +401,11 @@ mod tests {
             ("other=2", Plan::copies("copies"), "sums over the mesh axis other=2 have no canonical form yet"),
             ("dp=2,cp=2", Plan::context_parallel("cp"), "the mesh axis cp=2"),
             ("dp=2", Plan::new().point("out", "dp@1"), "shards activations over `dp`"),
+            (
+                "tp=2",
+                Plan::tensor_parallel("tp").column_parallel("up").and(Plan::sequence_parallel("tp")),
+                "shards activations over `tp`",
+            ),
         ] {
             let (kind, text) = refused(mesh, plan, 4, 8, 1);
             assert!(
