@@ -14,8 +14,8 @@ const OPTIONAL: [(&str, &str); 3] = [
     ("ncclCommRevoke", "revocation"),
 ];
 
-/// The variables by which NCCL chooses the algorithm and the protocol of an operation, and the values of [`pin_algorithm`]: of those with
-/// which every operation runs on every topology.
+/// The variables by which NCCL chooses the algorithm and the protocol of an operation, and the values of [`pin_algorithm`], which are
+/// expected to run every operation on every topology.
 const PINNED: [(&str, &str); 2] = [("NCCL_ALGO", "Ring"), ("NCCL_PROTO", "Simple")];
 /// Linux lists the threads of this process here.
 const OWN_THREADS: &str = "/proc/self/task";

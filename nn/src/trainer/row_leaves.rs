@@ -51,15 +51,13 @@ pub enum Deterministic {
 impl Deterministic {
     /// A usual number of leaves of summed labels: for 1, 2, 4 and 8 ranks.
     pub const SUM_LEAVES: usize = 8;
-}
 
-impl Deterministic {
     /// Returns the rows of the global batch that each pass of this rank takes: those of each microbatch, which the ranks share as the
     /// plan states, or those of each leaf of this rank.
     ///
     /// # Errors
-    /// For [`Deterministic::Mesh`] `Kind::Unsupported` for a mesh or a plan that sums over other axes than those of the rows and of a
-    /// pipeline, and for devices other than the CPU; `Kind::Config`, with a number that would do, if the number of leaves does not
+    /// For [`Deterministic::Mesh`] `Kind::Unsupported` for a mesh or a plan that sums over other axes than those of the rows, of a
+    /// pipeline and of tensor parallelism, and for devices other than the CPU; `Kind::Config`, with a number that would do, if the number of leaves does not
     /// divide the rows, or is no multiple of ranks times microbatches.
     pub fn row_ranges(
         self,

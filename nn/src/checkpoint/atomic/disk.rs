@@ -174,7 +174,7 @@ pub(crate) fn sync_folder(dir: &Path) -> Result<()> {
 }
 
 /// Whether a regular file exists at a path; an error for anything else, which a save must not replace. A symlink is
-/// refused too: whoever created it meant another place, and the Hugging Face cache stores its files behind symlinks.
+/// refused too: its creator meant another place, and the Hugging Face cache stores its files behind symlinks.
 pub(crate) fn is_existing_file(path: &Path) -> Result<bool> {
     let kind = match path.symlink_metadata() {
         Ok(found) => found.file_type(),
