@@ -126,8 +126,9 @@ impl Peer {
         if length == 0 { Vec::new() } else { self.receive_record(length) }
     }
 
-    /// Sends that the process is ready and listens on `port`, without the hash of its program.
+    /// Sends that the process is ready and listens on `port`, with no hash of its program, no values to compare and no GPU.
     pub(crate) fn ready(&mut self, port: u64, mesh: &Mesh) {
-        self.send(&[number(2), number(port), text(&mesh.to_string()), number(0), number(0)].concat());
+        let (program, num_values, num_gpus) = (number(0), number(0), number(0));
+        self.send(&[number(2), number(port), text(&mesh.to_string()), program, num_values, num_gpus].concat());
     }
 }
