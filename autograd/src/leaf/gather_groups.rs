@@ -98,7 +98,8 @@ impl GatherOrder {
 pub(crate) struct GatherGroups {
     /// The parameters of each group, until the gradients are taken.
     members: Vec<Vec<GatherMember>>,
-    order: Rc<GatherOrder>,
+    /// None until a group is used, unless groups were set.
+    order: Option<Rc<GatherOrder>>,
     /// The position in the order of the group in use.
     position: Option<usize>,
     /// The groups that this forward pass has used, in order; the last one is in use.
@@ -116,7 +117,7 @@ struct PendingGathers {
 
 impl GatherGroups {
     pub(crate) fn new(members: Vec<Vec<GatherMember>>, order: Rc<GatherOrder>) -> GatherGroups {
-        GatherGroups { members, order, position: None, used: Vec::new(), pending: Vec::new() }
+        GatherGroups { members, order: Some(order), position: None, used: Vec::new(), pending: Vec::new() }
     }
 
     /// Drops the handles of the stored tensors, so that the optimizer can update them in place.
@@ -130,11 +131,17 @@ impl GatherGroups {
         self.pending.iter().any(|pending| pending.group == group)
     }
 
+    /// The position of a group in the order, and the group after it.
+    fn next_in_order(&self, group: u32) -> Option<(usize, Option<u32>)> {
+        self.order.as_ref()?.find(group, self.position)
+    }
+
     /// Ends a forward pass: the next one is expected to use the groups in the same order.
     fn end_forward(&mut self) {
         self.position = None;
         if !self.used.is_empty() {
-            self.order.0.replace(std::mem::take(&mut self.used));
+            let used = std::mem::take(&mut self.used);
+            self.order.get_or_insert_default().0.replace(used);
         }
     }
 }
@@ -184,7 +191,7 @@ impl Leaves {
             return;
         }
         self.groups.used.push(group);
-        let next = match self.groups.order.find(group, self.groups.position) {
+        let next = match self.groups.next_in_order(group) {
             Some((at, next)) => {
                 self.groups.position = Some(at);
                 next

@@ -124,6 +124,15 @@ impl Leaves {
 
     /// Takes the accumulated gradients off the leaves, each along its route to the stored layout.
     fn take_cotangents(&mut self, place: (&Rank, &Context)) -> Gradients {
+        if self.leaves.iter().any(|leaf| leaf.origin.is_some()) {
+            self.reduce_all(place);
+        }
+        let roots = self.leaves.iter_mut().filter(|leaf| leaf.origin.is_none());
+        roots.filter_map(|leaf| Some((leaf.key, leaf.cotangent.take()?))).collect()
+    }
+
+    /// Brings the cotangents of all derived leaves to the leaves they are derived from.
+    fn reduce_all(&mut self, place: (&Rank, &Context)) {
         // Leaves that are derived from derived ones first, so that those of one depth share buckets.
         let depths = self.depths();
         for depth in (1..=depths.iter().copied().max().unwrap_or(0)).rev() {
@@ -133,8 +142,6 @@ impl Leaves {
             }
         }
         self.finish_reductions(place.0);
-        let roots = self.leaves.iter_mut().filter(|leaf| leaf.origin.is_none());
-        roots.filter_map(|leaf| Some((leaf.key, leaf.cotangent.take()?))).collect()
     }
 
     /// The number of routes between each leaf and the stored form of its parameter.
