@@ -136,7 +136,9 @@ impl Leaves {
     pub(crate) fn clear(&mut self) {
         self.leaves.clear();
         self.by_key.clear();
-        self.reductions = Reductions::default();
+        if !self.reductions.are_unused() {
+            self.reductions = Reductions::default();
+        }
         (self.are_reused, self.has_groups, self.reduces_each_round) = (false, false, false);
         self.groups = GatherGroups::default();
     }

@@ -24,6 +24,13 @@ pub(super) struct Reductions {
     arrived: BTreeMap<usize, Tensor>,
 }
 
+impl Reductions {
+    /// Whether no reduction has begun, and sizes of buckets were not set.
+    pub(super) fn are_unused(&self) -> bool {
+        self.buckets.is_unused()
+    }
+}
+
 impl Leaves {
     /// Sets the sizes of the buckets of gradients.
     pub(crate) fn set_bucket_bytes(&mut self, bytes: BucketBytes) {

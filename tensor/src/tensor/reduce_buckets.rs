@@ -165,6 +165,12 @@ impl ReduceBuckets {
         ReduceBuckets { bytes, ..ReduceBuckets::default() }
     }
 
+    /// Whether these are empty buckets of the default sizes, which never had a request.
+    #[must_use]
+    pub fn is_unused(&self) -> bool {
+        self.num_requests == 0 && self.bytes == BucketBytes::default()
+    }
+
     /// Adds a gradient to its bucket, and begins to reduce the bucket if it is full. Returns the number of the request, from 0. A
     /// collective call: every rank calls it together, with like requests.
     ///
