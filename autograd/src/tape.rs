@@ -24,7 +24,8 @@ use crate::accumulate::{add, backward_node};
 use crate::gathers_ahead::GathersAhead;
 use crate::id::{Gradients, Id, Key, Noise, NoiseState, UseCounts};
 use crate::leaf::{
-    GatherGroups, GatherMember, GatherOrder, GatherPolicy, GatheredLifetime, Leaves, Parameter, Regather,
+    GatherGroups, GatherMember, GatherOrder, GatherPolicy, GatheredLifetime, KeptGather, Leaves, Parameter,
+    Regather,
 };
 use crate::node::{Node, with_backward_site};
 use crate::program::{AccumulationDType, Recorder, RecordingCache};
@@ -160,6 +161,20 @@ impl Tape {
     pub fn with_gather_groups(self, groups: Vec<Vec<GatherMember>>, order: &Rc<GatherOrder>) -> Tape {
         self.0.arena.borrow_mut().leaves.set_groups(GatherGroups::new(groups, order.clone()));
         self
+    }
+
+    /// Gathers small parameters together on an empty tape that keeps their gathered form for the step: the first use of one of them
+    /// gathers all that take at most [`SHARED_BYTES_MAX`](shardgrad_tensor::tensor::gather_ahead::SHARED_BYTES_MAX), in shared
+    /// collectives.
+    #[must_use]
+    pub fn with_kept_gathers(self, members: Vec<GatherMember>) -> Tape {
+        self.0.arena.borrow_mut().leaves.set_kept(members);
+        self
+    }
+
+    /// Gathers the small ones of some leaves in shared collectives, and keeps them: [`Var::to_layout_at`] finds them in these layouts.
+    pub(crate) fn gather_together(&self, gathers: Vec<KeptGather>) {
+        self.0.arena.borrow_mut().leaves.gather_together(gathers, (self.rank(), self.context()));
     }
 
     /// Frees the parameters of all gather groups at the end of a forward pass whose backward pass comes after other passes.

@@ -7,7 +7,7 @@ use crate::support::{ROWS, batch, config, max_difference, run};
 use crate::traces::traced;
 use shardgrad_autograd::{Gradients, Tape, Var};
 use shardgrad_nn::{
-    AdamW, ExpertsConfig, LanguageModel, LlamaConfig, LlamaKind, Model, ModelConfig, Optimizer, Plan,
+    AdamW, ExpertsConfig, Gpt2Config, LanguageModel, LlamaConfig, LlamaKind, Model, ModelConfig, Optimizer, Plan,
     Precision, Sgd, Trainer, TrainerConfig, checkpoint,
 };
 use shardgrad_tensor::{DType, Phase, Rank, Record, Result, Tensor, Value};
@@ -268,16 +268,17 @@ fn collectives_and_bytes_follow_closed_formulas() {
             let once = moved(PARAMS, n);
             let scattered =
                 |times: usize| line("backward reduce_scatter", times * tensors, times as u64 * once);
-            let gathered = |times: usize| line("forward all_gather", times * tensors, times as u64 * once);
+            // All parameters are small, and travel together.
+            let gathered = || line("forward all_gather", 1, once);
             for recompute in [false, true] {
                 assert_eq!(
                     of(1, recompute),
-                    [scattered(1), gathered(1)],
+                    [scattered(1), gathered()],
                     "stage 1, {mesh}, {m}, {recompute}"
                 );
                 assert_eq!(
                     of(2, recompute),
-                    [scattered(m), gathered(1)],
+                    [scattered(m), gathered()],
                     "stage 2, {mesh}, {m}, {recompute}"
                 );
             }
@@ -329,6 +330,35 @@ fn pipeline_stages_gather_once_and_reduce_as_stated() {
         for (here, gathers, reductions) in counts {
             assert_eq!((gathers, reductions), (here, times * here), "stage {stage}");
         }
+    }
+}
+
+#[test]
+fn small_parameters_that_a_step_keeps_share_a_gather() {
+    // A table of more than 64 KiB among small parameters.
+    let config = Gpt2Config::new(2400, 8, 8, 2, 2);
+    for (plan, mesh) in [
+        (Plan::zero(1, "dp"), "dp=2"),
+        (Plan::zero(2, "dp"), "dp=2"),
+        (Plan::zero(1, "dp"), "dp=2,tp=2"),
+        (Plan::zero(2, "dp"), "pp=2,dp=2"),
+        (Plan::zero(3, "dp"), "pp=2,dp=2"),
+        (Plan::new(), "pp=2,dp=2,fsdp=2"),
+    ] {
+        let case = Run::new(config.clone(), plan, mesh);
+        let plan = LanguageModel::plan(&case.config).and(case.plan.clone());
+        let gathers = run(mesh, |rank| {
+            let mut trainer = case.trainer(rank, &plan, Sgd::new(0.1), None)?;
+            let mut records = traced(rank, || trainer.step().map(drop))?;
+            records.retain(|r| r.op == "all_gather" && r.phase == Phase::Forward && r.numel() > 1);
+            let here = trainer.model().params().iter().filter(|p| p.is_local()).count();
+            Ok((here, records.iter().map(|r| r.members().count()).collect::<Vec<_>>()))
+        });
+        for (here, mut members) in gathers {
+            members.sort_unstable();
+            assert_eq!(members, [1, here - 1], "{mesh} with\n{}", case.plan);
+        }
+        case.assert_like_one_rank();
     }
 }
 

@@ -9,13 +9,13 @@ use crate::layout::lineage::Lineage;
 use crate::layout::placement::Placement;
 use crate::layout::step::Step;
 use crate::tensor::Tensor;
-use shardgrad_dist::{Axis, AxisSet, Rank, Result};
+use shardgrad_dist::{Axis, AxisSet, MEMBER_SEPARATOR, Rank, Result};
 use shardgrad_kernels::Strides;
 use std::panic::Location;
 use std::rc::Rc;
 
 /// Gathered tensors of at most this many bytes share a collective: below, the latency of a call costs more than the copies.
-const SHARED_BYTES_MAX: usize = 64 << 10;
+pub const SHARED_BYTES_MAX: usize = 64 << 10;
 
 /// A tensor to gather.
 #[derive(Clone, Debug)]
@@ -174,7 +174,7 @@ impl BegunGathers {
             }
         }
         for tensors in shared {
-            context.set_path(&common_path(&tensors));
+            context.set_path(&shared_path(&tensors));
             gathers.collectives.push(SharedGather::begin(rank, tensors, site)?);
         }
         Ok(gathers)
@@ -239,8 +239,8 @@ impl SharedGather {
     }
 }
 
-/// The longest path that is a prefix of the paths of all tensors, or the path of the first.
-fn common_path(tensors: &[(GatheredTensor, LocalTensor)]) -> Rc<str> {
+/// The innermost module that holds all tensors, or the list of their paths.
+fn shared_path(tensors: &[(GatheredTensor, LocalTensor)]) -> Rc<str> {
     let first = &tensors[0].0.path;
     let ends = first.match_indices('.').map(|(dot, _)| dot).chain([first.len()]).rev();
     let is_shared = |prefix: &&str| {
@@ -249,5 +249,12 @@ fn common_path(tensors: &[(GatheredTensor, LocalTensor)]) -> Rc<str> {
         };
         tensors.iter().all(|(tensor, _)| is_below(&tensor.path))
     };
-    ends.map(|end| &first[..end]).find(is_shared).map_or_else(|| first.clone(), Rc::from)
+    let module = ends.map(|end| &first[..end]).find(is_shared);
+    module.map_or_else(
+        || {
+            let paths: Vec<&str> = tensors.iter().map(|(tensor, _)| &*tensor.path).collect();
+            paths.join(MEMBER_SEPARATOR).into()
+        },
+        Rc::from,
+    )
 }
