@@ -170,7 +170,7 @@ impl<M: Module> Model<M> {
             kept_params,
             gather_order,
             gathered_bytes_max: plan.gathered_bytes_max,
-            bucket_bytes: plan.bucket_bytes(),
+            bucket_bytes: plan.bucket_bytes(rank.mesh()),
             hooks,
         })
     }

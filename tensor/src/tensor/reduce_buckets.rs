@@ -42,6 +42,15 @@ impl Default for BucketBytes {
     }
 }
 
+impl BucketBytes {
+    /// Sizes for a backward pass with blocking calls, those of other groups or gathers of parameters: 1 MiB and 4 MiB. A rank issues its
+    /// calls in one order, so that a blocking call waits for the buckets before it.
+    #[must_use]
+    pub fn between_blocking_calls() -> BucketBytes {
+        BucketBytes { others: 4 << 20, ..BucketBytes::default() }
+    }
+}
+
 /// A gradient to bring to the layout of its parameter.
 #[derive(Clone, Debug)]
 pub struct ReductionRequest {
