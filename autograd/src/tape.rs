@@ -565,13 +565,25 @@ impl Tape {
     }
 
     /// The bytes that the nodes of the current round keep alive for the backward pass, each buffer counted once.
-    #[doc(alias = "saved_tensors")]
     #[must_use]
     pub fn saved_bytes(&self) -> usize {
+        self.saved_buffers().iter().map(|saved| saved.bytes).sum()
+    }
+
+    /// The buffers that the nodes of the current round keep alive for the backward pass, in the order of the nodes that save them first.
+    #[doc(alias = "saved_tensors")]
+    #[must_use]
+    pub fn saved_buffers(&self) -> Vec<SavedBuffer> {
         let arena = self.0.arena.borrow();
         let mut seen = HashSet::new();
-        let saved = arena.nodes.iter().flat_map(Node::saved);
-        saved.filter(|t| seen.insert(t.local().buffer.address())).map(|t| t.local().buffer.bytes()).sum()
+        let saved = arena.nodes.iter().flat_map(|node| node.saved().map(move |tensor| (node, tensor)));
+        let first = saved.filter(|(_, tensor)| seen.insert(tensor.local().buffer.address()));
+        let buffer = |(node, tensor): (&Node, &Tensor)| SavedBuffer {
+            path: node.path().to_string(),
+            op: node.op().map_or("checkpoint", |(op, _)| op.name()),
+            bytes: tensor.local().buffer.bytes(),
+        };
+        first.map(buffer).collect()
     }
 
     /// The number of nodes of the current round.
@@ -579,6 +591,17 @@ impl Tape {
     pub fn num_nodes(&self) -> usize {
         self.0.arena.borrow().nodes.len()
     }
+}
+
+/// A buffer that a tape keeps for the backward pass.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SavedBuffer {
+    /// The path in the model of the op that saved it first: the name of the parameter or activation point used last.
+    pub path: String,
+    /// The name of the op; `checkpoint` for a checkpointed block.
+    pub op: &'static str,
+    /// The bytes of the buffer on this rank.
+    pub bytes: usize,
 }
 
 impl fmt::Debug for Tape {

@@ -136,7 +136,7 @@ const GOLDEN_ZERO: &[&str] = &[
 
 #[test]
 fn few_bytes_are_queued_ahead_of_a_blocking_call() {
-    // 12 MiB of gradients, none of them larger than 2 MiB.
+    // Some 24 MiB of gradients, of which the largest takes 2 MiB over `tp`.
     let config = Gpt2Config::new(64, 8, 512, 2, 8);
     let largest = |mesh: &str, plan: &Plan| {
         let plan = Plan::gpt2().and(plan.clone());

@@ -230,6 +230,46 @@ fn activation_bytes_of_a_block_follow_closed_formulas() {
     }
 }
 
+/// The bytes for B rows of what a block of GPT-2 saves, by the op and its path in the block, on a rank of `tp` ranks.
+fn named_bytes(tp: usize, plan: &Plan) -> Vec<(String, usize)> {
+    let saved = |rows: usize| {
+        run(&format!("tp={tp}"), |rank: &Rank| {
+            let config = Gpt2Config::new(24, S, H, 3, A);
+            let model = Model::with_precision(rank, Gpt2::new(&config), plan, 5, Precision::mixed(DType::BF16))?;
+            let tape = model.tape();
+            let ids: Vec<i64> = (0..rows * S).map(|i| (i * 7 % 24) as i64).collect();
+            let layout = plan.batch_layout(rank.mesh(), DType::I64, &[rows, S])?;
+            let ids: Var = tape.constant(Tensor::from_global(rank, &layout, &ids)?);
+            let _loss = model.loss(&ids, &ids);
+            Ok(tape.saved_buffers())
+        })
+        .swap_remove(0)
+    };
+    // Weights do not grow with the rows.
+    let (few, many) = (saved(B), saved(2 * B));
+    assert_eq!(few.len(), many.len());
+    let grown = few.iter().zip(&many).filter(|(few, many)| few.bytes < many.bytes);
+    grown
+        .filter_map(|(few, many)| {
+            let path = few.path.strip_prefix("h.1.")?;
+            Some((format!("{path} {}", few.op), many.bytes - few.bytes))
+        })
+        .collect()
+}
+
+#[test]
+fn named_activations_are_divided_by_the_ranks() {
+    let (tensor, sequence) = (Plan::gpt2(), Plan::gpt2().and(Plan::sequence_parallel("tp")));
+    for t in [1, 2, 4] {
+        for (name, plan) in [("tensor", &tensor), ("sequence", &sequence)] {
+            for (what, bytes) in named_bytes(t, plan) {
+                println!("{t} {name} {what} {bytes} {}", bytes as f64 / (S * B * H) as f64);
+            }
+        }
+    }
+    panic!();
+}
+
 /// The same plan, which keeps gathered inputs for the backward pass.
 fn without_regathering(plan: &Plan) -> Plan {
     let text = plan.to_string();
