@@ -2,8 +2,8 @@
 //! other groups are used, and gathered again for the backward pass.
 //!
 //! Nodes save the number of a leaf in place of its gathered tensor, so that the leaf alone holds it. When the group of a parameter
-//! comes into use, the gathers of the next group begin: on a back end with a communication stream they run while the group in use is
-//! computed with. Small parameters of a group share a collective. In the backward pass the recorded nodes tell which group is next, in
+//! comes into use, the gathers of the next group begin: on a communication stream or thread they run while the group in use is computed
+//! with. Small parameters of a group share a collective. In the backward pass the recorded nodes tell which group is next, in
 //! a forward pass the forward pass before. All ranks run the same ops, so that all gather in the same order.
 //!
 //! Microbatches of a pipeline are in flight together, each on a tape of its own: a forward pass frees its groups at its end, so that
@@ -195,22 +195,29 @@ impl Leaves {
         self.free_groups_except(&in_use);
         let path = place.1.path();
         self.finish_gathers(group);
-        self.begin_members(group, place, round, site);
+        self.begin_members(group, false, place, round, site);
         self.finish_gathers(group);
         if let Some(next) = next.filter(|next| !self.groups.is_pending(*next)) {
-            self.begin_members(next, place, round, site);
+            self.begin_members(next, true, place, round, site);
         }
         place.1.set_path(&path);
     }
 
-    /// Begins to gather the parameters of a group that are not gathered yet.
-    fn begin_members(&mut self, group: u32, place: Place<'_>, round: u32, site: &'static Location<'static>) {
+    /// Begins to gather the parameters of a group that are not gathered yet; ahead of their use if it `may_overlap`.
+    fn begin_members(
+        &mut self,
+        group: u32,
+        may_overlap: bool,
+        place: Place<'_>,
+        round: u32,
+        site: &'static Location<'static>,
+    ) {
         let members = std::mem::take(&mut self.groups.members);
         let of_group = members.get(group as usize).into_iter().flatten();
         let leaves: Vec<usize> =
             of_group.filter_map(|member| self.leaf_of_member(member, place, round, site)).collect();
         self.groups.members = members;
-        self.begin_gathers(group, &leaves, place, site);
+        self.begin_gathers((group, may_overlap), &leaves, place, site);
     }
 
     /// The leaf of a parameter in its compute layout, without a tensor if it is new; `None` if the tape holds another tensor of the
@@ -270,12 +277,12 @@ impl Leaves {
     /// Begins to gather those of some leaves of a group that have no tensor.
     fn begin_gathers(
         &mut self,
-        group: u32,
+        (group, may_overlap): (u32, bool),
         leaves: &[usize],
         place: Place<'_>,
         site: &'static Location<'static>,
     ) {
-        if let Some(gathers) = self.begin_leaves(leaves, place, site) {
+        if let Some(gathers) = self.begin_leaves(leaves, may_overlap, place, site) {
             self.groups.pending.push((group, gathers));
         }
     }
@@ -285,6 +292,7 @@ impl Leaves {
     pub(super) fn begin_leaves(
         &mut self,
         leaves: &[usize],
+        may_overlap: bool,
         place: Place<'_>,
         site: &'static Location<'static>,
     ) -> Option<LeafGathers> {
@@ -309,7 +317,7 @@ impl Leaves {
             let leaf = &self.leaves[at];
             requests.push(GatherRequest { from, to: leaf.layout.clone(), path: leaf.path.clone() });
         }
-        let gathers = unwind(BegunGathers::begin(place.0, &requests, site).map_err(|e| e.at(site)));
+        let gathers = unwind(BegunGathers::begin(place.0, &requests, may_overlap, site).map_err(|e| e.at(site)));
         let leaves =
             missing.into_iter().map(|at| (at, self.leaves[self.stored_leaf(at)].tensor_id)).collect();
         Some(LeafGathers { leaves, gathers })
@@ -434,11 +442,11 @@ impl Leaves {
             let of_group: Vec<usize> =
                 leaves.iter().filter(|at| self.gathered_group(**at) == Some(*group)).copied().collect();
             let Some(first) = of_group.first() else { continue };
-            self.begin_gathers(*group, &of_group, place, self.leaves[*first].site);
+            self.begin_gathers((*group, false), &of_group, place, self.leaves[*first].site);
             self.finish_gathers(*group);
         }
         if let Some(next) = next.filter(|next| !self.groups.is_pending(next.group)) {
-            self.begin_gathers(next.group, &next.leaves, place, self.leaves[next.leaves[0]].site);
+            self.begin_gathers((next.group, true), &next.leaves, place, self.leaves[next.leaves[0]].site);
         }
     }
 

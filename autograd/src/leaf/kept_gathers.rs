@@ -66,7 +66,7 @@ impl Leaves {
     /// Gathers those of some leaves that have no tensor, in shared collectives, and holds the results for all rounds.
     fn gather_leaves(&mut self, leaves: &[usize], place: Place<'_>, site: &'static Location<'static>) {
         let path = place.1.path();
-        if let Some(gathers) = self.begin_leaves(leaves, place, site) {
+        if let Some(gathers) = self.begin_leaves(leaves, false, place, site) {
             self.finish_leaves(gathers);
         }
         place.1.set_path(&path);

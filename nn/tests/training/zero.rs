@@ -7,13 +7,15 @@ use crate::support::{ROWS, batch, config, max_difference, run};
 use crate::traces::traced;
 use shardgrad_autograd::{Gradients, Tape, Var};
 use shardgrad_nn::{
-    AdamW, ExpertsConfig, Gpt2Config, LanguageModel, LlamaConfig, LlamaKind, Model, ModelConfig, Optimizer, Plan,
-    Precision, Sgd, Trainer, TrainerConfig, checkpoint,
+    AdamW, ExpertsConfig, Gpt2Config, Init, LanguageModel, LlamaConfig, LlamaKind, Model, ModelConfig,
+    Optimizer, Param, Plan, Precision, Sgd, Trainer, TrainerConfig, checkpoint, module,
 };
 use shardgrad_tensor::{DType, Phase, Rank, Record, Result, Tensor, Value};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 /// A run of a model on a mesh.
 #[derive(Clone)]
@@ -397,6 +399,42 @@ fn one_group_is_gathered_ahead() {
     };
     assert_eq!(paths[..4], [of(1, &["1", "2"]), of(0, &["0"]), of(2, &["2", "3"]), of(4, &["4", "5"])]);
     assert_eq!(paths[4..], [of(1, &["1", "0"]), of(0, &["2"]), of(2, &["4"]), of(4, &[])]);
+}
+
+module! {
+    /// Three gather groups.
+    struct Three { first: Param, second: Param, third: Param }
+}
+
+#[test]
+fn forward_pass_goes_on_while_the_next_group_waits_for_other_ranks() {
+    let (numel, plan) = (1 << 16, Plan::fsdp("fsdp"));
+    let has_passed = AtomicBool::new(false);
+    let sums = run("fsdp=2", |rank| {
+        let [first, second, third] = [(); 3].map(|()| Param::new(&[numel]).init(Init::Normal(1.0)));
+        let model = Model::new(rank, Three { first, second, third }, &plan, 1)?;
+        let tape = model.tape();
+        let first = model.first.on_tape(&tape);
+        // Rank 0 passes the second group only if it does not wait for the third.
+        while rank.index() == 1 && !has_passed.load(Ordering::SeqCst) {
+            rank.check();
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let second = model.second.on_tape(&tape);
+        has_passed.store(true, Ordering::SeqCst);
+        let sum = first.mul(&second).mul(&model.third.on_tape(&tape)).sum();
+        sum.backward()?;
+        assert_eq!(tape.gradients().len(), 3);
+        sum.tensor().item()
+    });
+    let alone = run("", |rank| {
+        let [first, second, third] = [(); 3].map(|()| Param::new(&[numel]).init(Init::Normal(1.0)));
+        let model = Model::new(rank, Three { first, second, third }, &plan, 1)?;
+        let tape = model.tape();
+        let [first, second, third] = [&model.first, &model.second, &model.third].map(|p| p.on_tape(&tape));
+        first.mul(&second).mul(&third).sum().tensor().item()
+    });
+    assert!(sums[0] == sums[1] && sums[0] == alone[0], "{sums:?} {alone:?}");
 }
 
 /// Bytes that a rank holds, counted by its allocator: between two microbatches of a step, and at the peak of the step.

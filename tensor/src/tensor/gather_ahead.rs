@@ -1,7 +1,7 @@
 //! All-gathers that begin before their results are needed: small tensors share a collective, and the kernels that arrange the received
-//! parts run at the end, so that a back end with a communication stream computes in between.
+//! parts run at the end, so that the rank computes in between, while a communication stream or thread gathers.
 
-use super::redistribute::{StepRunner, all_gather_parts, run};
+use super::redistribute::{PendingTensor, StepRunner, all_gather_parts, run};
 use crate::execution::context::Context;
 use crate::execution::local_tensor::LocalTensor;
 use crate::layout::Layout;
@@ -41,7 +41,7 @@ pub struct BegunGathers {
 /// One collective: the parts of all its tensors of rank 0, then those of rank 1, and so on.
 #[derive(Debug)]
 struct SharedGather {
-    received: LocalTensor,
+    received: PendingTensor,
     tensors: Vec<GatheredTensor>,
 }
 
@@ -129,13 +129,15 @@ impl GatheredTensor {
 
 impl BegunGathers {
     /// Begins to gather some tensors. A collective call: every rank of the groups concerned calls it together, with the same
-    /// requests.
+    /// requests. Without `may_overlap`, a CPU waits here: where nothing is computed before the results are needed, handing calls to the
+    /// communication thread gains nothing.
     ///
     /// # Errors
     /// Errors of the collectives, `Kind::OutOfMemory`; `Kind::Layout` if there is no route to a layout.
     pub fn begin(
         rank: &Rank,
         requests: &[GatherRequest],
+        may_overlap: bool,
         site: &'static Location<'static>,
     ) -> Result<BegunGathers> {
         let context = Context::of(rank);
@@ -175,7 +177,7 @@ impl BegunGathers {
         }
         for tensors in shared {
             context.set_path(&shared_path(&tensors));
-            gathers.collectives.push(SharedGather::begin(rank, tensors, site)?);
+            gathers.collectives.push(SharedGather::begin(rank, tensors, may_overlap, site)?);
         }
         Ok(gathers)
     }
@@ -183,9 +185,10 @@ impl BegunGathers {
     /// The gathered tensors, in the order of the requests.
     ///
     /// # Errors
-    /// `Kind::OutOfMemory`.
+    /// Errors of the collectives, `Kind::OutOfMemory`.
     pub fn finish(mut self) -> Result<Vec<Tensor>> {
         for SharedGather { received, tensors } in self.collectives {
+            let received = received.wait()?;
             let num_members = tensors[0].parts.len();
             let count_of = |member: usize| {
                 tensors.iter().map(move |t| t.part_counts().nth(member).unwrap_or(0)).sum::<usize>()
@@ -212,6 +215,7 @@ impl SharedGather {
     fn begin(
         rank: &Rank,
         tensors: Vec<(GatheredTensor, LocalTensor)>,
+        may_overlap: bool,
         site: &'static Location<'static>,
     ) -> Result<SharedGather> {
         let (tensors, locals): (Vec<GatheredTensor>, Vec<LocalTensor>) = tensors.into_iter().unzip();
@@ -234,7 +238,8 @@ impl SharedGather {
         for tensor in &tensors {
             counts.iter_mut().zip(tensor.part_counts()).for_each(|(count, part)| *count += part);
         }
-        let received = all_gather_parts(rank, (&own, lineage), &counts, tensors[0].axis, site)?;
+        let axis = tensors[0].axis;
+        let received = all_gather_parts(rank, (&own, lineage), &counts, axis, may_overlap, site)?;
         Ok(SharedGather { received, tensors })
     }
 }

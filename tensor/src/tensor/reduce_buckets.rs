@@ -6,7 +6,7 @@
 //! same buckets: what counts is the size of the largest local tensor, which is the same on all ranks. Li et al., "PyTorch
 //! Distributed: Experiences on Accelerating Data Parallel Training", arXiv 2006.15704.
 
-use super::redistribute::{PendingSum, StepRunner, sum_packed};
+use super::redistribute::{ASYNC_BYTES_MIN, PendingTensor, StepRunner, sum_packed};
 use crate::execution::context::Context;
 use crate::execution::local_tensor::LocalTensor;
 use crate::layout::Layout;
@@ -22,8 +22,6 @@ use std::rc::Rc;
 
 /// The most buckets that are reduced while the backward pass goes on: one on the wire, one that waits.
 const PENDING_MAX: usize = 2;
-/// The bytes from which a bucket is handed to the communication thread: of fewer, handing over costs more than it hides on one machine.
-const ASYNC_BYTES_MIN: usize = 64 << 10;
 
 /// The bytes at which buckets of gradients are closed.
 #[doc(alias = "bucket_cap_mb")]
@@ -104,7 +102,7 @@ struct OpenBucket {
 /// A bucket whose collective was issued.
 #[derive(Debug)]
 struct BegunBucket {
-    sum: PendingSum,
+    sum: PendingTensor,
     members: Vec<Member>,
 }
 
