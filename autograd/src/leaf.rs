@@ -7,8 +7,8 @@ mod reductions;
 
 pub(crate) use gather_groups::GatherGroups;
 pub use gather_groups::{GatherMember, GatherOrder, GatherPolicy, GatheredLifetime};
-pub(crate) use kept_gathers::KeptGather;
 pub(crate) use gathered::{Regather, largest_numel, layout_of_sums};
+pub(crate) use kept_gathers::KeptGather;
 use reductions::Reductions;
 
 use crate::id::{Id, Key, KeyMap};

@@ -317,7 +317,8 @@ impl Leaves {
             let leaf = &self.leaves[at];
             requests.push(GatherRequest { from, to: leaf.layout.clone(), path: leaf.path.clone() });
         }
-        let gathers = unwind(BegunGathers::begin(place.0, &requests, may_overlap, site).map_err(|e| e.at(site)));
+        let gathers =
+            unwind(BegunGathers::begin(place.0, &requests, may_overlap, site).map_err(|e| e.at(site)));
         let leaves =
             missing.into_iter().map(|at| (at, self.leaves[self.stored_leaf(at)].tensor_id)).collect();
         Some(LeafGathers { leaves, gathers })

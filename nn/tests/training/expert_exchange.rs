@@ -111,8 +111,7 @@ fn balanced_bytes(k: usize, plan: &Plan, num_ranks: usize) -> u64 {
             let model = Model::with_dtype(rank, LanguageModel::new(&case.config), plan, 5, DType::F64)?;
             let tape = model.tape();
             let records = traced(rank, || {
-                let x: Vec<Var> =
-                    case.arguments(rank, plan)?.into_iter().map(|x| tape.constant(x)).collect();
+                let x: Vec<Var> = case.arguments(rank, plan)?.into_iter().map(|x| tape.constant(x)).collect();
                 model.loss_from_batch(&x).value().backward()
             })?;
             Ok(records.iter().map(|r| r.bytes).sum::<u64>())
@@ -127,9 +126,10 @@ fn without_a_choice_the_form_of_fewer_bytes_is_taken() {
     let plan = LanguageModel::plan(&llama::config(LlamaKind::Mixtral).into());
     let forms = [plan.clone(), plan.clone().gather_experts(), plan.exchange_experts()];
     let gathers = |k: usize, num_ranks: usize| {
-        let [chosen, gathered, exchanged] =
-            forms.each_ref().map(|plan| balanced_bytes(k, plan, num_ranks));
-        let what = format!("{num_ranks} ranks, {k} experts for each row: {chosen}, gathered {gathered}, exchanged {exchanged}");
+        let [chosen, gathered, exchanged] = forms.each_ref().map(|plan| balanced_bytes(k, plan, num_ranks));
+        let what = format!(
+            "{num_ranks} ranks, {k} experts for each row: {chosen}, gathered {gathered}, exchanged {exchanged}"
+        );
         assert!(gathered != exchanged && chosen == gathered.min(exchanged), "{what}");
         chosen == gathered
     };

@@ -4,7 +4,8 @@ use crate::support::{ROWS, Setup, batch, config, run};
 use crate::traces::{counts, traced};
 use shardgrad_autograd::Var;
 use shardgrad_nn::{
-    AdamW, Gpt2, Gpt2Config, LanguageModel, LlamaKind, Model, ModelConfig, Param, Plan, Trainer, TrainerConfig, module,
+    AdamW, Gpt2, Gpt2Config, LanguageModel, LlamaKind, Model, ModelConfig, Param, Plan, Trainer,
+    TrainerConfig, module,
 };
 use shardgrad_tensor::{DType, Mesh, Phase, Rank, Record, Result, Tensor, Value, World};
 use std::collections::BTreeMap;

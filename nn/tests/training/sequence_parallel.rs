@@ -235,7 +235,8 @@ fn named_bytes(tp: usize, plan: &Plan) -> Vec<(String, usize)> {
     let saved = |rows: usize| {
         run(&format!("tp={tp}"), |rank: &Rank| {
             let config = Gpt2Config::new(24, S, H, 3, A);
-            let model = Model::with_precision(rank, Gpt2::new(&config), plan, 5, Precision::mixed(DType::BF16))?;
+            let model =
+                Model::with_precision(rank, Gpt2::new(&config), plan, 5, Precision::mixed(DType::BF16))?;
             let tape = model.tape();
             let ids: Vec<i64> = (0..rows * S).map(|i| (i * 7 % 24) as i64).collect();
             let layout = plan.batch_layout(rank.mesh(), DType::I64, &[rows, S])?;

@@ -273,16 +273,8 @@ fn collectives_and_bytes_follow_closed_formulas() {
             // All parameters are small, and travel together.
             let gathered = || line("forward all_gather", 1, once);
             for recompute in [false, true] {
-                assert_eq!(
-                    of(1, recompute),
-                    [scattered(1), gathered()],
-                    "stage 1, {mesh}, {m}, {recompute}"
-                );
-                assert_eq!(
-                    of(2, recompute),
-                    [scattered(m), gathered()],
-                    "stage 2, {mesh}, {m}, {recompute}"
-                );
+                assert_eq!(of(1, recompute), [scattered(1), gathered()], "stage 1, {mesh}, {m}, {recompute}");
+                assert_eq!(of(2, recompute), [scattered(m), gathered()], "stage 2, {mesh}, {m}, {recompute}");
             }
             // The weight and the bias of a group travel together.
             let gathered = |times: usize| line("forward all_gather", times * LAYERS, times as u64 * once);

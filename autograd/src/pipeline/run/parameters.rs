@@ -85,8 +85,7 @@ impl Step<'_> {
             }
             let summed = self.summed_parameter(stage, external, key);
             let Some(leaf) = summed.id() else { continue };
-            let (tensor, computed, path) =
-                (summed.tensor().clone(), declared.layout.clone(), context.path());
+            let (tensor, computed, path) = (summed.tensor().clone(), declared.layout.clone(), context.path());
             let site = stages.first_use(stage, external);
             gathers.push(KeptGather { leaf, tensor, computed, path, site });
         }
