@@ -71,7 +71,7 @@ impl Step<'_> {
     }
 
     /// Gathers the small parameters of a stage that are kept for the step, before the first pass of the stage, in shared collectives.
-    pub(super) fn gather_small_parameters(&mut self, stage: usize) {
+    pub(super) fn gather_small_parameters(&self, stage: usize) {
         let (inputs, stages) = (self.inputs, self.runner.stages);
         let external_inputs = &stages.program().external_inputs;
         let context = Context::of(self.tape.rank());
@@ -108,10 +108,9 @@ impl Step<'_> {
 
     /// A parameter of a stage; redistributed once per step.
     fn stage_parameter(&mut self, stage: usize, external: u32, key: Key) -> &StageParameter {
-        if !self.parameters.contains_key(&external) {
-            let parameter = self.make_parameter(stage, external, key);
-            self.parameters.insert(external, parameter);
-        }
+        let is_known = self.parameters.contains_key(&external);
+        let made = (!is_known).then(|| self.make_parameter(stage, external, key));
+        self.parameters.extend(made.map(|parameter| (external, parameter)));
         &self.parameters[&external]
     }
 
