@@ -159,6 +159,7 @@ impl<M: Module> Model<M> {
         });
         let params = params.into_iter().map(|(_, param)| param).collect();
         let (rank, hooks) = (rank.clone(), HooksVersion::default());
+        let bucket_bytes = plan.bucket_bytes(rank.mesh());
         Ok(Model {
             module,
             rank,
@@ -170,7 +171,7 @@ impl<M: Module> Model<M> {
             kept_params,
             gather_order,
             gathered_bytes_max: plan.gathered_bytes_max,
-            bucket_bytes: plan.bucket_bytes(rank.mesh()),
+            bucket_bytes,
             hooks,
         })
     }

@@ -104,7 +104,7 @@ fn a_block_exchanges_counts_rows_and_results() {
 
 /// The bytes that all ranks move in a pass with balanced routing.
 fn balanced_bytes(k: usize, plan: &Plan, num_ranks: usize) -> u64 {
-    let case = TrainingCase::new(mixtral(ExpertsConfig::new(12, k, 6)), 12);
+    let case = TrainingCase::new(mixtral(ExpertsConfig::new(12, k, 6)), 8);
     let mesh = Mesh::parse(&format!("ep={num_ranks}")).unwrap();
     let bytes_of = |rank: usize| {
         let bytes = World::new(mesh.clone()).dry_run(rank, |rank| {

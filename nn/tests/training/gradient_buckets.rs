@@ -128,11 +128,11 @@ const GOLDEN_DP: &[&str] = &[
     "all_reduce dp f32[165] 664 B: wte.weight",
 ];
 const GOLDEN_ZERO: &[&str] = &[
-    "reduce_scatter dp f32[6105] 12536 B: ln_f.bias ln_f.weight h.1.mlp.c_proj.weight h.1.mlp.c_proj.bias h.1.mlp.c_fc.weight \
-     h.1.mlp.c_fc.bias h.1.ln_2.bias h.1.ln_2.weight h.1.attn.c_proj.weight h.1.attn.c_proj.bias h.1.attn.c_attn.weight \
-     h.1.attn.c_attn.bias h.1.ln_1.bias h.1.ln_1.weight h.0.mlp.c_proj.weight h.0.mlp.c_proj.bias h.0.mlp.c_fc.weight \
-     h.0.mlp.c_fc.bias h.0.ln_2.bias h.0.ln_2.weight h.0.attn.c_proj.weight h.0.attn.c_proj.bias h.0.attn.c_attn.weight \
-     h.0.attn.c_attn.bias h.0.ln_1.bias h.0.ln_1.weight wpe.weight wte.weight",
+    "reduce_scatter dp f32[6105] 12536 B: ln_f.bias ln_f.weight h.1.mlp.c_proj.bias h.1.mlp.c_proj.weight h.1.mlp.c_fc.bias \
+     h.1.mlp.c_fc.weight h.1.ln_2.bias h.1.ln_2.weight h.1.attn.c_proj.bias h.1.attn.c_proj.weight h.1.attn.c_attn.bias \
+     h.1.attn.c_attn.weight h.1.ln_1.bias h.1.ln_1.weight h.0.mlp.c_proj.bias h.0.mlp.c_proj.weight h.0.mlp.c_fc.bias \
+     h.0.mlp.c_fc.weight h.0.ln_2.bias h.0.ln_2.weight h.0.attn.c_proj.bias h.0.attn.c_proj.weight h.0.attn.c_attn.bias \
+     h.0.attn.c_attn.weight h.0.ln_1.bias h.0.ln_1.weight wpe.weight wte.weight",
 ];
 
 #[test]

@@ -350,7 +350,10 @@ fn small_parameters_that_a_step_keeps_share_a_gather() {
         });
         for (here, mut members) in gathers {
             members.sort_unstable();
-            assert_eq!(members, [1, here - 1], "{mesh} with\n{}", case.plan);
+            // The last stage may have the table alone.
+            let expected = [1, here - 1];
+            let expected = if here == 1 { &expected[..1] } else { &expected };
+            assert_eq!(members, expected, "{mesh} with\n{}", case.plan);
         }
         case.assert_like_one_rank();
     }
