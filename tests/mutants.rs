@@ -155,6 +155,8 @@ const SHIPPED: [ShippedClass; 10] = [
             "merged_all_reduce_over_one_axis",
             "whole_matrix_sent_by_every_copy",
             "ring_neighbors_by_outer_axis_first",
+            "sums_of_copies_reduced_over_all_axes",
+            "parameters_gathered_over_the_copies",
         ],
     ),
     (

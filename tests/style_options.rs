@@ -143,3 +143,16 @@ fn options_without_their_axes_are_refused_by_every_command() {
         }
     }
 }
+
+#[test]
+fn experts_without_a_choice_are_reached_by_fewer_bytes() {
+    // Two experts for each token: two ranks gather rows, three exchange them.
+    for (mesh, form) in [("ep=2", "gather"), ("ep=3", "exchange")] {
+        let of = |more: &[&str]| Commands::explain("mixtral-tiny", &[&["--mesh", mesh][..], more].concat());
+        let other = if form == "gather" { "exchange" } else { "gather" };
+        let (chosen, other) = (of(&[]), of(&["--experts", other]));
+        let totals = |text: &str| text[text.find("totals").expect("explain has totals")..].to_string();
+        assert_eq!(totals(&chosen), totals(&of(&["--experts", form])), "{mesh}");
+        assert_ne!(totals(&chosen), totals(&other), "{mesh}");
+    }
+}

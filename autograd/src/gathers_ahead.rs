@@ -1,5 +1,5 @@
-//! The gathers of activations in a backward pass begin one product ahead of the nodes that need them, so that a back end with a
-//! communication stream gathers while it multiplies.
+//! The gathers of activations in a backward pass begin one product ahead of the nodes that need them, so that a communication stream or
+//! thread gathers while the rank multiplies.
 
 use crate::node::{Mask, Node};
 use shardgrad_dist::Rank;

@@ -2,11 +2,13 @@
 
 mod gathered;
 mod gather_groups;
+mod kept_gathers;
 mod reductions;
 
 pub(crate) use gather_groups::GatherGroups;
 pub use gather_groups::{GatherMember, GatherOrder, GatherPolicy, GatheredLifetime};
 pub(crate) use gathered::{Regather, largest_numel, layout_of_sums};
+pub(crate) use kept_gathers::KeptGather;
 use reductions::Reductions;
 
 use crate::id::{Id, Key, KeyMap};
@@ -124,6 +126,8 @@ pub(crate) struct Leaves {
     /// Whether several rounds read the leaves.
     are_reused: bool,
     groups: GatherGroups,
+    /// Small parameters that are kept for the step, until they are gathered.
+    kept: Vec<GatherMember>,
     /// Whether a leaf is gathered with a group.
     has_groups: bool,
     /// Whether a leaf has its gradient reduced in each round.
@@ -140,7 +144,7 @@ impl Leaves {
             self.reductions = Reductions::default();
         }
         (self.are_reused, self.has_groups, self.reduces_each_round) = (false, false, false);
-        self.groups = GatherGroups::default();
+        (self.groups, self.kept) = (GatherGroups::default(), Vec::new());
     }
 
     /// Sets the groups in which parameters are gathered.
@@ -301,8 +305,12 @@ impl Leaves {
     ) -> Option<(Id, Tensor)> {
         let (rank, context, is_meta) = place;
         let lifetime = self.leaves[origin as usize].policy.lifetime;
-        if let (GatheredLifetime::Group(group), false) = (lifetime, is_meta) {
-            self.use_group(group, (rank, context), round, site);
+        match lifetime {
+            GatheredLifetime::Group(group) if !is_meta => {
+                self.use_group(group, (rank, context), round, site);
+            }
+            _ if !is_meta => self.gather_kept(lifetime, (rank, context), round, site),
+            _ => {}
         }
         // Only leaves without a lifetime of their own belong to a checkpointed block.
         let recording = if lifetime == GatheredLifetime::StepOrBlock { recording } else { 0 };

@@ -23,4 +23,4 @@ pub use id::{Gradients, Key, Noise, ReplayNoise};
 pub use leaf::{GatherMember, GatherOrder, GatherPolicy, GatheredLifetime};
 pub use program::{AccumulationDType, ExternalInput, OpRecord, Program, Slot};
 pub use shardgrad_tensor::tensor::reduce_buckets::BucketBytes;
-pub use tape::{Tape, Values, Var};
+pub use tape::{SavedBuffer, Tape, Values, Var};

@@ -45,10 +45,10 @@ impl GatheredActivation {
         })
     }
 
-    /// Begins to gather the activation.
-    fn begin(&self, rank: &Rank, context: &Context) -> BegunGathers {
-        let before = context.path();
-        let begun = unwind(BegunGathers::begin(rank, std::slice::from_ref(&self.request), self.site));
+    /// Begins to gather the activation, while the rank goes on if it `may_overlap`.
+    fn begin(&self, may_overlap: bool, rank: &Rank, context: &Context) -> BegunGathers {
+        let (before, requests) = (context.path(), std::slice::from_ref(&self.request));
+        let begun = unwind(BegunGathers::begin(rank, requests, may_overlap, self.site));
         context.set_path(&before);
         begun
     }
@@ -73,7 +73,7 @@ impl SavedUngathered {
     pub(crate) fn begin(&self, rank: &Rank, context: &Context) {
         let progress = &mut *self.0.progress.borrow_mut();
         if let Progress::Sharded = progress {
-            *progress = Progress::Begun(self.0.begin(rank, context));
+            *progress = Progress::Begun(self.0.begin(true, rank, context));
         }
     }
 
@@ -81,7 +81,7 @@ impl SavedUngathered {
     pub(crate) fn gather(self, rank: &Rank, context: &Context) -> Tensor {
         let mut progress = self.0.progress.borrow_mut();
         let begun = match std::mem::take(&mut *progress) {
-            Progress::Sharded => self.0.begin(rank, context),
+            Progress::Sharded => self.0.begin(false, rank, context),
             Progress::Begun(begun) => begun,
             Progress::Gathered(tensor) => {
                 *progress = Progress::Gathered(tensor.clone());

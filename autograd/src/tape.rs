@@ -24,7 +24,8 @@ use crate::accumulate::{add, backward_node};
 use crate::gathers_ahead::GathersAhead;
 use crate::id::{Gradients, Id, Key, Noise, NoiseState, UseCounts};
 use crate::leaf::{
-    GatherGroups, GatherMember, GatherOrder, GatherPolicy, GatheredLifetime, Leaves, Parameter, Regather,
+    GatherGroups, GatherMember, GatherOrder, GatherPolicy, GatheredLifetime, KeptGather, Leaves, Parameter,
+    Regather,
 };
 use crate::node::{Node, with_backward_site};
 use crate::program::{AccumulationDType, Recorder, RecordingCache};
@@ -160,6 +161,20 @@ impl Tape {
     pub fn with_gather_groups(self, groups: Vec<Vec<GatherMember>>, order: &Rc<GatherOrder>) -> Tape {
         self.0.arena.borrow_mut().leaves.set_groups(GatherGroups::new(groups, order.clone()));
         self
+    }
+
+    /// Gathers small parameters together on an empty tape that keeps their gathered form for the step: the first use of one of them
+    /// gathers all that take at most [`SHARED_BYTES_MAX`](shardgrad_tensor::tensor::gather_ahead::SHARED_BYTES_MAX), in shared
+    /// collectives.
+    #[must_use]
+    pub fn with_kept_gathers(self, members: Vec<GatherMember>) -> Tape {
+        self.0.arena.borrow_mut().leaves.set_kept(members);
+        self
+    }
+
+    /// Gathers the small ones of some leaves in shared collectives, and keeps them: [`Var::to_layout_at`] finds them in these layouts.
+    pub(crate) fn gather_together(&self, gathers: Vec<KeptGather>) {
+        self.0.arena.borrow_mut().leaves.gather_together(gathers, (self.rank(), self.context()));
     }
 
     /// Frees the parameters of all gather groups at the end of a forward pass whose backward pass comes after other passes.
@@ -550,13 +565,25 @@ impl Tape {
     }
 
     /// The bytes that the nodes of the current round keep alive for the backward pass, each buffer counted once.
-    #[doc(alias = "saved_tensors")]
     #[must_use]
     pub fn saved_bytes(&self) -> usize {
+        self.saved_buffers().iter().map(|saved| saved.bytes).sum()
+    }
+
+    /// The buffers that the nodes of the current round keep alive for the backward pass, in the order of the nodes that save them first.
+    #[doc(alias = "saved_tensors")]
+    #[must_use]
+    pub fn saved_buffers(&self) -> Vec<SavedBuffer> {
         let arena = self.0.arena.borrow();
         let mut seen = HashSet::new();
-        let saved = arena.nodes.iter().flat_map(Node::saved);
-        saved.filter(|t| seen.insert(t.local().buffer.address())).map(|t| t.local().buffer.bytes()).sum()
+        let saved = arena.nodes.iter().flat_map(|node| node.saved().map(move |tensor| (node, tensor)));
+        let first = saved.filter(|(_, tensor)| seen.insert(tensor.local().buffer.address()));
+        let buffer = |(node, tensor): (&Node, &Tensor)| SavedBuffer {
+            path: node.path().to_string(),
+            op: node.op().map_or("checkpoint", |(op, _)| op.name()),
+            bytes: tensor.local().buffer.bytes(),
+        };
+        first.map(buffer).collect()
     }
 
     /// The number of nodes of the current round.
@@ -564,6 +591,17 @@ impl Tape {
     pub fn num_nodes(&self) -> usize {
         self.0.arena.borrow().nodes.len()
     }
+}
+
+/// A buffer that a tape keeps for the backward pass.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SavedBuffer {
+    /// The path in the model of the op that saved it first: the name of the parameter or activation point used last.
+    pub path: String,
+    /// The name of the op; `checkpoint` for a checkpointed block.
+    pub op: &'static str,
+    /// The bytes of the buffer on this rank.
+    pub bytes: usize,
 }
 
 impl fmt::Debug for Tape {

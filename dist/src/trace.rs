@@ -44,7 +44,8 @@ impl Record {
         self.counts.iter().sum()
     }
 
-    /// The names of the values that share the call: gradients in a bucket. One name, possibly empty, for all other calls.
+    /// The names of the values that share the call: gradients in a bucket, or small parameters. One name, possibly empty, for all other
+    /// calls.
     pub fn members(&self) -> impl Iterator<Item = &str> {
         self.path.split(MEMBER_SEPARATOR)
     }

@@ -34,6 +34,8 @@ pub struct Model<M> {
     params: Vec<Param>,
     unmatched_rules: Vec<String>,
     gather_groups: GroupedParams,
+    /// The parameters whose gathered form is kept for the step.
+    kept_params: Vec<Param>,
     gather_order: Rc<GatherOrder>,
     /// Bytes up to which a pipeline rank keeps gathered parameters for the step; `None` for any number.
     gathered_bytes_max: Option<usize>,
@@ -134,12 +136,15 @@ impl<M: Module> Model<M> {
         let unmatched_rules = plan.check_all_rules_matched(&used, &names, &point_names)?;
         plan.check_all_axes_used(rank.mesh(), &used)?;
         plan.check_one_zero_axis(rank.mesh())?;
-        let mut gather_groups = GroupedParams::new();
+        let (mut gather_groups, mut kept_params) = (GroupedParams::new(), Vec::new());
         for ((name, param), (stored, compute)) in params.iter().zip(layouts) {
             let policy = match &compute {
                 Some(compute) => policy_in_group(plan, &mut gather_groups, (name, param), [&stored, compute]),
                 None => GatherPolicy::default(),
             };
+            if policy.lifetime == GatheredLifetime::Step {
+                kept_params.push(param.clone());
+            }
             param.bind(name, next_key(rank), stored, compute, policy)?;
         }
         for ((_, param), (layout, compute)) in params.iter().zip(pass_layouts.into_iter().flatten()) {
@@ -154,6 +159,7 @@ impl<M: Module> Model<M> {
         });
         let params = params.into_iter().map(|(_, param)| param).collect();
         let (rank, hooks) = (rank.clone(), HooksVersion::default());
+        let bucket_bytes = plan.bucket_bytes(rank.mesh());
         Ok(Model {
             module,
             rank,
@@ -162,9 +168,10 @@ impl<M: Module> Model<M> {
             params,
             unmatched_rules,
             gather_groups,
+            kept_params,
             gather_order,
             gathered_bytes_max: plan.gathered_bytes_max,
-            bucket_bytes: plan.bucket_bytes(),
+            bucket_bytes,
             hooks,
         })
     }
@@ -248,12 +255,12 @@ impl<M: Module> Model<M> {
     #[must_use]
     pub fn tape(&self) -> Tape {
         let tape = Tape::new(self.pass_rank()).with_bucket_bytes(self.bucket_bytes);
-        if self.gather_groups.is_empty() || self.pass_rank.is_some() {
+        if self.pass_rank.is_some() {
             return tape;
         }
         let members = |params: &[Param]| params.iter().filter_map(Param::gather_member).collect();
         let groups = self.gather_groups.iter().map(|(_, params)| members(params)).collect();
-        tape.with_gather_groups(groups, &self.gather_order)
+        tape.with_gather_groups(groups, &self.gather_order).with_kept_gathers(members(&self.kept_params))
     }
 
     /// The sizes of the buckets in which gradients are reduced.

@@ -147,7 +147,7 @@ fn in_flight_bytes(rank: &Rank, records: &[Record]) -> u64 {
 
 /// The bytes of the packed gradients and of the sum of the largest bucket.
 fn bucket_bytes(records: &[Record]) -> u64 {
-    let buckets = records.iter().filter(|record| record.members().count() > 1);
+    let buckets = records.iter().filter(|record| record.op != "all_gather" && record.members().count() > 1);
     buckets.map(|record| 2 * (record.numel() * record.dtype.size()) as u64).max().unwrap_or(0)
 }
 
@@ -481,15 +481,16 @@ fn text(mesh: &Mesh, step: &StepSummary) -> String {
     out
 }
 
-/// The name of the value that a collective moves, or the number of gradients in a bucket.
+/// The name of the value that a collective moves, or the number of parameters or of gradients in a bucket that share it.
 fn value_name(record: &Record) -> Cow<'_, str> {
     match record.members().count() {
         1 => record.path.as_str().into(),
+        count if record.op == "all_gather" => format!("{count} parameters").into(),
         count => format!("bucket of {count}").into(),
     }
 }
 
-/// Writes the names of the gradients of a bucket in lines of a limited width.
+/// Writes the names of the values that share a call in lines of a limited width.
 fn write_members(out: &mut String, record: &Record) {
     let mut line = String::new();
     let mut members = record.members().peekable();
@@ -505,7 +506,7 @@ fn write_members(out: &mut String, record: &Record) {
     }
 }
 
-/// Writes one line per distinct record, with its number of repetitions, and the names of the gradients of a bucket below its line.
+/// Writes one line per distinct record, with its number of repetitions, and the names of the values that share a call below its line.
 fn write_records(out: &mut String, mesh: &Mesh, records: &[Record]) {
     let wide = records.iter().map(|r| value_name(r).len()).max().unwrap_or(0);
     for (times, r) in count_repeats(records) {

@@ -2,8 +2,8 @@
 //! other groups are used, and gathered again for the backward pass.
 //!
 //! Nodes save the number of a leaf in place of its gathered tensor, so that the leaf alone holds it. When the group of a parameter
-//! comes into use, the gathers of the next group begin: on a back end with a communication stream they run while the group in use is
-//! computed with. Small parameters of a group share a collective. In the backward pass the recorded nodes tell which group is next, in
+//! comes into use, the gathers of the next group begin: on a communication stream or thread they run while the group in use is computed
+//! with. Small parameters of a group share a collective. In the backward pass the recorded nodes tell which group is next, in
 //! a forward pass the forward pass before. All ranks run the same ops, so that all gather in the same order.
 //!
 //! Microbatches of a pipeline are in flight together, each on a tape of its own: a forward pass frees its groups at its end, so that
@@ -11,7 +11,7 @@
 //!
 //! Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", arXiv 2304.11277.
 
-use super::{Leaf, Leaves, Parameter, layout_of_sums};
+use super::{CallSite, Leaf, Leaves, Parameter, layout_of_sums};
 use crate::id::{Id, Key};
 use crate::node::Node;
 use crate::program::AccumulationDType;
@@ -104,12 +104,12 @@ pub(crate) struct GatherGroups {
     position: Option<usize>,
     /// The groups that this forward pass has used, in order; the last one is in use.
     used: Vec<u32>,
-    pending: Vec<PendingGathers>,
+    /// Gathers that were begun and not used yet, by group.
+    pending: Vec<(u32, LeafGathers)>,
 }
 
-/// Gathers of leaves of a group that were begun and not used yet.
-struct PendingGathers {
-    group: u32,
+/// Gathers of leaves that were begun.
+pub(super) struct LeafGathers {
     /// The leaves, with the identities of the stored tensors.
     leaves: Vec<(usize, usize)>,
     gathers: BegunGathers,
@@ -128,7 +128,7 @@ impl GatherGroups {
 
     /// Whether gathers of a group were begun.
     fn is_pending(&self, group: u32) -> bool {
-        self.pending.iter().any(|pending| pending.group == group)
+        self.pending.iter().any(|(pending, _)| *pending == group)
     }
 
     /// The position of a group in the order, and the group after it.
@@ -159,7 +159,7 @@ pub(crate) struct BackwardGroups {
     in_use: SmallVec<[u32; 2]>,
 }
 
-type Place<'a> = (&'a Rank, &'a Context);
+pub(super) type Place<'a> = (&'a Rank, &'a Context);
 
 impl Leaves {
     /// The group of a leaf whose gathered form is kept for its group only; `None` for the stored form and for all other leaves.
@@ -202,27 +202,34 @@ impl Leaves {
         self.free_groups_except(&in_use);
         let path = place.1.path();
         self.finish_gathers(group);
-        self.begin_members(group, place, round, site);
+        self.begin_members(group, false, place, round, site);
         self.finish_gathers(group);
         if let Some(next) = next.filter(|next| !self.groups.is_pending(*next)) {
-            self.begin_members(next, place, round, site);
+            self.begin_members(next, true, place, round, site);
         }
         place.1.set_path(&path);
     }
 
-    /// Begins to gather the parameters of a group that are not gathered yet.
-    fn begin_members(&mut self, group: u32, place: Place<'_>, round: u32, site: &'static Location<'static>) {
+    /// Begins to gather the parameters of a group that are not gathered yet; ahead of their use if it `may_overlap`.
+    fn begin_members(
+        &mut self,
+        group: u32,
+        may_overlap: bool,
+        place: Place<'_>,
+        round: u32,
+        site: &'static Location<'static>,
+    ) {
         let members = std::mem::take(&mut self.groups.members);
         let of_group = members.get(group as usize).into_iter().flatten();
         let leaves: Vec<usize> =
             of_group.filter_map(|member| self.leaf_of_member(member, place, round, site)).collect();
         self.groups.members = members;
-        self.begin_gathers(group, &leaves, place, site);
+        self.begin_gathers((group, may_overlap), &leaves, place, site);
     }
 
     /// The leaf of a parameter in its compute layout, without a tensor if it is new; `None` if the tape holds another tensor of the
     /// parameter, which is gathered at its use.
-    fn leaf_of_member(
+    pub(super) fn leaf_of_member(
         &mut self,
         member: &GatherMember,
         place: Place<'_>,
@@ -230,12 +237,13 @@ impl Leaves {
         site: &'static Location<'static>,
     ) -> Option<usize> {
         let GatherMember { key, stored, computed, policy, path } = member;
+        let origin_site = (path.clone(), site);
         let accumulation = AccumulationDType::of(stored.dtype());
         let parameter = Parameter { key: *key, tensor: stored, accumulation, policy: *policy };
         let root = match self.find(parameter, false) {
             Some((id, _)) => id,
             None if self.by_key.contains_key(key) => return None,
-            None => unwind(self.insert(parameter, round, (path.clone(), site))),
+            None => unwind(self.insert(parameter, round, origin_site.clone())),
         };
         let root = root.leaf().expect("a parameter is a leaf") as u32;
         let summed = layout_of_sums(stored.layout(), computed);
@@ -244,31 +252,57 @@ impl Leaves {
             false => (Id::Leaf(root), stored.clone()),
         };
         let origin = origin.leaf().expect("a derived leaf is a leaf");
+        Some(self.ungathered_leaf((origin, &from), computed, place.0, origin_site))
+    }
+
+    /// The leaf of another layout of a leaf, without a tensor if it is new.
+    pub(super) fn ungathered_leaf(
+        &mut self,
+        (origin, from): (usize, &Tensor),
+        computed: &Layout,
+        rank: &Rank,
+        (path, site): CallSite,
+    ) -> usize {
         let known =
             self.leaves[origin].derived.iter().find(|at| self.leaves[**at as usize].layout == *computed);
         if let Some(at) = known {
-            return Some(*at as usize);
+            return *at as usize;
         }
-        let route = unwind(Redistribute::between(place.0, from.layout(), computed).map_err(|e| e.at(site)));
+        let route = unwind(Redistribute::between(rank, from.layout(), computed).map_err(|e| e.at(site)));
+        let Leaf { key, policy, .. } = self.leaves[origin];
         let accumulation = self.leaves[origin].accumulation.before_reduction();
-        let like = Parameter { key: *key, tensor: &from, accumulation, policy: *policy };
-        let mut leaf = Leaf::new(like, None, (path.clone(), site));
+        let like = Parameter { key, tensor: from, accumulation, policy };
+        let mut leaf = Leaf::new(like, None, (path, site));
         (leaf.layout, leaf.tensor, leaf.tensor_id) = (computed.clone(), None, 0);
         leaf.origin = Some((origin as u32, route));
         let at = self.leaves.len();
         self.leaves[origin].derived.push(at as u32);
         self.leaves.push(leaf);
-        Some(at)
+        at
     }
 
-    /// Begins to gather those of some leaves of a group that have no tensor. Leaves derived from gathered ones are not gathered.
+    /// Begins to gather those of some leaves of a group that have no tensor.
     fn begin_gathers(
         &mut self,
-        group: u32,
+        (group, may_overlap): (u32, bool),
         leaves: &[usize],
         place: Place<'_>,
         site: &'static Location<'static>,
     ) {
+        if let Some(gathers) = self.begin_leaves(leaves, may_overlap, place, site) {
+            self.groups.pending.push((group, gathers));
+        }
+    }
+
+    /// Begins to gather those of some leaves that have no tensor; `None` if nothing is left to finish. Leaves derived from gathered ones
+    /// are not gathered.
+    pub(super) fn begin_leaves(
+        &mut self,
+        leaves: &[usize],
+        may_overlap: bool,
+        place: Place<'_>,
+        site: &'static Location<'static>,
+    ) -> Option<LeafGathers> {
         let origin_of =
             |leaves: &Leaves, at: usize| leaves.leaves[at].origin.as_ref().map(|(at, _)| *at as usize);
         let is_missing = |at: &&usize| {
@@ -277,11 +311,11 @@ impl Leaves {
         };
         let missing: Vec<usize> = leaves.iter().filter(is_missing).copied().collect();
         if missing.is_empty() {
-            return;
+            return None;
         }
         if place.1.detects_anomalies() {
             missing.iter().for_each(|at| drop(self.gathered_again(*at, place)));
-            return;
+            return None;
         }
         let mut requests = Vec::with_capacity(missing.len());
         for &at in &missing {
@@ -290,22 +324,28 @@ impl Leaves {
             let leaf = &self.leaves[at];
             requests.push(GatherRequest { from, to: leaf.layout.clone(), path: leaf.path.clone() });
         }
-        let gathers = unwind(BegunGathers::begin(place.0, &requests, site).map_err(|e| e.at(site)));
+        let gathers =
+            unwind(BegunGathers::begin(place.0, &requests, may_overlap, site).map_err(|e| e.at(site)));
         let leaves =
             missing.into_iter().map(|at| (at, self.leaves[self.stored_leaf(at)].tensor_id)).collect();
-        self.groups.pending.push(PendingGathers { group, leaves, gathers });
+        Some(LeafGathers { leaves, gathers })
     }
 
     /// Takes over the gathered tensors of a group, if they were begun.
     fn finish_gathers(&mut self, group: u32) {
-        while let Some(at) = self.groups.pending.iter().position(|pending| pending.group == group) {
-            let PendingGathers { leaves, gathers, .. } = self.groups.pending.swap_remove(at);
-            for ((at, stored_id), tensor) in leaves.into_iter().zip(unwind(gathers.finish())) {
-                // The parameter may be another tensor by now.
-                let is_current = self.leaves[self.stored_leaf(at)].tensor_id == stored_id;
-                if is_current && self.leaves[at].tensor.is_none() {
-                    self.leaves[at].hold_again(tensor);
-                }
+        while let Some(at) = self.groups.pending.iter().position(|(pending, _)| *pending == group) {
+            let (_, gathers) = self.groups.pending.swap_remove(at);
+            self.finish_leaves(gathers);
+        }
+    }
+
+    /// Takes over gathered tensors.
+    pub(super) fn finish_leaves(&mut self, LeafGathers { leaves, gathers }: LeafGathers) {
+        for ((at, stored_id), tensor) in leaves.into_iter().zip(unwind(gathers.finish())) {
+            // The parameter may be another tensor by now.
+            let is_current = self.leaves[self.stored_leaf(at)].tensor_id == stored_id;
+            if is_current && self.leaves[at].tensor.is_none() {
+                self.leaves[at].hold_again(tensor);
             }
         }
     }
@@ -317,7 +357,7 @@ impl Leaves {
                 self.leaves[at].release_tensor();
             }
         }
-        self.groups.pending.retain(|pending| kept.contains(&pending.group));
+        self.groups.pending.retain(|(pending, _)| kept.contains(pending));
     }
 
     /// The tensor of a group leaf, gathered again if it was freed.
@@ -410,11 +450,11 @@ impl Leaves {
             let of_group: Vec<usize> =
                 leaves.iter().filter(|at| self.gathered_group(**at) == Some(*group)).copied().collect();
             let Some(first) = of_group.first() else { continue };
-            self.begin_gathers(*group, &of_group, place, self.leaves[*first].site);
+            self.begin_gathers((*group, false), &of_group, place, self.leaves[*first].site);
             self.finish_gathers(*group);
         }
         if let Some(next) = next.filter(|next| !self.groups.is_pending(next.group)) {
-            self.begin_gathers(next.group, &next.leaves, place, self.leaves[next.leaves[0]].site);
+            self.begin_gathers((next.group, true), &next.leaves, place, self.leaves[next.leaves[0]].site);
         }
     }
 

@@ -331,6 +331,7 @@ impl Step<'_> {
         tape: &Tape,
         values: &mut Values,
     ) -> Result<()> {
+        self.gather_small_parameters(stage);
         let program = self.runner.stages.program();
         let mut arguments = None;
         for &external in &self.runner.stages.stages()[stage].external_inputs {

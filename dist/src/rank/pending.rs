@@ -54,6 +54,15 @@ impl Rank {
         self.issue_async(call, Op::AllReduce(op), x, numel, &[numel])
     }
 
+    /// [`Rank::all_gather`] whose result may come later. The argument is held until then.
+    ///
+    /// # Errors
+    /// As [`Rank::all_reduce_async`].
+    pub fn all_gather_async(&self, call: &Call<'_>, x: &Buffer, counts: &[usize]) -> Result<PendingBuffer> {
+        let group_rank = self.check_counts(call, "all_gather", counts)?;
+        self.issue_async(call, Op::AllGather, x, counts[group_rank], counts)
+    }
+
     /// [`Rank::reduce_scatter`] whose result may come later. The argument is held until then.
     ///
     /// # Errors

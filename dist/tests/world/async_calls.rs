@@ -46,12 +46,17 @@ fn results_have_the_bits_of_blocking_calls_in_any_order_of_waits() {
                         counts[1] += std::mem::take(&mut counts[0]);
                     }
                     let own = counts[rank.group_rank(call.axes)];
+                    // The first elements of x.
+                    let parts = counts.iter().map(|count| count / 2).collect::<Vec<_>>();
+                    let whole = parts.iter().sum();
                     if is_async {
                         pending.push((rank.all_reduce_async(&call, &x, numel, ReduceOp::Sum)?, numel));
                         pending.push((rank.reduce_scatter_async(&call, &x, &counts)?, own));
+                        pending.push((rank.all_gather_async(&call, &x, &parts)?, whole));
                     } else {
                         results.push(bits(rank, &rank.all_reduce(&call, &x, numel, ReduceOp::Sum)?, numel));
                         results.push(bits(rank, &rank.reduce_scatter(&call, &x, &counts)?, own));
+                        results.push(bits(rank, &rank.all_gather(&call, &x, &parts)?, whole));
                     }
                 }
                 // A call that blocks, over groups that have calls in the queue.

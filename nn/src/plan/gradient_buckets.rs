@@ -2,6 +2,7 @@
 
 use super::Plan;
 use shardgrad_autograd::BucketBytes;
+use shardgrad_tensor::Mesh;
 use std::fmt;
 
 /// Units of bytes, the largest first.
@@ -9,7 +10,8 @@ const UNITS: [(&str, usize); 3] = [("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1
 
 impl Plan {
     /// Sets the bytes at which buckets of gradients are closed: of the first bucket of a backward pass, and of all others. The default
-    /// is 1 MiB and 25 MiB.
+    /// is 1 MiB and 25 MiB; on a mesh of several axes and in stage 3 of ZeRO, where a backward pass also makes calls that block, 1 MiB and
+    /// 4 MiB: such a call waits for at most two buckets.
     ///
     /// Gradients that the same ranks reduce share a collective, in the order in which the backward pass completes them. Large buckets
     /// make few calls, small ones begin early and take less memory; a gradient of at least `others` bytes travels by itself, so that
@@ -22,9 +24,14 @@ impl Plan {
         self
     }
 
-    /// The sizes of the buckets of gradients.
-    pub(crate) fn bucket_bytes(&self) -> BucketBytes {
-        self.gradient_buckets.unwrap_or_default()
+    /// The sizes of the buckets of gradients on a mesh.
+    pub(crate) fn bucket_bytes(&self, mesh: &Mesh) -> BucketBytes {
+        let num_axes = mesh.axes().filter(|axis| mesh.size(*axis) > 1).count();
+        let has_blocking_calls = num_axes > 1 || self.zero_on(mesh).is_some_and(|(stage, _)| stage == 3);
+        self.gradient_buckets.unwrap_or_else(|| match has_blocking_calls {
+            true => BucketBytes::between_blocking_calls(),
+            false => BucketBytes::default(),
+        })
     }
 
     /// Writes the line of the plan, if sizes are stated.
@@ -64,6 +71,10 @@ fn parse_bytes(word: &str) -> Option<usize> {
 mod tests {
     use super::*;
 
+    fn on(plan: &Plan, mesh: &str) -> BucketBytes {
+        plan.bucket_bytes(&Mesh::parse(mesh).unwrap())
+    }
+
     #[test]
     fn sizes_are_read_as_printed() {
         for (text, first, others) in [
@@ -73,14 +84,24 @@ mod tests {
             ("1025KiB 1025", 1025 << 10, 1025),
         ] {
             let plan: Plan = format!("gradient_buckets {text}\n").parse().unwrap();
-            assert_eq!(plan.bucket_bytes(), BucketBytes { first, others });
+            assert_eq!(on(&plan, "dp=2,tp=2"), BucketBytes { first, others });
             assert_eq!(plan.to_string(), format!("gradient_buckets {text}\n"));
         }
-        assert_eq!(Plan::new().bucket_bytes(), BucketBytes { first: 1 << 20, others: 25 << 20 });
         assert_eq!(Plan::new().to_string(), "");
         let later =
             Plan::new().gradient_buckets(1, 2).and(Plan::new()).and(Plan::new().gradient_buckets(3, 4));
-        assert_eq!(later.bucket_bytes(), BucketBytes { first: 3, others: 4 });
+        assert_eq!(on(&later, "dp=2"), BucketBytes { first: 3, others: 4 });
+    }
+
+    #[test]
+    fn buckets_between_blocking_calls_are_small() {
+        let others = |plan: Plan, mesh: &str| on(&plan, mesh).others >> 20;
+        assert_eq!(others(Plan::new(), "dp=2"), 25);
+        assert_eq!(others(Plan::zero(2, "dp"), "dp=4,tp=1"), 25);
+        assert_eq!(others(Plan::new(), "dp=2,tp=2"), 4);
+        assert_eq!(others(Plan::new(), "pp=2,dp=2"), 4);
+        assert_eq!(others(Plan::fsdp("fsdp"), "fsdp=2"), 4);
+        assert_eq!(on(&Plan::new(), "dp=2").first, on(&Plan::new(), "dp=2,tp=2").first);
     }
 
     #[test]

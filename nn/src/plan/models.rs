@@ -98,6 +98,9 @@ impl Plan {
 
     /// Plan of the Llama family on axes `pp` (layers), `dp` (rows of the batch), `fsdp` (rows, with sharded storage), `cp` (tokens of a
     /// row) and `tp` (heads, hidden units, vocabulary).
+    ///
+    /// [`LanguageModel::plan`](crate::LanguageModel::plan) also knows the heads of a model. Without them, context parallelism by exchange is
+    /// an error of layouts where `tp` has more ranks than the model has key heads, and its groups are small.
     #[must_use]
     pub fn llama() -> Plan {
         Plan::llama_with_keys(|placement| placement)

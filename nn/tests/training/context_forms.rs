@@ -9,7 +9,7 @@ use shardgrad_autograd::Var;
 use shardgrad_nn::{
     BertConfig, BertHead, Gpt2Config, LanguageModel, LlamaConfig, LlamaKind, Model, ModelConfig, Plan,
 };
-use shardgrad_tensor::{DType, Kind, Phase, Rank, Result, World};
+use shardgrad_tensor::{DType, Kind, Mesh, Phase, Rank, Result, World};
 
 /// Even, uneven and empty shards of 7 tokens, with and without data and tensor parallelism.
 const MESHES: [&str; 7] = ["cp=2", "cp=3", "cp=4", "cp=9", "dp=2,cp=2", "cp=2,tp=2", "dp=2,cp=3,tp=2"];
@@ -97,6 +97,35 @@ fn ranks_without_heads_match_one_rank_in_every_form() {
             for mesh in ["tp=4", "cp=2,tp=3", "cp=3,tp=4"] {
                 let what = format!("{config:?} by {form} on {mesh}");
                 assert_near(&alone, &outcome(mesh, &what, |rank| case.on(rank, &plan)), &what);
+            }
+        }
+    }
+}
+
+#[test]
+fn an_exchange_without_the_config_matches_one_rank_or_is_refused() {
+    let heads = |heads| LlamaConfig {
+        head_dim: 4,
+        initializer_range: 0.3,
+        ..LlamaConfig::new(LlamaKind::Qwen2, VOCAB, 8, [10, 7], 2, heads)
+    };
+    let plan = Plan::llama().exchange();
+    for [query, key] in [[4, 2], [6, 2], [3, 3], [3, 1], [8, 4]] {
+        let case = TrainingCase::new(heads([query, key]), 7);
+        let alone = case.outcome("");
+        for (mesh, tp) in [("cp=2,tp=3", 3), ("cp=3,tp=4", 4)] {
+            let what = format!("{query} query and {key} key heads on {mesh}");
+            let is_refused = tp > key && query / key <= key;
+            match World::run(Mesh::parse(mesh).unwrap(), |rank| case.on(rank, &plan)) {
+                Ok(ranks) => {
+                    assert!(!is_refused, "{what}");
+                    ranks.iter().for_each(|many| assert_near(&alone, many, &what));
+                }
+                // Queries are sharded by groups and keys are copies, which `LanguageModel::plan` avoids.
+                Err(error) => {
+                    assert!(is_refused && error.kind() == Kind::Layout, "{what}: {error}");
+                    assert!(error.to_string().contains("label `g` is sharded as @tp@cp"), "{what}: {error}");
+                }
             }
         }
     }

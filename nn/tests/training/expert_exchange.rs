@@ -6,7 +6,7 @@ use crate::support::{Outcome, max_difference, run};
 use crate::traces::{counts, traced};
 use shardgrad_autograd::Var;
 use shardgrad_nn::{ExpertsConfig, LanguageModel, LlamaConfig, LlamaKind, Model, Plan};
-use shardgrad_tensor::{DType, Record};
+use shardgrad_tensor::{DType, Mesh, Record, World};
 
 /// Even, uneven and empty shards of experts and rows, with every other axis.
 const MESHES: [&str; 8] =
@@ -100,6 +100,42 @@ fn a_block_exchanges_counts_rows_and_results() {
     // The gradients of experts are reduced over `dp` alone.
     let both = trace(&plan.exchange_experts(), "dp=2,ep=2");
     assert_eq!(counts(&both), ["backward all_reduce 23", "backward all_to_all 6", "forward all_to_all 6"]);
+}
+
+/// The bytes that all ranks move in a pass with balanced routing.
+fn balanced_bytes(k: usize, plan: &Plan, num_ranks: usize) -> u64 {
+    let case = TrainingCase::new(mixtral(ExpertsConfig::new(12, k, 6)), 8);
+    let mesh = Mesh::parse(&format!("ep={num_ranks}")).unwrap();
+    let bytes_of = |rank: usize| {
+        let bytes = World::new(mesh.clone()).dry_run(rank, |rank| {
+            let model = Model::with_dtype(rank, LanguageModel::new(&case.config), plan, 5, DType::F64)?;
+            let tape = model.tape();
+            let records = traced(rank, || {
+                let x: Vec<Var> = case.arguments(rank, plan)?.into_iter().map(|x| tape.constant(x)).collect();
+                model.loss_from_batch(&x).value().backward()
+            })?;
+            Ok(records.iter().map(|r| r.bytes).sum::<u64>())
+        });
+        bytes.unwrap()
+    };
+    (0..num_ranks).map(bytes_of).sum()
+}
+
+#[test]
+fn without_a_choice_the_form_of_fewer_bytes_is_taken() {
+    let plan = LanguageModel::plan(&llama::config(LlamaKind::Mixtral).into());
+    let forms = [plan.clone(), plan.clone().gather_experts(), plan.exchange_experts()];
+    let gathers = |k: usize, num_ranks: usize| {
+        let [chosen, gathered, exchanged] = forms.each_ref().map(|plan| balanced_bytes(k, plan, num_ranks));
+        let what = format!(
+            "{num_ranks} ranks, {k} experts for each row: {chosen}, gathered {gathered}, exchanged {exchanged}"
+        );
+        assert!(gathered != exchanged && chosen == gathered.min(exchanged), "{what}");
+        chosen == gathered
+    };
+    // On two ranks; two rows on more ranks would leave some without rows.
+    let border: Vec<bool> = (1..=4).map(|k| gathers(k, 2)).collect();
+    assert_eq!(border, [false, true, true, true]);
 }
 
 #[test]

@@ -4,7 +4,8 @@ use crate::support::{ROWS, Setup, batch, config, run};
 use crate::traces::{counts, traced};
 use shardgrad_autograd::Var;
 use shardgrad_nn::{
-    AdamW, Gpt2, LanguageModel, LlamaKind, Model, ModelConfig, Param, Plan, Trainer, TrainerConfig, module,
+    AdamW, Gpt2, Gpt2Config, LanguageModel, LlamaKind, Model, ModelConfig, Param, Plan, Trainer,
+    TrainerConfig, module,
 };
 use shardgrad_tensor::{DType, Mesh, Phase, Rank, Record, Result, Tensor, Value, World};
 use std::collections::BTreeMap;
@@ -127,12 +128,44 @@ const GOLDEN_DP: &[&str] = &[
     "all_reduce dp f32[165] 664 B: wte.weight",
 ];
 const GOLDEN_ZERO: &[&str] = &[
-    "reduce_scatter dp f32[6105] 12536 B: ln_f.bias ln_f.weight h.1.mlp.c_proj.weight h.1.mlp.c_proj.bias h.1.mlp.c_fc.weight \
-     h.1.mlp.c_fc.bias h.1.ln_2.bias h.1.ln_2.weight h.1.attn.c_proj.weight h.1.attn.c_proj.bias h.1.attn.c_attn.weight \
-     h.1.attn.c_attn.bias h.1.ln_1.bias h.1.ln_1.weight h.0.mlp.c_proj.weight h.0.mlp.c_proj.bias h.0.mlp.c_fc.weight \
-     h.0.mlp.c_fc.bias h.0.ln_2.bias h.0.ln_2.weight h.0.attn.c_proj.weight h.0.attn.c_proj.bias h.0.attn.c_attn.weight \
-     h.0.attn.c_attn.bias h.0.ln_1.bias h.0.ln_1.weight wpe.weight wte.weight",
+    "reduce_scatter dp f32[6105] 12536 B: ln_f.bias ln_f.weight h.1.mlp.c_proj.bias h.1.mlp.c_proj.weight h.1.mlp.c_fc.bias \
+     h.1.mlp.c_fc.weight h.1.ln_2.bias h.1.ln_2.weight h.1.attn.c_proj.bias h.1.attn.c_proj.weight h.1.attn.c_attn.bias \
+     h.1.attn.c_attn.weight h.1.ln_1.bias h.1.ln_1.weight h.0.mlp.c_proj.bias h.0.mlp.c_proj.weight h.0.mlp.c_fc.bias \
+     h.0.mlp.c_fc.weight h.0.ln_2.bias h.0.ln_2.weight h.0.attn.c_proj.bias h.0.attn.c_proj.weight h.0.attn.c_attn.bias \
+     h.0.attn.c_attn.weight h.0.ln_1.bias h.0.ln_1.weight wpe.weight wte.weight",
 ];
+
+#[test]
+fn few_bytes_are_queued_ahead_of_a_blocking_call() {
+    // Some 24 MiB of gradients, of which the largest takes 2 MiB over `tp`.
+    let config = Gpt2Config::new(64, 8, 512, 2, 8);
+    let largest = |mesh: &str, plan: &Plan| {
+        let plan = Plan::gpt2().and(plan.clone());
+        let records = World::new(Mesh::parse(mesh).unwrap()).dry_run(0, |rank| {
+            let model = Model::new(rank, Gpt2::new(&config), &plan, 5)?;
+            let tape = model.tape();
+            traced(rank, || {
+                let ids = tape.constant(batch(rank, &plan, 0..ROWS, 0)?);
+                let loss = model.loss(&ids, &ids);
+                tape.expect_gradients();
+                loss.backward()?;
+                assert!(!tape.gradients().is_empty());
+                Ok(())
+            })
+        });
+        let records = records.unwrap();
+        let buckets = records.iter().filter(|r| r.phase == Phase::Backward && r.members().count() > 1);
+        buckets.map(|r| r.numel() * 4).max().expect("gradients share buckets")
+    };
+    let [limit, tensor] = [4 << 20, 2 << 20];
+    assert!(largest("dp=2", &Plan::new()) > 2 * limit);
+    for (mesh, plan) in
+        [("dp=2,tp=2", Plan::new()), ("fsdp=4", Plan::fsdp("fsdp")), ("dp=2,cp=2", Plan::zero(2, "dp"))]
+    {
+        let largest = largest(mesh, &plan);
+        assert!((limit..limit + 2 * tensor).contains(&largest), "{mesh}: {largest} bytes");
+    }
+}
 
 module! {
     /// Two parameters of which a loss may use one.

@@ -10,6 +10,7 @@ use shardgrad_nn::{
     MixtureOfExperts, Model, ModelConfig, Plan, Precision,
 };
 use shardgrad_tensor::{DType, Phase, Rank, Record, Result, Tensor, Value};
+use std::collections::BTreeMap;
 
 struct Outcome {
     loss: f64,
@@ -227,6 +228,61 @@ fn activation_bytes_of_a_block_follow_closed_formulas() {
         }
         let of_inputs = [&tensor, &sequence].map(|plan| activation_bytes_per_block(t, plan, 0.0, true));
         assert_eq!(of_inputs, [2 * S * B * H, 2 * S * B * H / t], "t = {t}, recomputed");
+    }
+}
+
+/// The bytes for B rows of what a block of GPT-2 saves on a rank of `tp` ranks, by the path in the block and the op that saves first.
+fn named_bytes(tp: usize, plan: &Plan) -> BTreeMap<String, usize> {
+    let saved = |rows: usize| {
+        run(&format!("tp={tp}"), |rank: &Rank| {
+            let precision = Precision::mixed(DType::BF16);
+            let model =
+                Model::with_precision(rank, Gpt2::new(&Gpt2Config::new(24, S, H, 3, A)), plan, 5, precision)?;
+            let tape = model.tape();
+            let ids: Vec<i64> = (0..rows * S).map(|i| (i * 7 % 24) as i64).collect();
+            let layout = plan.batch_layout(rank.mesh(), DType::I64, &[rows, S])?;
+            let ids: Var = tape.constant(Tensor::from_global(rank, &layout, &ids)?);
+            let _loss = model.loss(&ids, &ids);
+            Ok(tape.saved_buffers())
+        })
+        .swap_remove(0)
+    };
+    // Weights do not grow with the rows.
+    let (few, many) = (saved(B), saved(2 * B));
+    assert_eq!(few.len(), many.len());
+    let mut bytes = BTreeMap::new();
+    for (few, many) in few.iter().zip(&many).filter(|(few, many)| few.bytes < many.bytes) {
+        if let Some(path) = few.path.strip_prefix("h.1.") {
+            *bytes.entry(format!("{path} {}", few.op)).or_default() += many.bytes - few.bytes;
+        }
+    }
+    bytes
+}
+
+/// What a block saves for each token, in bytes: what tensor parallelism copies to each rank, and what it shards.
+const NAMED: [(&str, usize, usize); 5] = [
+    // Queries, keys, values and outputs, and a statistic of each head.
+    ("attn.c_attn.out qkv_packed_attention", 0, 8 * H + 4 * A),
+    ("attn.c_attn.weight linear", 2 * H, 0),
+    // The input, mean and scale.
+    ("ln_1.bias layer_norm", 2 * H + 8, 0),
+    ("ln_2.bias layer_norm", 2 * H + 8, 0),
+    // The input, and input and output of GELU.
+    ("mlp.c_fc.out mlp", 2 * H, 16 * H),
+];
+
+#[test]
+fn each_named_activation_is_divided_by_the_ranks() {
+    let (tensor, sequence) = (Plan::gpt2(), Plan::gpt2().and(Plan::sequence_parallel("tp")));
+    let named = |bytes: &dyn Fn(usize, usize) -> usize| -> BTreeMap<String, usize> {
+        NAMED
+            .iter()
+            .map(|(name, copied, sharded)| ((*name).to_string(), S * B * bytes(*copied, *sharded)))
+            .collect()
+    };
+    for t in [1, 2, 4] {
+        assert_eq!(named_bytes(t, &tensor), named(&|copied, sharded| copied + sharded / t), "t = {t}");
+        assert_eq!(named_bytes(t, &sequence), named(&|copied, sharded| (copied + sharded) / t), "t = {t}");
     }
 }
 

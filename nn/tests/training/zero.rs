@@ -7,13 +7,15 @@ use crate::support::{ROWS, batch, config, max_difference, run};
 use crate::traces::traced;
 use shardgrad_autograd::{Gradients, Tape, Var};
 use shardgrad_nn::{
-    AdamW, ExpertsConfig, LanguageModel, LlamaConfig, LlamaKind, Model, ModelConfig, Optimizer, Plan,
-    Precision, Sgd, Trainer, TrainerConfig, checkpoint,
+    AdamW, ExpertsConfig, Gpt2Config, Init, LanguageModel, LlamaConfig, LlamaKind, Model, ModelConfig,
+    Optimizer, Param, Plan, Precision, Sgd, Trainer, TrainerConfig, checkpoint, module,
 };
 use shardgrad_tensor::{DType, Phase, Rank, Record, Result, Tensor, Value};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 /// A run of a model on a mesh.
 #[derive(Clone)]
@@ -268,18 +270,11 @@ fn collectives_and_bytes_follow_closed_formulas() {
             let once = moved(PARAMS, n);
             let scattered =
                 |times: usize| line("backward reduce_scatter", times * tensors, times as u64 * once);
-            let gathered = |times: usize| line("forward all_gather", times * tensors, times as u64 * once);
+            // All parameters are small, and travel together.
+            let gathered = || line("forward all_gather", 1, once);
             for recompute in [false, true] {
-                assert_eq!(
-                    of(1, recompute),
-                    [scattered(1), gathered(1)],
-                    "stage 1, {mesh}, {m}, {recompute}"
-                );
-                assert_eq!(
-                    of(2, recompute),
-                    [scattered(m), gathered(1)],
-                    "stage 2, {mesh}, {m}, {recompute}"
-                );
+                assert_eq!(of(1, recompute), [scattered(1), gathered()], "stage 1, {mesh}, {m}, {recompute}");
+                assert_eq!(of(2, recompute), [scattered(m), gathered()], "stage 2, {mesh}, {m}, {recompute}");
             }
             // The weight and the bias of a group travel together.
             let gathered = |times: usize| line("forward all_gather", times * LAYERS, times as u64 * once);
@@ -333,6 +328,38 @@ fn pipeline_stages_gather_once_and_reduce_as_stated() {
 }
 
 #[test]
+fn small_parameters_that_a_step_keeps_share_a_gather() {
+    // A table of more than 64 KiB among small parameters.
+    let config = Gpt2Config::new(2400, 8, 8, 2, 2);
+    for (plan, mesh) in [
+        (Plan::zero(1, "dp"), "dp=2"),
+        (Plan::zero(2, "dp"), "dp=2"),
+        (Plan::zero(1, "dp"), "dp=2,tp=2"),
+        (Plan::zero(2, "dp"), "pp=2,dp=2"),
+        (Plan::zero(3, "dp"), "pp=2,dp=2"),
+        (Plan::new(), "pp=2,dp=2,fsdp=2"),
+    ] {
+        let case = Run::new(config.clone(), plan, mesh);
+        let plan = LanguageModel::plan(&case.config).and(case.plan.clone());
+        let gathers = run(mesh, |rank| {
+            let mut trainer = case.trainer(rank, &plan, Sgd::new(0.1), None)?;
+            let mut records = traced(rank, || trainer.step().map(drop))?;
+            records.retain(|r| r.op == "all_gather" && r.phase == Phase::Forward && r.numel() > 1);
+            let here = trainer.model().params().iter().filter(|p| p.is_local()).count();
+            Ok((here, records.iter().map(|r| r.members().count()).collect::<Vec<_>>()))
+        });
+        for (here, mut members) in gathers {
+            members.sort_unstable();
+            // The last stage may have the table alone.
+            let expected = [1, here - 1];
+            let expected = if here == 1 { &expected[..1] } else { &expected };
+            assert_eq!(members, expected, "{mesh} with\n{}", case.plan);
+        }
+        case.assert_like_one_rank();
+    }
+}
+
+#[test]
 fn one_group_is_gathered_ahead() {
     let plan = Plan::fsdp("fsdp");
     let paths = run("fsdp=2", |rank| {
@@ -367,6 +394,42 @@ fn one_group_is_gathered_ahead() {
     };
     assert_eq!(paths[..4], [of(1, &["1", "2"]), of(0, &["0"]), of(2, &["2", "3"]), of(4, &["4", "5"])]);
     assert_eq!(paths[4..], [of(1, &["1", "0"]), of(0, &["2"]), of(2, &["4"]), of(4, &[])]);
+}
+
+module! {
+    /// Three gather groups.
+    struct Three { first: Param, second: Param, third: Param }
+}
+
+#[test]
+fn forward_pass_goes_on_while_the_next_group_waits_for_other_ranks() {
+    let (numel, plan) = (1 << 16, Plan::fsdp("fsdp"));
+    let has_passed = AtomicBool::new(false);
+    let sums = run("fsdp=2", |rank| {
+        let [first, second, third] = [(); 3].map(|()| Param::new(&[numel]).init(Init::Normal(1.0)));
+        let model = Model::new(rank, Three { first, second, third }, &plan, 1)?;
+        let tape = model.tape();
+        let first = model.first.on_tape(&tape);
+        // Rank 0 passes the second group only if it does not wait for the third.
+        while rank.index() == 1 && !has_passed.load(Ordering::SeqCst) {
+            rank.check();
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let second = model.second.on_tape(&tape);
+        has_passed.store(true, Ordering::SeqCst);
+        let sum = first.mul(&second).mul(&model.third.on_tape(&tape)).sum();
+        sum.backward()?;
+        assert_eq!(tape.gradients().len(), 3);
+        sum.tensor().item()
+    });
+    let alone = run("", |rank| {
+        let [first, second, third] = [(); 3].map(|()| Param::new(&[numel]).init(Init::Normal(1.0)));
+        let model = Model::new(rank, Three { first, second, third }, &plan, 1)?;
+        let tape = model.tape();
+        let [first, second, third] = [&model.first, &model.second, &model.third].map(|p| p.on_tape(&tape));
+        first.mul(&second).mul(&third).sum().tensor().item()
+    });
+    assert!(sums[0] == sums[1] && sums[0] == alone[0], "{sums:?} {alone:?}");
 }
 
 /// Bytes that a rank holds, counted by its allocator: between two microbatches of a step, and at the peak of the step.

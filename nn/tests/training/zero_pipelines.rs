@@ -106,6 +106,8 @@ struct Moved {
     /// The number of layers of the rank, and whether the first one is among them.
     layers: usize,
     is_first: bool,
+    /// The number of stages of the rank.
+    stages: usize,
 }
 
 /// What each rank moves in a step.
@@ -123,7 +125,11 @@ fn collectives(plan: &Plan, mesh: &str, recompute: bool) -> Vec<Moved> {
         let local: Vec<String> =
             trainer.model().params().iter().filter(|p| p.is_local()).map(Param::name).collect();
         let layers = local.iter().filter(|name| name.ends_with(".weight")).count();
-        Ok(Moved { gathers, reduced, layers, is_first: local.contains(&"layers.0.weight".to_string()) })
+        let here = rank.coordinate(rank.mesh().axis("pp").expect("a pipeline"));
+        let schedule = trainer.pipeline_schedule().expect("a pipeline");
+        let stages = schedule.stage_ranks.iter().filter(|rank| **rank == here).count();
+        let is_first = local.contains(&"layers.0.weight".to_string());
+        Ok(Moved { gathers, reduced, layers, is_first, stages })
     })
 }
 
@@ -133,21 +139,24 @@ fn collectives_and_bytes_follow_closed_formulas_in_every_schedule() {
     for schedule in NAMES {
         for (stage, times) in [(1, 1), (2, m)] {
             let plan = Plan::pipeline_parallel("pp").pipeline_schedule(schedule).and(Plan::zero(stage, "dp"));
-            for Moved { gathers, reduced, layers, .. } in collectives(&plan, "pp=2,dp=2", false) {
+            for Moved { gathers, reduced, layers, stages, .. } in collectives(&plan, "pp=2,dp=2", false) {
                 let once = moved(layers * GROUP, 2);
-                let expected = ([(2 * layers, once), (0, 0)], times as u64 * once);
+                // The small parameters of a stage travel together.
+                let expected = ([(stages, once), (0, 0)], times as u64 * once);
                 assert_eq!((gathers, reduced), expected, "{schedule}, stage {stage}");
             }
         }
         for n in [2, 4] {
             let mesh = format!("pp=2,fsdp={n}");
-            for Moved { gathers, reduced, layers, .. } in collectives(&plan(schedule, false), &mesh, false) {
+            for Moved { gathers, reduced, layers, stages, .. } in
+                collectives(&plan(schedule, false), &mesh, false)
+            {
                 let once = moved(layers * GROUP, n);
-                let expected = ([(2 * layers, once), (0, 0)], m as u64 * once);
+                let expected = ([(stages, once), (0, 0)], m as u64 * once);
                 assert_eq!((gathers, reduced), expected, "{schedule}, {mesh}, by step");
             }
             for recompute in [false, true] {
-                for Moved { gathers, reduced, layers, is_first } in
+                for Moved { gathers, reduced, layers, is_first, .. } in
                     collectives(&plan(schedule, true), &mesh, recompute)
                 {
                     let once = moved(layers * GROUP, n);

@@ -1,7 +1,7 @@
 //! All-gathers that begin before their results are needed: small tensors share a collective, and the kernels that arrange the received
-//! parts run at the end, so that a back end with a communication stream computes in between.
+//! parts run at the end, so that the rank computes in between, while a communication stream or thread gathers.
 
-use super::redistribute::{StepRunner, all_gather_parts, run};
+use super::redistribute::{PendingTensor, StepRunner, all_gather_parts, run};
 use crate::execution::context::Context;
 use crate::execution::local_tensor::LocalTensor;
 use crate::layout::Layout;
@@ -9,13 +9,13 @@ use crate::layout::lineage::Lineage;
 use crate::layout::placement::Placement;
 use crate::layout::step::Step;
 use crate::tensor::Tensor;
-use shardgrad_dist::{Axis, AxisSet, Rank, Result};
+use shardgrad_dist::{Axis, AxisSet, MEMBER_SEPARATOR, Rank, Result};
 use shardgrad_kernels::Strides;
 use std::panic::Location;
 use std::rc::Rc;
 
 /// Gathered tensors of at most this many bytes share a collective: below, the latency of a call costs more than the copies.
-const SHARED_BYTES_MAX: usize = 64 << 10;
+pub const SHARED_BYTES_MAX: usize = 64 << 10;
 
 /// A tensor to gather.
 #[derive(Clone, Debug)]
@@ -41,7 +41,7 @@ pub struct BegunGathers {
 /// One collective: the parts of all its tensors of rank 0, then those of rank 1, and so on.
 #[derive(Debug)]
 struct SharedGather {
-    received: LocalTensor,
+    received: PendingTensor,
     tensors: Vec<GatheredTensor>,
 }
 
@@ -129,13 +129,15 @@ impl GatheredTensor {
 
 impl BegunGathers {
     /// Begins to gather some tensors. A collective call: every rank of the groups concerned calls it together, with the same
-    /// requests.
+    /// requests. Without `may_overlap`, a CPU waits here: where nothing is computed before the results are needed, handing calls to the
+    /// communication thread gains nothing.
     ///
     /// # Errors
     /// Errors of the collectives, `Kind::OutOfMemory`; `Kind::Layout` if there is no route to a layout.
     pub fn begin(
         rank: &Rank,
         requests: &[GatherRequest],
+        may_overlap: bool,
         site: &'static Location<'static>,
     ) -> Result<BegunGathers> {
         let context = Context::of(rank);
@@ -174,8 +176,8 @@ impl BegunGathers {
             }
         }
         for tensors in shared {
-            context.set_path(&common_path(&tensors));
-            gathers.collectives.push(SharedGather::begin(rank, tensors, site)?);
+            context.set_path(&shared_path(&tensors));
+            gathers.collectives.push(SharedGather::begin(rank, tensors, may_overlap, site)?);
         }
         Ok(gathers)
     }
@@ -183,9 +185,10 @@ impl BegunGathers {
     /// The gathered tensors, in the order of the requests.
     ///
     /// # Errors
-    /// `Kind::OutOfMemory`.
+    /// Errors of the collectives, `Kind::OutOfMemory`.
     pub fn finish(mut self) -> Result<Vec<Tensor>> {
         for SharedGather { received, tensors } in self.collectives {
+            let received = received.wait()?;
             let num_members = tensors[0].parts.len();
             let count_of = |member: usize| {
                 tensors.iter().map(move |t| t.part_counts().nth(member).unwrap_or(0)).sum::<usize>()
@@ -212,6 +215,7 @@ impl SharedGather {
     fn begin(
         rank: &Rank,
         tensors: Vec<(GatheredTensor, LocalTensor)>,
+        may_overlap: bool,
         site: &'static Location<'static>,
     ) -> Result<SharedGather> {
         let (tensors, locals): (Vec<GatheredTensor>, Vec<LocalTensor>) = tensors.into_iter().unzip();
@@ -234,13 +238,14 @@ impl SharedGather {
         for tensor in &tensors {
             counts.iter_mut().zip(tensor.part_counts()).for_each(|(count, part)| *count += part);
         }
-        let received = all_gather_parts(rank, (&own, lineage), &counts, tensors[0].axis, site)?;
+        let axis = tensors[0].axis;
+        let received = all_gather_parts(rank, (&own, lineage), &counts, axis, may_overlap, site)?;
         Ok(SharedGather { received, tensors })
     }
 }
 
-/// The longest path that is a prefix of the paths of all tensors, or the path of the first.
-fn common_path(tensors: &[(GatheredTensor, LocalTensor)]) -> Rc<str> {
+/// The innermost module that holds all tensors, or the list of their paths.
+fn shared_path(tensors: &[(GatheredTensor, LocalTensor)]) -> Rc<str> {
     let first = &tensors[0].0.path;
     let ends = first.match_indices('.').map(|(dot, _)| dot).chain([first.len()]).rev();
     let is_shared = |prefix: &&str| {
@@ -249,5 +254,12 @@ fn common_path(tensors: &[(GatheredTensor, LocalTensor)]) -> Rc<str> {
         };
         tensors.iter().all(|(tensor, _)| is_below(&tensor.path))
     };
-    ends.map(|end| &first[..end]).find(is_shared).map_or_else(|| first.clone(), Rc::from)
+    let module = ends.map(|end| &first[..end]).find(is_shared);
+    module.map_or_else(
+        || {
+            let paths: Vec<&str> = tensors.iter().map(|(tensor, _)| &*tensor.path).collect();
+            paths.join(MEMBER_SEPARATOR).into()
+        },
+        Rc::from,
+    )
 }

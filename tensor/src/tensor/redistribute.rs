@@ -148,7 +148,12 @@ pub(crate) fn recv(
     Ok(LocalTensor { lineage, ..LocalTensor::from_buffer(buffer, dtype, shape) })
 }
 
-/// Gathers these numbers of elements from the ranks of an axis into one flat tensor, in group order.
+/// The bytes from which a collective is handed to the communication thread: of fewer, handing over costs more than it hides on one
+/// machine.
+pub(super) const ASYNC_BYTES_MIN: usize = 64 << 10;
+
+/// Gathers these numbers of elements from the ranks of an axis into one flat tensor, in group order. The call blocks unless it
+/// `may_overlap` with later work.
 ///
 /// # Errors
 /// Errors of the collective.
@@ -157,28 +162,34 @@ pub(super) fn all_gather_parts(
     (own, lineage): (&LocalTensor, Lineage),
     counts: &[usize],
     axis: Axis,
+    may_overlap: bool,
     site: &'static Location<'static>,
-) -> Result<LocalTensor> {
-    let call_context = CollectiveContext { axes: AxisSet::one(axis), dtype: own.dtype, lineage, site };
-    let buffer = call_context.of(rank, |call| rank.all_gather(call, &own.buffer, counts))?;
-    Ok(LocalTensor::from_buffer(buffer, own.dtype, &[counts.iter().sum()]))
+) -> Result<PendingTensor> {
+    let (dtype, numel) = (own.dtype, counts.iter().sum::<usize>());
+    let call_context = CollectiveContext { axes: AxisSet::one(axis), dtype, lineage, site };
+    let result =
+        call_context.of(rank, |call| match may_overlap && numel * dtype.size() >= ASYNC_BYTES_MIN {
+            true => rank.all_gather_async(call, &own.buffer, counts),
+            false => rank.all_gather(call, &own.buffer, counts).map(PendingBuffer::from),
+        })?;
+    Ok(PendingTensor { result, dtype, numel })
 }
 
-/// A sum over ranks that may still be under way.
+/// A flat tensor from other ranks that may still be under way.
 #[derive(Debug)]
-pub(super) struct PendingSum {
+pub(super) struct PendingTensor {
     result: PendingBuffer,
     dtype: DType,
     numel: usize,
 }
 
-impl PendingSum {
-    /// Whether the sum may still be under way, on all ranks alike.
+impl PendingTensor {
+    /// Whether the tensor may still be under way, on all ranks alike.
     pub(super) fn is_async(&self) -> bool {
         self.result.is_async()
     }
 
-    /// Waits for the sum: one dim.
+    /// Waits for the tensor: one dim.
     ///
     /// # Errors
     /// Errors of the collective.
@@ -199,7 +210,7 @@ pub(super) fn sum_packed(
     axes: AxisSet,
     may_overlap: bool,
     site: &'static Location<'static>,
-) -> Result<PendingSum> {
+) -> Result<PendingTensor> {
     let (x, dtype, whole) = (&packed.buffer, packed.dtype, packed.numel());
     let call_context = CollectiveContext { axes, dtype, lineage, site };
     let result = call_context.of(rank, |call| match (counts, may_overlap && !rounds_nodes(rank, dtype)) {
@@ -211,7 +222,7 @@ pub(super) fn sum_packed(
         }
     })?;
     let numel = counts.map_or(whole, |counts| counts[rank.group_rank(axes)]);
-    Ok(PendingSum { result, dtype, numel })
+    Ok(PendingTensor { result, dtype, numel })
 }
 
 /// Whether a sum over ranks rounds each node of its tree, as the ranks do that hold several leaves of a canonical sum. A plain

@@ -6,7 +6,7 @@
 //! same buckets: what counts is the size of the largest local tensor, which is the same on all ranks. Li et al., "PyTorch
 //! Distributed: Experiences on Accelerating Data Parallel Training", arXiv 2006.15704.
 
-use super::redistribute::{PendingSum, StepRunner, sum_packed};
+use super::redistribute::{ASYNC_BYTES_MIN, PendingTensor, StepRunner, sum_packed};
 use crate::execution::context::Context;
 use crate::execution::local_tensor::LocalTensor;
 use crate::layout::Layout;
@@ -22,8 +22,6 @@ use std::rc::Rc;
 
 /// The most buckets that are reduced while the backward pass goes on: one on the wire, one that waits.
 const PENDING_MAX: usize = 2;
-/// The bytes from which a bucket is handed to the communication thread: of fewer, handing over costs more than it hides on one machine.
-const ASYNC_BYTES_MIN: usize = 64 << 10;
 
 /// The bytes at which buckets of gradients are closed.
 #[doc(alias = "bucket_cap_mb")]
@@ -39,6 +37,15 @@ pub struct BucketBytes {
 impl Default for BucketBytes {
     fn default() -> BucketBytes {
         BucketBytes { first: 1 << 20, others: 25 << 20 }
+    }
+}
+
+impl BucketBytes {
+    /// Sizes for a backward pass with blocking calls, those of other groups or gathers of parameters: 1 MiB and 4 MiB. A rank issues its
+    /// calls in one order, so that a blocking call waits for the buckets before it.
+    #[must_use]
+    pub fn between_blocking_calls() -> BucketBytes {
+        BucketBytes { others: 4 << 20, ..BucketBytes::default() }
     }
 }
 
@@ -95,7 +102,7 @@ struct OpenBucket {
 /// A bucket whose collective was issued.
 #[derive(Debug)]
 struct BegunBucket {
-    sum: PendingSum,
+    sum: PendingTensor,
     members: Vec<Member>,
 }
 

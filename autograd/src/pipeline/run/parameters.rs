@@ -2,7 +2,7 @@
 
 use super::Step;
 use crate::id::Key;
-use crate::leaf::{GatherMember, GatherOrder, GatherPolicy, GatheredLifetime, layout_of_sums};
+use crate::leaf::{GatherMember, GatherOrder, GatherPolicy, GatheredLifetime, KeptGather, layout_of_sums};
 use crate::tape::{Tape, Var};
 use shardgrad_dist::Result;
 use shardgrad_tensor::{Context, PackCacheGuard, Value};
@@ -70,32 +70,66 @@ impl Step<'_> {
         })
     }
 
+    /// Gathers the small parameters of a stage that are kept for the step, before the first pass of the stage, in shared collectives.
+    pub(super) fn gather_small_parameters(&self, stage: usize) {
+        let (inputs, stages) = (self.inputs, self.runner.stages);
+        let external_inputs = &stages.program().external_inputs;
+        let context = Context::of(self.tape.rank());
+        let before = context.path();
+        let mut gathers = Vec::new();
+        for &external in &stages.stages()[stage].external_inputs {
+            let declared = &external_inputs[external as usize];
+            let Some(key) = declared.key.filter(|key| (inputs.is_trained)(*key)) else { continue };
+            if self.parameters.contains_key(&external) || stages.gather_group(external).is_some() {
+                continue;
+            }
+            let summed = self.summed_parameter(stage, external, key);
+            let Some(leaf) = summed.id() else { continue };
+            let (tensor, computed, path) = (summed.tensor().clone(), declared.layout.clone(), context.path());
+            let site = stages.first_use(stage, external);
+            gathers.push(KeptGather { leaf, tensor, computed, path, site });
+        }
+        self.tape.gather_together(gathers);
+        context.set_path(&before);
+    }
+
+    /// A parameter in the layout in which its gradients are summed, on the tape of the step.
+    fn summed_parameter(&self, stage: usize, external: u32, key: Key) -> Var {
+        let (tape, stages) = (&self.tape, self.runner.stages);
+        let stored = (self.inputs.parameter)(key);
+        let leaf =
+            if (self.inputs.is_trained)(key) { tape.leaf(key, &stored) } else { tape.constant(stored) };
+        if !stages.reduces_each_pass(external) {
+            return leaf;
+        }
+        let to = &stages.program().external_inputs[external as usize].layout;
+        leaf.to_layout_at(&layout_of_sums(leaf.layout(), to), stages.first_use(stage, external))
+    }
+
     /// A parameter of a stage; redistributed once per step.
     fn stage_parameter(&mut self, stage: usize, external: u32, key: Key) -> &StageParameter {
-        let (tape, inputs, stages) = (&self.tape, self.inputs, self.runner.stages);
+        let is_known = self.parameters.contains_key(&external);
+        let made = (!is_known).then(|| self.make_parameter(stage, external, key));
+        self.parameters.extend(made.map(|parameter| (external, parameter)));
+        &self.parameters[&external]
+    }
+
+    fn make_parameter(&self, stage: usize, external: u32, key: Key) -> StageParameter {
+        let stages = self.runner.stages;
+        let summed = self.summed_parameter(stage, external, key);
+        let path = Context::of(self.tape.rank()).path();
+        let to = &stages.program().external_inputs[external as usize].layout;
+        let reduces_each_round = stages.reduces_each_pass(external);
+        if let Some(group) = stages.gather_group(external) {
+            let policy = GatherPolicy { lifetime: GatheredLifetime::Group(group), reduces_each_round };
+            let (key, stored, computed) = (Key::from(external), summed.tensor().clone(), to.clone());
+            let member = GatherMember { key, stored, computed, policy, path: path.clone() };
+            return StageParameter { summed, form: ComputedForm::Gathered { group, member }, path };
+        }
+        let computed = summed.to_layout_at(to, stages.first_use(stage, external));
+        let summed = if reduces_each_round { summed } else { computed.clone() };
         let is_reused = self.results.len() > 1;
-        let make = || {
-            let stored = (inputs.parameter)(key);
-            let path = Context::of(tape.rank()).path();
-            let leaf = if (inputs.is_trained)(key) { tape.leaf(key, &stored) } else { tape.constant(stored) };
-            let to = &stages.program().external_inputs[external as usize].layout;
-            let site = stages.first_use(stage, external);
-            let reduces_each_round = stages.reduces_each_pass(external);
-            let summed = match reduces_each_round {
-                true => leaf.to_layout_at(&layout_of_sums(leaf.layout(), to), site),
-                false => leaf.clone(),
-            };
-            if let Some(group) = stages.gather_group(external) {
-                let policy = GatherPolicy { lifetime: GatheredLifetime::Group(group), reduces_each_round };
-                let (key, stored, computed) = (Key::from(external), summed.tensor().clone(), to.clone());
-                let member = GatherMember { key, stored, computed, policy, path: path.clone() };
-                return StageParameter { summed, form: ComputedForm::Gathered { group, member }, path };
-            }
-            let computed = summed.to_layout_at(to, site);
-            let summed = if reduces_each_round { summed } else { computed.clone() };
-            let reuse = is_reused.then(|| computed.tensor().cache_packed());
-            StageParameter { summed, form: ComputedForm::Kept { computed, _reuse: reuse }, path }
-        };
-        self.parameters.entry(external).or_insert_with(make)
+        let reuse = is_reused.then(|| computed.tensor().cache_packed());
+        StageParameter { summed, form: ComputedForm::Kept { computed, _reuse: reuse }, path }
     }
 }
