@@ -49,6 +49,28 @@ fn explain_snapshots_on_every_axis() {
     }
 }
 
+/// The lines that README.md shows of a command are lines of its output, up to the numbers of source lines.
+#[test]
+fn readme_shows_lines_of_the_output() {
+    let readme = include_str!("../README.md");
+    let (_, rest) = readme.split_once("`cargo run --release -- explain ").unwrap();
+    let (arguments, rest) = rest.split_once('`').unwrap();
+    let block = rest.split("```").nth(1).unwrap().trim_start_matches("text\n");
+    let arguments: Vec<&str> = std::iter::once("explain").chain(arguments.split_whitespace()).collect();
+    let output = shardgrad(&arguments);
+    assert!(output.status.success(), "{output:?}");
+    let output = String::from_utf8(output.stdout).unwrap();
+    let shown: Vec<&str> = block.lines().filter(|line| !["", "..."].contains(&line.trim())).collect();
+    assert!(shown.len() > 10);
+    let without_number = |line: &str| line.rsplit_once(".rs:").map_or(line, |(file, _)| file).to_string();
+    for line in shown {
+        assert!(
+            output.lines().any(|printed| without_number(printed) == without_number(line)),
+            "README.md shows `{line}`, but it is not in\n{output}"
+        );
+    }
+}
+
 #[test]
 fn estimated_stages_cover_the_model() {
     let parameters = |mesh: &str, more: &[&str]| {

@@ -299,15 +299,20 @@ impl Tape {
         self.leaf_accumulated_in(key, tensor, AccumulationDType::of(tensor.dtype()))
     }
 
-    /// The leaf of a parameter, as [`Tape::leaf`], with a policy for its gathered form and its gradient.
+    /// The leaf of a parameter, as [`Tape::leaf`], with a policy for its gathered form and its gradient, for the caller's line `site`.
     ///
     /// # Panics
     /// As [`Tape::leaf`].
-    #[track_caller]
     #[must_use]
-    pub fn leaf_with_policy(&self, key: Key, tensor: &Tensor, policy: GatherPolicy) -> Var {
+    pub fn leaf_with_policy_at(
+        &self,
+        key: Key,
+        tensor: &Tensor,
+        policy: GatherPolicy,
+        site: &'static Location<'static>,
+    ) -> Var {
         let accumulation = AccumulationDType::of(tensor.dtype());
-        self.leaf_of(Parameter { key, tensor, accumulation, policy })
+        self.leaf_of(Parameter { key, tensor, accumulation, policy }, site)
     }
 
     /// The leaf of a parameter whose cotangents are accumulated in dtypes no narrower than its own.
@@ -318,12 +323,12 @@ impl Tape {
         tensor: &Tensor,
         accumulation: AccumulationDType,
     ) -> Var {
-        self.leaf_of(Parameter { key, tensor, accumulation, policy: GatherPolicy::default() })
+        let policy = GatherPolicy::default();
+        self.leaf_of(Parameter { key, tensor, accumulation, policy }, Location::caller())
     }
 
-    #[track_caller]
-    fn leaf_of(&self, parameter: Parameter<'_>) -> Var {
-        let (id, tensor) = self.parameter_leaf(parameter, Location::caller());
+    fn leaf_of(&self, parameter: Parameter<'_>, site: &'static Location<'static>) -> Var {
+        let (id, tensor) = self.parameter_leaf(parameter, site);
         let leaf = Var::new(self, tensor, id, None);
         if self.is_no_grad() { leaf.detach() } else { leaf }
     }

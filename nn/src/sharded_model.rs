@@ -6,7 +6,7 @@ use crate::module::param::{Leader, Param};
 use crate::module::precision::Precision;
 use crate::module::watch::HooksVersion;
 use crate::module::{Module, ModuleLeaf, visit_leaves};
-use crate::plan::{Plan, RuleTarget};
+use crate::plan::{ParamUse, Plan, RuleTarget};
 use shardgrad_autograd::{BucketBytes, GatherOrder, GatherPolicy, GatheredLifetime, Key, Tape};
 use shardgrad_tensor::{
     Axis, Context, DType, Error, Kind, Layout, Placement, Rank, Resharding, Result, Tensor,
@@ -55,7 +55,8 @@ impl<M: Module> Model<M> {
     /// seed, name and global index only, not on the mesh.
     ///
     /// # Errors
-    /// `Kind::Config` for plan rules that cannot be parsed or match nothing, for a mesh axis that the plan does not use
+    /// `Kind::Config` for plan rules that cannot be parsed or match nothing, for a rule of a kind of layers that matches some of the
+    /// repeated blocks of the module but not one with parameters in place of these layers, for a mesh axis that the plan does not use
     /// ([`Plan::copies`]), for two parameters of one name, for a parameter that belongs to another model, and for a dim (of
     /// heads) sharded over more ranks than it has entries;
     /// `Kind::Layout` for a sharded dim that a parameter does not have; `Kind::OutOfMemory`.
@@ -114,7 +115,7 @@ impl<M: Module> Model<M> {
     ) -> Result<Model<M>> {
         precision.check()?;
         plan.check()?;
-        let (params, points) = named_leaves(&module)?;
+        let NamedLeaves { params, uses, points } = named_leaves(&module)?;
         let mut used = vec![false; plan.num_rules()];
         let mut layouts_on = |rank: &Rank| {
             let of = |(name, param): &(String, Param)| {
@@ -134,6 +135,7 @@ impl<M: Module> Model<M> {
         let names: Vec<&str> = params.iter().map(|(name, _)| name.as_str()).collect();
         let point_names: Vec<&str> = points.iter().map(String::as_str).collect();
         let unmatched_rules = plan.check_all_rules_matched(&used, &names, &point_names)?;
+        plan.check_repeated_blocks(&param_uses(&params, &uses))?;
         plan.check_all_axes_used(rank.mesh(), &used)?;
         plan.check_one_zero_axis(rank.mesh())?;
         let (mut gather_groups, mut kept_params) = (GroupedParams::new(), Vec::new());
@@ -370,15 +372,27 @@ impl<M> fmt::Debug for Model<M> {
 /// Parameters with their dotted paths.
 type NamedParams = Vec<(String, Param)>;
 
-/// Returns the parameters (shared ones under their first name) and the names of activation points, in traversal order.
-fn named_leaves(module: &dyn Module) -> Result<(NamedParams, Vec<String>)> {
-    let mut params = NamedParams::new();
-    let mut points = Vec::new();
+/// The leaves of a module, in traversal order.
+struct NamedLeaves {
+    /// The parameters; shared ones under their first name.
+    params: NamedParams,
+    /// The path of each use of a parameter, and the index of the parameter.
+    uses: Vec<(String, usize)>,
+    /// The names of activation points.
+    points: Vec<String>,
+}
+
+/// Returns the leaves of a module, of which no two have one name.
+fn named_leaves(module: &dyn Module) -> Result<NamedLeaves> {
+    let (mut params, mut uses, mut points) = (NamedParams::new(), Vec::new(), Vec::new());
     visit_leaves(module, &mut |path, leaf| match leaf {
-        ModuleLeaf::Param(param) if !params.iter().any(|(_, p)| p.ptr_eq(param)) => {
-            params.push((path.to_string(), param.clone()));
+        ModuleLeaf::Param(param) => {
+            let index = params.iter().position(|(_, p)| p.ptr_eq(param)).unwrap_or(params.len());
+            if index == params.len() {
+                params.push((path.to_string(), param.clone()));
+            }
+            uses.push((path.to_string(), index));
         }
-        ModuleLeaf::Param(_) => {}
         ModuleLeaf::Point(_) => points.push(path.to_string()),
     });
     let mut seen = HashSet::new();
@@ -390,7 +404,17 @@ fn named_leaves(module: &dyn Module) -> Result<(NamedParams, Vec<String>)> {
         );
         return Err(error.detail("help", "give each child a different name in Module::children"));
     }
-    Ok((params, points))
+    Ok(NamedLeaves { params, uses, points })
+}
+
+/// The uses of parameters as a plan compares them.
+fn param_uses<'a>(params: &'a NamedParams, uses: &'a [(String, usize)]) -> Vec<ParamUse<'a>> {
+    let of = |(path, index): &'a (String, usize)| {
+        let (name, param) = &params[*index];
+        let (is_matrix, has_leader) = (param.has_weight_decay(), param.leader().is_some());
+        ParamUse { path, name, shape: param.shape(), is_matrix, has_leader }
+    };
+    uses.iter().map(of).collect()
 }
 
 /// How a tape treats a parameter of these stored and computed layouts. Adds the parameter to its gather group, if it has one.

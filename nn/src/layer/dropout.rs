@@ -91,7 +91,7 @@ impl Dropout {
     }
 
     /// [`Dropout::forward`] for the caller's line `site`.
-    fn forward_at(&self, x: &Var, site: &'static Location<'static>) -> Var {
+    pub(super) fn forward_at(&self, x: &Var, site: &'static Location<'static>) -> Var {
         let x = self.point.constrain_at(x, site);
         let Some(noise) = self.noise_at(x.tape(), site) else { return x };
         let name = self.point.name().unwrap_or_else(|| {

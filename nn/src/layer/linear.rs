@@ -7,8 +7,9 @@ use crate::module::activation_point::ActivationPoint;
 use crate::module::adapter::AdapterSlot;
 use crate::module::param::{Init, Param};
 use shardgrad_autograd::Var;
-use shardgrad_tensor::Value;
+use shardgrad_tensor::{Value, ops};
 use std::panic::Location;
+use std::rc::Rc;
 
 /// Linear layer, y = x w + b. The weight is `[in.., out..]`, the bias `[out..]`.
 ///
@@ -139,6 +140,16 @@ impl Linear {
             };
         }
         x.linear_packed(&weight, (self.num_in, self.num_packed), bias.as_ref(), residual, &[&out, branch])
+    }
+
+    /// Returns x w of a layer without bias and adapter, for the caller's line `site`.
+    pub(super) fn product_at(&self, x: &Var, site: &'static Location<'static>) -> Var {
+        let x = self.input.constrain_at(x, site);
+        let weight = self.weight.on_tape_at(x.tape(), site);
+        let num_out = self.weight.shape().len() - self.num_in;
+        let op = ops::linear::Linear::new(self.num_in, num_out).with_bias(false);
+        let op = op.with_packed_dims(self.num_packed);
+        Var::apply_at(Rc::new(op), &[&x, &weight], &[&self.out], site).swap_remove(0)
     }
 
     /// Returns x after the point `input`, the weight and the bias.

@@ -7,7 +7,10 @@ use crate::module::adapter::{Adaptable, Adapter};
 use crate::module::param::Init;
 use serde_json::json;
 use shardgrad_autograd::Var;
+use shardgrad_tensor::ops::scale::Scale;
 use shardgrad_tensor::{Error, Kind, Value};
+use std::panic::Location;
+use std::rc::Rc;
 
 /// Low-rank adapter (LoRA) of a linear layer x w + b: adds (alpha / r) (dropout(x) a) b, where a is `[in.., r]` and b is
 /// `[r, out..]`. Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685.
@@ -52,7 +55,7 @@ impl Lora {
         if rank == 0 {
             Error::new(Kind::Config, "an adapter of rank 0 has no parameters")
                 .detail("help", "give a rank of at least 1; 8 is usual")
-                .at(std::panic::Location::caller())
+                .at(Location::caller())
                 .raise();
         }
         let weight = layer.adapted_weight();
@@ -97,11 +100,19 @@ impl Module for Lora {
 }
 
 impl Adapter for Lora {
+    #[track_caller]
     fn forward(&self, x: &Var) -> Var {
-        let narrow = self.a.forward(&self.dropout.forward(x));
+        self.forward_at(x, Location::caller())
+    }
+
+    fn forward_at(&self, x: &Var, site: &'static Location<'static>) -> Var {
+        let narrow = self.a.product_at(&self.dropout.forward_at(x, site), site);
         // The narrow tensor is the cheapest place for the factor.
-        let factor = self.alpha / self.rank as f64;
-        self.b.forward(&if factor == 1.0 { narrow } else { narrow.scale(factor) })
+        let narrow = match self.alpha / self.rank as f64 {
+            1.0 => narrow,
+            factor => Var::apply_at(Rc::new(Scale { factor }), &[&narrow], &[], site).swap_remove(0),
+        };
+        self.b.product_at(&narrow, site)
     }
 
     fn peft_config(&self) -> Option<Vec<(&'static str, serde_json::Value)>> {

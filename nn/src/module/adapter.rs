@@ -10,6 +10,7 @@ use crate::module::{Module, visit_modules};
 use shardgrad_autograd::Var;
 use std::cell::OnceCell;
 use std::fmt;
+use std::panic::Location;
 
 /// An adapter: a function with few parameters whose result is added to the product of a layer. Its parameters are children of the
 /// layer: `q_proj.lora_A.weight`.
@@ -17,9 +18,15 @@ use std::fmt;
 #[doc(alias = "LoRA")]
 pub trait Adapter: Module {
     /// Returns what is added to x w, of the shape of x w. `x` is the layer's input, after its activation point. The result is a
-    /// partial sum where x w is one, so that both are reduced together. An error in it names the line that applied the layer, and the
-    /// adapter's own as `adapter`.
+    /// partial sum where x w is one, so that both are reduced together. Its collectives name the lines of this function. An error in it
+    /// names the line that applied the layer, and the adapter's own as `adapter`.
     fn forward(&self, x: &Var) -> Var;
+
+    /// [`Adapter::forward`] for the line that applied the layer, which the model calls. An adapter of a library overrides this method, so
+    /// that its collectives and errors name that line.
+    fn forward_at(&self, x: &Var, _site: &'static Location<'static>) -> Var {
+        self.forward(x)
+    }
 
     /// The fields that describe the adapter in `adapter_config.json` of PEFT; `None` if PEFT does not know the adapter, which
     /// cannot be saved in that format then.

@@ -316,7 +316,11 @@ impl Param {
     #[track_caller]
     #[must_use]
     pub fn on_tape(&self, tape: &Tape) -> Var {
-        let site = Location::caller();
+        self.on_tape_at(tape, Location::caller())
+    }
+
+    /// [`Param::on_tape`] for the caller's line `site`.
+    pub(crate) fn on_tape_at(&self, tape: &Tape, site: &'static Location<'static>) -> Var {
         let (key, stored, compute_layout, policy) = self.with(site, |state| {
             Context::of(tape.rank()).set_path(&state.name);
             let (key, layout, compute_layout, policy) = match &state.pass {
@@ -332,11 +336,11 @@ impl Param {
             };
             (key, stored, compute_layout.clone(), policy)
         });
-        let leaf = tape.leaf_with_policy(key, &stored, policy);
+        let leaf = tape.leaf_with_policy_at(key, &stored, policy, site);
         // A frozen parameter is a leaf too, so that its compute layout is made once per tape.
         let leaf = if self.is_frozen() && !tape.is_meta() { leaf.detach() } else { leaf };
         match compute_layout {
-            Some(layout) => leaf.to_layout(&layout),
+            Some(layout) => leaf.to_layout_at(&layout, site),
             None => leaf,
         }
     }

@@ -2,6 +2,7 @@
 
 mod rule;
 mod unmatched;
+mod repeated_blocks;
 mod axes;
 mod parallel;
 mod sharded_data;
@@ -14,6 +15,7 @@ mod text;
 mod models;
 
 pub use pipeline::{PipelinePlan, PipelineSchedule};
+pub(crate) use repeated_blocks::ParamUse;
 pub(crate) use rule::RuleTarget;
 
 use crate::module::name::matches;
@@ -55,7 +57,7 @@ use shardgrad_tensor::{Axis, DType, Error, Kind, Layout, Mesh, Placement, Result
 /// |---|---|
 /// | `store PATTERN WORD..` | [`Plan::store`]; so for `compute` and `point` |
 /// | `store PATTERN WORD.. optional` | a rule that may match nothing |
-/// | `store PATTERN WORD.. one-of KIND` | a rule of a kind, of which at least one must match |
+/// | `store PATTERN WORD.. one-of KIND` | a rule of a kind, of which at least one must match, in every repeated block that has parameters in its place |
 /// | `batch AXIS@DIM` | an axis that shards batches: rows are dim 0, tokens dim 1 |
 /// | `zero STAGE AXIS` | how long gathered parameters and whole gradients live where rules shard the storage over the axis, as `store * dp@*` does ([`Plan::zero`]) |
 /// | `regather PATTERN` | [`Plan::regather`] |

@@ -93,6 +93,15 @@ impl Rule {
         }
         Some(best)
     }
+
+    /// The axis and the placements as text: `tp@1|@2`.
+    pub(super) fn word(&self) -> String {
+        let choice = match &self.choice {
+            Choice::Listed(listed) => listed.iter().map(Placement::to_string).collect::<Vec<_>>().join("|"),
+            Choice::AnyDim => "@*".to_string(),
+        };
+        format!("{}{choice}", self.axis)
+    }
 }
 
 /// Parses an axis and `@*`, or `@dim`, `~`, `=` or `+`, or several of these separated by `|`.
@@ -125,11 +134,7 @@ impl fmt::Display for RuleTarget {
 
 impl fmt::Display for Rule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let choice = match &self.choice {
-            Choice::Listed(listed) => listed.iter().map(Placement::to_string).collect::<Vec<_>>().join("|"),
-            Choice::AnyDim => "@*".to_string(),
-        };
-        write!(f, "{} {} {}{choice}", self.target, self.pattern, self.axis)
+        write!(f, "{} {} {}", self.target, self.pattern, self.word())
     }
 }
 

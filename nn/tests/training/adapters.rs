@@ -11,7 +11,8 @@ use shardgrad_nn::{
     AdamW, Adaptable, Adapter, CastRule, Linear, Llama, LlamaKind, LoadFilter, Lora, Model, Module,
     Optimizer, Param, Plan, Trainer, TrainerConfig, module,
 };
-use shardgrad_tensor::{DType, Kind, Mesh, Phase, Rank, Result, Tensor, Value as _, World};
+use shardgrad_tensor::{DType, Kind, Mesh, Phase, Rank, Record, Result, Tensor, Value as _, World};
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::path::Path;
 
@@ -256,6 +257,56 @@ fn frozen_weights_cost_no_gradient_and_no_arithmetic() {
     assert!(full - part > 0.5, "backward over forward: {full}, of adapters alone {part}");
 }
 
+/// The files of the lines that the collectives of one step name, of the calls that move an adapter's parameters and of all others.
+fn files_of_calls(mesh: &str, step: impl Fn(&Rank) -> Result<Var> + Sync) -> [BTreeSet<String>; 2] {
+    let records = run(mesh, |rank| {
+        traced(rank, || {
+            let loss = step(rank)?;
+            loss.backward()?;
+            drop(loss.tape().gradients());
+            Ok(())
+        })
+    })
+    .swap_remove(0);
+    [true, false].map(|of_adapters| {
+        let has_adapter = |r: &&Record| r.members().any(|name| name.contains(".lora_"));
+        let records = records.iter().filter(|r| r.phase != Phase::Control && has_adapter(r) == of_adapters);
+        records.map(|r| r.site.file().rsplit('/').next().unwrap_or_default().to_string()).collect()
+    })
+}
+
+#[test]
+fn collectives_of_adapters_name_the_line_that_applied_the_layer() {
+    for (mesh, plan) in [
+        ("tp=2", Plan::llama()),
+        ("dp=2,tp=2", stored_as_shards()),
+        ("dp=2", Plan::llama().and(Plan::zero(3, "dp"))),
+    ] {
+        let [of_adapters, others] = files_of_calls(mesh, |rank| loss_of(&model(rank, &plan, 1)?, &plan));
+        assert_eq!(of_adapters.into_iter().collect::<Vec<_>>(), ["llama.rs"], "{mesh}");
+        assert_eq!(others.into_iter().collect::<Vec<_>>(), ["llama.rs"], "{mesh}");
+    }
+    let plan = Plan::tensor_parallel("tp").column_parallel("0").row_parallel("1");
+    let [of_adapters, _] = files_of_calls("tp=2", |rank| {
+        let layers = vec![Linear::new(4, 2), Linear::new(2, 2)].adapt("*", |layer| Lora::new(layer, 2));
+        let model = Model::new(rank, layers, &plan, 1)?;
+        let x = model.tape().constant(Tensor::from_host(rank, &[1, 4], &[1.0f32; 4])?);
+        Ok(model[1].forward(&model[0].forward(&x)).square().sum())
+    });
+    assert_eq!(of_adapters.into_iter().collect::<Vec<_>>(), ["adapters.rs"]);
+}
+
+module! {
+    /// An adapter whose weight does not fit the layer.
+    struct Misshapen { weight: Param }
+}
+
+impl Adapter for Misshapen {
+    fn forward(&self, x: &Var) -> Var {
+        x.matmul(&self.weight.on(x))
+    }
+}
+
 module! {
     /// An adapter whose config has no rank and no alpha.
     struct Rescaling { factors: Param }
@@ -342,7 +393,18 @@ fn misuse_of_adapters_is_an_error() {
     });
     assert!(within.message().starts_with("dropout layer `0.lora_dropout`"), "{within}");
     assert!(within.site().is_some_and(|site| site.file().ends_with("training/adapters.rs")), "{within}");
-    assert!(within.to_string().contains("layer/lora.rs:"), "{within}");
+    assert!(!within.to_string().contains("layer/"), "{within}");
+    // The line of a user's own adapter is named too.
+    let own = refused(&|rank| {
+        let layers = vec![Linear::new(4, 2)].adapt("0", |_| Misshapen { weight: Param::new(&[3]) });
+        let model = Model::new(rank, layers, &Plan::new(), 1)?;
+        let x = model.tape().constant(Tensor::from_host(rank, &[1, 4], &[1.0f32; 4])?);
+        let _ = model[0].forward(&x);
+        Ok(())
+    });
+    assert_eq!(own.kind(), Kind::Shape);
+    let line = own.details().iter().find(|(label, _)| *label == "adapter");
+    assert!(line.is_some_and(|(_, line)| line.contains("training/adapters.rs:")), "{own}");
     let folder = base("lora-misuse");
     let load = |filter: LoadFilter| {
         World::run(Mesh::single(), |rank| {

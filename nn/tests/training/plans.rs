@@ -99,16 +99,26 @@ fn one_rule_of_storage_covers_parameters_of_all_shapes() {
     assert_eq!(layouts("dp@0|@1|="), ["f32[]", "f32[1]", "f32[4@dp]", "f32[1, 4@dp]"]);
 }
 
-/// A model whose children have other names.
+/// A part of a model whose children have other names, by their path in the model and their name.
 struct Renamed<'a> {
     model: &'a dyn Module,
-    rename: fn(&str) -> String,
+    path: String,
+    rename: fn(&str, &str) -> String,
+}
+
+impl<'a> Renamed<'a> {
+    fn new(model: &'a dyn Module, rename: fn(&str, &str) -> String) -> Renamed<'a> {
+        Renamed { model, path: String::new(), rename }
+    }
 }
 
 impl Module for Renamed<'_> {
     fn children(&self, visit: &mut dyn FnMut(&str, &dyn Module)) {
         let rename = self.rename;
-        self.model.children(&mut |name, model| visit(&rename(name), &Renamed { model, rename }));
+        self.model.children(&mut |name, model| {
+            let path = format!("{}.{name}", self.path);
+            visit(&rename(&path, name), &Renamed { model, path, rename });
+        });
     }
 
     fn leaf(&self) -> Option<ModuleLeaf<'_>> {
@@ -141,12 +151,12 @@ fn the_plan_of_a_family_refuses_layers_of_other_names() {
     {
         let refused = error(mesh, |rank| {
             let llama = Llama::new(&config());
-            let rename: fn(&str) -> String = match from {
-                "q_proj" => |name| name.replace("q_proj", "wq"),
-                "down_proj" => |name| name.replace("down_proj", "w2"),
-                _ => |name| name.replace("embed_tokens", "wte"),
+            let rename: fn(&str, &str) -> String = match from {
+                "q_proj" => |_, name| name.replace("q_proj", "wq"),
+                "down_proj" => |_, name| name.replace("down_proj", "w2"),
+                _ => |_, name| name.replace("embed_tokens", "wte"),
             };
-            Model::new(rank, Renamed { model: &llama, rename }, &Plan::llama(), 1).map(|_| ())
+            Model::new(rank, Renamed::new(&llama, rename), &Plan::llama(), 1).map(|_| ())
         });
         assert_eq!(
             (refused.kind(), refused.message()),
@@ -174,16 +184,89 @@ fn the_plan_of_a_family_refuses_layers_of_other_names() {
 }
 
 #[test]
+fn the_plan_of_a_family_refuses_a_layer_of_another_name_in_one_block() {
+    let rename: fn(&str, &str) -> String = |path, name| match path {
+        ".model.layers.1.self_attn.q_proj" => "wq".to_string(),
+        _ => name.to_string(),
+    };
+    let model = |rank: &Rank, plan: &Plan| -> Result<String> {
+        let llama = Llama::new(&config());
+        let model = Model::new(rank, Renamed::new(&llama, rename), plan, 1)?;
+        Ok(model.param("model.layers.1.self_attn.wq.weight")?.layout().to_string())
+    };
+    for mesh in ["tp=2", ""] {
+        let refused = error(mesh, |rank| model(rank, &Plan::llama()).map(|_| ()));
+        assert_eq!(
+            (refused.kind(), refused.message()),
+            (
+                Kind::Config,
+                "the plan shards some blocks of the model, but not all of the parameters of model.layers.1"
+            )
+        );
+        let text = refused.to_string();
+        assert!(
+            text.contains(
+                "store *.self_attn.q_proj.weight tp@1|@2: matches model.layers.0.self_attn.q_proj.weight"
+            ),
+            "{text}"
+        );
+        let copies = "Plan::store(\"model.layers.1.self_attn.wq.weight\", \"tp=\")";
+        assert!(text.contains(copies), "{text}");
+    }
+    for (word, layout) in [("tp=", "f32[10, 2, 2, 4]"), ("tp@1", "f32[10, 2@tp, 2, 4]")] {
+        let plan = Plan::llama().store("model.layers.1.self_attn.wq.weight", word);
+        assert_eq!(run("tp=2", |rank| model(rank, &plan))[0], layout);
+    }
+}
+
+#[test]
+fn blocks_may_share_parameters_under_the_plan_of_a_family() {
+    /// Replaces the parameters of block 1 by those of block 0.
+    type Share = fn(&mut Llama);
+    let query: Share = |llama| {
+        let [first, second] = &mut llama.model.layers[..] else { unreachable!("two blocks") };
+        second.self_attn.q_proj.weight = first.self_attn.q_proj.weight.clone();
+    };
+    let attention: Share = |llama| {
+        let [first, second] = &mut llama.model.layers[..] else { unreachable!("two blocks") };
+        let (first, second) = (&first.self_attn, &mut second.self_attn);
+        second.q_proj.weight = first.q_proj.weight.clone();
+        second.k_proj.weight = first.k_proj.weight.clone();
+        second.v_proj.weight = first.v_proj.weight.clone();
+        second.o_proj.weight = first.o_proj.weight.clone();
+    };
+    let renames: [fn(&str, &str) -> String; 2] = [
+        |_, name| name.to_string(),
+        // The first name of a shared parameter is that of block 0.
+        |path, name| if path == ".model.layers.1.self_attn.q_proj" { "wq" } else { name }.to_string(),
+    ];
+    let whole =
+        run("", |rank| Ok(Model::new(rank, Llama::new(&config()), &Plan::llama(), 1)?.params().len()))[0];
+    for (share, num_shared) in [(query, 1), (attention, 4)] {
+        for rename in renames {
+            run("tp=2", |rank| {
+                let mut llama = Llama::new(&config());
+                share(&mut llama);
+                let model = Model::new(rank, Renamed::new(&llama, rename), &Plan::llama(), 1)?;
+                assert_eq!(model.params().len(), whole - num_shared);
+                let layout = model.param("model.layers.0.self_attn.q_proj.weight")?.layout();
+                assert_eq!(layout.to_string(), "f32[10, 2@tp, 2, 4]");
+                Ok(())
+            });
+        }
+    }
+}
+
+#[test]
 fn a_wrapped_layer_keeps_its_layout_and_its_name_in_files() {
     let folder = Folder::new("wrapped");
-    let wrap: fn(&str) -> String = |name| match name {
+    let wrap: fn(&str, &str) -> String = |_, name| match name {
         "q_proj" | "down_proj" => format!("{name}.base"),
         _ => name.to_string(),
     };
     let saved = run("tp=2", |rank| {
         let llama = Llama::new(&config());
-        let model =
-            Model::with_dtype(rank, Renamed { model: &llama, rename: wrap }, &Plan::llama(), 1, DType::F64)?;
+        let model = Model::with_dtype(rank, Renamed::new(&llama, wrap), &Plan::llama(), 1, DType::F64)?;
         let layout = |name: &str| Ok::<_, Error>(model.param(name)?.layout().to_string());
         assert_eq!(layout("model.layers.0.self_attn.q_proj.base.weight")?, "f64[10, 2@tp, 2, 4]");
         assert_eq!(layout("model.layers.1.mlp.down_proj.base.weight")?, "f64[8@tp, 10]");
@@ -199,8 +282,7 @@ fn a_wrapped_layer_keeps_its_layout_and_its_name_in_files() {
         plain.load(&folder.0)?;
         assert_eq!(plain.param("model.layers.1.mlp.down_proj.weight")?.tensor().to_f64()?, saved);
         let llama = Llama::new(&config());
-        let wrapped =
-            Model::with_dtype(rank, Renamed { model: &llama, rename: wrap }, &Plan::llama(), 3, DType::F64)?;
+        let wrapped = Model::with_dtype(rank, Renamed::new(&llama, wrap), &Plan::llama(), 3, DType::F64)?;
         wrapped.load(&folder.0)?;
         assert_eq!(
             wrapped.param("down_proj.base.weight").map(|_| ()).map_err(|e| e.kind()),

@@ -178,3 +178,53 @@ fn a_parameter_that_is_also_used_outside_of_the_block_is_gathered_once() {
     });
     assert_eq!(gathers[0], ["backward reduce_scatter 2", "forward all_gather 2"], "weight and bias");
 }
+
+module! {
+    /// Square weights, each of a block of its own.
+    struct Weights { weights: Vec<Param> }
+}
+
+/// Loss of checkpointed blocks, the bytes that a rank holds after the forward pass beyond the model, and the peak of the step beyond
+/// it. With `scaled`, blocks use copies of the gathered weights.
+fn checkpointed_bytes(scaled: bool) -> (f64, usize, usize) {
+    let plan = plan(true);
+    run("dp=2", |rank| {
+        let weight = || Param::new(&[WIDTH, WIDTH]).init(shardgrad_nn::Init::Normal(0.1));
+        let module = Weights { weights: (0..LAYERS).map(|_| weight()).collect() };
+        let model = Model::with_dtype(rank, module, &plan, 1, DType::F64)?;
+        let memory = || rank.backend().memory();
+        let before = memory().in_use_bytes;
+        let layout = plan.batch_layout(rank.mesh(), DType::F64, &[ROWS, WIDTH])?;
+        let tape = model.tape();
+        let mut x = tape.constant(Tensor::from_fn(rank, &layout, |i| (i % 13) as f64 / 13.0)?);
+        for weight in &model.weights {
+            let block = |x: &[Var]| {
+                let weight = weight.on(&x[0]);
+                let weight = if scaled { weight.scale(1.0) } else { weight };
+                Ok(vec![x[0].matmul(&weight).gelu().add(&x[0])])
+            };
+            x = tape.checkpoint(&[x], block)?.swap_remove(0);
+        }
+        let loss = x.square().mean();
+        drop(x);
+        let held = memory().in_use_bytes - before;
+        let value = loss.item()?;
+        loss.backward()?;
+        Ok((value, held, memory().peak_bytes - before))
+    })
+    .swap_remove(0)
+}
+
+/// A gathered weight dies with its last use in a block, whether ops of the block save the weight itself or a copy of it.
+#[test]
+fn checkpointed_blocks_hold_no_gathered_weight_whether_they_use_it_or_a_copy() {
+    let [gathered, copied] = [false, true].map(checkpointed_bytes);
+    assert_eq!(gathered.0, copied.0, "the same loss");
+    assert_eq!(gathered.1, copied.1, "the same bytes after the forward pass");
+    // The inputs of the blocks and the result of the last one, of half of the rows; and less than a row for scalars.
+    let inputs = (LAYERS + 1) * (ROWS / 2) * WIDTH * 8;
+    assert!((inputs..inputs + WIDTH * 8).contains(&gathered.1), "{} bytes, {inputs} of inputs", gathered.1);
+    // A gathered weight and its gradient in one block; the copy and its gradient are as large.
+    assert!(gathered.2 <= copied.2, "{} and {} bytes at the peak", gathered.2, copied.2);
+    assert!(gathered.2 < inputs + 3 * WEIGHT, "{} bytes at the peak", gathered.2);
+}

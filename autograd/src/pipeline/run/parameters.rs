@@ -6,6 +6,7 @@ use crate::leaf::{GatherMember, GatherOrder, GatherPolicy, GatheredLifetime, Kep
 use crate::tape::{Tape, Var};
 use shardgrad_dist::Result;
 use shardgrad_tensor::{Context, PackCacheGuard, Value};
+use std::panic::Location;
 use std::rc::Rc;
 
 /// A parameter of a stage.
@@ -57,7 +58,8 @@ impl Step<'_> {
         let has_gradient = trains && summed.requires_grad();
         Ok(match form {
             ComputedForm::Gathered { member, .. } => {
-                let leaf = tape.leaf_with_policy(member.key, &member.stored, member.policy);
+                let site = Location::caller();
+                let leaf = tape.leaf_with_policy_at(member.key, &member.stored, member.policy, site);
                 if has_gradient { leaf } else { leaf.detach() }
             }
             ComputedForm::Kept { computed, .. } if !has_gradient => tape.constant(computed.tensor().clone()),

@@ -5,8 +5,10 @@ use crate::module::Module;
 use crate::module::adapter::{Adaptable, Adapter, AdapterSlot};
 use crate::module::param::Param;
 use shardgrad_autograd::Var;
+use shardgrad_tensor::ops::add::Add;
 use shardgrad_tensor::{Error, Point, Value};
 use std::panic::{AssertUnwindSafe, Location, catch_unwind, resume_unwind};
+use std::rc::Rc;
 
 /// The parameters of an adapter come last, beside those of the layer.
 impl Module for Linear {
@@ -65,7 +67,12 @@ impl Point<Var> for AdaptedOut<'_> {
 
     fn pass(&self, value: &Var, site: &'static Location<'static>) -> Var {
         match self.layer.adapter() {
-            Some(adapter) => self.layer.out.pass(&value.add(&term(adapter, self.x, site)), site),
+            Some(adapter) => {
+                let term = term(adapter, self.x, site);
+                let add = Rc::new(Add::between(&value.shape(), &term.shape()));
+                let sum = Var::apply_at(add, &[value, &term], &[], site).swap_remove(0);
+                self.layer.out.pass(&sum, site)
+            }
             None => self.layer.out.pass(value, site),
         }
     }
@@ -75,12 +82,13 @@ impl Point<Var> for AdaptedOut<'_> {
     }
 }
 
-/// The term of an adapter. An error names the line that applied the layer, and the adapter's own line next to it, which may be the
-/// library's.
+/// The term of an adapter. An error names the line that applied the layer, and next to it the line in the adapter's code, if the adapter
+/// has not stated the former itself.
 fn term(adapter: &dyn Adapter, x: &Var, site: &'static Location<'static>) -> Var {
-    catch_unwind(AssertUnwindSafe(|| adapter.forward(x))).unwrap_or_else(|cause| {
+    catch_unwind(AssertUnwindSafe(|| adapter.forward_at(x, site))).unwrap_or_else(|cause| {
         match cause.downcast::<Error>() {
             Ok(error) => match error.site() {
+                Some(own) if own == site => error.raise(),
                 Some(own) => error.detail("adapter", own.to_string()).replace_site(site).raise(),
                 None => error.at(site).raise(),
             },
