@@ -301,24 +301,9 @@ fn no_canonical_form(plan: &Plan, mesh: &Mesh, axis: Axis) -> Option<String> {
         let is_canonical = plan.is_tensor_axis(name);
         return (!is_canonical).then(|| format!("sums over the mesh axis {name}={size} have no canonical form"));
     }
-    if plan.has_ring(name) {
-        return Some(format!(
-            "ring attention over the mesh axis {name}={size} adds terms in an order that follows the ranks"
-        ));
-    }
-    let is_second = |other: &Axis| {
-        let other_name = mesh.name(*other);
-        *other != axis
-            && mesh.size(*other) > 1
-            && plan.is_tensor_axis(other_name)
-            && plan.shards_activations_with(other_name)
-    };
-    let second = mesh.axes().find(is_second)?;
-    Some(format!(
-        "sums over tokens that the mesh axes {name}={size} and {}={} shard have no canonical form",
-        mesh.name(second),
-        mesh.size(second)
-    ))
+    plan.has_ring(name).then(|| {
+        format!("ring attention over the mesh axis {name}={size} adds terms in an order that follows the ranks")
+    })
 }
 
 /// Refuses a number of leaves of sums of which the ranks of an axis do not hold one subtree each.
@@ -446,14 +431,6 @@ mod tests {
                 "ring attention over the mesh axis cp=2 adds terms in an order that follows the ranks",
             ),
             ("dp=2", Plan::new().point("out", "dp@1"), "shards activations over `dp`"),
-            (
-                "cp=2,tp=2",
-                Plan::tensor_parallel("tp")
-                    .column_parallel("up")
-                    .and(Plan::sequence_parallel("tp"))
-                    .and(Plan::context_parallel("cp")),
-                "sums over tokens that the mesh axes cp=2 and tp=2 shard",
-            ),
         ] {
             let (kind, text) = refused(mesh, plan, 4, 8, 1);
             assert!(
@@ -476,7 +453,7 @@ mod tests {
         }
         assert!(refused("cp=3", context(), 1, 8, 1).1.contains("cp=3 cannot share 8 leaves"));
         let sequence = tensor().and(Plan::sequence_parallel("tp"));
-        assert!(ranges("dp=2,tp=2", &Plan::data_parallel("dp").and(sequence), 4, 8, 1).is_ok());
+        assert!(ranges("dp=2,cp=2,tp=2", &context().and(sequence), 4, 8, 1).is_ok());
         for (mesh, leaves, rows, microbatches, help) in [
             ("dp=3", 8, 24, 1, "use 6 leaves"),
             ("dp=2", 8, 12, 1, "use 6 leaves"),

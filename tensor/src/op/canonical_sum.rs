@@ -14,7 +14,7 @@ use crate::layout::Layout;
 use crate::layout::dim::Dim;
 use crate::layout::placement::Placement;
 use crate::layout::signature::{Labels, Signature};
-use shardgrad_dist::{Error, Kind, Rank, Result};
+use shardgrad_dist::{AxisSet, Error, Kind, Rank, Result};
 use shardgrad_kernels::op::binary::ACCUMULATE;
 use shardgrad_kernels::{SumTree, TreeSums};
 use std::ops::Range;
@@ -194,7 +194,8 @@ fn leaves_joined(
 /// element of the dim. A sum over the ranks of the axis that shards the dim, if there is one, is the sum of all leaves.
 ///
 /// # Errors
-/// `Kind::Unsupported` if the dim is sharded over several axes, or the leaves of a rank have no single root; errors of `part`.
+/// `Kind::Unsupported` if the dim is sharded over several axes in another order than that of the mesh, or the leaves of a rank have no single
+/// root; errors of `part`.
 pub(crate) fn sum_leaves(
     rank: &Rank,
     tree: SumTree,
@@ -218,17 +219,15 @@ pub(crate) fn sum_leaves(
 /// Returns the leaves of this rank, each with its range in the local part of a dim.
 fn local_leaves(rank: &Rank, tree: SumTree, dim: &Dim) -> Result<Vec<(usize, Range<usize>)>> {
     let (mesh, coordinates) = (rank.mesh(), rank.coordinates());
-    let axes: Vec<_> = dim.axes.iter().filter(|axis| mesh.size(*axis) > 1).collect();
-    let (position, num_ranks) = match axes[..] {
-        [] => (0, 1),
-        [axis] => (rank.coordinate(axis), mesh.size(axis)),
-        _ => {
-            let names = axes.iter().map(|axis| mesh.name(*axis)).collect::<Vec<_>>().join(", ");
-            return Err(unsupported(format!(
-                "a sum over a dim that the axes {names} shard has no canonical form"
-            )));
-        }
-    };
+    // The ranks of a group, which join the sums, are in the order of the mesh.
+    let axes = || dim.axes.iter().filter(|axis| mesh.size(*axis) > 1);
+    if !axes().eq(axes().collect::<AxisSet>().iter()) {
+        let names = axes().map(|axis| mesh.name(axis)).collect::<Vec<_>>().join(", ");
+        return Err(unsupported(format!(
+            "a sum over a dim that the axes {names} shard has a canonical form only on a mesh that lists them in this order"
+        )));
+    }
+    let (position, num_ranks) = dim.shard_index(mesh, coordinates);
     let run = tree.run(position, num_ranks).filter(|run| tree.roots(run.clone()).len() == 1);
     let Some(run) = run else {
         let why = format!("{num_ranks} ranks cannot share the {} leaves of a sum", tree.num_leaves());
