@@ -313,9 +313,12 @@ fn gathered_and_exchanged_keys_have_the_bits_of_one_rank_where_sums_are_canonica
     let tree = Some(SumTree::new(8));
     for dtype in [DType::F32, DType::BF16] {
         let alone = bits("cp=1", ["@cp", ""], Form::Gather, tree, dtype).unwrap();
-        for (mesh, axes) in
-            [("cp=2", ["@cp", ""]), ("cp=4", ["@cp", ""]), ("cp=8", ["@cp", ""]), ("cp=2,tp=2", ["@cp", "@tp"])]
-        {
+        for (mesh, axes) in [
+            ("cp=2", ["@cp", ""]),
+            ("cp=4", ["@cp", ""]),
+            ("cp=8", ["@cp", ""]),
+            ("cp=2,tp=2", ["@cp", "@tp"]),
+        ] {
             for form in [Form::Gather, Form::Exchange] {
                 assert!(bits(mesh, axes, form, tree, dtype).unwrap() == alone, "{dtype}, {form:?} on {mesh}");
             }

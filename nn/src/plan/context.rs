@@ -71,9 +71,8 @@ impl Plan {
     /// Whether keys stay sharded by tokens over an axis, so that attention merges terms of several ranks.
     pub(crate) fn has_ring(&self, axis: &str) -> bool {
         let is_sharded = |rule: &Rule| rule.placement(None, 1) == Some(Placement::Shard(1));
-        let of_keys = |rule: &&Rule| {
-            rule.target == RuleTarget::Point && rule.axis == axis && rule.pattern == "keys"
-        };
+        let of_keys =
+            |rule: &&Rule| rule.target == RuleTarget::Point && rule.axis == axis && rule.pattern == "keys";
         self.rules.iter().rfind(of_keys).is_some_and(is_sharded)
     }
 

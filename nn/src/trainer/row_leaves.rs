@@ -299,10 +299,13 @@ fn no_canonical_form(plan: &Plan, mesh: &Mesh, axis: Axis) -> Option<String> {
     let (name, size) = (mesh.name(axis), mesh.size(axis));
     if !plan.is_token_axis(name) {
         let is_canonical = plan.is_tensor_axis(name);
-        return (!is_canonical).then(|| format!("sums over the mesh axis {name}={size} have no canonical form"));
+        return (!is_canonical)
+            .then(|| format!("sums over the mesh axis {name}={size} have no canonical form"));
     }
     plan.has_ring(name).then(|| {
-        format!("ring attention over the mesh axis {name}={size} adds terms in an order that follows the ranks")
+        format!(
+            "ring attention over the mesh axis {name}={size} adds terms in an order that follows the ranks"
+        )
     })
 }
 

@@ -35,7 +35,9 @@ impl ForwardContext<'_> {
     pub fn label(&self, name: &str) -> (usize, Range<usize>) {
         let (extent, range) = self.inference.label(name, self.rank.mesh(), self.rank.coordinates());
         match &self.leaf {
-            Some((label, leaf)) if self.inference.labels().number(name) == Some(*label) => (extent, leaf.clone()),
+            Some((label, leaf)) if self.inference.labels().number(name) == Some(*label) => {
+                (extent, leaf.clone())
+            }
             _ => (extent, range),
         }
     }

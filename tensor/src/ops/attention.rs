@@ -13,8 +13,8 @@ use crate::execution::local_tensor::LocalTensor;
 use crate::layout::Layout;
 use crate::layout::dim::Dim;
 use crate::op::{
-    CanonicalForm, Cotangents, DTypes, Decomposition, ForwardContext, LocalTensors, Op, Operand, PlanKey, SavedForBackward,
-    Vjp,
+    CanonicalForm, Cotangents, DTypes, Decomposition, ForwardContext, LocalTensors, Op, Operand, PlanKey,
+    SavedForBackward, Vjp,
 };
 use crate::ops::unbind::Unbind;
 use crate::tensor::Tensor;

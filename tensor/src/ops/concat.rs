@@ -5,7 +5,9 @@ use super::slice::Slice;
 use super::{Case, Input};
 use crate::execution::local_tensor::LocalTensor;
 use crate::layout::Layout;
-use crate::op::{CanonicalForm, Cotangents, DTypes, ForwardContext, LocalTensors, Op, OutputLayouts, Vjp, unwind};
+use crate::op::{
+    CanonicalForm, Cotangents, DTypes, ForwardContext, LocalTensors, Op, OutputLayouts, Vjp, unwind,
+};
 use shardgrad_dist::Result;
 use shardgrad_kernels::DType;
 use smallvec::smallvec;

@@ -98,7 +98,8 @@ impl Redistribute {
     ) -> Result<ReductionRequest> {
         let Redistribute { to, steps, .. } = self.adjoint(cotangent.dtype());
         let site = self.site.get().unwrap_or(site);
-        let gradient = join_axes_of_partial_sum(widened(cotangent, to.dtype(), site)?, &steps, site)?;
+        let gradient = widened(cotangent, to.dtype(), site)?;
+        let gradient = join_axes_of_partial_sum(gradient, &steps, site)?;
         Ok(ReductionRequest { gradient, steps, to, path, site })
     }
 }

@@ -5,7 +5,8 @@ use super::{Case, Input};
 use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::layout::Layout;
 use crate::op::{
-    Cotangents, DTypes, ForwardContext, LocalTensors, Op, PlanKey, SavedForBackward, Vjp, refuse_order_of_ranks,
+    Cotangents, DTypes, ForwardContext, LocalTensors, Op, PlanKey, SavedForBackward, Vjp,
+    refuse_order_of_ranks,
 };
 use crate::tensor::Tensor;
 use crate::tensor::ring::Ring;

@@ -95,7 +95,8 @@ pub fn complete_partial_sums(tensors: &[&Tensor], site: &'static Location<'stati
         let mut start = 0;
         for i in alike {
             let (layout, local) = (tensors[i].layout(), tensors[i].local());
-            let complete = axes.iter().fold(layout.clone(), |l, axis| l.with_placement(axis, Placement::Invariant));
+            let complete =
+                axes.iter().fold(layout.clone(), |l, axis| l.with_placement(axis, Placement::Invariant));
             let part = sum.with_view(Strides::contiguous(&local.view.shape).at(start)).contiguous(rank)?;
             start += local.numel();
             completed[i] = Tensor::assemble(rank, complete, LocalTensor { lineage: local.lineage, ..part });

@@ -125,7 +125,8 @@ mod tests {
     fn gradient<T: Element>(kernel: &Kernel, dy: &[T], range: std::ops::Range<usize>) -> Vec<T> {
         let cpu = Cpu::backend(2);
         let tree = SumTree::new(LEAVES);
-        let leaf_of = |t: usize| (0..LEAVES).find(|leaf| tree.leaf_range(TOKENS, *leaf).contains(&t)).unwrap();
+        let leaf_of =
+            |t: usize| (0..LEAVES).find(|leaf| tree.leaf_range(TOKENS, *leaf).contains(&t)).unwrap();
         let tokens: Vec<(usize, usize)> =
             (0..ROWS).flat_map(|row| range.clone().map(move |t| (row, t))).collect();
         let index: Vec<i64> = tokens.iter().map(|(row, t)| ((row * 5 + t * t) % 11) as i64 - 2).collect();
@@ -154,12 +155,7 @@ mod tests {
     }
 
     /// The sum over the tree of the gradients of parts of the tokens, each of `each` leaves.
-    fn joined<T: Element>(
-        kernel: &Kernel,
-        dy: &[T],
-        each: usize,
-        add: impl Fn(T, T) -> T + Copy,
-    ) -> Vec<T> {
+    fn joined<T: Element>(kernel: &Kernel, dy: &[T], each: usize, add: impl Fn(T, T) -> T + Copy) -> Vec<T> {
         let tree = SumTree::new(LEAVES);
         let mut sums = TreeSums::new(SumTree::new(LEAVES / each));
         for part in 0..LEAVES / each {
