@@ -35,9 +35,9 @@ pub enum CanonicalForm {
 }
 
 impl CanonicalForm {
-    /// Whether an op of this form may get a partial sum; otherwise the sum is completed before the op.
+    /// Whether an op of this form, whose layouts follow from its signature, may get a partial sum; otherwise the sum is completed first.
     pub(super) fn takes_partial_sums(self) -> bool {
-        matches!(self, CanonicalForm::Exact | CanonicalForm::Own)
+        self == CanonicalForm::Exact
     }
 }
 
