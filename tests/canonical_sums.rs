@@ -1,5 +1,5 @@
-//! `train --deterministic mesh` and `--state-hash`: the same metrics, bit for bit, for every number of data-parallel ranks, of pipeline stages and of
-//! microbatches, also after a resumption on other ranks; hashes of equal weights on every mesh.
+//! `train --deterministic mesh` and `--state-hash`: the same metrics, bit for bit, for every number of ranks that share rows, tokens or
+//! layers, of pipeline stages and of microbatches, also after a resumption on other ranks; hashes of equal weights on every mesh.
 
 use crate::cli::Folder;
 use crate::resume::{record, refused, text, train};
@@ -32,6 +32,14 @@ fn metrics_have_the_same_bits_for_every_number_of_ranks_and_microbatches() {
         let name = format!("{mesh}-{microbatches}");
         assert_eq!(run(&name, "4", &["--mesh", mesh, "--microbatches", microbatches]), alone, "{name}");
     }
+    for (mesh, form) in [
+        ("cp=2", &["--context", "gather"][..]),
+        ("cp=2", &["--context", "exchange"]),
+        ("tp=2", &["--sequence-parallel"]),
+    ] {
+        let name = format!("{mesh}{}", form.concat());
+        assert_eq!(run(&name, "4", &[&["--mesh", mesh], form].concat()), alone, "{name}");
+    }
     // The loss of an evaluation by pipeline stages agrees to rounding.
     let trained = |mut record: Vec<Value>| {
         record.iter_mut().for_each(|entry| drop(entry.as_object_mut().unwrap().remove("val_loss")));
@@ -56,8 +64,8 @@ fn meshes_without_canonical_sums_and_idle_options_are_refused() {
     let data = text(&folder);
     let out = folder.path("out");
     let mesh = |more: &[&str]| refused(&[&["--data", &data, "--out", &out, "--steps", "4"], more].concat());
-    let text = mesh(&["--deterministic", "mesh", "--mesh", "cp=2"]);
-    assert!(text.contains("sums over the mesh axis cp=2 have no canonical form yet"), "{text}");
+    let text = mesh(&["--deterministic", "mesh", "--mesh", "cp=2", "--context", "ring"]);
+    assert!(text.contains("ring attention over the mesh axis cp=2 adds terms in an order"), "{text}");
     let text = mesh(&["--deterministic", "mesh", "--mesh", "tp=3"]);
     assert!(text.contains("tp=3 cannot share 8 leaves of sums") && text.contains("use 12 leaves"), "{text}");
     let text = mesh(&["--deterministic", "mesh", "--mesh", "dp=2", "--batch-leaves", "1"]);

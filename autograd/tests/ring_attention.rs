@@ -1,9 +1,10 @@
 //! Attention over sharded tokens on a tape: values and gradients of the three forms (gathered keys, ring, exchange to heads) against
-//! loops on the host, on even, uneven and empty shards, with packed documents, and the messages of the ring.
+//! loops on the host, on even, uneven and empty shards, with packed documents; the bits of canonical sums; and the messages of the ring.
 
 use shardgrad_autograd::{Tape, Var};
 use shardgrad_dist::{Mesh, Rank, Record, Result, World};
-use shardgrad_tensor::{DType, Layout, Resharding, Tensor, Value};
+use shardgrad_tensor::training_step::canonical_sum::SumTree;
+use shardgrad_tensor::{Context, DType, Layout, Resharding, Tensor, Value};
 
 /// Rows, key heads, query heads per key head, channels.
 const SIZES: [usize; 4] = [2, 2, 2, 3];
@@ -289,6 +290,39 @@ fn narrow_dtypes_are_merged_in_the_accumulator() {
             assert!(dtype != DType::F16 || differ * 20 < one.len(), "{differ} of {} of {name}", one.len());
         }
     }
+}
+
+#[test]
+fn gathered_and_exchanged_keys_have_the_bits_of_one_rank_where_sums_are_canonical() {
+    let bits = |mesh: &str, form: Form, tree: Option<SumTree>, dtype: DType| {
+        let sharding = Sharding::new(mesh, "@cp", "", "");
+        // Tiles of queries in strips and not, empty leaves, and leaves whose borders are not those of tiles.
+        let problems = [5, 19, 300].map(Problem::new);
+        let ranks = World::run(sharding.mesh.clone(), |rank| {
+            let _tree = Context::of(rank).set_sum_tree(tree);
+            let mut all = Vec::new();
+            for problem in &problems {
+                for mask in &masks(problem.t)[1..5] {
+                    all.extend(attend(rank, problem, mask, &sharding, form, dtype)?);
+                }
+            }
+            Ok(all.concat().iter().map(|x| x.to_bits()).collect::<Vec<_>>())
+        });
+        ranks.map(|mut ranks| ranks.swap_remove(0))
+    };
+    let tree = Some(SumTree::new(8));
+    for dtype in [DType::F32, DType::BF16] {
+        let alone = bits("cp=1", Form::Gather, tree, dtype).unwrap();
+        for mesh in ["cp=2", "cp=4", "cp=8"] {
+            for form in [Form::Gather, Form::Exchange] {
+                assert!(bits(mesh, form, tree, dtype).unwrap() == alone, "{dtype}, {form:?} on {mesh}");
+            }
+        }
+        let plain = |mesh| bits(mesh, Form::Gather, None, dtype).unwrap();
+        assert!(plain("cp=4") != plain("cp=1"), "{dtype}: without canonical sums the ranks decide the order");
+    }
+    let error = bits("cp=2", Form::Ring, tree, DType::F32).unwrap_err();
+    assert!(error.to_string().contains("ring_attention adds terms of several ranks"), "{error}");
 }
 
 /// The records of a rank, forward and backward.

@@ -21,7 +21,7 @@ use apply::apply_with_options;
 pub use apply::{OpHandle, apply, meta, run};
 pub(crate) use apply::{OutputOptions, apply_first};
 pub use canonical_sum::CanonicalForm;
-pub(crate) use canonical_sum::sum_leaves;
+pub(crate) use canonical_sum::{leaves_of_elements, refuse_order_of_ranks, sum_leaves};
 pub use decomposition::{Decomposition, Operand, Point, decomposition};
 pub use error_text::suggested_repairs;
 pub use forward_context::ForwardContext;
@@ -239,9 +239,11 @@ pub fn infer_by_signature<O: Op + ?Sized>(
     want: &[Option<Layout>],
 ) -> Result<Rc<Inference>, Refusal> {
     let signature = context.signature(op.signature());
+    // Where sums are canonical, the leaves of all ranks are joined before a sum is computed with.
+    let completes = context.sum_tree().is_some() && !op.canonical_form().takes_partial_sums();
     let key = InferenceKey {
         signature: &signature,
-        linear_in: op.linear_in(),
+        linear_in: if completes { &[] } else { op.linear_in() },
         differentiable: op.differentiable(),
         args,
         out_dtypes: dtypes,

@@ -170,6 +170,7 @@ pub static KERNELS: &[&Kernel] = &[
     &cross_entropy::BACKWARD,
     &embedding::FORWARD,
     &embedding::BACKWARD,
+    &embedding::BACKWARD_IN_LEAVES,
     &index::GATHER,
     &index::SCATTER_ADD,
     &one_hot::ONE_HOT,

@@ -10,8 +10,9 @@
 //!   after: four all-to-alls forward and four backward. Up to as many ranks as key heads share the work. Jacobs et al., "DeepSpeed
 //!   Ulysses", arXiv 2309.14509.
 
-use super::rule::Presence;
+use super::rule::{Presence, Rule};
 use super::{Plan, RuleTarget};
+use shardgrad_tensor::Placement;
 
 /// Activation points and their placements: attention reads the keys and values of all tokens, and the masks of all tokens.
 const GATHER_POINTS: [(&str, &str); 5] =
@@ -65,6 +66,14 @@ impl Plan {
     #[must_use]
     pub fn exchange(self) -> Plan {
         self.with_context_points("exchange", &EXCHANGE_POINTS)
+    }
+
+    /// Whether keys stay sharded by tokens over an axis, so that attention merges terms of several ranks.
+    pub(crate) fn has_ring(&self, axis: &str) -> bool {
+        let is_sharded = |rule: &Rule| rule.placement(None, 1) == Some(Placement::Shard(1));
+        let of_keys =
+            |rule: &&Rule| rule.target == RuleTarget::Point && rule.axis == axis && rule.pattern == "keys";
+        self.rules.iter().rfind(of_keys).is_some_and(is_sharded)
     }
 
     /// Replaces the rules of the points of attention over the context axis.
@@ -130,6 +139,9 @@ mod tests {
         let exchange = ["queries cp@2", "keys cp@2", "values cp@2", "heads cp@1"];
         assert_eq!(points(&plan.clone().exchange()), [&exchange[..], &masks].concat());
         assert_eq!(plan.clone().exchange().ring(), plan.clone().ring(), "the last form counts");
+        let has_ring = |plan: Plan| plan.has_ring("cp");
+        assert!(has_ring(plan.clone().exchange().ring()) && !has_ring(plan.clone().exchange()));
+        assert!(!has_ring(plan.clone()) && !plan.clone().ring().has_ring("dp"));
         let own = plan.clone().point("keys", "tp@2").ring();
         assert!(points(&own).contains(&"keys tp@2".to_string()), "rules of other axes stay: {own}");
         assert!(Plan::gpt2().ring().check().is_ok() && Plan::llama_moe().exchange().check().is_ok());

@@ -219,6 +219,11 @@ impl Plan {
         is_used && !shards_data && !is(&self.expert_axis) && !is(&self.context_axis)
     }
 
+    /// Whether an axis shards the tokens of batches.
+    pub(crate) fn is_token_axis(&self, axis: &str) -> bool {
+        self.batch.iter().any(|(name, dim)| name == axis && *dim == 1)
+    }
+
     /// Rejects a plan with rules that cannot be parsed.
     pub(crate) fn check(&self) -> Result<()> {
         if self.errors.is_empty() {

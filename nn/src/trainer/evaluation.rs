@@ -1,7 +1,7 @@
 //! Forward passes of a trainer's model without an update: the loss of an evaluation, the layouts of activations.
 
 use super::Trainer;
-use super::row_leaves::RowLeaves;
+use super::row_leaves::{RowLeaves, complete_outputs};
 use crate::loss::PartialLoss;
 use crate::module::Module;
 use shardgrad_autograd::{OpRecord, Program, Var};
@@ -35,6 +35,10 @@ impl<M: Module> Trainer<'_, M> {
                 Ok(outputs)
             }
         })?;
+        let outputs = match self.leaves {
+            Some(_) => complete_outputs(&[outputs], self.site)?.concat(),
+            None => outputs,
+        };
         let partial = PartialLoss::from_scalars(&outputs)?;
         // Ranks along the axes of the leaves hold the same arguments, and one of them counts.
         let counts = self.leaves.as_ref().is_none_or(RowLeaves::is_first_rank);

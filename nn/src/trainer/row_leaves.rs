@@ -15,10 +15,10 @@ use crate::sharded_model::Model;
 use shardgrad_autograd::{Gradients, Key};
 use shardgrad_tensor::execution::flag_guard::FlagGuard;
 use shardgrad_tensor::training_step::canonical_sum::{
-    SumTree, TreeSums, check_device, sum_root_numbers, sum_roots,
+    SumTree, TreeSums, check_device, complete_partial_sums, sum_root_numbers, sum_roots,
 };
 use shardgrad_tensor::training_step::grad_norm::check_norm_leaves;
-use shardgrad_tensor::{Axis, AxisSet, Context, Error, Kind, Phase, Rank, Result, Tensor};
+use shardgrad_tensor::{Axis, AxisSet, Context, Error, Kind, Mesh, Phase, Rank, Result, Tensor};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::panic::Location;
@@ -30,19 +30,19 @@ pub enum Deterministic {
     /// CPU.
     #[default]
     Run,
-    /// Also another number of data-parallel and of tensor-parallel ranks and of microbatches, pipelines of any schedule, and sharded
-    /// storage (ZeRO, FSDP): losses, gradient norms and weights have the same bits.
+    /// Also another number of data-parallel, tensor-parallel and context-parallel ranks and of microbatches, pipelines of any schedule,
+    /// sequence parallelism, and sharded storage (ZeRO, FSDP): losses, gradient norms and weights have the same bits.
     ///
     /// The rows of the batch are cut into leaves, equally many for each rank, and each leaf is a pass of its own, a microbatch on a
     /// pipeline. Sums over rows are joined in a tree over the leaves, and so are the sums over leaves of every other label that a mesh
-    /// may shard. Supported on the CPU for axes that shard rows and for pipelines and tensor parallelism; other meshes and plans are
-    /// refused ([`Deterministic::row_ranges`]). A loss must not depend on rows of other leaves: it sees one leaf at a time, as it sees
+    /// may shard. Supported on the CPU for axes that shard rows, pipelines, tensor parallelism and context parallelism without a ring;
+    /// other meshes and plans are refused ([`Deterministic::row_ranges`]). A loss must not depend on rows of other leaves: it sees one leaf at a time, as it sees
     /// one microbatch otherwise.
     Mesh {
         /// The number of leaves: it divides the rows of the batch, and the ranks times the microbatches divide it. Not a function of
         /// the mesh; another number gives other bits.
         batch_leaves: usize,
-        /// The number of leaves of every other summed label (width, heads, hidden units, vocabulary, tokens): of an axis that shards
+        /// The number of leaves of every other summed label (tokens, width, heads, hidden units, vocabulary): of an axis that shards
         /// them, the ranks times a power of two. Another number gives other bits.
         sum_leaves: usize,
     },
@@ -57,7 +57,7 @@ impl Deterministic {
     ///
     /// # Errors
     /// For [`Deterministic::Mesh`] `Kind::Unsupported` for a mesh or a plan that sums over other axes than those of the rows, of a
-    /// pipeline and of tensor parallelism, and for devices other than the CPU; `Kind::Config`, with a number that would do, if the number of leaves does not
+    /// pipeline, of tensor parallelism and of tokens, for a ring, and for devices other than the CPU; `Kind::Config`, with a number that would do, if the number of leaves does not
     /// divide the rows, or is no multiple of ranks times microbatches.
     pub fn row_ranges(
         self,
@@ -124,14 +124,15 @@ impl RowLeaves {
         let is_other = |axis: &Axis| mesh.size(*axis) > 1 && !axes.contains(*axis) && Some(*axis) != pipeline;
         for other in mesh.axes().filter(is_other) {
             let (name, size) = (mesh.name(other), mesh.size(other));
-            if !plan.is_tensor_axis(name) {
-                let why = format!("sums over the mesh axis {name}={size} have no canonical form yet");
+            if let Some(why) = no_canonical_form(plan, mesh, other) {
                 return Err(with_help(Error::new(Kind::Unsupported, why)));
             }
             check_sum_leaves(sum_leaves, name, size)?;
         }
-        let is_sharding =
-            |axis: &Axis| mesh.size(*axis) > 1 && plan.shards_activations_with(mesh.name(*axis));
+        let is_sharding = |axis: &Axis| {
+            let is_sliced_off = axes.contains(*axis) || Some(*axis) == pipeline;
+            is_sliced_off && mesh.size(*axis) > 1 && plan.shards_activations_with(mesh.name(*axis))
+        };
         if let Some(axis) = mesh.axes().find(is_sharding) {
             let name = mesh.name(axis);
             let why = format!("the plan shards activations over `{name}`, where sums have no canonical form");
@@ -255,8 +256,9 @@ impl RowLeaves {
         losses: StepLosses,
         site: &'static Location<'static>,
     ) -> Result<StepLosses> {
+        let outputs = complete_outputs(&losses.outputs, site)?;
         let mut sums = TreeSums::new(self.tree);
-        for (leaf, outputs) in self.run.clone().zip(&losses.outputs) {
+        for (leaf, outputs) in self.run.clone().zip(&outputs) {
             // The null back end has no numbers.
             let numbers = |output: &Tensor| {
                 let mut numbers = output.to_local_f64()?;
@@ -270,7 +272,7 @@ impl RowLeaves {
             sums.add(SumTree::leaf(leaf), Some(numbers), join)?;
         }
         // The ranks of a pipeline stage have the same outputs of each pass; another stage may have others, or none.
-        let of_leaf = losses.outputs.first().map_or(&[][..], Vec::as_slice);
+        let of_leaf = outputs.first().map_or(&[][..], Vec::as_slice);
         let len: usize = of_leaf.iter().flatten().map(|output| output.layout().numel()).sum();
         let mut roots: Vec<Vec<f64>> = sums.into_roots().filter_map(|(_, sum)| sum).collect();
         let mut totals = match self.axes.is_empty() || len == 0 {
@@ -287,9 +289,24 @@ impl RowLeaves {
             rest = after;
             self.is_first_rank().then(|| Tensor::from_host(rank, &shape, own)).transpose()
         };
-        let outputs = vec![of_leaf.iter().map(sum).collect::<Result<_>>()?];
-        Ok(StepLosses { outputs, ..losses })
+        let totals = vec![of_leaf.iter().map(sum).collect::<Result<_>>()?];
+        Ok(StepLosses { outputs: totals, ..losses })
     }
+}
+
+/// Returns why sums over an axis that shards neither rows nor stages have no canonical form, if they have none.
+fn no_canonical_form(plan: &Plan, mesh: &Mesh, axis: Axis) -> Option<String> {
+    let (name, size) = (mesh.name(axis), mesh.size(axis));
+    if !plan.is_token_axis(name) {
+        let is_canonical = plan.is_tensor_axis(name);
+        return (!is_canonical)
+            .then(|| format!("sums over the mesh axis {name}={size} have no canonical form"));
+    }
+    plan.has_ring(name).then(|| {
+        format!(
+            "ring attention over the mesh axis {name}={size} adds terms in an order that follows the ranks"
+        )
+    })
 }
 
 /// Refuses a number of leaves of sums of which the ranks of an axis do not hold one subtree each.
@@ -306,6 +323,20 @@ fn check_sum_leaves(num_leaves: usize, name: &str, num_ranks: usize) -> Result<(
         "use {fitting} leaves (--sum-leaves); a run on other meshes has the same bits only with the same number"
     );
     Err(Error::new(Kind::Config, text).detail("help", help))
+}
+
+/// Returns the outputs of passes with partial sums completed: sums over tokens or other dims that ranks of a pass share.
+///
+/// # Errors
+/// Errors of the collective.
+pub(super) fn complete_outputs(
+    outputs: &[Vec<Option<Tensor>>],
+    site: &'static Location<'static>,
+) -> Result<Vec<Vec<Option<Tensor>>>> {
+    let present: Vec<&Tensor> = outputs.iter().flatten().flatten().collect();
+    let mut completed = complete_partial_sums(&present, site)?.into_iter();
+    let mut next = |output: &Option<Tensor>| output.as_ref().and_then(|_| completed.next());
+    Ok(outputs.iter().map(|of_pass| of_pass.iter().map(&mut next).collect()).collect())
 }
 
 /// Returns the sum of the gradients of the uses of each parameter, in the order of the uses.
@@ -348,15 +379,15 @@ fn check_num_leaves(num_leaves: usize, rows: usize, shares: usize) -> Result<()>
 fn with_help(error: Error) -> Error {
     error.detail(
         "help",
-        "bits that do not depend on the mesh are supported for axes that shard rows (dp, fsdp), for pp, tp and microbatches, on the CPU: \
-         use such a mesh, or give up the promise (Deterministic::Run, --deterministic run)",
+        "bits that do not depend on the mesh are supported for axes that shard rows (dp, fsdp), for pp, tp, cp without a ring and \
+         microbatches, on the CPU: use such a mesh, or give up the promise (Deterministic::Run, --deterministic run)",
     )
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use shardgrad_tensor::{Mesh, World};
+    use shardgrad_tensor::World;
 
     fn ranges(
         mesh: &str,
@@ -396,14 +427,13 @@ mod tests {
             (error.kind(), error.to_string())
         };
         for (mesh, plan, why) in [
-            ("other=2", Plan::copies("copies"), "sums over the mesh axis other=2 have no canonical form yet"),
-            ("dp=2,cp=2", Plan::context_parallel("cp"), "the mesh axis cp=2"),
-            ("dp=2", Plan::new().point("out", "dp@1"), "shards activations over `dp`"),
+            ("other=2", Plan::copies("copies"), "sums over the mesh axis other=2 have no canonical form"),
             (
-                "tp=2",
-                Plan::tensor_parallel("tp").column_parallel("up").and(Plan::sequence_parallel("tp")),
-                "shards activations over `tp`",
+                "dp=2,cp=2",
+                Plan::context_parallel("cp").ring(),
+                "ring attention over the mesh axis cp=2 adds terms in an order that follows the ranks",
             ),
+            ("dp=2", Plan::new().point("out", "dp@1"), "shards activations over `dp`"),
         ] {
             let (kind, text) = refused(mesh, plan, 4, 8, 1);
             assert!(
@@ -420,6 +450,13 @@ mod tests {
             "{text}"
         );
         assert!(ranges("dp=2,tp=4", &Plan::data_parallel("dp").and(tensor()), 4, 8, 1).is_ok());
+        let context = || Plan::data_parallel("dp").and(Plan::context_parallel("cp"));
+        for plan in [context(), context().exchange()] {
+            assert!(ranges("dp=2,cp=4", &plan, 4, 8, 1).is_ok());
+        }
+        assert!(refused("cp=3", context(), 1, 8, 1).1.contains("cp=3 cannot share 8 leaves"));
+        let sequence = tensor().and(Plan::sequence_parallel("tp"));
+        assert!(ranges("dp=2,cp=2,tp=2", &context().and(sequence), 4, 8, 1).is_ok());
         for (mesh, leaves, rows, microbatches, help) in [
             ("dp=3", 8, 24, 1, "use 6 leaves"),
             ("dp=2", 8, 12, 1, "use 6 leaves"),

@@ -1,20 +1,28 @@
 //! The same bits on every mesh, proved by a table: each row of `canonical_meshes.txt` is a run on a mesh, whose losses, gradient norms and
-//! last state are those of one rank, or states why it is refused. Runs have dropout, clipping and rows of unequal numbers of labels.
+//! last state are those of one rank, or states why it is refused. Runs have dropout, clipping and rows of unequal numbers of labels; where
+//! tokens are sharded, rows are longer, so that leaves have several tokens.
 
-use crate::canonical_sums::{Bits, Run, gpt2};
+use crate::canonical_sums::{Bits, Run, gpt2_with_dropout};
 use crate::llama;
-use shardgrad_nn::{Deterministic, ExpertsConfig, LanguageModel, LlamaConfig, LlamaKind, ModelConfig, Plan};
+use crate::support::SEQ;
+use shardgrad_nn::{
+    Deterministic, ExpertsConfig, Gpt2Config, LanguageModel, LlamaConfig, LlamaKind, ModelConfig, Plan,
+};
 use shardgrad_tensor::{DType, Mesh, World};
 use std::collections::BTreeMap;
 
-/// A head with the names of columns, and one run per line. `hsdp=3x2` is 3 ranks with copies times 2 with shards.
+/// A head with the names of columns, and one run per line. `hsdp=3x2` is 3 ranks with copies times 2 with shards. A form is that of context
+/// parallelism, or `sequence` for sequence parallelism.
 const TABLE: &str = include_str!("canonical_meshes.txt");
 
 /// The rows that run with every `cargo test`, and those that are refused.
-const NUM_IN_GATE: usize = 6;
+const NUM_IN_GATE: usize = 10;
 
 /// The steps of a run in the gate, and of all runs with `SHARDGRAD_MESHES=all`.
 const STEPS: [u64; 2] = [4, 100];
+
+/// The tokens of a row where tokens are sharded, and the positions that models then have.
+const LONG: [usize; 2] = [19, 24];
 
 /// A row of the table.
 #[derive(Debug)]
@@ -23,24 +31,37 @@ struct Row {
     dtype: DType,
     microbatches: usize,
     mesh: String,
+    tokens: usize,
     plan: Plan,
     /// What the refusal says; `None` for a run with the bits of one rank.
     refusal: Option<String>,
 }
 
-fn config(model: &str) -> ModelConfig {
-    let mixtral = || LlamaConfig {
-        experts: Some(ExpertsConfig {
-            output_router_logits: true,
-            router_aux_loss_coef: 0.1,
-            ..ExpertsConfig::new(4, 2, 9)
-        }),
-        ..llama::config(LlamaKind::Mixtral)
+fn config(model: &str, tokens: usize) -> ModelConfig {
+    // A model of short rows has positions for them alone.
+    let positions = |short: usize| if tokens > short { LONG[1] } else { short };
+    let gpt2 = |attn_pdrop: f64| {
+        let dropout = gpt2_with_dropout();
+        Gpt2Config { attn_pdrop, n_positions: positions(dropout.n_positions), ..dropout }
+    };
+    let llama = |kind: LlamaKind| {
+        let config = llama::config(kind);
+        LlamaConfig { max_position_embeddings: positions(config.max_position_embeddings), ..config }
     };
     match model {
-        "gpt2" => gpt2(),
-        "llama" => llama::config(LlamaKind::Llama).into(),
-        "mixtral" => mixtral().into(),
+        "gpt2" => gpt2(0.2).into(),
+        // Without dropout of attention weights attention is one kernel.
+        "gpt2-fused" => gpt2(0.0).into(),
+        "llama" => llama(LlamaKind::Llama).into(),
+        "mixtral" => LlamaConfig {
+            experts: Some(ExpertsConfig {
+                output_router_logits: true,
+                router_aux_loss_coef: 0.1,
+                ..ExpertsConfig::new(4, 2, 9)
+            }),
+            ..llama(LlamaKind::Mixtral)
+        }
+        .into(),
         other => panic!("the table names no model {other}"),
     }
 }
@@ -48,8 +69,15 @@ fn config(model: &str) -> ModelConfig {
 impl Row {
     fn parse(line: &'static str) -> Row {
         let words: Vec<&'static str> = line.split_whitespace().collect();
-        let [model, dtype, microbatches, pipeline, rows, other] = words[..6] else { panic!("{line}") };
-        let (mut plan, mut axes) = (LanguageModel::plan(&config(model)), Vec::new());
+        let [model, dtype, microbatches, pipeline, rows, other, form] = words[..7] else { panic!("{line}") };
+        let tokens = if form == "sequence" || other.contains("cp=") { LONG[0] } else { SEQ };
+        let (mut plan, mut axes) = (LanguageModel::plan(&config(model, tokens)), Vec::new());
+        plan = match form {
+            "exchange" => plan.exchange(),
+            "ring" => plan.ring(),
+            "sequence" => plan.and(Plan::sequence_parallel("tp")),
+            _ => plan,
+        };
         if let Some((schedule, ranks)) = pipeline.split_once('=') {
             plan = plan.pipeline_schedule(schedule);
             axes.push(format!("pp={ranks}"));
@@ -66,12 +94,13 @@ impl Row {
             axes.push(of_rows);
         }
         axes.extend((other != "-").then(|| other.to_string()));
-        let refusal = words[6..].join(" ");
+        let refusal = words[7..].join(" ");
         Row {
             model,
             dtype: if dtype == "bf16" { DType::BF16 } else { DType::F32 },
             microbatches: microbatches.parse().expect("a number of microbatches"),
             mesh: axes.join(","),
+            tokens,
             plan,
             refusal: (refusal != "same").then_some(refusal),
         }
@@ -79,7 +108,8 @@ impl Row {
 
     fn run(&self) -> Run {
         let deterministic = Deterministic::Mesh { batch_leaves: 24, sum_leaves: 8 };
-        Run { dtype: self.dtype, deterministic, ..Run::new(config(self.model)) }
+        let config = config(self.model, self.tokens);
+        Run { dtype: self.dtype, tokens: self.tokens, deterministic, ..Run::new(config) }
     }
 
     fn bits(&self, steps: u64) -> Bits {
@@ -104,10 +134,11 @@ fn canonical_meshes_have_the_bits_of_one_rank() {
     let is_full = std::env::var("SHARDGRAD_MESHES").is_ok_and(|rows| rows == "all");
     let (num_rows, steps) = if is_full { (usize::MAX, STEPS[1]) } else { (NUM_IN_GATE, STEPS[0]) };
     let rows: Vec<Row> = rows().into_iter().filter(|row| row.refusal.is_none()).take(num_rows).collect();
-    let mut alone: BTreeMap<(&str, &str), Bits> = BTreeMap::new();
+    let mut alone: BTreeMap<(&str, &str, usize), Bits> = BTreeMap::new();
     for row in &rows {
-        let one = alone.entry((row.model, row.dtype.name())).or_insert_with(|| {
-            row.run().train_as(&LanguageModel::plan(&config(row.model)), "", 1, steps, [None, None])
+        let one = alone.entry((row.model, row.dtype.name(), row.tokens)).or_insert_with(|| {
+            let run = row.run();
+            run.train_as(&LanguageModel::plan(&run.config), "", 1, steps, [None, None])
         });
         assert!(row.bits(steps) == *one, "{row:?} has other bits than one rank");
     }

@@ -19,6 +19,8 @@ pub(crate) struct Run {
     pub(crate) config: ModelConfig,
     pub(crate) dtype: DType,
     pub(crate) rows: usize,
+    /// The tokens of a row.
+    pub(crate) tokens: usize,
     pub(crate) deterministic: Deterministic,
     /// Whether the loss is a mean over the rows of a leaf rather than a sum with a count.
     pub(crate) is_mean: bool,
@@ -27,14 +29,18 @@ pub(crate) struct Run {
 /// Losses, counts, norms and auxiliary outputs of each step as bits, and the hash of the last state.
 pub(crate) type Bits = (Vec<[u64; 4]>, StateHash);
 
-pub(crate) fn gpt2() -> ModelConfig {
-    Gpt2Config { initializer_range: 0.3, ..config() }.with_dropout(0.2).into()
+pub(crate) fn gpt2_with_dropout() -> Gpt2Config {
+    Gpt2Config { initializer_range: 0.3, ..config() }.with_dropout(0.2)
+}
+
+fn gpt2() -> ModelConfig {
+    gpt2_with_dropout().into()
 }
 
 impl Run {
     pub(crate) fn new(config: ModelConfig) -> Run {
         let deterministic = Deterministic::Mesh { batch_leaves: 12, sum_leaves: 8 };
-        Run { config, dtype: DType::F32, rows: 24, deterministic, is_mean: false }
+        Run { config, dtype: DType::F32, rows: 24, tokens: SEQ, deterministic, is_mean: false }
     }
 
     pub(crate) fn trainer<'t>(
@@ -43,15 +49,16 @@ impl Run {
         plan: &'t Plan,
         microbatches: usize,
     ) -> Result<Trainer<'t, LanguageModel>> {
+        let tokens = self.tokens;
         let read = move |rank: &Rank, step: u64, rows: Range<usize>| {
             let token = |row: usize, t: usize| {
                 ((row * 7 + t * 5 + row * t * 3 + t * t + step as usize) % VOCAB) as i64
             };
-            let layout = plan.batch_layout(rank.mesh(), DType::I64, &[rows.len(), SEQ])?;
-            // Row r has r % (SEQ + 1) labels.
-            let label = |row: usize, t: usize| if t < row % (SEQ + 1) { token(row, t + 1) } else { -100 };
+            let layout = plan.batch_layout(rank.mesh(), DType::I64, &[rows.len(), tokens])?;
+            // Row r has r % (tokens + 1) labels.
+            let label = |row: usize, t: usize| if t < row % (tokens + 1) { token(row, t + 1) } else { -100 };
             let all = |of: &dyn Fn(usize, usize) -> i64| -> Vec<i64> {
-                rows.clone().flat_map(|row| (0..SEQ).map(move |t| of(row, t))).collect()
+                rows.clone().flat_map(|row| (0..tokens).map(move |t| of(row, t))).collect()
             };
             Ok(vec![
                 Tensor::from_global(rank, &layout, &all(&token))?,

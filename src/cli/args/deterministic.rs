@@ -23,15 +23,15 @@ enum Promise {
 #[command(next_help_heading = "Parallelism")]
 pub(crate) struct DeterministicArgs {
     /// What bits do not depend on. run: repetition, resumption, threads or processes over TCP, on the same mesh; transport: also
-    /// processes over NCCL, which then adds nothing; mesh: also the mesh of dp, fsdp, ep, pp and tp, the schedule and the number of
-    /// microbatches, on the CPU
+    /// processes over NCCL, which then adds nothing; mesh: also the mesh of dp, fsdp, ep, pp, tp and cp (without a ring), the
+    /// schedule and the number of microbatches, on the CPU
     #[arg(long, value_name = "WHAT", value_enum, default_value_t = Promise::Run)]
     deterministic: Promise,
     /// With --deterministic mesh: number of leaves into which the batch is cut, a pass for each; a multiple of dp times fsdp times ep times --microbatches
     /// that divides --batch. Another number gives other bits [default: 8, or --batch if that is smaller]
     #[arg(long, value_name = "N", value_parser = values::count)]
     batch_leaves: Option<usize>,
-    /// With --deterministic mesh: number of leaves into which each other summed dim is cut (width, heads, hidden units, vocabulary), tp
+    /// With --deterministic mesh: number of leaves into which each other summed dim is cut (tokens, width, heads, hidden units, vocabulary), tp and cp
     /// times 1, 2, 4, 8 .. Another number gives other bits [default: 8]
     #[arg(long, value_name = "N", value_parser = values::count)]
     sum_leaves: Option<usize>,

@@ -27,6 +27,8 @@ pub struct Context {
     pub(crate) inferences: InferenceCache,
     /// The cache of op plans.
     pub(crate) plans: PlanCache,
+    /// The cache of op plans where sums are canonical, and fewer ops take partial sums.
+    pub(crate) canonical_plans: PlanCache,
     signatures: RefCell<HashMap<Box<str>, Rc<Signature>, FastBuildHasher>>,
     recent_signatures: DirectMappedCache<Signature>,
     backward: Cell<bool>,

@@ -4,16 +4,17 @@
 //!
 //! One label of an op is cut, by its signature alone: the arguments are searched in order for a dim that the op sums over, that is,
 //! whose label some output lacks and which may be sharded (no `!`). If the argument begins with such dims, rows and tokens, the
-//! last dim of this run is cut: tokens, because rows are the outermost label and have leaves of their own. Otherwise the first such dim
-//! is cut: heads before channels.
+//! second dim of this run is cut, or the only one: tokens, because rows are the outermost label and have leaves of their own. Otherwise
+//! the first such dim is cut: heads before channels, the queries of attention.
 
 use super::{ForwardContext, LocalTensors, Op};
 use crate::execution::context::Context;
 use crate::execution::local_tensor::{LocalTensor, launch};
+use crate::layout::Layout;
 use crate::layout::dim::Dim;
 use crate::layout::placement::Placement;
 use crate::layout::signature::{Labels, Signature};
-use shardgrad_dist::{Error, Kind, Rank, Result};
+use shardgrad_dist::{AxisSet, Error, Kind, Rank, Result};
 use shardgrad_kernels::op::binary::ACCUMULATE;
 use shardgrad_kernels::{SumTree, TreeSums};
 use std::ops::Range;
@@ -33,6 +34,13 @@ pub enum CanonicalForm {
     Own,
 }
 
+impl CanonicalForm {
+    /// Whether an op of this form, whose layouts follow from its signature, may get a partial sum; otherwise the sum is completed first.
+    pub(super) fn takes_partial_sums(self) -> bool {
+        self == CanonicalForm::Exact
+    }
+}
+
 /// Runs the forward of an op whose sums are canonical.
 ///
 /// # Errors
@@ -50,7 +58,7 @@ pub(super) fn forward(
             op.forward(local, x)
         }
         CanonicalForm::Leaves => {
-            check_no_partial_argument(op, local)?;
+            check_no_partial_argument(op, local.rank, local.inputs)?;
             let signature = Context::of(local.rank).signature(op.signature());
             match cut_label(&signature, local.inference.labels()) {
                 Some(label) => leaves_joined(op, (tree, label), local, x),
@@ -69,21 +77,23 @@ fn cut_label(signature: &Signature, labels: &Labels) -> Option<u8> {
             && labels.outputs().iter().any(|output| !output.contains(label))
     };
     labels.inputs().iter().find_map(|argument| {
-        let leading = argument.iter().take_while(|label| is_summed(label)).last();
+        let leading = argument.iter().take_while(|label| is_summed(label)).take(2).last();
         leading.or_else(|| argument.iter().find(|label| is_summed(label))).copied()
     })
 }
 
-/// Runs the forward once for each leaf of a label, and joins the outputs.
-fn leaves_joined(
-    op: &dyn Op,
-    (tree, label): (SumTree, u8),
-    local: &ForwardContext<'_>,
-    x: &[&LocalTensor],
-) -> Result<LocalTensors> {
+/// Returns the position of a label in a tensor.
+fn dim_of(labels: &[u8], label: u8) -> Option<usize> {
+    labels.iter().position(|known| *known == label)
+}
+
+/// Returns the position of the label that is cut in each argument, and the dim.
+///
+/// # Errors
+/// `Kind::Unsupported` if another label that the op sums over is sharded.
+fn cut_dims(op: &dyn Op, label: u8, local: &ForwardContext<'_>) -> Result<(Vec<Option<usize>>, Dim)> {
     let (rank, labels) = (local.rank, local.inference.labels());
-    let dim_of = |of: &[u8]| of.iter().position(|known| *known == label);
-    let dims: Vec<Option<usize>> = labels.inputs().iter().map(|argument| dim_of(argument)).collect();
+    let dims: Vec<Option<usize>> = labels.inputs().iter().map(|argument| dim_of(argument, label)).collect();
     let summed = dims.iter().zip(local.inputs).find_map(|(dim, layout)| Some(layout.dims()[(*dim)?]));
     let summed = summed.expect("the label was found in an argument");
     for (argument, layout) in labels.inputs().iter().zip(local.inputs) {
@@ -98,10 +108,51 @@ fn leaves_joined(
             return Err(unsupported(why));
         }
     }
+    Ok((dims, summed))
+}
+
+/// Returns the leaf of each element of argument `i` of this rank, flattened, for an op that joins the leaves of the label itself that would
+/// be cut for it ([`CanonicalForm::Own`]): i64.
+///
+/// # Errors
+/// As [`sum_leaves`].
+pub(crate) fn leaves_of_elements(
+    op: &dyn Op,
+    tree: SumTree,
+    local: &ForwardContext<'_>,
+    (i, x): (usize, &LocalTensor),
+) -> Result<LocalTensor> {
+    let signature = Context::of(local.rank).signature(op.signature());
+    let mut leaves = vec![0i64; x.numel()];
+    if let Some(label) = cut_label(&signature, local.inference.labels()) {
+        let (dims, summed) = cut_dims(op, label, local)?;
+        if let (Some(dim), false) = (dims[i], leaves.is_empty()) {
+            let shape = &x.view.shape;
+            let inner: usize = shape[dim + 1..].iter().product();
+            for (leaf, range) in local_leaves(local.rank, tree, &summed)? {
+                for block in leaves.chunks_exact_mut(shape[dim] * inner) {
+                    block[range.start * inner..range.end * inner].fill(leaf as i64);
+                }
+            }
+        }
+    }
+    LocalTensor::upload(local.rank, &[leaves.len()], &leaves)
+}
+
+/// Runs the forward once for each leaf of a label, and joins the outputs.
+fn leaves_joined(
+    op: &dyn Op,
+    (tree, label): (SumTree, u8),
+    local: &ForwardContext<'_>,
+    x: &[&LocalTensor],
+) -> Result<LocalTensors> {
+    let (rank, labels) = (local.rank, local.inference.labels());
+    let (dims, summed) = cut_dims(op, label, local)?;
     if summed.extent == 0 {
         return op.forward(local, x);
     }
-    let outputs: Vec<Option<usize>> = labels.outputs().iter().map(|output| dim_of(output)).collect();
+    let outputs: Vec<Option<usize>> = labels.outputs().iter().map(|output| dim_of(output, label)).collect();
+    let start = summed.range(rank.mesh(), rank.coordinates()).start;
     let mut whole: Vec<Option<LocalTensor>> = outputs
         .iter()
         .enumerate()
@@ -113,7 +164,8 @@ fn leaves_joined(
             None => (*x).clone(),
         };
         let parts: Vec<LocalTensor> = x.iter().zip(&dims).map(part).collect();
-        let local = ForwardContext { leaf: Some((label, range.len())), ..*local };
+        let leaf = start + range.start..start + range.end;
+        let local = ForwardContext { leaf: Some((label, leaf)), ..*local };
         let mut results = op.forward(&local, &parts.iter().collect::<Vec<_>>())?;
         for ((result, whole), dim) in results.iter().zip(&mut whole).zip(&outputs) {
             if let (Some(whole), Some(dim)) = (whole, dim) {
@@ -142,7 +194,8 @@ fn leaves_joined(
 /// element of the dim. A sum over the ranks of the axis that shards the dim, if there is one, is the sum of all leaves.
 ///
 /// # Errors
-/// `Kind::Unsupported` if the dim is sharded over several axes, or the leaves of a rank have no single root; errors of `part`.
+/// `Kind::Unsupported` if the dim is sharded over several axes in another order than that of the mesh, or the leaves of a rank have no single
+/// root; errors of `part`.
 pub(crate) fn sum_leaves(
     rank: &Rank,
     tree: SumTree,
@@ -166,17 +219,15 @@ pub(crate) fn sum_leaves(
 /// Returns the leaves of this rank, each with its range in the local part of a dim.
 fn local_leaves(rank: &Rank, tree: SumTree, dim: &Dim) -> Result<Vec<(usize, Range<usize>)>> {
     let (mesh, coordinates) = (rank.mesh(), rank.coordinates());
-    let axes: Vec<_> = dim.axes.iter().filter(|axis| mesh.size(*axis) > 1).collect();
-    let (position, num_ranks) = match axes[..] {
-        [] => (0, 1),
-        [axis] => (rank.coordinate(axis), mesh.size(axis)),
-        _ => {
-            let names = axes.iter().map(|axis| mesh.name(*axis)).collect::<Vec<_>>().join(", ");
-            return Err(unsupported(format!(
-                "a sum over a dim that the axes {names} shard has no canonical form"
-            )));
-        }
-    };
+    // The ranks of a group, which join the sums, are in the order of the mesh.
+    let axes = || dim.axes.iter().filter(|axis| mesh.size(*axis) > 1);
+    if !axes().eq(axes().collect::<AxisSet>().iter()) {
+        let names = axes().map(|axis| mesh.name(axis)).collect::<Vec<_>>().join(", ");
+        return Err(unsupported(format!(
+            "a sum over a dim that the axes {names} shard has a canonical form only on a mesh that lists them in this order"
+        )));
+    }
+    let (position, num_ranks) = dim.shard_index(mesh, coordinates);
     let run = tree.run(position, num_ranks).filter(|run| tree.roots(run.clone()).len() == 1);
     let Some(run) = run else {
         let why = format!("{num_ranks} ranks cannot share the {} leaves of a sum", tree.num_leaves());
@@ -195,9 +246,13 @@ fn num_shards(rank: &Rank, dim: &Dim) -> usize {
 }
 
 /// Refuses a partial sum as an argument: to compute with the terms of each rank rounds on each rank.
-fn check_no_partial_argument(op: &dyn Op, local: &ForwardContext<'_>) -> Result<()> {
-    let mesh = local.rank.mesh();
-    let partial = local.inputs.iter().flat_map(|layout| layout.partial().iter());
+pub(super) fn check_no_partial_argument<'a>(
+    op: &dyn Op,
+    rank: &Rank,
+    args: impl IntoIterator<Item = &'a Layout>,
+) -> Result<()> {
+    let mesh = rank.mesh();
+    let partial = args.into_iter().flat_map(|layout| layout.partial().iter());
     match partial.into_iter().find(|axis| mesh.size(*axis) > 1) {
         None => Ok(()),
         Some(axis) => {
@@ -209,7 +264,7 @@ fn check_no_partial_argument(op: &dyn Op, local: &ForwardContext<'_>) -> Result<
 
 /// Refuses an op that may sum over something that a mesh axis shards: an axis that shards an argument and not all outputs.
 fn check_sums_nothing_sharded(op: &dyn Op, local: &ForwardContext<'_>) -> Result<()> {
-    check_no_partial_argument(op, local)?;
+    check_no_partial_argument(op, local.rank, local.inputs)?;
     let mesh = local.rank.mesh();
     let summed = mesh.axes().filter(|axis| mesh.size(*axis) > 1).find(|axis| {
         let is_shard = |placement| matches!(placement, Placement::Shard(_));
@@ -227,6 +282,19 @@ fn check_sums_nothing_sharded(op: &dyn Op, local: &ForwardContext<'_>) -> Result
     }
 }
 
+/// Refuses an op where sums are canonical, because it adds terms of several ranks in an order that follows the ranks.
+///
+/// # Errors
+/// `Kind::Unsupported`.
+pub(crate) fn refuse_order_of_ranks(op: &str, rank: &Rank) -> Result<()> {
+    match Context::of(rank).sum_tree() {
+        None => Ok(()),
+        Some(_) => {
+            Err(unsupported(format!("{op} adds terms of several ranks in an order that follows the ranks")))
+        }
+    }
+}
+
 fn unsupported(why: String) -> Error {
     Error::new(Kind::Unsupported, why).detail(
         "help",
@@ -238,7 +306,6 @@ fn unsupported(why: String) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::layout::Layout;
     use crate::methods::value::Value;
     use crate::tensor::Tensor;
     use crate::tensor::redistribute::redistribute_cached;
@@ -256,6 +323,10 @@ mod tests {
             ("..m p0! o0 o1, i0 p0! o0 o1 -> ..m i0", &[5, 4], Some("o0")),
             ("..m d -> d", &[3], Some("m1")),
             ("a b c d -> c d", &[4], Some("b")),
+            // Tokens of the counts of experts, not their slots.
+            ("a b c d -> d", &[4], Some("b")),
+            ("..m, ..m d -> [v] d", &[2, 3], Some("m1")),
+            ("b t h c!, b s! h c!, b t h c! -> b t h c!, b s! h c!", &[4, 4, 4], Some("t")),
             ("..m d!, d!, ..m, ..m d! -> ..m d!, d!", &[3, 1, 2, 3], Some("m1")),
             ("..m, ..m -> ..m", &[2, 2], None),
             ("..m d! -> ..m", &[2], None),

@@ -25,15 +25,21 @@ pub struct ForwardContext<'a> {
     pub site: &'static Location<'static>,
     /// For each output a sum that it may be added to; none beyond the end.
     pub(super) accumulators: &'a [Option<&'a GradAccumulator>],
-    /// The label, and its extent, of which the arguments are one leaf, if the op is called for each leaf of a sum.
-    pub(super) leaf: Option<(u8, usize)>,
+    /// The label of which the arguments are one leaf, and the global range of the leaf, if the op is called for each leaf of a sum.
+    pub(super) leaf: Option<(u8, Range<usize>)>,
 }
 
 impl ForwardContext<'_> {
-    /// The global extent of a label and this rank's range of it.
+    /// The global extent of a label and the range of it that the arguments have: this rank's, or a leaf of that.
     #[must_use]
     pub fn label(&self, name: &str) -> (usize, Range<usize>) {
-        self.inference.label(name, self.rank.mesh(), self.rank.coordinates())
+        let (extent, range) = self.inference.label(name, self.rank.mesh(), self.rank.coordinates());
+        match &self.leaf {
+            Some((label, leaf)) if self.inference.labels().number(name) == Some(*label) => {
+                (extent, leaf.clone())
+            }
+            _ => (extent, range),
+        }
     }
 
     /// Allocates memory for output `i`: contiguous, uninitialized contents.
@@ -43,11 +49,11 @@ impl ForwardContext<'_> {
     pub fn output(&self, i: usize) -> Result<LocalTensor> {
         let view = self.inference.view(i, self.rank.coordinates());
         let dtype = self.inference.outputs[i].dtype();
-        if let Some((label, extent)) = self.leaf
-            && let Some(dim) = self.inference.labels().outputs()[i].iter().position(|known| *known == label)
+        if let Some((label, leaf)) = &self.leaf
+            && let Some(dim) = self.inference.labels().outputs()[i].iter().position(|known| known == label)
         {
             let mut shape = view.shape.clone();
-            shape[dim] = extent;
+            shape[dim] = leaf.len();
             return LocalTensor::alloc(self.rank, dtype, &shape);
         }
         LocalTensor::alloc_with_view(self.rank, dtype, view.clone())

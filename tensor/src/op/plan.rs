@@ -1,6 +1,7 @@
 //! Planning of an op on some layouts: checks, dtypes, implicit redistribution steps and output layouts, without running the op.
 
 use super::Op;
+use super::canonical_sum::check_no_partial_argument;
 use super::error_text::{describe, refusal_error};
 use super::validation::{check_visible_outputs, invalid_signature, step_in_vjp};
 use crate::execution::context::Context;
@@ -25,7 +26,8 @@ pub fn plan(
 ) -> Result<Rc<Inference>> {
     rank.check();
     let key = op.plan_key();
-    let cached = key.and_then(|key| context.plans.get(key, args, want));
+    let plans = if context.sum_tree().is_some() { &context.canonical_plans } else { &context.plans };
+    let cached = key.and_then(|key| plans.get(key, args, want));
     let inference = match cached {
         Some(inference) => {
             debug_assert!(
@@ -38,11 +40,14 @@ pub fn plan(
         None => {
             let inference = infer_checked(op, (rank, context), args, want, site)?;
             inference.set_input_layouts(args);
-            key.inspect(|key| context.plans.insert(*key, args, want, &inference));
+            key.inspect(|key| plans.insert(*key, args, want, &inference));
             inference
         }
     };
     if inference.targets.iter().any(Option::is_some) && context.is_in_vjp() {
+        if context.sum_tree().is_some() {
+            check_no_partial_argument(op, rank, args.iter().copied()).map_err(|e| e.at(site))?;
+        }
         return Err(step_in_vjp(op, (rank, args), site));
     }
     Ok(inference)

@@ -13,8 +13,8 @@ use crate::execution::local_tensor::LocalTensor;
 use crate::layout::Layout;
 use crate::layout::dim::Dim;
 use crate::op::{
-    Cotangents, DTypes, Decomposition, ForwardContext, LocalTensors, Op, Operand, PlanKey, SavedForBackward,
-    Vjp,
+    CanonicalForm, Cotangents, DTypes, Decomposition, ForwardContext, LocalTensors, Op, Operand, PlanKey,
+    SavedForBackward, Vjp,
 };
 use crate::ops::unbind::Unbind;
 use crate::tensor::Tensor;
@@ -131,6 +131,20 @@ impl QkvPackedAttention {
             return Err(Error::new(Kind::Shape, text));
         }
         Ok(Rc::new(QkvPackedAttention { mask: if causal { Mask::Causal } else { Mask::None } }))
+    }
+
+    fn parts(&self, num_points: usize) -> Decomposition {
+        let mut parts = Decomposition::new(num_points);
+        let Operand::Output(qkv, q) = parts.apply_with_points(Unbind::of(5, 2, 3), &[Operand::Arg(0)], 0..0)
+        else {
+            unreachable!("the output of a step")
+        };
+        let q = parts.pass(Operand::Output(qkv, q), QkvPackedAttention::QUERIES);
+        let k = parts.pass(Operand::Output(qkv, 1), QkvPackedAttention::KEYS);
+        let v = parts.pass(Operand::Output(qkv, 2), QkvPackedAttention::VALUES);
+        let heads = parts.apply_with_points(Attention::of(4, self.mask), &[q, k, v], 0..0);
+        parts.pass(heads, QkvPackedAttention::HEADS);
+        parts
     }
 }
 
@@ -278,6 +292,11 @@ impl Op for AttentionBackward {
         &[&[5]]
     }
 
+    /// dk and dv are sums over leaves of queries.
+    fn canonical_form(&self) -> CanonicalForm {
+        CanonicalForm::Leaves
+    }
+
     fn dtypes(&self, inputs: &[DType], num_outputs: usize) -> Result<DTypes> {
         Ok(SmallVec::from_elem(inputs[0], num_outputs))
     }
@@ -299,20 +318,12 @@ impl Op for QkvPackedAttention {
 
     fn decompose(&self, args: &[&Layout], points: &[bool]) -> Option<Decomposition> {
         let are_tokens_whole = args[0].dims().get(1).is_none_or(Dim::is_unsharded);
-        if are_tokens_whole && points.iter().all(|is_identity| *is_identity) {
-            return None;
-        }
-        let mut parts = Decomposition::new(points.len());
-        let Operand::Output(qkv, q) = parts.apply_with_points(Unbind::of(5, 2, 3), &[Operand::Arg(0)], 0..0)
-        else {
-            unreachable!("the output of a step")
-        };
-        let q = parts.pass(Operand::Output(qkv, q), QkvPackedAttention::QUERIES);
-        let k = parts.pass(Operand::Output(qkv, 1), QkvPackedAttention::KEYS);
-        let v = parts.pass(Operand::Output(qkv, 2), QkvPackedAttention::VALUES);
-        let heads = parts.apply_with_points(Attention::of(4, self.mask), &[q, k, v], 0..0);
-        parts.pass(heads, QkvPackedAttention::HEADS);
-        Some(parts)
+        let is_one_kernel = are_tokens_whole && points.iter().all(|is_identity| *is_identity);
+        (!is_one_kernel).then(|| self.parts(points.len()))
+    }
+
+    fn decompose_canonical(&self, _: &[&Layout], points: &[bool]) -> Option<Decomposition> {
+        Some(self.parts(points.len()))
     }
 
     fn signature(&self) -> &str {

@@ -5,7 +5,9 @@ use super::slice::Slice;
 use super::{Case, Input};
 use crate::execution::local_tensor::LocalTensor;
 use crate::layout::Layout;
-use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, OutputLayouts, Vjp, unwind};
+use crate::op::{
+    CanonicalForm, Cotangents, DTypes, ForwardContext, LocalTensors, Op, OutputLayouts, Vjp, unwind,
+};
 use shardgrad_dist::Result;
 use shardgrad_kernels::DType;
 use smallvec::smallvec;
@@ -54,6 +56,10 @@ impl Op for Concat {
 
     fn linear_in(&self) -> &'static [&'static [usize]] {
         linear_jointly(self.count)
+    }
+
+    fn canonical_form(&self) -> CanonicalForm {
+        CanonicalForm::Exact
     }
 
     fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {

@@ -1,13 +1,15 @@
 //! Rows of a table by index: y_n = row index_n of the table.
 
 use super::{Case, Input};
+use crate::execution::context::Context;
 use crate::execution::local_tensor::LocalTensor;
 use crate::layout::Layout;
 use crate::op::{
     CanonicalForm, Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, common_float,
+    leaves_of_elements,
 };
 use shardgrad_dist::{Error, Kind, Result};
-use shardgrad_kernels::op::embedding::{BACKWARD, FORWARD};
+use shardgrad_kernels::op::embedding::{BACKWARD, BACKWARD_IN_LEAVES, FORWARD};
 use shardgrad_kernels::{DType, Scalar};
 use smallvec::SmallVec;
 use std::rc::Rc;
@@ -109,9 +111,20 @@ impl Op for EmbeddingBackward {
         Ok(inputs[1..].into())
     }
 
+    /// The kernel joins the leaves of each row that is read: a table for each leaf would be large.
+    fn canonical_form(&self) -> CanonicalForm {
+        CanonicalForm::Own
+    }
+
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         let x = local.contiguous(x)?;
-        local.launch(&BACKWARD, &[&x[0], &x[1]], &rows(local))
+        let Some(tree) = Context::of(local.rank).sum_tree() else {
+            return local.launch(&BACKWARD, &[&x[0], &x[1]], &rows(local));
+        };
+        let leaves = leaves_of_elements(self, tree, local, (0, &x[0]))?;
+        let [v_start, v_global] = rows(local);
+        let scalars = [v_start, v_global, Scalar::Int(tree.num_leaves() as i64)];
+        local.launch(&BACKWARD_IN_LEAVES, &[&x[0], &leaves, &x[1]], &scalars)
     }
 }
 

@@ -14,7 +14,8 @@ use crate::layout::Layout;
 use crate::layout::infer::Inference;
 use crate::layout::refusal::Refusal;
 use crate::op::{
-    Cotangents, DTypes, ForwardContext, LocalTensors, Op, PlanKey, SavedForBackward, Vjp, common_float,
+    CanonicalForm, Cotangents, DTypes, ForwardContext, LocalTensors, Op, PlanKey, SavedForBackward, Vjp,
+    common_float,
 };
 use crate::tensor::Tensor;
 use exchange::Exchange;
@@ -215,6 +216,11 @@ impl Op for ExpertsBackward {
 
     fn linear_in(&self) -> &'static [&'static [usize]] {
         &[&[6]]
+    }
+
+    /// The gradients of the stacks are sums over leaves of tokens.
+    fn canonical_form(&self) -> CanonicalForm {
+        if self.0 == GradPart::Inputs { CanonicalForm::None } else { CanonicalForm::Leaves }
     }
 
     fn differentiable(&self) -> &'static [bool] {

@@ -7,7 +7,7 @@ use crate::execution::local_tensor::{LocalTensor, View, launch};
 use crate::layout::Layout;
 use crate::layout::infer::Inference;
 use crate::layout::placement::Placement;
-use crate::op::{Cotangents, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp};
+use crate::op::{Cotangents, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, refuse_order_of_ranks};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::fill::FILL;
@@ -96,6 +96,7 @@ impl StepDim {
         x: &[&LocalTensor],
         own: LocalTensor,
     ) -> Result<LocalTensor> {
+        refuse_order_of_ranks("gated_scan over a sharded dim", local.rank)?;
         let own_shape = own.view.shape.clone();
         let gathered = gather_shards(local, x, self.dim, own)?;
         let num_shards = gathered.view.shape[0];

@@ -16,7 +16,7 @@ use crate::op::{
     unwind,
 };
 use crate::tensor::Tensor;
-use crate::tensor::redistribute::complete_partial_sum;
+use crate::tensor::redistribute::{complete_partial_sum, join_axes_of_partial_sum};
 use crate::tensor::reduce_buckets::ReductionRequest;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::DType;
@@ -99,6 +99,7 @@ impl Redistribute {
         let Redistribute { to, steps, .. } = self.adjoint(cotangent.dtype());
         let site = self.site.get().unwrap_or(site);
         let gradient = widened(cotangent, to.dtype(), site)?;
+        let gradient = join_axes_of_partial_sum(gradient, &steps, site)?;
         Ok(ReductionRequest { gradient, steps, to, path, site })
     }
 }

@@ -4,7 +4,10 @@ use super::attention_mask::{AttentionLaunch, Mask, check_documents, forward_dtyp
 use super::{Case, Input};
 use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::layout::Layout;
-use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, PlanKey, SavedForBackward, Vjp};
+use crate::op::{
+    Cotangents, DTypes, ForwardContext, LocalTensors, Op, PlanKey, SavedForBackward, Vjp,
+    refuse_order_of_ranks,
+};
 use crate::tensor::Tensor;
 use crate::tensor::ring::Ring;
 use shardgrad_dist::{Rank, Result};
@@ -296,7 +299,11 @@ impl Op for RingAttention {
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
-        as_outputs(local, RingCall::new(*self, local, x, 3)?.forward()?)
+        let call = RingCall::new(*self, local, x, 3)?;
+        if call.ring.num_shards() > 1 {
+            refuse_order_of_ranks(self.name(), local.rank)?;
+        }
+        as_outputs(local, call.forward()?)
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

@@ -4,7 +4,7 @@ use super::labels::{check_dim, dim_labels_with, invalid_argument, unsplit};
 use super::{Case, Input};
 use crate::execution::local_tensor::LocalTensor;
 use crate::layout::Layout;
-use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, OutputLayouts, Vjp};
+use crate::op::{CanonicalForm, Cotangents, DTypes, ForwardContext, LocalTensors, Op, OutputLayouts, Vjp};
 use crate::tensor::check_representable;
 use shardgrad_dist::Result;
 use shardgrad_kernels::DType;
@@ -64,6 +64,10 @@ impl Op for Slice {
 
     fn linear_in(&self) -> &'static [&'static [usize]] {
         &[&[0]]
+    }
+
+    fn canonical_form(&self) -> CanonicalForm {
+        CanonicalForm::Exact
     }
 
     fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
@@ -129,6 +133,10 @@ impl Op for Pad {
 
     fn linear_in(&self) -> &'static [&'static [usize]] {
         if self.value == 0.0 { &[&[0]] } else { &[] }
+    }
+
+    fn canonical_form(&self) -> CanonicalForm {
+        CanonicalForm::Exact
     }
 
     fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {

@@ -8,7 +8,9 @@ use crate::execution::local_tensor::LocalTensor;
 use crate::layout::Layout;
 use crate::layout::infer::Inference;
 use crate::layout::refusal::Refusal;
-use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, Vjp, infer_by_signature, unwind};
+use crate::op::{
+    CanonicalForm, Cotangents, DTypes, ForwardContext, LocalTensors, Op, Vjp, infer_by_signature, unwind,
+};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::{DType, Dims};
@@ -59,6 +61,10 @@ impl Op for Split {
 
     fn linear_in(&self) -> &'static [&'static [usize]] {
         &[&[0]]
+    }
+
+    fn canonical_form(&self) -> CanonicalForm {
+        CanonicalForm::Exact
     }
 
     fn dtypes(&self, inputs: &[DType], num_outputs: usize) -> Result<DTypes> {

@@ -6,7 +6,7 @@ use super::labels::{
 use super::{Case, Input};
 use crate::execution::local_tensor::LocalTensor;
 use crate::layout::Layout;
-use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, OutputLayouts, Vjp};
+use crate::op::{CanonicalForm, Cotangents, DTypes, ForwardContext, LocalTensors, Op, OutputLayouts, Vjp};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::DType;
@@ -56,6 +56,10 @@ impl Op for Unbind {
 
     fn linear_in(&self) -> &'static [&'static [usize]] {
         &[&[0]]
+    }
+
+    fn canonical_form(&self) -> CanonicalForm {
+        CanonicalForm::Exact
     }
 
     fn dtypes(&self, inputs: &[DType], num_outputs: usize) -> Result<DTypes> {
@@ -116,6 +120,10 @@ impl Op for Stack {
 
     fn linear_in(&self) -> &'static [&'static [usize]] {
         linear_jointly(self.count)
+    }
+
+    fn canonical_form(&self) -> CanonicalForm {
+        CanonicalForm::Exact
     }
 
     fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {

@@ -37,6 +37,7 @@ pub fn redistribute_cached(x: &Tensor, to: &Layout, site: &'static Location<'sta
 #[doc(alias = "with_sharding_constraint")]
 pub fn run(x: &Tensor, steps: &[Step], goal: &Layout, site: &'static Location<'static>) -> Result<Tensor> {
     let rank = x.rank();
+    let x = join_axes_of_partial_sum(x.clone(), steps, site)?;
     let (mut layout, mut local) = (x.layout().clone(), x.local().clone());
     for step in steps {
         let to = layout.after(step);
@@ -279,6 +280,33 @@ pub fn complete_partial_sum(x: Tensor, site: &'static Location<'static>) -> Resu
         _ => LocalTensor::full(rank, sum.dtype, &sum.view.shape, context.zero())?,
     };
     Ok(Tensor::assemble(rank, x.layout().clone(), LocalTensor { lineage, ..term }))
+}
+
+/// Completes a partial sum where sums are canonical and the steps would complete it over one axis after another, which is no order of
+/// the tree: the axes of a partial sum shard one dim, whose leaves all their ranks join at once. Otherwise returns the tensor itself.
+///
+/// # Errors
+/// Errors of the collective.
+pub fn join_axes_of_partial_sum(
+    x: Tensor,
+    steps: &[Step],
+    site: &'static Location<'static>,
+) -> Result<Tensor> {
+    let (layout, mesh) = (x.layout(), x.layout().mesh());
+    let is_several = || layout.partial().iter().filter(|axis| mesh.size(*axis) > 1).nth(1).is_some();
+    if Context::of(x.rank()).sum_tree().is_none() || !is_several() {
+        return Ok(x);
+    }
+    let mut at = layout.clone();
+    for step in steps {
+        let (before, after) = (at.partial(), at.after(step).partial());
+        let is_part = before != after && after.iter().any(|axis| mesh.size(axis) > 1);
+        if is_part {
+            return complete_partial_sum(x, site);
+        }
+        at = at.after(step);
+    }
+    Ok(x)
 }
 
 /// What a collective call reports besides the state of the context.

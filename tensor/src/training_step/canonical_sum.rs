@@ -2,8 +2,10 @@
 
 use crate::execution::context::Context;
 use crate::execution::local_tensor::LocalTensor;
+use crate::layout::placement::Placement;
 use crate::tensor::Tensor;
-use shardgrad_dist::{AxisSet, Call, Error, Kind, Origin, Phase, Rank, Result};
+use crate::tensor::redistribute::all_reduce;
+use shardgrad_dist::{AxisSet, Call, Error, Kind, Origin, Phase, Rank, ReduceOp, Result};
 use shardgrad_kernels::{Device, Strides};
 use std::panic::Location;
 
@@ -64,6 +66,43 @@ pub fn sum_roots(
     let sum = rank.world().all_reduce_canonical(&call, &joined.buffer, numel, tree)?;
     let sum = LocalTensor::from_buffer(sum, dtype, &first.local().view.shape);
     Ok(Tensor::assemble(rank, layout.clone(), sum))
+}
+
+/// Returns tensors with partial sums completed over the ranks of the mesh, each of which holds one root of the leaves; a tensor that is no
+/// partial sum is returned as it is. One all-reduce for all tensors of a dtype. A collective call.
+///
+/// # Errors
+/// `Kind::OutOfMemory`; errors of the collective.
+pub fn complete_partial_sums(tensors: &[&Tensor], site: &'static Location<'static>) -> Result<Vec<Tensor>> {
+    let axes_of = |i: &usize| {
+        let (layout, mesh) = (tensors[*i].layout(), tensors[*i].rank().mesh());
+        layout.partial().iter().filter(|axis| mesh.size(*axis) > 1).collect::<AxisSet>()
+    };
+    let mut completed: Vec<Tensor> = tensors.iter().map(|tensor| (*tensor).clone()).collect();
+    let mut open: Vec<usize> = (0..tensors.len()).filter(|i| !axes_of(i).is_empty()).collect();
+    while let Some(&first) = open.first() {
+        let (rank, dtype, axes) = (tensors[first].rank(), tensors[first].dtype(), axes_of(&first));
+        let alike: Vec<usize>;
+        (alike, open) = open.into_iter().partition(|i| tensors[*i].dtype() == dtype && axes_of(i) == axes);
+        let locals = || alike.iter().map(|i| tensors[*i].local());
+        let mut joined = LocalTensor::alloc(rank, dtype, &[locals().map(LocalTensor::numel).sum()])?;
+        let mut end = 0;
+        for local in locals() {
+            joined.write(rank, Strides::contiguous(&local.view.shape).at(end), local)?;
+            end += local.numel();
+        }
+        let sum = all_reduce(rank, joined, axes, ReduceOp::Sum, site)?;
+        let mut start = 0;
+        for i in alike {
+            let (layout, local) = (tensors[i].layout(), tensors[i].local());
+            let complete =
+                axes.iter().fold(layout.clone(), |l, axis| l.with_placement(axis, Placement::Invariant));
+            let part = sum.with_view(Strides::contiguous(&local.view.shape).at(start)).contiguous(rank)?;
+            start += local.numel();
+            completed[i] = Tensor::assemble(rank, complete, LocalTensor { lineage: local.lineage, ..part });
+        }
+    }
+    Ok(completed)
 }
 
 /// [`sum_roots`] of f64 numbers: the numbers of one root after another. Returns the sums, equal on all ranks; this rank's own first

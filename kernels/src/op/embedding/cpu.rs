@@ -13,7 +13,7 @@ use crate::op::rows::{check_indices, operands, read, rows_per_task, width, write
 /// Terms per sum, and sums per sum of the next level: a long f32 sum would lose its last terms.
 const TOGETHER: usize = 32;
 /// Levels of sums, the first of terms.
-const LEVELS: usize = 4;
+pub(super) const LEVELS: usize = 4;
 
 pub(super) fn forward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let ([table, index], [y], scalars) = operands(launch);
@@ -89,22 +89,30 @@ fn sum_rows<T: Float>(
             put(None, out);
             continue;
         }
-        let mut count = 0;
-        while let Some((&(_, n), rest)) = tokens.split_first().filter(|(token, _)| token.0 == first_row + row)
-        {
-            for (sum, dy) in sums[..d].iter_mut().zip(&dy[n * d..]) {
-                *sum += dy.widen();
-            }
-            count += 1;
-            carry(sums, d, count);
-            tokens = rest;
-        }
-        if count >= TOGETHER {
-            for level in (1..LEVELS).rev() {
-                raise(sums, d, level, level - 1);
-            }
-        }
+        let count = tokens.iter().take_while(|token| token.0 == first_row + row).count();
+        let (of_row, rest) = tokens.split_at(count);
+        sum_tokens(of_row.iter().map(|(_, n)| *n), dy, sums);
+        tokens = rest;
         put(Some(&mut sums[..d]), out);
+    }
+}
+
+/// Sums the rows of dy of some tokens, in order, to the first level of `sums`, which has zeros in all levels before, and in the others after.
+#[inline(always)]
+pub(super) fn sum_tokens<T: Float>(tokens: impl Iterator<Item = usize>, dy: &[T], sums: &mut [T::Acc]) {
+    let d = sums.len() / LEVELS;
+    let mut count = 0;
+    for n in tokens {
+        for (sum, dy) in sums[..d].iter_mut().zip(&dy[n * d..]) {
+            *sum += dy.widen();
+        }
+        count += 1;
+        carry(sums, d, count);
+    }
+    if count >= TOGETHER {
+        for level in (1..LEVELS).rev() {
+            raise(sums, d, level, level - 1);
+        }
     }
 }
 

@@ -2,6 +2,7 @@
 
 mod cpu;
 mod gpu;
+mod leaves;
 
 use crate::cpu::Pool;
 use crate::dtype::Element;
@@ -47,6 +48,25 @@ pub static BACKWARD: Kernel = Kernel {
     cpu: Some(cpu::backward),
     gpu: Some(GpuCode { source: gpu::SCATTER_ADD_SOURCE, plan: gpu::backward }),
     flops: |launch| launch.inputs[1].view.numel() as u64,
+    bytes: None,
+    bound: Bound { ulps: 64.0 },
+};
+
+/// [`BACKWARD`] as a canonical sum: the terms of a row are summed leaf by leaf, and the leaves joined in their tree
+/// ([`SumTree`](crate::SumTree)), each leaf and node rounded to the dtype of dy. No sum is -0, since each starts from 0, so that 0 stands for a
+/// leaf without tokens of a row: ranks with some of the leaves each add up to the bits of one rank with all of them.
+///
+/// - in: index `(n..)`, i64; leaf `(n..)`, i64, the leaf of each index; dy `(n.., d)`, any float; all contiguous
+/// - out: dtable `(v, d)` like dy
+/// - scalars: as for [`FORWARD`], then Int, the number of leaves
+///
+/// Within a leaf terms are summed as by [`BACKWARD`]. Runs on the CPU. Counted: as there.
+pub static BACKWARD_IN_LEAVES: Kernel = Kernel {
+    name: "embedding_backward_in_leaves",
+    reference: leaves::backward,
+    cpu: Some(leaves::backward),
+    gpu: None,
+    flops: |launch| launch.inputs[2].view.numel() as u64,
     bytes: None,
     bound: Bound { ulps: 64.0 },
 };
