@@ -59,7 +59,11 @@ fn train_and_kill(count: usize, args: &[&str], checkpoint: &Path) -> bool {
     while !checkpoint.join("trainer_state.json").exists() {
         assert!(begun.elapsed() < Duration::from_secs(120), "no checkpoint at {}", checkpoint.display());
         let ended = started.iter_mut().any(|child| child.try_wait().unwrap().is_some());
-        assert!(!ended, "{:?}", started.into_iter().map(|child| child.wait_with_output()).collect::<Vec<_>>());
+        assert!(
+            !ended,
+            "{:?}",
+            started.into_iter().map(|child| child.wait_with_output()).collect::<Vec<_>>()
+        );
         thread::sleep(Duration::from_millis(5));
     }
     let has_ended = started.iter_mut().any(|child| child.try_wait().unwrap().is_some());
@@ -75,7 +79,8 @@ fn run_that_is_killed_twice_and_resumed_on_other_meshes_of_processes_ends_with_t
     let data = text(&folder);
     let args = |out: &str, mesh: &str| -> Vec<String> {
         let model = ["train", "--preset", "mixtral-tiny", "--data", &data, "--out", out, "--mesh", mesh];
-        let canonical = ["--deterministic", "mesh", "--state-hash", "1", "--dropout", "0.1", "--threads", "1"];
+        let canonical =
+            ["--deterministic", "mesh", "--state-hash", "1", "--dropout", "0.1", "--threads", "1"];
         let steps = ["--steps", "16", "--save-every", "2", "--resume"];
         [&model[..], &SMALL, &canonical, &steps].concat().into_iter().map(String::from).collect()
     };
@@ -92,7 +97,10 @@ fn run_that_is_killed_twice_and_resumed_on_other_meshes_of_processes_ends_with_t
     let ranks = run_ranks(4, &rest.iter().map(String::as_str).collect::<Vec<_>>());
     assert_success(&ranks);
     let printed = String::from_utf8_lossy(&ranks[0].stdout).into_owned();
-    assert!(printed.contains("resuming after step ") && !printed.contains("resuming after step 16"), "{printed}");
+    assert!(
+        printed.contains("resuming after step ") && !printed.contains("resuming after step 16"),
+        "{printed}"
+    );
     let [whole, parts] = [&whole, &parts].map(|out| record(Path::new(out)));
     assert_eq!((whole.len(), hashes(&whole)[15].map(str::len)), (16, Some(32)));
     assert_eq!(parts, whole, "every loss, norm, validation loss and hash");

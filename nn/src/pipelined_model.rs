@@ -123,9 +123,8 @@ impl PipelinedModel {
         forward: ForwardFn<'_>,
     ) -> Result<Rc<Stages>> {
         let hooks = model.hooks().current();
-        let is_current = |known: &&Recording| {
-            known.hooks == hooks && known.draws == draws && known.arguments == arguments
-        };
+        let is_current =
+            |known: &&Recording| known.hooks == hooks && known.draws == draws && known.arguments == arguments;
         if let Some(known) = self.recordings.borrow().iter().find(is_current) {
             return Ok(known.stages.clone());
         }

@@ -306,11 +306,7 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
 }
 
 /// Compares steps whose bits do not depend on the mesh with those of the order of the mesh; nothing for other steps.
-fn extra_of_canonical_sums(
-    spec: &StepSpec<'_>,
-    mesh: &Mesh,
-    steps: &[StepSummary],
-) -> Result<Vec<PlanDiff>> {
+fn extra_of_canonical_sums(spec: &StepSpec<'_>, mesh: &Mesh, steps: &[StepSummary]) -> Result<Vec<PlanDiff>> {
     if spec.deterministic == Deterministic::Run {
         return Ok(Vec::new());
     }

@@ -9,8 +9,7 @@ use shardgrad::nn::Deterministic;
 /// The bits that every x86-64 CPU computes alike: the test `instruction_sets` of the ops runs each op on each instruction set.
 const ALIKE: &str = "f32 and f16 with AVX-512, AVX2 or neither";
 /// The functions that are not of this crate.
-const OF_THE_C_LIBRARY: &str =
-    "powers, sines and cosines (RoPE, learning rate, bias correction) and functions of f64 are those of the C library";
+const OF_THE_C_LIBRARY: &str = "powers, sines and cosines (RoPE, learning rate, bias correction) and functions of f64 are those of the C library";
 
 /// What decides the levels of a run.
 #[derive(Clone, Copy, Debug)]
@@ -50,7 +49,9 @@ impl RunFacts {
             (true, ..) => "yes, threads or processes over TCP",
             (false, _, true) => "yes, threads or processes over TCP or NCCL",
             (false, true, false) => "no, NCCL adds in its own order (--deterministic transport)",
-            (false, false, false) => "yes, threads or processes over TCP; not NCCL (--deterministic transport)",
+            (false, false, false) => {
+                "yes, threads or processes over TCP; not NCCL (--deterministic transport)"
+            }
         };
         let mesh = any_mesh.unwrap_or_else(|| match self.is_on_host {
             true => "no, another one agrees to rounding (--deterministic mesh)".to_string(),
@@ -143,7 +144,10 @@ mod tests {
         let mesh = RunFacts { deterministic: Deterministic::Mesh { batch_leaves: 6, sum_leaves: 8 }, ..HOST };
         assert!(level(&HOST, "mesh").starts_with("no, another one agrees to rounding"));
         assert!(level(&mesh, "mesh").contains("6 leaves of the batch"));
-        assert!(level(&HOST, "resume").contains("the same mesh") && level(&mesh, "resume").contains("any such mesh"));
+        assert!(
+            level(&HOST, "resume").contains("the same mesh")
+                && level(&mesh, "resume").contains("any such mesh")
+        );
         let gpu = RunFacts { is_on_host: false, is_over_nccl: true, ..HOST };
         assert!(level(&HOST, "transport").starts_with("yes") && level(&gpu, "transport").starts_with("no"));
         assert!(level(&RunFacts { has_tree_sums: true, ..gpu }, "transport").contains("NCCL"));

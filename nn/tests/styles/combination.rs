@@ -1,6 +1,8 @@
 //! A combination of styles: a row of `combinations.txt`, with the model, the batch, the mesh and the plan that it stands for.
 
-use shardgrad_nn::{Deterministic, ExpertsConfig, Gpt2Config, LanguageModel, LlamaConfig, LlamaKind, ModelConfig, Plan};
+use shardgrad_nn::{
+    Deterministic, ExpertsConfig, Gpt2Config, LanguageModel, LlamaConfig, LlamaKind, ModelConfig, Plan,
+};
 
 /// The table: a head with the names of columns, and one combination per line. `-` means that a style is absent, `ring=3` the style and
 /// the number of ranks of its axis.

@@ -79,8 +79,11 @@ fn next_styles(all: &[Combination], at: usize) -> Combination {
 /// f32, bit for bit where bits need not depend on the mesh.
 fn check(combination: &Combination, other: &Combination, folder: &Folder) -> Outcome<()> {
     let (task, styles) = (combination.task(), [Style::alone(), combination.how(), other.how()]);
-    let training = |style: usize, dtype, deterministic| {
-        Training { task: &task, style: &styles[style], dtype, deterministic }
+    let training = |style: usize, dtype, deterministic| Training {
+        task: &task,
+        style: &styles[style],
+        dtype,
+        deterministic,
     };
     let [one, many, resumed] = [0, 1, 2].map(|style| training(style, DType::F64, Deterministic::Run));
     compare_gradients(&one.gradients()?, &many.gradients()?)?;
@@ -97,9 +100,8 @@ fn check(combination: &Combination, other: &Combination, folder: &Folder) -> Out
     let compared = match many.is_refused() {
         false => compare_bits(&one, &many),
         true => {
-            let [one, many] = [0, 1].map(|style| {
-                training(style, DType::F32, Deterministic::Run).steps(None, NUM_STEPS, None)
-            });
+            let [one, many] = [0, 1]
+                .map(|style| training(style, DType::F32, Deterministic::Run).steps(None, NUM_STEPS, None));
             compare_steps(&one?, &many?, F32_BOUND, false)
         }
     };

@@ -3,7 +3,8 @@
 use crate::combination::{Style, Task};
 use shardgrad_autograd::Var;
 use shardgrad_nn::{
-    AdamW, Deterministic, LanguageModel, LrScheduler, Optimizer, Plan, Sgd, Trainer, TrainerConfig, checkpoint,
+    AdamW, Deterministic, LanguageModel, LrScheduler, Optimizer, Plan, Sgd, Trainer, TrainerConfig,
+    checkpoint,
 };
 use shardgrad_tensor::{DType, Kind, Mesh, Rank, Result, Tensor, World};
 use std::collections::BTreeMap;

@@ -26,7 +26,10 @@ fn numbers(of: &Run, plan: &Plan, mesh: &str, microbatches: usize) -> Numbers {
             numbers.insert(format!("step {step}"), vec![report.loss, report.grad_norm]);
             for param in trainer.model().params().iter().filter(|param| param.is_local()) {
                 let state = trainer.optim().param_state(param).expect("every parameter has a gradient");
-                numbers.insert(format!("velocity of {} in step {step}", param.name()), state.tensors[0].to_f64()?);
+                numbers.insert(
+                    format!("velocity of {} in step {step}", param.name()),
+                    state.tensors[0].to_f64()?,
+                );
                 numbers.insert(param.name(), param.tensor().to_f64()?);
             }
         }
@@ -56,7 +59,9 @@ fn difference(one: &Numbers, many: &Numbers) -> Option<(String, f64)> {
 fn check(of: &Run, plan: &Plan, alone: &Numbers, (mesh, microbatches): (&str, usize), what: &str) {
     if let Some((name, far)) = difference(alone, &numbers(of, plan, mesh, microbatches)) {
         let passes = if far < TOLERANCE { "passes" } else { "finds" };
-        panic!("{what} on {mesh} in {microbatches} microbatches: other bits in {name}, up to {far:e}, which a tolerance of {TOLERANCE:e} {passes}");
+        panic!(
+            "{what} on {mesh} in {microbatches} microbatches: other bits in {name}, up to {far:e}, which a tolerance of {TOLERANCE:e} {passes}"
+        );
     }
 }
 
@@ -87,9 +92,11 @@ fn gradients_and_weights_have_the_bits_of_one_rank() {
         let plan = LanguageModel::plan(&of.config);
         let alone = numbers(&of, &plan, "", 1);
         MESHES.into_iter().for_each(|mesh| check(&of, &plan, &alone, mesh, what));
-        for (more, mesh) in
-            [(Plan::fsdp("fsdp"), "dp=2,fsdp=2"), (Plan::zero(3, "dp"), "dp=4"), (Plan::zero(2, "dp"), "pp=2,dp=2")]
-        {
+        for (more, mesh) in [
+            (Plan::fsdp("fsdp"), "dp=2,fsdp=2"),
+            (Plan::zero(3, "dp"), "dp=4"),
+            (Plan::zero(2, "dp"), "pp=2,dp=2"),
+        ] {
             check(&of, &plan.clone().and(more), &alone, (mesh, 1), what);
         }
         let of = Run { deterministic: Deterministic::Mesh { batch_leaves: 12, sum_leaves: 12 }, ..of };
@@ -104,7 +111,13 @@ fn exact_comparison_finds_one_unit_in_the_last_place_where_a_tolerance_finds_not
     let plan = LanguageModel::plan(&of.config);
     let alone = numbers(&of, &plan, "", 1);
     assert_eq!(difference(&alone, &numbers(&of, &plan, "tp=2", 1)), None);
-    for planted in ["step 0", "step 2", "velocity of wte.weight in step 0", "velocity of ln_f.bias in step 2", "wte.weight"] {
+    for planted in [
+        "step 0",
+        "step 2",
+        "velocity of wte.weight in step 0",
+        "velocity of ln_f.bias in step 2",
+        "wte.weight",
+    ] {
         let mut other = alone.clone();
         let last = other.get_mut(planted).and_then(|values| values.last_mut()).unwrap();
         *last = f64::from((*last as f32).next_up());

@@ -85,8 +85,7 @@ pub(super) fn prepare(args: &TrainArgs) -> Result<Option<Job>> {
     let TrainConfig { batch, seq, microbatches, precision, deterministic, .. } = train_config;
     check_tokens(batch, seq)?;
     let plan = args.pipeline.plan(args.parallelism.plan(LanguageModel::plan(&config)));
-    let step =
-        StepSpec { config: &config, plan: &plan, batch, seq, microbatches, precision, deterministic };
+    let step = StepSpec { config: &config, plan: &plan, batch, seq, microbatches, precision, deterministic };
     check_training(&args.run, &args.mesh(), &args.model.name(), &step)?;
     if is_rank_zero() {
         step.check_issue_order(&args.mesh())?;

@@ -163,8 +163,11 @@ mod tests {
             });
             ranks.unwrap().swap_remove(0)
         };
-        let expected: Vec<u64> =
-            [3, 0, 1, 2, 3].iter().flat_map(|row| [table[2 * row], table[2 * row + 1]]).map(f64::to_bits).collect();
+        let expected: Vec<u64> = [3, 0, 1, 2, 3]
+            .iter()
+            .flat_map(|row| [table[2 * row], table[2 * row + 1]])
+            .map(f64::to_bits)
+            .collect();
         for dtype in [DType::F32, DType::BF16, DType::F16, DType::F64] {
             for mesh in ["", "tp=2", "tp=3", "tp=4"] {
                 for tree in [None, Some(SumTree::new(12))] {

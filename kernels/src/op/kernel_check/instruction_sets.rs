@@ -39,7 +39,8 @@ impl Case<'_> {
         let results = self.launch(pool, fast, tested, inputs, outputs)?;
         let operands = format!("{:?}", (inputs, outputs, &self.scalars));
         let (name, operands) = (self.kernel.name, hash(operands.bytes().map(u64::from)));
-        let results = hash(results.into_iter().flatten().map(|x| if x.is_nan() { u64::MAX } else { x.to_bits() }));
+        let results =
+            hash(results.into_iter().flatten().map(|x| if x.is_nan() { u64::MAX } else { x.to_bits() }));
         let mut file = OpenOptions::new().create(true).append(true).open(file).map_err(|e| e.to_string())?;
         // One write, since tests run at the same time.
         file.write_all(format!("{name} {tested} {operands:016x} {results:016x}\n").as_bytes())
@@ -49,7 +50,9 @@ impl Case<'_> {
 
 /// A hash of some words (FNV-1a).
 fn hash(words: impl Iterator<Item = u64>) -> u64 {
-    words.fold(0xcbf2_9ce4_8422_2325, |hash, word| (hash ^ word).wrapping_mul(0x0100_0000_01b3).rotate_left(23))
+    words.fold(0xcbf2_9ce4_8422_2325, |hash, word| {
+        (hash ^ word).wrapping_mul(0x0100_0000_01b3).rotate_left(23)
+    })
 }
 
 /// The results of all cases under a limit: the hash of the results by kernel, dtype and operands.
@@ -93,7 +96,8 @@ fn kernels_have_the_same_bits_on_every_instruction_set() {
     for limit in ["baseline", "avx512"] {
         assert_eq!(different(&avx2, &results(limit, &[])), Kernels::new(), "avx2 and {limit}");
     }
-    let of_products = |(kernel, dtype): &(String, String)| dtype == "bf16" && PRODUCTS.contains(&kernel.as_str());
+    let of_products =
+        |(kernel, dtype): &(String, String)| dtype == "bf16" && PRODUCTS.contains(&kernel.as_str());
     let unlimited = different(&avx2, &results("", &[]));
     assert!(unlimited.iter().all(of_products), "{unlimited:?}");
     assert!(has_bf16_dot() || unlimited.is_empty(), "{unlimited:?}");
