@@ -1,12 +1,12 @@
 //! `train --deterministic mesh` and `--state-hash`: the same metrics, bit for bit, for every number of data-parallel ranks, of pipeline stages and of
 //! microbatches, also after a resumption on other ranks; hashes of equal weights on every mesh.
 
-use crate::cli::{Folder, exit_code_and_stderr};
+use crate::cli::{Folder, exit_code_and_stderr, shardgrad};
 use crate::processes::{assert_success, free_port, run_ranks, spawn_rank};
 use crate::resume::{SMALL, record, refused, text, train};
 use serde_json::Value;
 use std::path::Path;
-use std::process::Child;
+use std::process::{Child, Command};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -132,4 +132,72 @@ fn hashes_come_at_their_interval_and_after_the_last_step() {
     train(&[&options[..], &["--mesh", "pp=2"]].concat());
     let record = record(&out);
     assert!(hashes(&record).iter().map(Option::is_some).eq([false, true, false, true, true]), "{record:?}");
+}
+
+#[test]
+fn runs_have_the_same_bits_on_every_instruction_set() {
+    let folder = Folder::new("instruction-sets");
+    let data = text(&folder);
+    let run = |name: &str, limit: &str, more: &[&str]| {
+        let out = folder.0.join(name);
+        let args =
+            ["train", "--data", &data, "--out", out.to_str().unwrap(), "--steps", "3", "--state-hash", "1"];
+        let mut command = Command::new(env!("CARGO_BIN_EXE_shardgrad"));
+        command.args([&args[..], &SMALL, &["--mesh", "tp=2"], more].concat()).env("SHARDGRAD_CPU_ISA", limit);
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        (record(&out), String::from_utf8(output.stdout).unwrap())
+    };
+    for (name, more) in [
+        ("gpt2", &["--dropout", "0.1"][..]),
+        ("llama", &["--preset", "llama-tiny", "--deterministic", "mesh"]),
+        ("bf16", &["--dtype", "bf16"]),
+    ] {
+        let [(avx512, text), (avx2, _), (baseline, _)] =
+            ["avx512", "avx2", "baseline"].map(|limit| run(&format!("{name}-{limit}"), limit, more));
+        assert!(avx512 == avx2 && avx2 == baseline, "{name}: {avx512:?} {avx2:?} {baseline:?}");
+        assert!(text.contains("  machine   x86-64 with AVX-512, AVX2 or neither; powers"), "{text}");
+    }
+    // Without a limit, products of bf16 may use other instructions; ops of f32 may not.
+    assert_eq!(run("gpt2", "", &["--dropout", "0.1"]).0, run("again", "avx2", &["--dropout", "0.1"]).0);
+    let mut command = Command::new(env!("CARGO_BIN_EXE_shardgrad"));
+    let output = command.args(["doctor"]).env("SHARDGRAD_CPU_ISA", "sse9").output().unwrap();
+    let message = String::from_utf8(output.stderr).unwrap();
+    assert!(
+        output.status.code() == Some(2) && message.contains("SHARDGRAD_CPU_ISA=sse9 is not one of"),
+        "{message}"
+    );
+}
+
+#[test]
+fn first_lines_and_doctor_state_the_levels_of_reproducibility() {
+    let folder = Folder::new("levels");
+    let (data, out) = (text(&folder), folder.path("out"));
+    let printed = |args: &[&str]| {
+        let output = shardgrad(args);
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let train = ["train", "--data", &data, "--out", &out, "--steps", "1", "--mesh", "dp=2"];
+    let plain = printed(&[&train[..], &SMALL].concat());
+    let canonical = printed(&[&train[..], &SMALL, &["--deterministic", "mesh"]].concat());
+    for level in [
+        "run       yes",
+        "resume    yes",
+        "transport yes",
+        "mesh      no, another one agrees",
+        "machine   x86-64",
+    ] {
+        assert!(plain.contains(&format!("\n  {level}")), "{level}: {plain}");
+    }
+    for level in ["resume    yes, on any such mesh", "mesh      yes, any of dp, fsdp, ep, pp and tp"] {
+        assert!(canonical.contains(&format!("\n  {level}")), "{level}: {canonical}");
+    }
+    let doctor = printed(&["doctor"]);
+    for line in ["run", "resume", "transport", "mesh", "machine"] {
+        assert!(doctor.lines().any(|found| found.starts_with(&format!("  {line} "))), "{line}: {doctor}");
+    }
+    assert!(doctor.contains("ops of f32 and f16, sums of f64: "), "{doctor}");
+    let json: Value = serde_json::from_str(&printed(&["doctor", "--json"])).unwrap();
+    assert!(json["reproducibility"]["mesh"].as_str().unwrap().contains("--deterministic mesh"), "{json}");
 }
