@@ -12,7 +12,7 @@ use shardgrad::Result;
 use shardgrad::kernels::MatmulPrecision;
 use shardgrad::kernels::cpu::gemm::rounds_to_bf16;
 use shardgrad::kernels::cpu::simd::{LIMIT_VARIABLE, Level, level, limit};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::env;
 use std::fmt::Write as _;
 use std::fs;
@@ -182,7 +182,7 @@ fn as_json(found: &Findings) -> serde_json::Value {
         "os": env::consts::OS, "arch": env::consts::ARCH,
         "processor": found.processor, "cores": found.cores, "simd": simd(),
         "matmul_precision": ways, "simd_limit": limit().map(|_| LIMIT_VARIABLE),
-        "reproducibility": of_machine().into_iter().chain(op_classes()).collect::<std::collections::BTreeMap<_, _>>(),
+        "reproducibility": of_machine().into_iter().chain(op_classes()).collect::<BTreeMap<_, _>>(),
         "memory_bytes": found.memory_bytes.map(|m| m[0]), "memory_bytes_free": found.memory_bytes.map(|m| m[1]),
         "memory_limits": found.limits.iter().map(limit_as_json).collect::<Vec<_>>(),
         "back_ends": ["cpu", "null"], "cuda": cuda_as_json(), "driver": found.driver, "libraries": libraries,

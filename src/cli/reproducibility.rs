@@ -13,7 +13,7 @@ const OF_THE_C_LIBRARY: &str = "powers, sines and cosines (RoPE, learning rate, 
 
 /// What decides the levels of a run.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct RunFacts {
+pub(crate) struct RunFacts {
     pub(super) deterministic: Deterministic,
     pub(super) is_on_host: bool,
     /// Whether NCCL carries the collectives.

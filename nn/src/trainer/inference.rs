@@ -1,7 +1,5 @@
 //! Inference with a trainer's model, on pipelines too: predictions and metrics during training.
 
-#[cfg(doc)]
-use super::Deterministic;
 use super::Trainer;
 use crate::module::Module;
 use shardgrad_autograd::Var;
@@ -11,7 +9,7 @@ impl<M: Module> Trainer<'_, M> {
     /// Runs a forward function of the model on arguments that are on the mesh of [`Trainer::rank`], and returns its result on every
     /// rank of that mesh, for every pipeline stage. Dropout is off and no gradient is recorded; the weights are those of the last
     /// step. A collective call: every rank calls it together. Releases the memory of a captured step, which is captured again
-    /// later. The results have the same bits on every mesh if those of the steps have ([`Deterministic::Mesh`]).
+    /// later. The results have the same bits on every mesh if those of the steps have ([`Deterministic::Mesh`](super::Deterministic::Mesh)).
     ///
     /// On a pipeline, `forward` is recorded once per call and cut so that each stage reads its own parameters only: it must read the
     /// parameters in the order of the loss, and compute with ops alone.

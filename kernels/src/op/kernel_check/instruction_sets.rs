@@ -37,8 +37,11 @@ impl Case<'_> {
     ) -> Result<(), String> {
         let fast = self.kernel.cpu.unwrap_or(self.kernel.reference);
         let results = self.launch(pool, fast, tested, inputs, outputs)?;
-        let operands = format!("{:?}", (inputs, outputs, &self.scalars));
-        let (name, operands) = (self.kernel.name, hash(operands.bytes().map(u64::from)));
+        let operands = || inputs.iter().chain(outputs);
+        let form: Vec<_> = operands().map(|operand| (operand.kind, &operand.view)).collect();
+        let form = format!("{form:?} {:?}", self.scalars);
+        let numbers = operands().flat_map(|operand| &operand.memory).map(|x| x.to_bits());
+        let (name, operands) = (self.kernel.name, hash(form.bytes().map(u64::from).chain(numbers)));
         let results =
             hash(results.into_iter().flatten().map(|x| if x.is_nan() { u64::MAX } else { x.to_bits() }));
         let mut file = OpenOptions::new().create(true).append(true).open(file).map_err(|e| e.to_string())?;
@@ -55,13 +58,15 @@ fn hash(words: impl Iterator<Item = u64>) -> u64 {
     })
 }
 
-/// The results of all cases under a limit: the hash of the results by kernel, dtype and operands.
-fn results(limit: &str, more: &[(&str, &str)]) -> BTreeMap<[String; 3], String> {
-    let name = format!("shardgrad-kernel-bits-{}-{limit}-{}", std::process::id(), more.len());
-    let file = std::env::temp_dir().join(name);
+/// The hash of the results of each case: kernel, dtype and hash of the operands.
+type Results = BTreeMap<[String; 3], String>;
+
+/// The results of all cases under a limit.
+fn results(limit: &str) -> Results {
+    let file = std::env::temp_dir().join(format!("shardgrad-kernel-bits-{}-{limit}", std::process::id()));
     let _ = fs::remove_file(&file);
     let mut program = Command::new(std::env::current_exe().expect("a test program has a path"));
-    program.args(["op::", "--skip", "instruction_sets", "--quiet"]).envs(more.iter().copied());
+    program.args(["op::", "--skip", "instruction_sets", "--quiet"]);
     let output = program.env(RECORD_VARIABLE, &file).env(LIMIT_VARIABLE, limit).output().expect("it starts");
     let text = read_and_remove(&file);
     // Tests that check something else than cases may fail on results that nobody compared.
@@ -80,25 +85,30 @@ fn read_and_remove(file: &Path) -> String {
     text
 }
 
-/// The kernels and dtypes with other results.
-fn different(one: &BTreeMap<[String; 3], String>, other: &BTreeMap<[String; 3], String>) -> Kernels {
-    assert!(one.keys().eq(other.keys()), "other cases ran");
-    let pairs = one.iter().zip(other.values()).filter(|((_, one), other)| one != other);
-    pairs.map(|(([kernel, dtype, _], _), _)| (kernel.clone(), dtype.clone())).collect()
+/// The kernels and dtypes of some cases.
+fn kernels<'a>(cases: impl Iterator<Item = &'a [String; 3]>) -> Kernels {
+    cases.map(|[kernel, dtype, _]| (kernel.clone(), dtype.clone())).collect()
+}
+
+/// The kernels and dtypes with other results. Property-based tests draw other cases in each run, which are not compared.
+fn different(one: &Results, other: &Results) -> Kernels {
+    let shared = || one.keys().filter(|case| other.contains_key(*case));
+    assert_eq!(kernels(shared()), kernels(one.keys()), "each kernel has cases that both ran");
+    kernels(shared().filter(|case| one[*case] != other[*case]))
 }
 
 #[test]
 fn kernels_have_the_same_bits_on_every_instruction_set() {
-    let avx2 = results("avx2", &[]);
-    let kernels: BTreeSet<&String> = avx2.keys().map(|[kernel, ..]| kernel).collect();
-    assert!(kernels.len() > 60, "{kernels:?}");
+    let avx2 = results("avx2");
+    let num_kernels = avx2.keys().map(|[kernel, ..]| kernel).collect::<BTreeSet<_>>().len();
+    assert!(num_kernels > 60, "{num_kernels}");
     // A limit above what the CPU has is no limit but on dot products.
     for limit in ["baseline", "avx512"] {
-        assert_eq!(different(&avx2, &results(limit, &[])), Kernels::new(), "avx2 and {limit}");
+        assert_eq!(different(&avx2, &results(limit)), Kernels::new(), "avx2 and {limit}");
     }
     let of_products =
         |(kernel, dtype): &(String, String)| dtype == "bf16" && PRODUCTS.contains(&kernel.as_str());
-    let unlimited = different(&avx2, &results("", &[]));
+    let unlimited = different(&avx2, &results(""));
     assert!(unlimited.iter().all(of_products), "{unlimited:?}");
     assert!(has_bf16_dot() || unlimited.is_empty(), "{unlimited:?}");
 }
