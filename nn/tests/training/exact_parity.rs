@@ -5,7 +5,7 @@ use crate::canonical_sums::{Run, gpt2};
 use crate::llama;
 use crate::support::{config, run};
 use shardgrad_nn::{
-    Deterministic, ExpertsConfig, Gpt2Config, LanguageModel, LlamaConfig, LlamaKind, Optimizer, Plan, Sgd,
+    Deterministic, ExpertsConfig, Gpt2Config, LanguageModel, LlamaConfig, LlamaKind, Plan, Sgd,
 };
 use std::collections::BTreeMap;
 
