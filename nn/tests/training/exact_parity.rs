@@ -15,13 +15,13 @@ const TOLERANCE: f64 = 1e-5;
 /// Named numbers after some steps: the loss and the gradient norm of each step, and all velocities and weights.
 type Numbers = BTreeMap<String, Vec<f64>>;
 
-/// Runs three steps on a mesh.
+/// Runs two steps on a mesh.
 fn numbers(of: &Run, plan: &Plan, mesh: &str, microbatches: usize) -> Numbers {
     let ranks = run(mesh, |rank| {
         // The velocities of the first step are the gradients.
         let mut trainer = of.trainer_with(rank, plan, microbatches, Sgd::new(0.1).momentum(0.9))?;
         let mut numbers = Numbers::new();
-        for step in 0..3 {
+        for step in 0..2 {
             let report = trainer.step()?;
             numbers.insert(format!("step {step}"), vec![report.loss, report.grad_norm]);
             for param in trainer.model().params().iter().filter(|param| param.is_local()) {
@@ -66,16 +66,8 @@ fn check(of: &Run, plan: &Plan, alone: &Numbers, (mesh, microbatches): (&str, us
 }
 
 /// Meshes with microbatches. Three ranks share twelve leaves, others eight.
-const MESHES: [(&str, usize); 8] = [
-    ("tp=2", 1),
-    ("tp=4", 2),
-    ("dp=2", 3),
-    ("dp=4", 1),
-    ("dp=2,tp=2", 1),
-    ("pp=2", 2),
-    ("pp=2,dp=2", 1),
-    ("pp=2,tp=2", 1),
-];
+const MESHES: [(&str, usize); 5] =
+    [("tp=2", 1), ("dp=2", 3), ("dp=2,tp=2", 1), ("pp=2,dp=2", 1), ("pp=2,tp=2", 1)];
 
 #[test]
 fn gradients_and_weights_have_the_bits_of_one_rank() {
@@ -113,9 +105,9 @@ fn exact_comparison_finds_one_unit_in_the_last_place_where_a_tolerance_finds_not
     assert_eq!(difference(&alone, &numbers(&of, &plan, "tp=2", 1)), None);
     for planted in [
         "step 0",
-        "step 2",
+        "step 1",
         "velocity of wte.weight in step 0",
-        "velocity of ln_f.bias in step 2",
+        "velocity of ln_f.bias in step 1",
         "wte.weight",
     ] {
         let mut other = alone.clone();
