@@ -1,9 +1,14 @@
 //! `train --deterministic mesh` and `--state-hash`: the same metrics, bit for bit, for every number of ranks that share rows, tokens or
 //! layers, of pipeline stages and of microbatches, also after a resumption on other ranks; hashes of equal weights on every mesh.
 
-use crate::cli::Folder;
-use crate::resume::{record, refused, text, train};
+use crate::cli::{Folder, exit_code_and_stderr, shardgrad};
+use crate::processes::{assert_success, free_port, run_ranks, spawn_rank};
+use crate::resume::{SMALL, record, refused, text, train};
 use serde_json::Value;
+use std::path::Path;
+use std::process::{Child, Command};
+use std::thread;
+use std::time::{Duration, Instant};
 
 /// The hashes of a run's steps.
 fn hashes(record: &[Value]) -> Vec<Option<&str>> {
@@ -32,6 +37,7 @@ fn metrics_have_the_same_bits_for_every_number_of_ranks_and_microbatches() {
         let name = format!("{mesh}-{microbatches}");
         assert_eq!(run(&name, "4", &["--mesh", mesh, "--microbatches", microbatches]), alone, "{name}");
     }
+    assert!(alone.last().unwrap()["val_loss"].is_f64(), "{alone:?}");
     for (mesh, form) in [
         ("cp=2", &["--context", "gather"][..]),
         ("cp=2", &["--context", "exchange"]),
@@ -40,13 +46,8 @@ fn metrics_have_the_same_bits_for_every_number_of_ranks_and_microbatches() {
         let name = format!("{mesh}{}", form.concat());
         assert_eq!(run(&name, "4", &[&["--mesh", mesh], form].concat()), alone, "{name}");
     }
-    // The loss of an evaluation by pipeline stages agrees to rounding.
-    let trained = |mut record: Vec<Value>| {
-        record.iter_mut().for_each(|entry| drop(entry.as_object_mut().unwrap().remove("val_loss")));
-        record
-    };
     for mesh in ["pp=2", "pp=2,fsdp=2", "pp=2,tp=2"] {
-        assert_eq!(trained(run(mesh, "4", &["--mesh", mesh])), trained(alone.clone()), "{mesh}");
+        assert_eq!(run(mesh, "4", &["--mesh", mesh]), alone, "{mesh}");
     }
     run("parts", "2", &["--mesh", "dp=4"]);
     assert_eq!(run("parts", "4", &["--mesh", "dp=2", "--resume"]), alone, "resumed on another mesh");
@@ -56,6 +57,61 @@ fn metrics_have_the_same_bits_for_every_number_of_ranks_and_microbatches() {
         other.contains("canonical over 4 leaves of the batch and 8 of other sums (version 1)"),
         "{other}"
     );
+}
+
+/// Starts processes that train, kills them all (SIGKILL) once a checkpoint of a step exists, and returns whether the run had ended before.
+fn train_and_kill(count: usize, args: &[&str], checkpoint: &Path) -> bool {
+    let port = free_port();
+    let mut started: Vec<Child> = (0..count).map(|rank| spawn_rank(rank, count, port, args)).collect();
+    let begun = Instant::now();
+    while !checkpoint.join("trainer_state.json").exists() {
+        assert!(begun.elapsed() < Duration::from_secs(120), "no checkpoint at {}", checkpoint.display());
+        let ended = started.iter_mut().any(|child| child.try_wait().unwrap().is_some());
+        assert!(
+            !ended,
+            "{:?}",
+            started.into_iter().map(|child| child.wait_with_output()).collect::<Vec<_>>()
+        );
+        thread::sleep(Duration::from_millis(5));
+    }
+    let has_ended = started.iter_mut().any(|child| child.try_wait().unwrap().is_some());
+    // std kills by SIGKILL.
+    started.iter_mut().for_each(|child| child.kill().unwrap());
+    assert!(started.iter_mut().all(|child| !child.wait().unwrap().success()));
+    has_ended
+}
+
+#[test]
+fn run_that_is_killed_twice_and_resumed_on_other_meshes_of_processes_ends_with_the_same_hash() {
+    let folder = Folder::new("canonical-killed");
+    let data = text(&folder);
+    let args = |out: &str, mesh: &str| -> Vec<String> {
+        let model = ["train", "--preset", "mixtral-tiny", "--data", &data, "--out", out, "--mesh", mesh];
+        let canonical =
+            ["--deterministic", "mesh", "--state-hash", "1", "--dropout", "0.1", "--threads", "1"];
+        let steps = ["--steps", "16", "--save-every", "2", "--resume"];
+        [&model[..], &SMALL, &canonical, &steps].concat().into_iter().map(String::from).collect()
+    };
+    let (whole, parts) = (folder.path("whole"), folder.path("parts"));
+    let undisturbed = args(&whole, "dp=1");
+    let (code, message) = exit_code_and_stderr(&undisturbed.iter().map(String::as_str).collect::<Vec<_>>());
+    assert_eq!(code, 0, "{message}");
+    for (mesh, checkpoint) in [("dp=2,tp=2", "checkpoint-4"), ("tp=4", "checkpoint-8")] {
+        let args = args(&parts, mesh);
+        let args: Vec<&str> = args.iter().map(String::as_str).collect();
+        assert!(!train_and_kill(4, &args, &Path::new(&parts).join(checkpoint)), "{mesh} ended too early");
+    }
+    let rest = args(&parts, "pp=2,ep=2");
+    let ranks = run_ranks(4, &rest.iter().map(String::as_str).collect::<Vec<_>>());
+    assert_success(&ranks);
+    let printed = String::from_utf8_lossy(&ranks[0].stdout).into_owned();
+    assert!(
+        printed.contains("resuming after step ") && !printed.contains("resuming after step 16"),
+        "{printed}"
+    );
+    let [whole, parts] = [&whole, &parts].map(|out| record(Path::new(out)));
+    assert_eq!((whole.len(), hashes(&whole)[15].map(str::len)), (16, Some(32)));
+    assert_eq!(parts, whole, "every loss, norm, validation loss and hash");
 }
 
 #[test]
@@ -84,4 +140,72 @@ fn hashes_come_at_their_interval_and_after_the_last_step() {
     train(&[&options[..], &["--mesh", "pp=2"]].concat());
     let record = record(&out);
     assert!(hashes(&record).iter().map(Option::is_some).eq([false, true, false, true, true]), "{record:?}");
+}
+
+#[test]
+fn runs_have_the_same_bits_on_every_instruction_set() {
+    let folder = Folder::new("instruction-sets");
+    let data = text(&folder);
+    let run = |name: &str, limit: &str, more: &[&str]| {
+        let out = folder.0.join(name);
+        let args =
+            ["train", "--data", &data, "--out", out.to_str().unwrap(), "--steps", "3", "--state-hash", "1"];
+        let mut command = Command::new(env!("CARGO_BIN_EXE_shardgrad"));
+        command.args([&args[..], &SMALL, &["--mesh", "tp=2"], more].concat()).env("SHARDGRAD_CPU_ISA", limit);
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        (record(&out), String::from_utf8(output.stdout).unwrap())
+    };
+    for (name, more) in [
+        ("gpt2", &["--dropout", "0.1"][..]),
+        ("llama", &["--preset", "llama-tiny", "--deterministic", "mesh"]),
+        ("bf16", &["--dtype", "bf16"]),
+    ] {
+        let [(avx512, text), (avx2, _), (baseline, _)] =
+            ["avx512", "avx2", "baseline"].map(|limit| run(&format!("{name}-{limit}"), limit, more));
+        assert!(avx512 == avx2 && avx2 == baseline, "{name}: {avx512:?} {avx2:?} {baseline:?}");
+        assert!(text.contains("  machine   x86-64 with AVX-512, AVX2 or neither; powers"), "{text}");
+    }
+    // Without a limit, products of bf16 may use other instructions; ops of f32 may not.
+    assert_eq!(run("gpt2", "", &["--dropout", "0.1"]).0, run("again", "avx2", &["--dropout", "0.1"]).0);
+    let mut command = Command::new(env!("CARGO_BIN_EXE_shardgrad"));
+    let output = command.args(["doctor"]).env("SHARDGRAD_CPU_ISA", "sse9").output().unwrap();
+    let message = String::from_utf8(output.stderr).unwrap();
+    assert!(
+        output.status.code() == Some(2) && message.contains("SHARDGRAD_CPU_ISA=sse9 is not one of"),
+        "{message}"
+    );
+}
+
+#[test]
+fn first_lines_and_doctor_state_the_levels_of_reproducibility() {
+    let folder = Folder::new("levels");
+    let (data, out) = (text(&folder), folder.path("out"));
+    let printed = |args: &[&str]| {
+        let output = shardgrad(args);
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let train = ["train", "--data", &data, "--out", &out, "--steps", "2", "--mesh", "dp=2"];
+    let plain = printed(&[&train[..], &SMALL].concat());
+    let canonical = printed(&[&train[..], &SMALL, &["--deterministic", "mesh"]].concat());
+    for level in [
+        "run       yes",
+        "resume    yes",
+        "transport yes",
+        "mesh      no, another one agrees",
+        "machine   x86-64",
+    ] {
+        assert!(plain.contains(&format!("\n  {level}")), "{level}: {plain}");
+    }
+    for level in ["resume    yes, on any such mesh", "mesh      yes, any of dp, fsdp, ep, pp and tp"] {
+        assert!(canonical.contains(&format!("\n  {level}")), "{level}: {canonical}");
+    }
+    let doctor = printed(&["doctor"]);
+    for line in ["run", "resume", "transport", "mesh", "machine"] {
+        assert!(doctor.lines().any(|found| found.starts_with(&format!("  {line} "))), "{line}: {doctor}");
+    }
+    assert!(doctor.contains("ops of f32 and f16, sums of f64: "), "{doctor}");
+    let json: Value = serde_json::from_str(&printed(&["doctor", "--json"])).unwrap();
+    assert!(json["reproducibility"]["mesh"].as_str().unwrap().contains("--deterministic mesh"), "{json}");
 }

@@ -174,3 +174,34 @@ fn activations_that_are_gathered_again_are_listed() {
     let line: serde_json::Value = serde_json::from_str(line).unwrap();
     assert_eq!(line["points"].as_array().map(Vec::len), Some(9));
 }
+
+#[test]
+fn extra_bytes_of_canonical_sums_are_shown() {
+    let given = ["explain", "--preset", "tiny", "--seq", "8", "--deterministic", "mesh"];
+    let of = |more: &[&str]| {
+        let output = shardgrad(&[&given[..], more].concat());
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let extra = |more: &[&str]| -> [u64; 2] {
+        let text = of(&[more, &["--json"]].concat());
+        let lines = text.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+        let line = lines.filter(|line| line["kind"] == "canonical_sums").next_back().unwrap();
+        [0, 1].map(|which| line["collective_bytes"][which].as_u64().unwrap())
+    };
+    let text = of(&["--mesh", "fsdp=2", "--batch", "4"]);
+    let (_, section) =
+        text.split_once("\nin place of --deterministic run\n").unwrap_or_else(|| panic!("{text}"));
+    assert!(text.contains("the batch is cut into 4 leaves"), "{text}");
+    // Gradients are all-reduced where they were reduce-scattered.
+    assert!(section.contains("backward reduce_scatter") && section.contains(" -> none"), "{section}");
+    assert!(section.contains("backward all_reduce      none -> "), "{section}");
+    assert!(section.contains("\n  collectives ") && section.contains("\n  peak memory "), "{section}");
+    // Two ranks have one root each, as many bytes as a plain sum; three leaves of a rank have two roots.
+    let [plain, one_root] = extra(&["--mesh", "dp=2", "--batch", "4"]);
+    let [other, two_roots] = extra(&["--mesh", "dp=2", "--batch", "6", "--batch-leaves", "6"]);
+    assert!(plain == other && one_root > plain && two_roots > one_root, "{plain} {one_root} {two_roots}");
+    assert!(two_roots < 2 * plain, "{plain} {two_roots}");
+    let [plain, canonical] = extra(&["--mesh", "tp=2", "--batch", "8"]);
+    assert!(canonical > plain, "{plain} {canonical}");
+}

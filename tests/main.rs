@@ -12,7 +12,6 @@ mod errors;
 mod run_outcomes;
 mod explain;
 mod resume;
-mod canonical_sums;
 mod plan_files;
 mod style_options;
 #[cfg(feature = "cuda")]
@@ -26,6 +25,7 @@ mod mutants;
 mod pipeline_parallel;
 mod pipeline_inference;
 mod processes;
+mod canonical_sums;
 mod moved_run_folder;
 mod context_parallel;
 mod expert_parallel;

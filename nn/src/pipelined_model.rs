@@ -56,6 +56,8 @@ struct Recording {
     arguments: Vec<Layout>,
     /// The version of the hooks that the program calls; 0 for none.
     hooks: u64,
+    /// Whether dropout is recorded: training and inference may apply different ops, as attention does with dropout on its weights.
+    draws: bool,
     stages: Rc<Stages>,
 }
 
@@ -83,7 +85,7 @@ impl PipelinedModel {
         let stages = with_gather_policies(stages, model, &chosen_schedule.stage_ranks, own_rank);
         let schedule = with_transfers(&chosen_schedule, &stages)?;
         init_params(model, axis, &stages, &schedule.stage_ranks, seed)?;
-        let first = Recording { arguments: layouts, hooks: 0, stages: Rc::new(stages) };
+        let first = Recording { arguments: layouts, hooks: 0, draws: true, stages: Rc::new(stages) };
         let recordings = RefCell::new(vec![first]);
         Ok(PipelinedModel { axis, seed, chosen_schedule, schedule, recordings })
     }
@@ -111,25 +113,27 @@ impl PipelinedModel {
         self.recordings.borrow()[0].stages.clone()
     }
 
-    /// Returns the stages for arguments of these layouts, cut by the parameters of the stages of the first recording. They call the
-    /// current hooks of the model; recordings of earlier hooks are dropped.
+    /// Returns the stages for arguments of these layouts, in training (`draws`) or in inference, cut by the parameters of the stages of
+    /// the first recording. They call the current hooks of the model; recordings of earlier hooks are dropped.
     fn stages<M: Module>(
         &self,
         model: &Model<M>,
         arguments: &[Layout],
+        draws: bool,
         forward: ForwardFn<'_>,
     ) -> Result<Rc<Stages>> {
         let hooks = model.hooks().current();
-        let is_current = |known: &&Recording| known.hooks == hooks && known.arguments == arguments;
+        let is_current =
+            |known: &&Recording| known.hooks == hooks && known.draws == draws && known.arguments == arguments;
         if let Some(known) = self.recordings.borrow().iter().find(is_current) {
             return Ok(known.stages.clone());
         }
-        let noise = Noise { seed: self.seed, ..TRACING_NOISE };
-        let program = Program::record(model.pass_rank(), arguments, Some(noise), forward)?;
+        let noise = draws.then_some(Noise { seed: self.seed, ..TRACING_NOISE });
+        let program = Program::record(model.pass_rank(), arguments, noise, forward)?;
         let stages = Rc::new(self.first_stages().recut(program)?);
         let mut recordings = self.recordings.borrow_mut();
         recordings.retain(|known| known.hooks == 0 || known.hooks == hooks);
-        recordings.push(Recording { arguments: arguments.to_vec(), hooks, stages: stages.clone() });
+        recordings.push(Recording { arguments: arguments.to_vec(), hooks, draws, stages: stages.clone() });
         Ok(stages)
     }
 
@@ -198,7 +202,7 @@ impl PipelinedModel {
         run: impl FnOnce(&Runner<'_>) -> Result<T>,
     ) -> Result<T> {
         let (first, arguments) = (self.first_stages(), self.recordings.borrow()[0].arguments.clone());
-        let stages = self.stages(model, &arguments, forward)?;
+        let stages = self.stages(model, &arguments, true, forward)?;
         // A watched point may be cut off from the op before it, so that other stages exchange values.
         let schedule = match stages.links() == first.links() {
             true => Cow::Borrowed(&self.schedule),
@@ -216,7 +220,7 @@ impl PipelinedModel {
         forward: ForwardFn<'_>,
     ) -> Result<Vec<Option<Tensor>>> {
         let layouts: Vec<Layout> = arguments.iter().map(|t| t.layout().clone()).collect();
-        let stages = self.stages(model, &layouts, forward)?;
+        let stages = self.stages(model, &layouts, false, forward)?;
         let stages = (self.axis, &*stages, &self.schedule.stage_ranks[..]);
         let results = forward_microbatches(model, stages, &[arguments.to_vec()], 0..0, &[])?;
         Ok(results.into_iter().flatten().collect())

@@ -481,6 +481,8 @@ pub(crate) struct ExplainArgs {
     pub(crate) parallelism: ParallelismArgs,
     #[command(flatten)]
     pub(crate) pipeline: PipelineArgs,
+    #[command(flatten)]
+    pub(crate) deterministic: DeterministicArgs,
     /// Compute dtype; bf16 and f16 are mixed precision (see --param-dtype)
     #[arg(
         long, value_name = "NAME", default_value = "f32", value_parser = dtypes(),

@@ -4,14 +4,15 @@
 use super::args::DoctorArgs;
 use super::memory::limits::{LimitSource, MemoryLimit, field, kib, memory_limits};
 use super::memory::read_system_file;
+use super::reproducibility::{of_machine, op_classes};
 use serde_json::json;
 #[cfg(feature = "cuda")]
 use shardgrad::Error;
 use shardgrad::Result;
 use shardgrad::kernels::MatmulPrecision;
 use shardgrad::kernels::cpu::gemm::rounds_to_bf16;
-use shardgrad::kernels::cpu::simd::{Level, level};
-use std::collections::BTreeSet;
+use shardgrad::kernels::cpu::simd::{LIMIT_VARIABLE, Level, level, limit};
+use std::collections::{BTreeMap, BTreeSet};
 use std::env;
 use std::fmt::Write as _;
 use std::fs;
@@ -180,7 +181,8 @@ fn as_json(found: &Findings) -> serde_json::Value {
         "version": env!("CARGO_PKG_VERSION"), "rust_version": env!("CARGO_PKG_RUST_VERSION"),
         "os": env::consts::OS, "arch": env::consts::ARCH,
         "processor": found.processor, "cores": found.cores, "simd": simd(),
-        "matmul_precision": ways,
+        "matmul_precision": ways, "simd_limit": limit().map(|_| LIMIT_VARIABLE),
+        "reproducibility": of_machine().into_iter().chain(op_classes()).collect::<BTreeMap<_, _>>(),
         "memory_bytes": found.memory_bytes.map(|m| m[0]), "memory_bytes_free": found.memory_bytes.map(|m| m[1]),
         "memory_limits": found.limits.iter().map(limit_as_json).collect::<Vec<_>>(),
         "back_ends": ["cpu", "null"], "cuda": cuda_as_json(), "driver": found.driver, "libraries": libraries,
@@ -199,7 +201,8 @@ fn text(found: &Findings) -> String {
     );
     row("processor", found.processor.clone());
     row("cores", format!("{} for this process", found.cores));
-    row("SIMD", format!("{} in use", simd()));
+    let limited = if limit().is_some() { format!(", limited by {LIMIT_VARIABLE}") } else { String::new() };
+    row("SIMD", format!("{} in use{limited}", simd()));
     let ways = MatmulPrecision::EVERY.map(|p| format!("{p}: {}", products(p)));
     row("f32 matmul", format!("--matmul-precision {}; on NVIDIA GPUs f32, TF32, bf16", ways.join(", ")));
     let gib = |bytes: u64| bytes as f64 / (1u64 << 30) as f64;
@@ -215,6 +218,9 @@ fn text(found: &Findings) -> String {
     let each = [1, 2, 4].map(|n: usize| format!("{n} x {}", (found.cores / n).max(1)));
     row("ranks x threads", format!("{}; change with --threads", each.join(", ")));
     row("back ends", "cpu, null (shapes, bytes and costs only)".into());
+    row("reproducibility", "bit for bit".into());
+    of_machine().into_iter().for_each(|(level, what)| row(&format!("  {level}"), what));
+    op_classes().into_iter().for_each(|(ops, cpus)| row("", format!("{ops}: {cpus}")));
     let (heading, lines) = cuda();
     row("CUDA", heading);
     lines.into_iter().for_each(|(label, line)| row(&label, line.replace('\n', "\n                    ")));

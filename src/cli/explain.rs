@@ -10,7 +10,7 @@ use crate::train::{RunFlags, batch};
 use serde_json::json;
 use shardgrad::dist::{Phase, Record, check_issue_order};
 use shardgrad::kernels::Cost;
-use shardgrad::nn::{LanguageModel, ModelConfig, Precision, Trainer, TrainerConfig};
+use shardgrad::nn::{Deterministic, LanguageModel, ModelConfig, Precision, Trainer, TrainerConfig};
 use shardgrad::prelude::*;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -43,6 +43,8 @@ pub(super) struct StepSpec<'a> {
     pub(super) seq: usize,
     pub(super) microbatches: usize,
     pub(super) precision: Precision,
+    /// Which changes of the run leave its bits as they are.
+    pub(super) deterministic: Deterministic,
 }
 
 impl<'a> StepSpec<'a> {
@@ -60,7 +62,7 @@ impl<'a> StepSpec<'a> {
         limit: u64,
         f: impl FnOnce(&Rank, &mut Trainer<'_, LanguageModel>) -> Result<T>,
     ) -> Result<T> {
-        let StepSpec { config, plan, seq, microbatches, precision, .. } = *self;
+        let StepSpec { config, plan, seq, microbatches, precision, deterministic, .. } = *self;
         let limit = usize::try_from(limit).unwrap_or(0);
         World::new(mesh.clone()).memory_limit(limit).dry_run(rank, |rank| {
             let blank = |own: Range<usize>| vec![0; own.len() * seq];
@@ -75,6 +77,7 @@ impl<'a> StepSpec<'a> {
                 dtype: precision.dtype,
                 param_dtype: Some(precision.param_dtype),
                 copies_checked_every: 0,
+                deterministic,
                 ..TrainerConfig::new(self.batch)
             };
             let loss = |model: &LanguageModel, x: &[Var]| model.loss_from_batch(x);
@@ -237,7 +240,7 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
     args.parallelism.check_family(&config)?;
     let precision = args.stored.precision(args.dtype);
     let faults = args.pipeline.faults(&mesh, args.batch).into_iter().chain(args.stored.fault(args.dtype));
-    let faults = faults.chain(args.parallelism.fault(&mesh));
+    let faults = faults.chain(args.parallelism.fault(&mesh)).chain(args.deterministic.fault());
     if let Some(fault) = faults.into_iter().next() {
         return Err(Error::new(Kind::Config, fault));
     }
@@ -250,7 +253,8 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
         return Ok(());
     }
     let microbatches = args.pipeline.microbatches(&mesh, args.batch);
-    let spec = StepSpec { config: &config, plan: &plan, batch: args.batch, seq, microbatches, precision };
+    let (batch, deterministic) = (args.batch, args.deterministic.promise(args.batch));
+    let spec = StepSpec { config: &config, plan: &plan, batch, seq, microbatches, precision, deterministic };
     if let Some([before, after]) = args.compared_plans() {
         let [before, after] = [before, after].map(|plan| args.pipeline.plan(plan.plan_or(&family)));
         let specs = [&before, &after].map(|plan| spec.with_plan(plan));
@@ -262,8 +266,10 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
     let summary_of =
         |rank: usize| spec.dry_run(&mesh, rank, 1, |rank, trainer| summarize(rank, trainer, &plan));
     let steps: Vec<StepSummary> = largest_ranks(&mesh).into_iter().map(summary_of).collect::<Result<_>>()?;
+    let extra = extra_of_canonical_sums(&spec, &mesh, &steps)?;
     if args.json {
         steps.iter().for_each(|step| print_json(&mesh, step));
+        extra.iter().for_each(|diff| println!("{}", diff.as_json("canonical_sums")));
         return Ok(());
     }
     let microbatches_text =
@@ -280,6 +286,11 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
     if steps.iter().flat_map(|step| &step.records).any(depends_on_routing) {
         println!("{BALANCED}");
     }
+    if let Deterministic::Mesh { batch_leaves, sum_leaves } = deterministic {
+        println!(
+            "the batch is cut into {batch_leaves} leaves, a pass for each, and other summed dims into {sum_leaves}"
+        );
+    }
     for (stage, step) in steps.iter().enumerate() {
         if steps.len() > 1 {
             print!("\nstage {stage} of {}, ", steps.len());
@@ -287,8 +298,25 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
             println!();
         }
         print!("{}", text(&mesh, step));
+        if let Some(diff) = extra.get(stage) {
+            print!("\nin place of --deterministic run\n{}", diff.totals());
+        }
     }
     Ok(())
+}
+
+/// Compares steps whose bits do not depend on the mesh with those of the order of the mesh; nothing for other steps.
+fn extra_of_canonical_sums(spec: &StepSpec<'_>, mesh: &Mesh, steps: &[StepSummary]) -> Result<Vec<PlanDiff>> {
+    if spec.deterministic == Deterministic::Run {
+        return Ok(Vec::new());
+    }
+    let plain = StepSpec { deterministic: Deterministic::Run, ..*spec };
+    let compare = |step: &StepSummary| {
+        let before =
+            plain.dry_run(mesh, step.rank, 1, |rank, trainer| summarize(rank, trainer, plain.plan))?;
+        Ok(PlanDiff::between(mesh, [&before, step]))
+    };
+    steps.iter().map(compare).collect()
 }
 
 /// Compares the step under two plans, for each pipeline stage.
@@ -347,7 +375,7 @@ fn summarize(rank: &Rank, trainer: &mut Trainer<'_, LanguageModel>, plan: &Plan)
 
 /// Returns the bytes of a layout on the rank of a trainer.
 fn local_bytes(layout: &Layout, trainer: &Trainer<'_, LanguageModel>) -> u64 {
-    let here = layout.local_shape(trainer.rank().coordinates());
+    let here = layout.local_shape(trainer.model().rank().coordinates());
     (here.iter().product::<usize>() * layout.dtype().size()) as u64
 }
 

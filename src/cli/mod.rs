@@ -1,6 +1,7 @@
 //! The commands, one file each. An error is printed to stderr once; the exit code distinguishes invalid input (2) from a failed run (1).
 
 mod ranks;
+mod reproducibility;
 pub(crate) mod args;
 mod bench;
 mod explain;
@@ -20,6 +21,7 @@ use ranks::Startup;
 use shardgrad::autograd::Var;
 use shardgrad::dist::{Process, Rank, Rendezvous};
 use shardgrad::kernels::DType;
+use shardgrad::kernels::cpu::simd::requested_limit;
 use shardgrad::nn::checkpoint::Weights;
 use shardgrad::nn::module::name::matches;
 use shardgrad::nn::{CastRule, InferenceModel, LanguageModel, LoadFilter, Model, ModelConfig, Plan};
@@ -130,6 +132,7 @@ impl From<Error> for Failure {
 }
 
 fn run(command: &args::Command, startup: &Startup) -> Result<(), Failure> {
+    requested_limit().map_err(|why| Error::new(Kind::Config, why))?;
     let done = match command {
         args::Command::Train(args) => return train::run(args, startup),
         args::Command::Inspect(args) => return inspect::run(args),

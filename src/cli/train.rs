@@ -27,7 +27,7 @@ use crate::outputs::{OutFolder, StdoutWriter};
 use crate::plot;
 use crate::trace::Trace;
 use crate::train::{Prefetcher, TrainConfig};
-use shardgrad::nn::{CastRule, Deterministic, LanguageModel, ModelConfig, Trainer};
+use shardgrad::nn::{CastRule, LanguageModel, ModelConfig, Trainer};
 use shardgrad::prelude::*;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -220,11 +220,9 @@ pub(super) fn run(args: &TrainArgs, startup: &Startup) -> Result<(), Failure> {
         if let Some(nccl) = ranks.describe_nccl() {
             job.state.lines.print_line(format_args!("collectives over {nccl}"));
         }
-        if let Deterministic::Mesh { batch_leaves, sum_leaves } = job.spec.train_config.deterministic {
-            job.state.lines.print_line(format_args!(
-                "the same bits on every mesh of dp, fsdp, ep, pp and tp whose ranks of rows times microbatches divide {batch_leaves} leaves of the \
-                 batch, and whose tensor-parallel ranks divide {sum_leaves} leaves of sums"
-            ));
+        job.state.lines.print_line(format_args!("reproducibility, bit for bit"));
+        for (level, what) in args.run_facts(ranks.are_processes()).levels() {
+            job.state.lines.print_line(format_args!("  {level:<9} {what}"));
         }
         if let Some(from) = &job.spec.start.from {
             job.state.lines.print_line(format_args!(

@@ -20,7 +20,7 @@ impl<M: Module> Trainer<'_, M> {
     #[doc(alias = "eval")]
     pub fn partial_loss(&self, arguments: &[Tensor]) -> Result<PartialLoss> {
         self.capture.clear();
-        let _sum_tree = self.leaves.as_ref().map(|leaves| leaves.set_sum_tree(self.model.pass_rank()));
+        let _sum_tree = self.set_sum_tree();
         let outputs = self.model.with_pass_values(|| match &self.pipelined {
             None => {
                 let tape = self.model.inference_tape();
@@ -55,6 +55,7 @@ impl<M: Module> Trainer<'_, M> {
         if let Some((pipelined, _)) = &self.pipelined {
             return Ok(pipelined.records(self.rank()).iter().filter_map(path_and_layout).collect());
         }
+        let _sum_tree = self.set_sum_tree();
         let layouts: Vec<Layout> = self.load_microbatch(0)?.iter().map(|t| t.layout().clone()).collect();
         let forward = |arguments: &[Var]| Ok(self.loss_vars(arguments));
         let program = Program::record(self.rank(), &layouts, None, forward)?;

@@ -8,6 +8,8 @@ use crate::optim::LossScale;
 use crate::pipelined_model::{PipelinedModel, StepInputs};
 use shardgrad_autograd::pipeline::{Action, TimedAction};
 use shardgrad_autograd::{Gradients, Noise, Var};
+use shardgrad_tensor::execution::flag_guard::FlagGuard;
+use shardgrad_tensor::training_step::canonical_sum::SumTree;
 use shardgrad_tensor::{PackCacheGuard, Result, Tensor};
 use std::ops::Range;
 use std::time::Instant;
@@ -41,7 +43,7 @@ impl<M: Module> Trainer<'_, M> {
 
     /// Runs forward and backward of all microbatches.
     pub(super) fn uncaptured_pass(&self) -> Result<PassOutputs> {
-        let _sum_tree = self.leaves.as_ref().map(|leaves| leaves.set_sum_tree(self.model.pass_rank()));
+        let _sum_tree = self.set_sum_tree();
         self.model.with_pass_values(|| match (&self.pipelined, &self.leaves) {
             (Some((pipelined, form)), leaves) => self.pipelined_pass(pipelined, form, leaves.as_ref()),
             (None, Some(leaves)) => self.leaf_pass(leaves),
@@ -141,6 +143,11 @@ impl<M: Module> Trainer<'_, M> {
         let losses = leaves.sum_losses(self.rank(), losses.finish()?, self.site)?;
         let gradients = sum_uses(leaves.sum_gradients(&self.model, sums, self.site)?)?;
         Ok(PassOutputs { losses, gradients, depends_on_step: true, is_captured: false })
+    }
+
+    /// Makes the sums of all ops canonical until the guard is dropped, if the bits of sums must not depend on the mesh.
+    pub(super) fn set_sum_tree(&self) -> Option<FlagGuard<'_, Option<SumTree>>> {
+        self.leaves.as_ref().map(|leaves| leaves.set_sum_tree(self.rank()))
     }
 
     /// Records the times of forward and backward pass of a microbatch, the backward pass until now.

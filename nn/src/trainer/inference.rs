@@ -9,7 +9,7 @@ impl<M: Module> Trainer<'_, M> {
     /// Runs a forward function of the model on arguments that are on the mesh of [`Trainer::rank`], and returns its result on every
     /// rank of that mesh, for every pipeline stage. Dropout is off and no gradient is recorded; the weights are those of the last
     /// step. A collective call: every rank calls it together. Releases the memory of a captured step, which is captured again
-    /// later.
+    /// later. The results have the same bits on every mesh if those of the steps have ([`Deterministic::Mesh`](super::Deterministic::Mesh)).
     ///
     /// On a pipeline, `forward` is recorded once per call and cut so that each stage reads its own parameters only: it must read the
     /// parameters in the order of the loss, and compute with ops alone.
@@ -56,6 +56,7 @@ impl<M: Module> Trainer<'_, M> {
         forward: impl Fn(&M, &[Var]) -> Vec<Var>,
     ) -> Result<Vec<Tensor>> {
         self.capture.clear();
+        let _sum_tree = self.set_sum_tree();
         self.model.with_pass_values(|| match &self.pipelined {
             None => {
                 let tape = self.model.inference_tape();

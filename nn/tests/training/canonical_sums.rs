@@ -7,7 +7,7 @@ use crate::support::{SEQ, VOCAB, config, run};
 use shardgrad_autograd::Var;
 use shardgrad_nn::{
     AdamW, Deterministic, ExpertsConfig, Gpt2Config, LanguageModel, LlamaConfig, LlamaKind, Loss,
-    ModelConfig, Plan, StateHash, Trainer, TrainerConfig, checkpoint,
+    ModelConfig, Optimizer, Plan, StateHash, Trainer, TrainerConfig, checkpoint,
 };
 use shardgrad_tensor::{DType, Elementwise, Kind, Rank, Result, Tensor, Value};
 use std::ops::Range;
@@ -49,6 +49,17 @@ impl Run {
         plan: &'t Plan,
         microbatches: usize,
     ) -> Result<Trainer<'t, LanguageModel>> {
+        self.trainer_with(rank, plan, microbatches, AdamW::new(0.05).weight_decay(0.1))
+    }
+
+    /// [`Run::trainer`] with an optimizer.
+    pub(crate) fn trainer_with<'t>(
+        &self,
+        rank: &Rank,
+        plan: &'t Plan,
+        microbatches: usize,
+        optim: impl Optimizer + 't,
+    ) -> Result<Trainer<'t, LanguageModel>> {
         let tokens = self.tokens;
         let read = move |rank: &Rank, step: u64, rows: Range<usize>| {
             let token = |row: usize, t: usize| {
@@ -81,7 +92,6 @@ impl Run {
                 loss.also_sum("labels", x[1].ne_scalar(-100.0).cast(DType::F32).sum())
             }
         };
-        let optim = AdamW::new(0.05).weight_decay(0.1);
         Trainer::new(rank, LanguageModel::new(&self.config), plan, optim, settings, read, loss)
     }
 

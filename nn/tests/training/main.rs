@@ -45,5 +45,7 @@ mod bad_files;
 mod checksums;
 mod state_hash;
 mod canonical_sums;
+mod canonical_inference;
+mod exact_parity;
 mod canonical_meshes;
 mod fuzz;

@@ -56,7 +56,7 @@ impl DeterministicArgs {
     }
 
     /// Returns an error text for options that contradict each other.
-    pub(super) fn fault(&self) -> Option<String> {
+    pub(crate) fn fault(&self) -> Option<String> {
         let given = [("--batch-leaves", self.batch_leaves), ("--sum-leaves", self.sum_leaves)];
         let lost =
             given.into_iter().find(|(_, leaves)| leaves.is_some() && self.deterministic != Promise::Mesh);

@@ -4,6 +4,7 @@ use super::{
     CheckpointArgs, DataArgs, DeterministicArgs, ModelArgs, ParallelismArgs, PipelineArgs, RunArgs,
     StoredArgs, defaults, seq, values,
 };
+use crate::cli::reproducibility::RunFacts;
 use clap::{Args, ValueEnum};
 use shardgrad::dist::Mesh;
 use shardgrad::kernels::DType;
@@ -185,6 +186,19 @@ impl TrainArgs {
     /// Returns whether sums over NCCL have the bits of those over other transports.
     pub(crate) fn has_tree_sums(&self) -> bool {
         self.deterministic.has_tree_sums()
+    }
+
+    /// Returns what decides the levels of reproducibility of the run; `are_processes` states whether its ranks are.
+    pub(crate) fn run_facts(&self, are_processes: bool) -> RunFacts {
+        let is_on_host = self.run.is_on_host();
+        RunFacts {
+            deterministic: self.promise(),
+            is_on_host,
+            is_over_nccl: are_processes && !is_on_host && cfg!(feature = "nccl"),
+            has_tree_sums: self.has_tree_sums(),
+            dtype: self.run.dtype,
+            precision: self.run.matmul_precision,
+        }
     }
 
     /// Returns which changes of the run leave its bits as they are.

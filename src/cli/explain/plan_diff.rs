@@ -1,7 +1,7 @@
-//! `explain --diff`: how one training step differs under two plans.
+//! How one training step differs under two plans (`explain --diff`), or in two orders of its sums (`explain --deterministic mesh`).
 
 use super::{StepSummary, format_bytes, phase};
-use serde_json::json;
+use serde_json::{Value as Json, json};
 use shardgrad::prelude::*;
 use std::collections::BTreeMap;
 use std::fmt::{Display, Write as _};
@@ -21,6 +21,8 @@ pub(super) struct PlanDiff {
     activations: Vec<(String, Pair<String>)>,
     /// Collectives by axes, phase and name: calls and bytes.
     collectives: Vec<(CallKind, Pair<(u64, u64)>)>,
+    /// The bytes of all collectives.
+    moved_bytes: [u64; 2],
     flops: [u64; 2],
     peak_bytes: [u64; 2],
 }
@@ -59,6 +61,7 @@ impl PlanDiff {
             parameters: differing(steps.map(parameters)),
             activations: differing(steps.map(activations)),
             collectives: differing(steps.map(collectives)),
+            moved_bytes: steps.map(|step| step.records.iter().map(|record| record.bytes).sum()),
             flops: steps.map(|step| step.cost.flops),
             peak_bytes: steps.map(|step| step.peak_bytes),
         }
@@ -67,25 +70,27 @@ impl PlanDiff {
     /// Formats the differences as text: first the value under the first plan, then that under the second.
     pub(super) fn text(&self, mesh: &Mesh) -> String {
         let mut out = format!("rank {}\n", mesh.describe(self.rank));
-        let section = |out: &mut String, title: &str, lines: Vec<(String, String)>| {
-            let _ = writeln!(out, "\n{title}{}", if lines.is_empty() { ": equal" } else { "" });
-            let width = lines.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
-            lines.iter().for_each(|(name, change)| {
-                let _ = writeln!(out, "  {name:<width$}  {change}");
-            });
-        };
         let stored = |(layout, bytes): &(String, u64)| format!("{layout} {}", format_bytes(*bytes));
         let change = |(name, pair): &(String, Pair<(String, u64)>)| (name.clone(), arrow(pair, stored));
         section(&mut out, "parameters", self.parameters.iter().map(change).collect());
         let change = |(path, pair): &(String, Pair<String>)| (path.clone(), arrow(pair, String::clone));
         section(&mut out, "activations per microbatch", self.activations.iter().map(change).collect());
+        out.push_str(&self.totals());
+        out
+    }
+
+    /// Formats the differences of collectives, FLOPs and memory as text.
+    pub(super) fn totals(&self) -> String {
+        let mut out = String::new();
         let total = |(calls, bytes): &(u64, u64)| format!("{calls} calls {}", format_bytes(*bytes));
         let change = |([axes, phase, op], pair): &(CallKind, Pair<(u64, u64)>)| {
             (format!("{axes:<6} {phase:<8} {op:<14}"), arrow(pair, total))
         };
         section(&mut out, "collectives", self.collectives.iter().map(change).collect());
+        let [before, after] = self.moved_bytes.map(format_bytes);
+        let _ = writeln!(out, "\ntotals\n  collectives {before} -> {after}");
         let [before, after] = self.flops.map(|flops| flops as f64 / 1e9);
-        let _ = writeln!(out, "\ntotals\n  compute {before:.2} -> {after:.2} GFLOP");
+        let _ = writeln!(out, "  compute {before:.2} -> {after:.2} GFLOP");
         let [before, after] = self.peak_bytes.map(format_bytes);
         let _ = writeln!(out, "  peak memory {before} -> {after}");
         out
@@ -114,9 +119,23 @@ impl PlanDiff {
                 "calls": calls, "bytes": bytes})
             );
         }
-        let PlanDiff { flops, peak_bytes, .. } = self;
-        println!("{}", json!({"kind": "total", "rank": rank, "flops": flops, "peak_bytes": peak_bytes}));
+        println!("{}", self.as_json("total"));
     }
+
+    /// Returns the totals as JSON.
+    pub(super) fn as_json(&self, kind: &str) -> Json {
+        let PlanDiff { rank, moved_bytes, flops, peak_bytes, .. } = self;
+        json!({"kind": kind, "rank": rank, "collective_bytes": moved_bytes, "flops": flops, "peak_bytes": peak_bytes})
+    }
+}
+
+/// Appends a list of differences under a title.
+fn section(out: &mut String, title: &str, lines: Vec<(String, String)>) {
+    let _ = writeln!(out, "\n{title}{}", if lines.is_empty() { ": equal" } else { "" });
+    let width = lines.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
+    lines.iter().for_each(|(name, change)| {
+        let _ = writeln!(out, "  {name:<width$}  {change}");
+    });
 }
 
 /// Formats a change as `before -> after`.

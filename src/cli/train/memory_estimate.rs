@@ -55,9 +55,9 @@ fn job(dir: &Scratch, given: &str, limit: Option<u64>) -> (Mesh, crate::cli::ran
 fn with_spec<T>(job: &Job, f: impl FnOnce(&StepSpec<'_>) -> Result<T>) -> T {
     let train_config = &job.spec.train_config;
     let (batch, seq, microbatches) = (train_config.batch, train_config.seq, train_config.microbatches);
-    let precision = train_config.precision;
-    f(&StepSpec { config: &job.spec.config, plan: &job.spec.plan, batch, seq, microbatches, precision })
-        .unwrap()
+    let (precision, deterministic) = (train_config.precision, train_config.deterministic);
+    let (config, plan) = (&job.spec.config, &job.spec.plan);
+    f(&StepSpec { config, plan, batch, seq, microbatches, precision, deterministic }).unwrap()
 }
 
 #[test]

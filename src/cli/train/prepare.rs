@@ -82,10 +82,10 @@ pub(super) fn prepare(args: &TrainArgs) -> Result<Option<Job>> {
     let (lines, interrupt) = (StdoutWriter::new(), Interrupt::install(has_launcher())?);
     let found = open_inputs(args, &config)?;
     let train_config = train_config(args, found.seq);
-    let TrainConfig { batch, seq, microbatches, precision, .. } = train_config;
+    let TrainConfig { batch, seq, microbatches, precision, deterministic, .. } = train_config;
     check_tokens(batch, seq)?;
     let plan = args.pipeline.plan(args.parallelism.plan(LanguageModel::plan(&config)));
-    let step = StepSpec { config: &config, plan: &plan, batch, seq, microbatches, precision };
+    let step = StepSpec { config: &config, plan: &plan, batch, seq, microbatches, precision, deterministic };
     check_training(&args.run, &args.mesh(), &args.model.name(), &step)?;
     if is_rank_zero() {
         step.check_issue_order(&args.mesh())?;

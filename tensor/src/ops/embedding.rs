@@ -17,8 +17,8 @@ use std::rc::Rc;
 /// Embedding lookup: y_n = row index_n of a table; `[v] d, ..m -> ..m d`.
 ///
 /// On a table (any float dtype) and indices (i64, each in 0..v). Linear in the table. The table may be sharded over v
-/// (vocabulary-parallel embedding): a rank gives zeros for rows that it does not hold, so the result is a partial sum
-/// with one nonzero term.
+/// (vocabulary-parallel embedding): a rank gives -0 for rows that it does not hold, so the result is a partial sum with one
+/// term that counts, and the bits of that term, -0 included.
 ///
 /// Gradient: row i of dtable = the sum of g_n over all n with index_n = i. An index outside of 0..v is an error of kind
 /// `Kind::Data`.
@@ -139,9 +139,14 @@ pub(super) fn cases() -> Vec<Case> {
 
 #[cfg(test)]
 mod tests {
+    use crate::execution::context::Context;
+    use crate::layout::Layout;
     use crate::methods::value::Value;
     use crate::tensor::Tensor;
+    use crate::tensor::redistribute::redistribute_cached;
     use shardgrad_dist::{Mesh, World};
+    use shardgrad_kernels::{DType, SumTree};
+    use std::panic::Location;
 
     #[test]
     fn matches_rows_looked_up_by_hand() {
@@ -152,6 +157,37 @@ mod tests {
             Ok(())
         })
         .unwrap();
+    }
+
+    #[test]
+    fn rows_of_a_sharded_table_keep_their_bits() {
+        let table = [0.0, -0.0, 1.0, -0.0, -0.0, 0.0, -2.5, -0.0];
+        let bits = |mesh: &str, dtype: DType, tree: Option<SumTree>| {
+            let ranks = World::run(Mesh::parse(mesh).unwrap(), |rank| {
+                let _tree = Context::of(rank).set_sum_tree(tree);
+                let axis = if mesh.is_empty() { "" } else { "@tp" };
+                let layout = Layout::parse(&format!("f32[4{axis}, 2]"), rank.mesh())?;
+                let table = Tensor::from_global(rank, &layout, &table.map(|x: f64| x as f32))?;
+                let index = Tensor::from_host(rank, &[5], &[3i64, 0, 1, 2, 3])?;
+                let y = table.into_dtype(dtype)?.embedding(&index);
+                let whole = Layout::invariant(rank.mesh(), dtype, &[5, 2]);
+                let y = redistribute_cached(&y, &whole, Location::caller())?;
+                Ok(y.to_f64()?.iter().map(|y| y.to_bits()).collect::<Vec<_>>())
+            });
+            ranks.unwrap().swap_remove(0)
+        };
+        let expected: Vec<u64> = [3, 0, 1, 2, 3]
+            .iter()
+            .flat_map(|row| [table[2 * row], table[2 * row + 1]])
+            .map(f64::to_bits)
+            .collect();
+        for dtype in [DType::F32, DType::BF16, DType::F16, DType::F64] {
+            for mesh in ["", "tp=2", "tp=3", "tp=4"] {
+                for tree in [None, Some(SumTree::new(12))] {
+                    assert_eq!(bits(mesh, dtype, tree), expected, "{dtype} on {mesh} with {tree:?}");
+                }
+            }
+        }
     }
 
     #[test]

@@ -15,7 +15,7 @@ use crate::layout::infer::Inference;
 use crate::layout::refusal::Refusal;
 use crate::op::{
     CanonicalForm, Cotangents, DTypes, ForwardContext, LocalTensors, Op, PlanKey, SavedForBackward, Vjp,
-    common_float,
+    common_float, sum_leaves,
 };
 use crate::tensor::Tensor;
 use exchange::Exchange;
@@ -112,6 +112,28 @@ fn expert_results(
     pairs.grouped_matmul(&pairs.binary(&swiglu::FORWARD, &gates, &ups)?, down)
 }
 
+/// The sums over the hidden units of some outputs: `part` computes them from the matrices of a range of hidden units, of each leaf of a
+/// canonical sum, or of all.
+fn sum_over_hidden(
+    local: &ForwardContext<'_>,
+    [gate, up, down]: [&LocalTensor; 3],
+    part: impl Fn([&LocalTensor; 3]) -> Result<LocalTensors>,
+) -> Result<LocalTensors> {
+    let context = Context::of(local.rank);
+    let Some(tree) = context.sum_tree() else { return part([gate, up, down]) };
+    let hidden = local.inference.label_dim("h").expect("the signature has the label h");
+    let sums = sum_leaves(local.rank, tree, &hidden, |range| {
+        let of = |x: &LocalTensor, dim| x.with_view(x.view.narrow(dim, range.start, range.end));
+        part([&of(gate, 2), &of(up, 2), &of(down, 1)])
+    })?;
+    let zeros = |output| -> Result<LocalTensor> {
+        let LocalTensor { dtype, view, .. } = local.output(output)?;
+        LocalTensor::full(local.rank, dtype, &view.shape, context.zero())
+    };
+    // A rank without hidden units has no leaf.
+    sums.map_or_else(|| (0..local.inference.outputs.len()).map(zeros).collect(), Ok)
+}
+
 impl Op for Experts {
     fn name(&self) -> &'static str {
         "experts"
@@ -128,6 +150,10 @@ impl Op for Experts {
 
     fn differentiable(&self) -> &'static [bool] {
         &[true, false, true, true, true, true]
+    }
+
+    fn canonical_form(&self) -> CanonicalForm {
+        CanonicalForm::Own
     }
 
     fn saved_for_backward(&self) -> SavedForBackward {
@@ -159,20 +185,23 @@ impl Op for Experts {
         self.site.set(Some(local.site));
         let (own, stacks) = (TokenExpertPairs::of(local, x[1])?, [x[3], x[4], x[5]]);
         let rows = own.gather_rows(&flatten_rows(local.rank, x[0])?)?;
-        let results = match exchange_axes(&local.inputs.iter().collect::<SmallVec<[&Layout; 6]>>()) {
-            None => expert_results(&own, &rows, stacks)?,
+        let combine = |results: &LocalTensor| -> Result<LocalTensors> {
+            let mut y = local.output(0)?;
+            own.combine(&own.scale_rows(results, &own.permute(x[2])?)?, &mut y)?;
+            Ok(smallvec![y])
+        };
+        match exchange_axes(&local.inputs.iter().collect::<SmallVec<[&Layout; 6]>>()) {
+            None => sum_over_hidden(local, stacks, |stacks| combine(&expert_results(&own, &rows, stacks)?)),
             Some(axes) => {
                 let exchange = Exchange::of(local, x, axes, &own)?;
                 let rows = exchange.dispatch(rows)?;
-                exchange.combine(&expert_results(&exchange.pairs, &rows, stacks)?)?
+                combine(&exchange.combine(&expert_results(&exchange.pairs, &rows, stacks)?)?)
             }
-        };
-        let mut y = local.output(0)?;
-        own.combine(&own.scale_rows(&results, &own.permute(x[2])?)?, &mut y)?;
-        Ok(smallvec![y])
+        }
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
+        let is_canonical = Context::of(cx.rank).sum_tree().is_some();
         let part = match (
             cx.needs_input_grad[0] || cx.needs_input_grad[2],
             cx.needs_input_grad[3..].contains(&true),
@@ -184,7 +213,14 @@ impl Op for Experts {
         let (saved, g): (Vec<&Tensor>, _) = ((0..6).map(|i| cx.input(i)).collect(), cx.grad(0));
         let args: Vec<&Tensor> = saved.into_iter().chain([&g]).collect();
         let site = self.site.get().unwrap_or(Location::caller());
-        let grads = Tensor::apply_at(Rc::new(ExpertsBackward(part)), &args, &[], site);
+        let run = |part| Tensor::apply_at(Rc::new(ExpertsBackward(part)), &args, &[], site);
+        let grads = match part {
+            // Those of the inputs are sums over hidden units, those of the matrices over tokens.
+            GradPart::All if is_canonical => {
+                run(GradPart::Inputs).into_iter().chain(run(GradPart::Weights)).collect()
+            }
+            part => run(part),
+        };
         // The cotangents of x and p come first, if they are computed.
         let first = if part == GradPart::Weights { 0 } else { 2 };
         cx.cotangents(|i| match i {
@@ -220,7 +256,7 @@ impl Op for ExpertsBackward {
 
     /// The gradients of the stacks are sums over leaves of tokens.
     fn canonical_form(&self) -> CanonicalForm {
-        if self.0 == GradPart::Inputs { CanonicalForm::None } else { CanonicalForm::Leaves }
+        if self.0 == GradPart::Inputs { CanonicalForm::Own } else { CanonicalForm::Leaves }
     }
 
     fn differentiable(&self) -> &'static [bool] {
@@ -250,16 +286,34 @@ impl Op for ExpertsBackward {
         let (rank, own) = (local.rank, TokenExpertPairs::of(local, x[1])?);
         let gather_rows = |x: &LocalTensor| own.gather_rows(&flatten_rows(rank, x)?);
         let (rows, g, p) = (gather_rows(x[0])?, gather_rows(x[6])?, own.permute(x[2])?);
+        let stacks = [x[3], x[4], x[5]];
+        if self.0 == GradPart::Inputs {
+            return sum_over_hidden(local, stacks, |stacks| {
+                self.part(local, x, (&own, [&rows, &g, &p]), stacks)
+            });
+        }
+        self.part(local, x, (&own, [&rows, &g, &p]), stacks)
+    }
+}
+
+impl ExpertsBackward {
+    /// The cotangents from the matrices of some hidden units: `rows`, `g` and `p` are those of this rank's pairs.
+    fn part(
+        &self,
+        local: &ForwardContext<'_>,
+        x: &[&LocalTensor],
+        (own, [rows, g, p]): (&TokenExpertPairs<'_>, [&LocalTensor; 3]),
+        stacks: [&LocalTensor; 3],
+    ) -> Result<LocalTensors> {
         let mut outputs: LocalTensors =
             (0..local.inference.outputs.len()).map(|i| local.output(i)).collect::<Result<_>>()?;
         let (of_inputs, of_weights) = outputs.split_at_mut(self.num_input_grads());
-        let stacks = [x[3], x[4], x[5]];
         let grads = match exchange_axes(&local.inputs.iter().collect::<SmallVec<[&Layout; 7]>>()) {
-            None => self.pair_grads(&own, [&rows, &g, &p], stacks, of_weights)?,
+            None => self.pair_grads(own, [rows, g, p], stacks, of_weights)?,
             Some(axes) => {
-                let exchange = Exchange::of(local, x, axes, &own)?;
-                let widths = [&rows, &g, &p].map(|part| part.view.shape[1]);
-                let received = exchange.dispatch(own.join_columns(&[&rows, &g, &p])?)?;
+                let exchange = Exchange::of(local, x, axes, own)?;
+                let widths = [rows, g, p].map(|part| part.view.shape[1]);
+                let received = exchange.dispatch(own.join_columns(&[rows, g, p])?)?;
                 let [rows, g, p] = exchange.pairs.split_columns(&received, widths)?;
                 let grads = self.pair_grads(&exchange.pairs, [&rows, &g, &p], stacks, of_weights)?;
                 grads
@@ -277,9 +331,7 @@ impl Op for ExpertsBackward {
         }
         Ok(outputs)
     }
-}
 
-impl ExpertsBackward {
     /// The number of outputs that are cotangents of x and p.
     fn num_input_grads(&self) -> usize {
         if self.0 == GradPart::Weights { 0 } else { 2 }

@@ -8,7 +8,7 @@ use crate::cpu::simd::pack_bf16::{DotOperand, K_STEP, PANEL, PairLayout, STEP_WO
 use crate::cpu::simd::scratch::Scratch;
 use crate::cpu::simd::vectorized;
 #[cfg(target_arch = "x86_64")]
-use crate::cpu::simd::{Level, amx, avx512_bf16, level};
+use crate::cpu::simd::{Level, amx, avx512_bf16, level, limit};
 use crate::dtype::Float;
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::{__cpuid, _MM_HINT_T1, _mm_prefetch};
@@ -40,12 +40,12 @@ pub(crate) enum Bf16Isa {
 }
 
 impl Bf16Isa {
-    /// Returns all that this CPU has, the fastest last (detected once).
+    /// Returns all that this CPU has, the fastest last (detected once); none if a limit is set ([`limit`]).
     pub(crate) fn available() -> &'static [Bf16Isa] {
         static AVAILABLE: OnceLock<&[Bf16Isa]> = OnceLock::new();
         AVAILABLE.get_or_init(|| {
             #[cfg(target_arch = "x86_64")]
-            if level() == Level::Avx512 && is_x86_feature_detected!("avx512bf16") {
+            if limit().is_none() && level() == Level::Avx512 && is_x86_feature_detected!("avx512bf16") {
                 return if amx::granted() {
                     &[Bf16Isa::Avx512Bf16, Bf16Isa::Amx]
                 } else {

@@ -23,8 +23,18 @@ mod avx512_bf16;
 mod amx;
 pub(crate) mod bf16;
 
+use std::sync::OnceLock;
+
+/// The environment variable that limits the instruction sets of kernels: `baseline`, `avx2` or `avx512`.
+///
+/// Where it is set, bf16 dot products (AMX, AVX512-BF16) are not used either, so that products of bf16 have the same bits on every CPU.
+#[doc(alias = "ATEN_CPU_CAPABILITY")]
+#[doc(alias = "ONEDNN_MAX_CPU_ISA")]
+#[doc(alias = "MKL_CBWR")]
+pub const LIMIT_VARIABLE: &str = "SHARDGRAD_CPU_ISA";
+
 /// An instruction set that a body is compiled for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Level {
     /// The baseline of the target.
     Baseline,
@@ -34,10 +44,45 @@ pub enum Level {
     Avx512,
 }
 
-/// Returns the best instruction set of this CPU (std caches the detection).
+/// Returns the best instruction set of this CPU within the limit of [`LIMIT_VARIABLE`] (decided once).
+///
+/// # Panics
+/// As [`limit`].
 #[must_use]
 #[inline]
 pub fn level() -> Level {
+    static LEVEL: OnceLock<Level> = OnceLock::new();
+    *LEVEL.get_or_init(|| limit().map_or(detected(), |limit| limit.min(detected())))
+}
+
+/// Returns the limit of [`LIMIT_VARIABLE`], if it is set (read once).
+///
+/// # Panics
+/// If [`requested_limit`] is an error.
+#[must_use]
+pub fn limit() -> Option<Level> {
+    static LIMIT: OnceLock<Option<Level>> = OnceLock::new();
+    *LIMIT.get_or_init(|| requested_limit().unwrap_or_else(|why| panic!("{why}")))
+}
+
+/// Reads the limit from the environment.
+///
+/// # Errors
+/// A text that names the variable, if its value is not an instruction set.
+pub fn requested_limit() -> Result<Option<Level>, String> {
+    let Some(value) = std::env::var_os(LIMIT_VARIABLE).filter(|value| !value.is_empty()) else {
+        return Ok(None);
+    };
+    match value.to_str() {
+        Some("baseline") => Ok(Some(Level::Baseline)),
+        Some("avx2") => Ok(Some(Level::Avx2)),
+        Some("avx512") => Ok(Some(Level::Avx512)),
+        _ => Err(format!("{LIMIT_VARIABLE}={} is not one of baseline, avx2, avx512", value.display())),
+    }
+}
+
+/// Returns the best instruction set of this CPU (std caches the detection).
+fn detected() -> Level {
     #[cfg(target_arch = "x86_64")]
     {
         let has_avx2 = is_x86_feature_detected!("avx2")
@@ -65,9 +110,9 @@ pub fn level() -> Level {
 pub fn vectorized<R>(body: impl FnOnce() -> R) -> R {
     #[cfg(target_arch = "x86_64")]
     match level() {
-        // SAFETY: `level` has just detected every feature that `avx512` enables.
+        // SAFETY: this CPU has every feature that `avx512` enables: `level` is at most what was detected.
         Level::Avx512 => return unsafe { avx512(body) },
-        // SAFETY: `level` has just detected every feature that `avx2` enables.
+        // SAFETY: as above, of `avx2`.
         Level::Avx2 => return unsafe { avx2(body) },
         Level::Baseline => {}
     }

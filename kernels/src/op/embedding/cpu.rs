@@ -1,9 +1,9 @@
 //! Embedding on the CPU. The backward sorts tokens by row, so that each row of the table is one sum.
 
-use super::{BACKWARD, FORWARD, local};
+use super::{ABSENT, BACKWARD, FORWARD, local};
 use crate::cpu::simd::stream::StreamingStores;
 use crate::cpu::{Pool, vectorized};
-use crate::dtype::{Float, Real};
+use crate::dtype::{Element, Float, Real};
 use crate::error::KernelError;
 use crate::host_vec::filled_or_unwind;
 use crate::kernel::Launch;
@@ -29,7 +29,7 @@ pub(super) fn forward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kernel
             for (y, &index) in y.chunks_exact_mut(d).zip(&index[i * rows..]) {
                 match local(index, v_start, v) {
                     Some(row) => y.copy_from_slice(&table[row * d..][..d]),
-                    None => y.fill(T::default()),
+                    None => y.fill(T::from_f64(ABSENT)),
                 }
             }
         });

@@ -11,7 +11,10 @@ use crate::kernel::{Arg, Bound, GpuCode, Kernel, Launch};
 use crate::match_float;
 use crate::op::rows::{check_indices, operands, read, width, write};
 
-/// y_n = table_(index_n - v_start), zeros if the row is on another rank.
+/// The elements of a row that is on another rank: -0, since -0 + x has the bits of x for every x, -0 included.
+const ABSENT: f64 = -0.0;
+
+/// y_n = table_(index_n - v_start), [`ABSENT`] if the row is on another rank.
 ///
 /// - in: table `(v, d)`, any float, contiguous; index `(n..)`, i64, contiguous
 /// - out: y `(n.., d)` like table
@@ -85,7 +88,7 @@ fn forward(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
         let (table, y) = (read::<T>(table), write::<T>(y));
         for (n, &index) in index.iter().enumerate() {
             for j in 0..d {
-                y[n * d + j] = local(index, v_start, v).map_or(T::default(), |row| table[row * d + j]);
+                y[n * d + j] = local(index, v_start, v).map_or(T::from_f64(ABSENT), |row| table[row * d + j]);
             }
         }
         Ok(())
@@ -132,6 +135,7 @@ mod tests {
         let index = Value::index(&[4], &[2.0, 0.0, 1.0, 2.0]);
         let y = evaluate(&FORWARD, &[table, index.clone()], &[&[4, 2]], &shard(1, 4)).remove(0);
         assert_eq!(y, [3.0, 4.0, 0.0, 0.0, 1.0, 2.0, 3.0, 4.0]);
+        assert!(y[2].is_sign_negative() && y[3].is_sign_negative());
         let dy = Value::real(&[4, 2], &[1.0, 2.0, 10.0, 20.0, 100.0, 200.0, 1000.0, 2000.0]);
         let dtable = evaluate(&BACKWARD, &[index, dy], &[&[2, 2]], &shard(1, 4)).remove(0);
         assert_eq!(dtable, [100.0, 200.0, 1001.0, 2002.0]);
