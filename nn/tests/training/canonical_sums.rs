@@ -33,7 +33,7 @@ pub(crate) fn gpt2_with_dropout() -> Gpt2Config {
     Gpt2Config { initializer_range: 0.3, ..config() }.with_dropout(0.2)
 }
 
-fn gpt2() -> ModelConfig {
+pub(crate) fn gpt2() -> ModelConfig {
     gpt2_with_dropout().into()
 }
 
