@@ -129,6 +129,8 @@ impl Peer {
     /// Sends that the process is ready and listens on `port`, with no hash of its program, no values to compare and no GPU.
     pub(crate) fn ready(&mut self, port: u64, mesh: &Mesh) {
         let (program, num_values, num_gpus) = (number(0), number(0), number(0));
-        self.send(&[number(2), number(port), text(&mesh.to_string()), program, num_values, num_gpus].concat());
+        self.send(
+            &[number(2), number(port), text(&mesh.to_string()), program, num_values, num_gpus].concat(),
+        );
     }
 }
