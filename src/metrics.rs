@@ -44,6 +44,10 @@ pub(crate) struct StepMetrics {
     /// The hash of weights and optimizer state after this step, if `--state-hash` asks for it.
     #[serde(default, skip_serializing_if = "Option::is_none", with = "hash_digits")]
     pub(crate) state_hash: Option<StateHash>,
+    /// In the first step of a process whose collectives run over NCCL: its version, the variables by which it chooses algorithm and protocol,
+    /// and who adds. The bits of sums depend on them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) nccl: Option<String>,
     /// The mean loss over the validation split after this step, if evaluated.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) val_loss: Option<f64>,
@@ -115,8 +119,9 @@ impl StepMetrics {
         let skipped = self.skipped.map(|skipped| ("skipped", skipped.into()));
         let experts = self.experts.iter().flat_map(ExpertMetrics::scalars);
         let hash = self.state_hash.map(|hash| ("state_hash", hash.into()));
+        let nccl = self.nccl.clone().map(|text| ("nccl", text.into()));
         let numbers = numbers.map(|(name, number)| (name, number.into())).into_iter();
-        numbers.chain(scale).chain(skipped).chain(experts).chain(hash).collect()
+        numbers.chain(scale).chain(skipped).chain(experts).chain(hash).chain(nccl).collect()
     }
 
     /// The validation loss as a scalar of the log.
@@ -137,6 +142,8 @@ pub(crate) struct Metrics {
     num_earlier: usize,
     /// Whether the line of the last step waits for its validation loss.
     is_begun: bool,
+    /// [`StepMetrics::nccl`], until the first step.
+    nccl: Option<String>,
 }
 
 /// The log in a run folder, which may be moved. Used by the background thread.
@@ -227,7 +234,13 @@ impl Metrics {
             is_failure_reported: false,
         };
         let (log, num_earlier) = (Arc::new(Mutex::new(log)), steps.len());
-        Metrics { log, writer: BackgroundWorker::start(), steps, num_earlier, is_begun: false }
+        Metrics { log, writer: BackgroundWorker::start(), steps, num_earlier, is_begun: false, nccl: None }
+    }
+
+    /// Describes the NCCL of this process, for the line of its first step.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn describe_nccl(&mut self, text: String) {
+        self.nccl = Some(text);
     }
 
     /// Writes the metrics of a step except the validation loss, its last field, which follows with [`Metrics::add`].
@@ -235,9 +248,10 @@ impl Metrics {
     /// # Errors
     /// As [`Metrics::add`].
     pub(crate) fn begin_step(&mut self, step: &StepMetrics) -> Result<()> {
-        self.steps.push(step.clone());
-        self.is_begun = true;
+        let step = StepMetrics { nccl: self.nccl.take(), ..step.clone() };
         let (number, scalars) = (step.step, step.scalars());
+        self.steps.push(step);
+        self.is_begun = true;
         self.submit(move |log| log.write(|log| log.write(number, &scalars)));
         self.writer.take_error()
     }
@@ -247,14 +261,16 @@ impl Metrics {
     /// # Errors
     /// Errors of tasks of [`Metrics::enqueue`] since the last call. A failed write of the line is only a warning.
     pub(crate) fn add(&mut self, step: &StepMetrics) -> Result<()> {
-        let mut scalars = step.validation();
-        if std::mem::take(&mut self.is_begun) {
-            self.steps.pop();
-        } else {
-            scalars = [step.scalars(), scalars].concat();
-        }
-        self.steps.push(step.clone());
+        let begun = self.steps.pop_if(|_| std::mem::take(&mut self.is_begun));
+        let is_begun = begun.is_some();
+        let nccl = begun.map_or_else(|| self.nccl.take(), |begun| begun.nccl);
+        let step = StepMetrics { nccl, ..step.clone() };
+        let scalars = match is_begun {
+            true => step.validation(),
+            false => [step.scalars(), step.validation()].concat(),
+        };
         let number = step.step;
+        self.steps.push(step);
         self.submit(move |log| {
             log.write(|log| {
                 let written = log.write(number, &scalars);
@@ -349,6 +365,7 @@ mod tests {
             skipped,
             experts,
             state_hash: val_loss.and("0123456789abcdef0123456789abcdef".parse().ok()),
+            nccl: None,
             val_loss,
         }
     }

@@ -283,6 +283,7 @@ mod tests {
             skipped: None,
             experts: None,
             state_hash: None,
+            nccl: None,
             val_loss: (i % 10 == 9).then_some(loss + 0.1),
         };
         losses.into_iter().enumerate().map(step).collect()

@@ -178,11 +178,21 @@ fn num_ranks(mesh: &str) -> usize {
     mesh.split(',').map(|axis| axis.split_once('=').unwrap().1.parse::<usize>().unwrap()).product()
 }
 
+/// Whether all combinations run.
+fn has_all() -> bool {
+    std::env::var("SHARDGRAD_NCCL").is_ok_and(|value| value == "all")
+}
+
+/// Loss, gradient norm and hash of the state after each step.
+fn bits(rows: &[Value]) -> Vec<[Value; 3]> {
+    let values = ["loss", "grad_norm", "state_hash"];
+    rows.iter().map(|row| values.map(|name| row[name].clone())).collect()
+}
+
 #[test]
 fn training_on_processes_gives_the_losses_of_threads() {
     let Some(machine) = Machine::new("train", 4) else { return };
-    let has_all = std::env::var("SHARDGRAD_NCCL").is_ok_and(|value| value == "all");
-    let more = if has_all { &MORE_CASES[..] } else { &[] };
+    let more = if has_all() { &MORE_CASES[..] } else { &[] };
     for (number, Case(mesh, options)) in CASES.iter().chain(more).enumerate() {
         let on = |device| [*options, &["--device", device]].concat();
         let (due, _) = machine.train(&format!("threads-{number}"), 0, mesh, &on("cpu"));
@@ -205,17 +215,45 @@ fn with_deterministic_transport_weights_have_the_bits_of_threads() {
     };
     let (due, _) = train("threads", 0, &["--device", "cuda:0"]);
     let (got, text) = train("tree", 4, &["--device", "cuda", "--deterministic", "transport"]);
-    let values = ["loss", "grad_norm", "state_hash"];
-    let bits =
-        |rows: &[Value]| rows.iter().map(|row| values.map(|name| row[name].clone())).collect::<Vec<_>>();
     assert!(due[0]["state_hash"].is_string(), "{due:?}");
     assert_eq!(bits(&got), bits(&due));
     let line = "NCCL 2.28.9, NCCL_ALGO=Ring, NCCL_PROTO=Simple, sums in the order of threads";
     assert!(text.contains(line), "{text}");
+    // The first line of the run records on what the bits depend.
+    assert_eq!((due[0].get("nccl"), got[1].get("nccl")), (None, None));
+    assert_eq!(got[0]["nccl"], line);
     // NCCL adds in another order.
     let (other, text) = train("plain", 4, &["--device", "cuda"]);
     assert_ne!(bits(&other), bits(&due));
     assert!(text.contains("NCCL_PROTO=Simple, sums by NCCL"), "{text}");
+}
+
+/// Pipelines and rings, whose messages NCCL carries; the later ones with `SHARDGRAD_NCCL=all`.
+const MESSAGE_CASES: [Case; 10] = [
+    Case("pp=2", &["--schedule", "1f1b"]),
+    Case("dp=2,pp=2", &["--schedule", "zb-v"]),
+    Case("pp=2", &["--schedule", "gpipe"]),
+    Case("pp=2", &["--schedule", "interleaved"]),
+    Case("pp=2", &["--schedule", "zb-h1"]),
+    Case("pp=2", &["--schedule", "zb-h2"]),
+    Case("pp=4", &["--schedule", "1f1b"]),
+    Case("dp=2,pp=2", &["--schedule", "interleaved"]),
+    Case("pp=2,tp=2", &["--schedule", "1f1b"]),
+    Case("cp=4", &["--context", "ring"]),
+];
+
+#[test]
+fn training_with_messages_over_nccl_has_the_bits_of_threads() {
+    let Some(machine) = Machine::new("messages", 4) else { return };
+    let count = if has_all() { MESSAGE_CASES.len() } else { 2 };
+    for (number, Case(mesh, options)) in MESSAGE_CASES[..count].iter().enumerate() {
+        let on = |more: &[&'static str]| [*options, &["--state-hash", "1"], more].concat();
+        let due = machine.train(&format!("threads-{number}"), 0, mesh, &on(&["--device", "cuda:0"])).0;
+        let more = on(&["--device", "cuda", "--deterministic", "transport"]);
+        let got = machine.train(&format!("processes-{number}"), num_ranks(mesh), mesh, &more).0;
+        assert_eq!(bits(&got), bits(&due), "{mesh} {options:?}");
+    }
+    let _ = writeln!(std::io::stderr(), "{count} combinations of messages over NCCL");
 }
 
 #[test]

@@ -184,8 +184,8 @@ impl From<shardgrad_kernels::KernelError> for Error {
         };
         let text = match e {
             // The other ranks, on other machines, repeat this text.
-            shardgrad_kernels::KernelError::Device { is_permanent: true, .. } => {
-                format!("a GPU of host {} failed: {e}", host_name())
+            shardgrad_kernels::KernelError::Device { lost_gpu: Some(gpu), .. } => {
+                format!("GPU {gpu} of host {} failed: {e}", host_name())
             }
             _ => e.to_string(),
         };

@@ -1,8 +1,8 @@
 //! One issue order of collectives over all groups, proved on recorded traces.
 //!
 //! Ranks whose calls block, or wait in a queue, cannot deadlock if one order of all calls exists in which each rank issues its own. That
-//! holds if the traces run to their ends in a simulation: a collective takes place when it is the next call of every member, and a recv
-//! when its message was sent. For two groups this means that the ranks that share both issue their calls in the same order.
+//! holds if the traces run to their ends in a simulation: a collective takes place when it is the next call of every member, and a message
+//! at its recv, once it was sent. GPUs run messages over NCCL in that order too. For two groups this means that the ranks that share both issue their calls in the same order.
 
 use crate::encoding::printable;
 use crate::error::{Error, Kind, Result};

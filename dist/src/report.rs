@@ -167,6 +167,14 @@ pub(crate) fn unfinished(mesh: &Mesh, rank: usize, call: &IssuedCall, limit: Dur
     .detail("help", RAISE_TIMEOUT)
 }
 
+/// The error of a timeout on a GPU, in a call that all members have made alike.
+#[cfg(feature = "nccl")]
+pub(crate) fn stuck(mesh: &Mesh, rank: usize, call: &str, limit: Duration) -> Error {
+    Error::new(Kind::Timeout, format!("the GPU of rank {rank} waited more than {limit:?} for other GPUs in {call}"))
+        .detail("rank", mesh.describe(rank))
+        .detail("help", "look for warnings of NCCL (NCCL_DEBUG=WARN); raise the timeout with --timeout if GPUs compute that long between two calls")
+}
+
 /// The error of a timeout in a send: the receiver takes nothing.
 pub(crate) fn send_timed_out(
     mesh: &Mesh,

@@ -166,6 +166,34 @@ pub trait Backend: fmt::Debug + Send + Sync {
         let _ = buffer;
     }
 
+    /// Opens a stream for async work that is ordered with no other async work, such as the messages from one rank to another. `None` if the
+    /// device has one stream only.
+    ///
+    /// # Errors
+    /// An error of the device.
+    fn open_stream(&self) -> Result<Option<Arc<dyn AsyncStream>>, KernelError> {
+        Ok(None)
+    }
+
+    /// Returns for each stream of async work, that of [`Backend::begin_async`] first, the number of the operation that runs now: the event
+    /// after which it begins has occurred, and it is not done. The operations of a stream count from 1. Any thread may call this, and only
+    /// operations that begin after the first call are seen.
+    ///
+    /// # Errors
+    /// An error of the device.
+    fn running_async(&self) -> Result<Vec<Option<u64>>, KernelError> {
+        Ok(Vec::new())
+    }
+
+    /// Makes later work here, and async work begun later, wait for the async work that writes a buffer.
+    ///
+    /// # Errors
+    /// An error of the device.
+    fn wait_for_writer(&self, buffer: &Buffer) -> Result<(), KernelError> {
+        let _ = buffer;
+        Ok(())
+    }
+
     /// Returns the stream of this back end, for a library that submits work to it, as the handle of its driver, after making the device
     /// current on the calling thread. `None` if the device has no streams.
     ///
@@ -227,6 +255,30 @@ pub trait Backend: fmt::Debug + Send + Sync {
     fn synchronize(&self) -> Result<(), KernelError> {
         Ok(())
     }
+}
+
+/// A further stream of a back end for async work ([`Backend::open_stream`]). One thread at a time submits to it, which need not be the
+/// thread of the rank.
+pub trait AsyncStream: fmt::Debug + Send + Sync {
+    /// Records an event after all work submitted to the back end so far, async work excepted. For [`AsyncStream::begin`].
+    ///
+    /// # Errors
+    /// An error of the device.
+    fn back_end_event(&self) -> Result<SyncEvent, KernelError>;
+
+    /// Begins async work after an event of the back end, and after the work submitted to this stream before. Returns the back end to submit
+    /// it to, as [`Backend::begin_async`] does. Only the thread of the rank allocates there, after an event that it has just recorded: the
+    /// memory may be that of freed buffers, which earlier work uses.
+    ///
+    /// # Errors
+    /// An error of the device; then no async work has begun.
+    fn begin(&self, after: &SyncEvent) -> Result<&dyn Backend, KernelError>;
+
+    /// Ends the submission of the async work. Until then the caller holds every buffer that it uses.
+    ///
+    /// # Errors
+    /// An error of the device.
+    fn end(&self) -> Result<(), KernelError>;
 }
 
 /// A check of results before they leave the device ([`Backend::set_result_check`]). It may wait.

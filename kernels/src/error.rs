@@ -91,8 +91,8 @@ pub enum KernelError {
         call: &'static str,
         /// The reason it gave.
         why: String,
-        /// Whether every later call of this process fails too.
-        is_permanent: bool,
+        /// The number of the GPU whose context is lost, if one is: every later call of this process to it fails too.
+        lost_gpu: Option<usize>,
     },
 }
 
@@ -123,8 +123,8 @@ impl fmt::Display for KernelError {
                     "graph capture failed, and {bytes} bytes that it allocated are still held: drop them"
                 )
             }
-            KernelError::Device { call, why, is_permanent: false } => write!(f, "{call}: {why}"),
-            KernelError::Device { call, why, is_permanent: true } => {
+            KernelError::Device { call, why, lost_gpu: None } => write!(f, "{call}: {why}"),
+            KernelError::Device { call, why, lost_gpu: Some(_) } => {
                 write!(f, "{call}: {why}; the device context is lost: restart the process")
             }
         }

@@ -32,7 +32,9 @@ pub mod cpu_backend;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 
-pub use backend::{Backend, Graph, PackCacheGuard, ResultCheck, SyncEvent, download, upload, upload_into};
+pub use backend::{
+    AsyncStream, Backend, Graph, PackCacheGuard, ResultCheck, SyncEvent, download, upload, upload_into,
+};
 pub use buffer::{Allocator, Buffer};
 pub use cost::Cost;
 pub use cpu_backend::{Cpu, CpuProvider};

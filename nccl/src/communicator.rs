@@ -1,8 +1,8 @@
 //! Communicators: a group of ranks, and operations between them on the memory and the streams of a back end.
 
 use crate::functions::{
-    Config, FLOAT32, FLOAT64, Functions, IN_PROGRESS, INT64, MAGIC, MAX, MIN, RawComm, RawStream, SUCCESS,
-    SUM, UINT8, UNDEFINED,
+    Config, FLOAT32, FLOAT64, Functions, IN_PROGRESS, INT64, MAGIC, MAX, MIN, NO_COLOR, RawComm, RawStream,
+    SUCCESS, SUM, UINT8, UNDEFINED,
 };
 use crate::library::{Nccl, UniqueId};
 use shardgrad_kernels::cuda::library::NCCL;
@@ -79,6 +79,19 @@ pub enum Part {
     },
 }
 
+/// The new communicator of a rank in a [`Communicator::split`].
+#[derive(Clone, Copy, Debug)]
+pub struct SplitGroup {
+    /// The number of the new communicator among those of the split.
+    pub color: usize,
+    /// The rank there.
+    pub rank: usize,
+    /// The number of ranks there.
+    pub size: usize,
+    /// The most blocks of a kernel of its operations; 0 lets NCCL choose.
+    pub num_blocks_max: usize,
+}
+
 /// A non-blocking communicator of NCCL. Any thread may abort it.
 #[derive(Debug)]
 pub struct Communicator {
@@ -123,20 +136,9 @@ impl Communicator {
         tick: &mut dyn FnMut() -> Result<(), E>,
     ) -> Result<Communicator, E> {
         stream_of(backend)?;
-        let config = Config {
-            size: size_of::<Config>(),
-            magic: MAGIC,
-            version: NCCL.min_version.0 as u32,
-            blocking: 0,
-            cga_cluster_size: UNDEFINED,
-            min_ctas: UNDEFINED,
-            max_ctas: UNDEFINED,
-            net_name: ptr::null(),
-            split_share: UNDEFINED,
-            traffic_class: UNDEFINED,
-        };
         // Never freed: a wait may be given up while the library still works.
-        let (config, new) = (Box::leak(Box::new(config)), Box::leak(Box::new(ptr::null_mut())));
+        let new = Box::leak(Box::new(ptr::null_mut()));
+        let config = configuration(0);
         let functions = &nccl.functions;
         // SAFETY: id, sizes and configuration are as `nccl.h` asks, both pointers are valid for ever, the device is current.
         let answer =
@@ -148,32 +150,31 @@ impl Communicator {
         Ok(joined)
     }
 
-    /// Splits the communicator: ranks with one `color` join a new one of `size` ranks, in the order of `key`. All ranks call it.
+    /// Splits the communicator: ranks with one color join a new one, in the order of their ranks there. All ranks call it, those that join
+    /// none without a group.
     ///
     /// # Errors
     /// The errors of the library and of `tick`, as for [`Communicator::join`].
     pub fn split<E: From<KernelError>>(
         &self,
-        color: usize,
-        (key, size): (usize, usize),
+        group: Option<&SplitGroup>,
         tick: &mut dyn FnMut() -> Result<(), E>,
-    ) -> Result<Communicator, E> {
+    ) -> Result<Option<Communicator>, E> {
         // Never freed: the library writes the handle while the split is in progress, which may outlast this wait.
         let new: *mut *mut RawComm = Box::leak(Box::new(ptr::null_mut()));
-        let call = |functions: &Functions, own: *mut RawComm| {
-            // SAFETY: the communicator is alive under the lock; the out-pointer is valid for ever; no configuration inherits this one's.
-            let answer =
-                unsafe { (functions.ncclCommSplit)(own, int(color), int(key), new, ptr::null_mut()) };
-            ("ncclCommSplit", answer)
-        };
-        self.call(call)?;
+        let (color, key) = group.map_or((NO_COLOR, 0), |group| (int(group.color), int(group.rank)));
+        let config = configuration(group.map_or(0, |group| group.num_blocks_max));
+        self.call(|functions, own| {
+            // SAFETY: the communicator is alive under the lock; both pointers are valid for ever.
+            ("ncclCommSplit", unsafe { (functions.ncclCommSplit)(own, color, key, new, config) })
+        })?;
         self.wait("ncclCommSplit", tick)?;
+        let Some(SplitGroup { rank, size, .. }) = group.copied() else { return Ok(None) };
         // SAFETY: the split is no longer in progress, so the library has written the handle and does not write it again.
         let handle = unsafe { new.read() }.expose_provenance();
-        let split =
-            Communicator { nccl: self.nccl.clone(), rank: key, size, handle: Mutex::new(Some(handle)) };
+        let split = Communicator { nccl: self.nccl.clone(), rank, size, handle: Mutex::new(Some(handle)) };
         split.wait("ncclCommSplit", tick)?;
-        Ok(split)
+        Ok(Some(split))
     }
 
     /// Submits parts to the stream of `on`, after the work submitted there before: one part, or sends and receives. `x` is recorded as
@@ -294,7 +295,7 @@ impl Communicator {
             }
             None => {
                 let why = "the communicator is aborted".into();
-                Err(KernelError::Device { call: ABORTED, why, is_permanent: false })
+                Err(KernelError::Device { call: ABORTED, why, lost_gpu: None })
             }
         }
     }
@@ -361,6 +362,22 @@ impl Drop for Communicator {
     fn drop(&mut self) {
         self.abort();
     }
+}
+
+/// Returns the configuration of a non-blocking communicator. Never freed: the library may read it after a wait was given up.
+fn configuration(num_blocks_max: usize) -> &'static mut Config {
+    Box::leak(Box::new(Config {
+        size: size_of::<Config>(),
+        magic: MAGIC,
+        version: NCCL.min_version.0 as u32,
+        blocking: 0,
+        cga_cluster_size: UNDEFINED,
+        min_ctas: UNDEFINED,
+        max_ctas: if num_blocks_max == 0 { UNDEFINED } else { int(num_blocks_max) },
+        net_name: ptr::null(),
+        split_share: UNDEFINED,
+        traffic_class: UNDEFINED,
+    }))
 }
 
 /// Returns the stream of a back end, after making its device current.

@@ -22,6 +22,8 @@ pub(crate) const MIN: c_int = 3;
 pub(crate) const MAGIC: c_uint = 0xCAFE_BEEF;
 /// `NCCL_CONFIG_UNDEF_INT`.
 pub(crate) const UNDEFINED: c_int = c_int::MIN;
+/// `NCCL_SPLIT_NOCOLOR`.
+pub(crate) const NO_COLOR: c_int = -1;
 
 /// `ncclUniqueId`.
 #[derive(Clone, Copy)]
@@ -124,7 +126,7 @@ impl Functions {
             "" => format!("{name} ({answer})"),
             last => format!("{name} ({answer}): {last}"),
         };
-        KernelError::Device { call, why, is_permanent: false }
+        KernelError::Device { call, why, lost_gpu: None }
     }
 }
 

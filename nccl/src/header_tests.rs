@@ -1,8 +1,8 @@
 //! NCCL's types as declared here, compared with `nccl.h` by a C++ compiler, if both are on this machine.
 
 use crate::functions::{
-    Config, FLOAT32, FLOAT64, IN_PROGRESS, INT64, MAGIC, MAX, MIN, RawUniqueId, SUCCESS, SUM, UINT8,
-    UNDEFINED, signatures,
+    Config, FLOAT32, FLOAT64, IN_PROGRESS, INT64, MAGIC, MAX, MIN, NO_COLOR, RawUniqueId, SUCCESS, SUM,
+    UINT8, UNDEFINED, signatures,
 };
 use std::fmt::Write as _;
 use std::io::Write as _;
@@ -65,6 +65,7 @@ fn program() -> String {
         ("ncclSum", SUM),
         ("ncclMax", MAX),
         ("ncclMin", MIN),
+        ("NCCL_SPLIT_NOCOLOR", NO_COLOR),
     ];
     for (name, value) in numbers {
         let _ = writeln!(text, "static_assert({name} == {value}, \"{name}\");");

@@ -18,6 +18,6 @@ mod header_tests;
 mod library_tests;
 
 #[cfg(feature = "cuda")]
-pub use communicator::{ABORTED, Communicator, Part, ReduceOp};
+pub use communicator::{ABORTED, Communicator, Part, ReduceOp, SplitGroup};
 #[cfg(feature = "cuda")]
 pub use library::{Nccl, UniqueId, algorithm, pin_algorithm};

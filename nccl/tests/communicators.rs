@@ -8,7 +8,7 @@ use shardgrad_kernels::cuda::{CudaDevice, SearchPaths};
 use shardgrad_kernels::{
     Backend, BackendConfig, BackendProvider, Buffer, DType, KernelError, ResultCheck, download, upload,
 };
-use shardgrad_nccl::{Communicator, Nccl, Part, ReduceOp, UniqueId};
+use shardgrad_nccl::{Communicator, Nccl, Part, ReduceOp, SplitGroup, UniqueId};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ struct IsValid(AtomicBool);
 
 impl ResultCheck for IsValid {
     fn check(&self) -> Outcome<()> {
-        let why = KernelError::Device { call: "ncclCommAbort", why: "enough".into(), is_permanent: false };
+        let why = KernelError::Device { call: "ncclCommAbort", why: "enough".into(), lost_gpu: None };
         if self.0.load(Ordering::SeqCst) { Ok(()) } else { Err(why) }
     }
 }
@@ -44,7 +44,7 @@ type Outcome<T> = Result<T, KernelError>;
 fn until_limit() -> impl FnMut() -> Outcome<()> {
     let start = Instant::now();
     move || match start.elapsed() > LIMIT {
-        true => Err(KernelError::Device { call: "a wait", why: "too long".into(), is_permanent: false }),
+        true => Err(KernelError::Device { call: "a wait", why: "too long".into(), lost_gpu: None }),
         false => Ok(()),
     }
 }
@@ -149,10 +149,15 @@ impl Member {
         Ok(())
     }
 
+    fn split(&self, color: usize, rank: usize, size: usize) -> Outcome<Communicator> {
+        let group = SplitGroup { color, rank, size, num_blocks_max: 0 };
+        Ok(self.comm.split(Some(&group), &mut until_limit())?.expect("the rank joins"))
+    }
+
     /// Makes every call of the library, of which one is refused.
     fn every_call(&self, size: usize) -> Outcome<()> {
         self.all_operations(&self.comm, &(0..size).collect::<Vec<usize>>())?;
-        self.comm.split(0, (self.rank, size), &mut until_limit())?.destroy()
+        self.split(0, self.rank, size)?.destroy()
     }
 
     /// Begins an all-reduce and returns how its result is read: the error of the result check if it is aborted.
@@ -226,10 +231,20 @@ fn scenario(name: &str, folder: &Path, rank: usize, size: usize) -> Outcome<()> 
                 let members: Vec<usize> =
                     everyone.iter().copied().filter(|other| of(other) == of(&rank)).collect();
                 let key = members.iter().position(|other| *other == rank).unwrap();
-                let split = member.comm.split(of(&rank), (key, members.len()), &mut until_limit())?;
+                let split = member.split(of(&rank), key, members.len())?;
                 member.all_operations(&split, &members)?;
                 member.own.synchronize()?;
                 split.destroy()?;
+            }
+            // Two ranks join a communicator, and others none.
+            let (color, size) = (7, 2);
+            let pair = SplitGroup { color, rank, size, num_blocks_max: 4 };
+            let pair = member.comm.split((rank < 2).then_some(&pair), &mut until_limit())?;
+            assert_eq!(pair.is_some(), rank < 2);
+            if let Some(pair) = pair {
+                member.all_operations(&pair, &everyone[..2])?;
+                member.own.synchronize()?;
+                pair.destroy()?;
             }
             member.own.synchronize()?;
             member.comm.destroy()?;

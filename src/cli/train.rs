@@ -214,10 +214,12 @@ pub(super) fn run(args: &TrainArgs, startup: &Startup) -> Result<(), Failure> {
         job.spec.train_config.seq,
         job.spec.train_config.precision
     );
+    #[cfg(feature = "nccl")]
+    let nccl = ranks.describe_nccl().inspect(|text| job.state.metrics().describe_nccl(text.clone()));
     if !job.spec.json && is_rank_zero() && !job.spec.is_done() {
         job.state.lines.print_line(format_args!("training {text}"));
         #[cfg(feature = "nccl")]
-        if let Some(nccl) = ranks.describe_nccl() {
+        if let Some(nccl) = &nccl {
             job.state.lines.print_line(format_args!("collectives over {nccl}"));
         }
         job.state.lines.print_line(format_args!("reproducibility, bit for bit"));

@@ -273,7 +273,7 @@ impl Backend for CapturingBackend {
             && failing_captures
                 .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1))
                 .is_ok();
-        let error = || KernelError::Device { call: "launch", why: "not now".into(), is_permanent: false };
+        let error = || KernelError::Device { call: "launch", why: "not now".into(), lost_gpu: None };
         if fails { Err(error()) } else { Ok(()) }
     }
 
@@ -332,7 +332,7 @@ impl Backend for CapturingBackend {
         let number = self.device.counts[1].fetch_add(1, Ordering::Relaxed) + 1;
         self.record(DeviceCall::Replay);
         if self.device.failing_replay == Some(number) {
-            return Err(KernelError::Device { call: "replay", why: "not now".into(), is_permanent: false });
+            return Err(KernelError::Device { call: "replay", why: "not now".into(), lost_gpu: None });
         }
         let captured: &CapturedGraph = graph.downcast_ref().expect("a graph of this device");
         let mut blocks = lock(&self.memory.blocks);

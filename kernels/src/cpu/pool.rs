@@ -97,7 +97,7 @@ impl Pool {
                 .map_err(|e| KernelError::Device {
                     call: "starting a thread of the kernel pool",
                     why: e.to_string(),
-                    is_permanent: false,
+                    lost_gpu: None,
                 })?;
             pool.workers.push(Worker { slot, handle });
         }

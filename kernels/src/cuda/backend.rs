@@ -1,6 +1,6 @@
 //! GPUs as back-end providers, and the back end of one rank: its memory, launches, compute stream and graph capture.
 
-use super::comm_stream::{CommStream, RankState};
+use super::comm_stream::{CommStreams, RankState};
 use super::compile::Compiler;
 use super::cublaslt::{CublasLt, MatmulPlanner, WORKSPACE_BYTES};
 use super::driver::{Context, DeviceProperties, Driver, Event, Priority, Stream};
@@ -10,7 +10,7 @@ use super::library::{DRIVER, SearchPaths};
 use super::matmul::MatmulRunner;
 use super::memory::{CachingAllocator, DriverChunks};
 use super::staging::Staging;
-use crate::backend::{Backend, Graph, ResultCheck, SyncEvent};
+use crate::backend::{AsyncStream, Backend, Graph, ResultCheck, SyncEvent};
 use crate::buffer::Buffer;
 use crate::cost::Cost;
 use crate::device::Device;
@@ -21,6 +21,7 @@ use crate::provider::{BackendConfig, BackendProvider};
 use smallvec::SmallVec;
 use std::iter;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// An open NVIDIA GPU: its context, compiled kernels and libraries, which all ranks on the GPU share.
@@ -134,8 +135,7 @@ struct Cuda {
     faults: Mutex<Faults>,
     staging: Mutex<Staging>,
     capture_state: CaptureState,
-    /// Created by the first collective; a single rank has none.
-    comm_stream: OnceLock<Arc<CommStream>>,
+    comm_streams: Arc<CommStreams>,
     /// That of [`Backend::set_result_check`].
     result_check: OnceLock<Arc<dyn ResultCheck>>,
     rank: Arc<RankState>,
@@ -165,16 +165,19 @@ impl Cuda {
             cost: Mutex::default(),
             memory,
             stream,
+            num_releases: AtomicU64::new(0),
+            is_watched: AtomicBool::new(false),
         };
+        let rank = Arc::new(rank);
         Ok(Cuda {
             planner: Mutex::new(MatmulPlanner::new(&device.cublaslt, config.precision)),
             workspace,
             faults: Mutex::new(Faults { records, kernels: Vec::new() }),
             staging: Mutex::new(Staging::new(&device.context)?),
             capture_state: CaptureState::default(),
-            comm_stream: OnceLock::new(),
+            comm_streams: CommStreams::new(&rank),
             result_check: OnceLock::new(),
-            rank: Arc::new(rank),
+            rank,
         })
     }
 
@@ -222,20 +225,6 @@ impl Cuda {
         buffers.memory.clone()
     }
 
-    /// Makes the compute stream wait for the pending collectives that conflict with reads and writes of these buffers.
-    fn wait_for_conflicts<'a>(
-        &self,
-        read: impl Iterator<Item = &'a Buffer>,
-        written: impl Iterator<Item = &'a Buffer>,
-    ) -> Result<(), KernelError> {
-        self.comm_stream.get().map_or(Ok(()), |comm_stream| comm_stream.wait_for_conflicts(read, written))
-    }
-
-    /// Makes the compute stream wait for all pending collectives.
-    fn wait_all(&self) -> Result<(), KernelError> {
-        self.comm_stream.get().map_or(Ok(()), |comm_stream| comm_stream.wait_all())
-    }
-
     /// Returns an error during capture: `what` cannot be part of a graph.
     fn refuse_in_capture(&self, what: &'static str) -> Result<(), KernelError> {
         if locked(&self.capture_state).is_some() { Err(KernelError::NotCapturable { what }) } else { Ok(()) }
@@ -275,7 +264,7 @@ impl Backend for Cuda {
 
     fn launch(&self, kernel: &Kernel, launch: &mut Launch<'_>) -> Result<(), KernelError> {
         let read = launch.inputs.iter().map(|x| x.buffer);
-        self.wait_for_conflicts(read, launch.outputs.iter().map(|y| &*y.buffer))?;
+        self.comm_streams.wait_for_conflicts(read, launch.outputs.iter().map(|y| &*y.buffer))?;
         self.run(kernel, launch)?;
         *self.rank.cost() += kernel.cost(launch);
         Ok(())
@@ -296,13 +285,13 @@ impl Backend for Cuda {
     fn upload(&self, from: &[u8], to: &mut Buffer) -> Result<(), KernelError> {
         self.refuse_in_capture("copies from the host")?;
         assert!(to.is_unique(), "bug: a buffer that is written has one handle");
-        self.wait_for_conflicts(iter::empty(), iter::once(&*to))?;
+        self.comm_streams.wait_for_conflicts(iter::empty(), iter::once(&*to))?;
         locked(&self.staging).upload(&self.rank.stream, from, to)
     }
 
     fn download(&self, from: &Buffer, to: &mut [u8]) -> Result<(), KernelError> {
         self.refuse_in_capture("copies to the host")?;
-        self.wait_for_conflicts(iter::once(from), iter::empty())?;
+        self.comm_streams.wait_for_conflicts(iter::once(from), iter::empty())?;
         let mut staging = locked(&self.staging);
         staging.download(&self.rank.stream, from, to)?;
         self.check_results()?;
@@ -311,7 +300,7 @@ impl Backend for Cuda {
 
     fn record_event(&self) -> Result<SyncEvent, KernelError> {
         self.refuse_in_capture("records an event for other back ends")?;
-        self.wait_all()?;
+        self.comm_streams.wait_all()?;
         Ok(SyncEvent::new(Arc::new(self.rank.stream.record_event()?)))
     }
 
@@ -322,19 +311,25 @@ impl Backend for Cuda {
 
     fn begin_async(&self) -> Result<Option<&dyn Backend>, KernelError> {
         self.refuse_in_capture("records an event for other back ends")?;
-        let comm_stream = match self.comm_stream.get() {
-            Some(comm_stream) => comm_stream,
-            None => {
-                let fresh = CommStream::new(&self.rank)?;
-                self.comm_stream.get_or_init(|| fresh)
-            }
-        };
-        comm_stream.begin()?;
+        let comm_stream = self.comm_streams.of_collectives()?;
+        comm_stream.begin_now()?;
         Ok(Some(&**comm_stream))
     }
 
     fn end_async(&self) -> Result<(), KernelError> {
-        self.comm_stream.get().map_or(Ok(()), |comm_stream| comm_stream.end())
+        self.comm_streams.end_collective()
+    }
+
+    fn open_stream(&self) -> Result<Option<Arc<dyn AsyncStream>>, KernelError> {
+        Ok(Some(self.comm_streams.open()?))
+    }
+
+    fn running_async(&self) -> Result<Vec<Option<u64>>, KernelError> {
+        self.comm_streams.running()
+    }
+
+    fn wait_for_writer(&self, buffer: &Buffer) -> Result<(), KernelError> {
+        self.comm_streams.wait_for_conflicts(iter::once(buffer), iter::empty())
     }
 
     fn native_stream(&self) -> Result<Option<usize>, KernelError> {
@@ -351,7 +346,7 @@ impl Backend for Cuda {
         discard: &mut dyn FnMut(),
     ) -> Result<Graph, KernelError> {
         // Captured work cannot wait for an event of uncaptured work.
-        self.wait_all()?;
+        self.comm_streams.wait_all()?;
         // Recording executes nothing, so it has no cost, even if the capture fails.
         let before = std::mem::take(&mut *self.rank.cost());
         let record =
@@ -364,7 +359,7 @@ impl Backend for Cuda {
 
     fn replay(&self, graph: &Graph) -> Result<(), KernelError> {
         self.refuse_in_capture("replays other work")?;
-        self.wait_all()?;
+        self.comm_streams.wait_all()?;
         let CostedGraph { captured, cost } = graph.downcast_ref().expect("bug: a graph of another back end");
         captured.replay(&self.rank.stream)?;
         *self.rank.cost() += *cost;
@@ -374,7 +369,7 @@ impl Backend for Cuda {
     fn synchronize(&self) -> Result<(), KernelError> {
         self.refuse_in_capture("waits until all work is done")?;
         self.rank.stream.synchronize()?;
-        self.comm_stream.get().map_or(Ok(()), |comm_stream| comm_stream.synchronize())?;
+        self.comm_streams.synchronize()?;
         self.check_results()?;
         self.check_faults(&mut locked(&self.staging))
     }

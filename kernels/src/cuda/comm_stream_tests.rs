@@ -4,7 +4,7 @@
 use super::fake::{self, Folder};
 use super::tests::twice;
 use super::{CudaDevice, tests};
-use crate::backend::{Backend, download, upload};
+use crate::backend::{AsyncStream, Backend, SyncEvent, download, upload};
 use crate::buffer::Buffer;
 use crate::cpu::Pool;
 use crate::dtype::DType;
@@ -283,6 +283,89 @@ fn large_pending_collective_does_not_delay_the_next() {
     assert_eq!(floats(&*compute, &minus_2_5(&*compute, &x)), [6.5; N]);
     gate.open();
     assert_eq!((floats(&*compute, &y), floats(&*compute, &next)), (vec![9.0; N], vec![9.0; N]));
+}
+
+/// Starts a copy of x on a stream after an event, delayed by a gate.
+fn start_copy_on(stream: &dyn AsyncStream, after: &SyncEvent, gate: &Gate, x: &Buffer) -> Buffer {
+    let on = stream.begin(after).unwrap();
+    on.record_stream(x);
+    let mut y = on.alloc(4 * N).unwrap();
+    held(on, gate, x, &mut y);
+    stream.end().unwrap();
+    y
+}
+
+fn open_streams(compute: &dyn Backend) -> [Arc<dyn AsyncStream>; 2] {
+    [(); 2].map(|()| compute.open_stream().unwrap().expect("a GPU has further streams"))
+}
+
+#[test]
+fn further_streams_wait_for_their_events_only() {
+    let Some(folder) = fake::gpu("") else { return };
+    let (compute, mut gate) = rank(&folder);
+    let (mut late, reader) = (gate.another(), tests::backend(&folder));
+    let [first, second] = open_streams(&*compute);
+    let x = upload(&*compute, &[9f32; N]).unwrap();
+    let [made, also_made] = [&first, &second].map(|stream| stream.back_end_event().unwrap());
+    // Later work of the compute stream, of collectives and of the first stream is held up.
+    let mut busy = compute.alloc(4 * N).unwrap();
+    let y = start_copy_on(&*first, &made, &late, &x);
+    let z = start_copy(&*compute, &late, &x);
+    held(&*compute, &late, &x, &mut busy);
+    let on = second.begin(&also_made).unwrap();
+    on.record_stream(&x);
+    let done = on.record_event().unwrap();
+    second.end().unwrap();
+    reader.wait_event(&done).unwrap();
+    reader.synchronize().unwrap();
+    // What the compute stream does not use does not hold it up.
+    late.open();
+    let held_up = start_copy_on(&*first, &first.back_end_event().unwrap(), &gate, &x);
+    assert_eq!(floats(&*compute, &minus_2_5(&*compute, &x)), [6.5; N]);
+    let all = [&y, &z, &busy].map(|copy| floats(&*compute, copy));
+    assert!(all.iter().flatten().all(|value| *value == 9.0));
+    gate.open();
+    assert_eq!(floats(&*compute, &held_up), [9.0; N]);
+}
+
+#[test]
+fn what_one_stream_writes_another_reads_after_it() {
+    let Some(folder) = fake::gpu("") else { return };
+    let (compute, mut gate) = rank(&folder);
+    let mut open = gate.another();
+    open.open();
+    let [first, second] = open_streams(&*compute);
+    let x = upload(&*compute, &[9f32; N]).unwrap();
+    let y = start_copy_on(&*first, &first.back_end_event().unwrap(), &gate, &x);
+    compute.wait_for_writer(&y).unwrap();
+    let z = start_copy_on(&*second, &second.back_end_event().unwrap(), &open, &y);
+    let w = start_copy(&*compute, &open, &y);
+    gate.open();
+    assert_eq!((floats(&*compute, &z), floats(&*compute, &w)), (vec![9.0; N], vec![9.0; N]));
+}
+
+/// A block that one stream reads is given to another one: after its event, because memory is short.
+#[test]
+fn released_memory_is_written_after_the_stream_that_used_it() {
+    let Some(folder) = fake::gpu("") else { return };
+    let settings = BackendConfig { memory_bytes_max: 160 << 20, ..BackendConfig::default() };
+    let gpu = CudaDevice::open(&folder.search_paths(), 0).unwrap();
+    let ((_, mut gate), compute) = (rank_on(&gpu), gpu.backend(settings).unwrap());
+    let mut open = gate.another();
+    open.open();
+    let [first, second] = open_streams(&*compute);
+    let (source, mut x) = (upload(&*compute, &[8f32; N]).unwrap(), compute.alloc(70 << 20).unwrap());
+    compute.upload(&9f32.to_le_bytes().repeat(N), &mut x).unwrap();
+    let y = start_copy_on(&*first, &first.back_end_event().unwrap(), &gate, &x);
+    drop(x);
+    let on = second.begin(&second.back_end_event().unwrap()).unwrap();
+    let mut z = on.alloc(70 << 20).unwrap();
+    on.record_stream(&source);
+    held(on, &open, &source, &mut z);
+    second.end().unwrap();
+    gate.open();
+    assert_eq!(floats(&*compute, &y), [9.0; N]);
+    compute.synchronize().unwrap();
 }
 
 /// Two streams of each of five ranks: more than the hardware queues of a GPU by default.

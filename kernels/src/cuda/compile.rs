@@ -9,8 +9,9 @@ use cudarc::nvrtc::sys::nvrtcProgram;
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::path::Path;
 use std::ptr;
+use std::sync::Arc;
 
-foreign!(Table, NVRTC, cudarc::nvrtc::sys, nvrtcResult {
+foreign!(Table {}, NVRTC, cudarc::nvrtc::sys, nvrtcResult {
     fn nvrtcCreateProgram(program: *mut nvrtcProgram, source: *const c_char, name: *const c_char,
         num_headers: c_int, headers: *const *const c_char, names: *const *const c_char);
     fn nvrtcCompileProgram(program: nvrtcProgram, num_options: c_int, options: *const *const c_char);
@@ -23,11 +24,7 @@ foreign!(Table, NVRTC, cudarc::nvrtc::sys, nvrtcResult {
 
 impl Table {
     fn failed(&self, call: &'static str, answer: c_int) -> KernelError {
-        KernelError::Device {
-            call,
-            why: format!("the compiler failed with code {answer}"),
-            is_permanent: false,
-        }
+        KernelError::Device { call, why: format!("the compiler failed with code {answer}"), lost_gpu: None }
     }
 }
 
@@ -85,7 +82,7 @@ impl Compiler {
         }
         let number = usize::try_from(major * 1000 + minor * 10).unwrap_or(0);
         NVRTC.check(number, &format!("{major}.{minor}"), library.file())?;
-        let table = Table::load(library)?;
+        let table = Table::load(Arc::new(library))?;
         let cache = paths.cache.as_deref().map(Cache::new);
         Ok(Compiler { table, version: (major, minor), cache, _builtins: builtins })
     }

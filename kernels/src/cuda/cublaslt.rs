@@ -21,7 +21,7 @@ use std::mem::MaybeUninit;
 use std::ptr;
 use std::sync::Arc;
 
-foreign!(Table, CUBLASLT, cudarc::cublaslt::sys, cublasStatus_t {
+foreign!(Table {}, CUBLASLT, cudarc::cublaslt::sys, cublasStatus_t {
     fn cublasLtCreate(handle: *mut cublasLtHandle_t);
     fn cublasLtDestroy(handle: cublasLtHandle_t);
     fn cublasLtMatmulDescCreate(product: *mut cublasLtMatmulDesc_t, compute: cublasComputeType_t, scale: cudaDataType);
@@ -55,7 +55,7 @@ impl Table {
         if status == NOT_SUPPORTED {
             return KernelError::Unsupported { kernel: call, device: "cuBLASLt" };
         }
-        KernelError::Device { call, why: format!("cuBLASLt returned status {status}"), is_permanent: false }
+        KernelError::Device { call, why: format!("cuBLASLt returned status {status}"), lost_gpu: None }
     }
 }
 
@@ -136,7 +136,7 @@ impl CublasLt {
     /// Opens the library. A context must be current on this thread.
     pub(super) fn open(paths: &SearchPaths) -> Result<Arc<CublasLt>, KernelError> {
         let (library, _) = CublasLt::find(paths)?;
-        let table = Table::load(library)?;
+        let table = Table::load(Arc::new(library))?;
         let mut handle = ptr::null_mut();
         // SAFETY: the place outlives the call; destroyed once, when this is dropped.
         unsafe { table.cublasLtCreate(&mut handle) }?;

@@ -14,7 +14,10 @@ use std::path::Path;
 use std::ptr;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
-foreign!(Table, DRIVER, cudarc::driver::sys, CUresult {
+foreign!(Table {
+    // Whose context the caller has made current, in the numbering of this process.
+    gpu: Option<usize>
+}, DRIVER, cudarc::driver::sys, CUresult {
     fn cuInit(flags: c_uint);
     fn cuDeviceGetCount(count: *mut c_int);
     fn cuDeviceGet(device: *mut CUdevice, number: c_int);
@@ -41,6 +44,7 @@ foreign!(Table, DRIVER, cudarc::driver::sys, CUresult {
     fn cuEventCreate(event: *mut CUevent, flags: c_uint);
     fn cuEventRecord(event: CUevent, stream: CUstream);
     fn cuEventSynchronize(event: CUevent);
+    fn cuEventQuery(event: CUevent);
     fn cuEventDestroy_v2(event: CUevent);
     fn cuModuleLoadData(module: *mut CUmodule, image: *const c_void);
     fn cuModuleUnload(module: CUmodule);
@@ -59,6 +63,9 @@ foreign!(Table, DRIVER, cudarc::driver::sys, CUresult {
 });
 
 const OUT_OF_MEMORY: StatusCode = 2;
+const NOT_READY: StatusCode = 600;
+/// The reason of the error that stands for [`NOT_READY`].
+const NOT_READY_TEXT: &str = "not ready";
 /// Errors that corrupt the context: every later call of the process fails with the same error. A GPU that falls off the bus reports one
 /// of them, mostly 719 or 999.
 const CONTEXT_LOST: [StatusCode; 12] = [214, 220, 700, 702, 710, 714, 715, 716, 717, 718, 719, 999];
@@ -77,6 +84,9 @@ impl Table {
             // The allocator replaces this by an error with the requested bytes and its statistics.
             return KernelError::OutOfMemory { requested_bytes: 0, stats: MemoryStats::default() };
         }
+        if answer == NOT_READY {
+            return KernelError::Device { call, why: NOT_READY_TEXT.to_string(), lost_gpu: None };
+        }
         let mut name = ptr::null();
         // SAFETY: the bindings state this type, except that the error is an integer here, because it may be newer than their enum;
         // the returned text is static.
@@ -90,11 +100,8 @@ impl Table {
                 _ => "no name".into(),
             }
         };
-        KernelError::Device {
-            call,
-            why: format!("{name} ({answer})"),
-            is_permanent: CONTEXT_LOST.contains(&answer),
-        }
+        let lost_gpu = self.gpu.filter(|_| CONTEXT_LOST.contains(&answer));
+        KernelError::Device { call, why: format!("{name} ({answer})"), lost_gpu }
     }
 }
 
@@ -137,7 +144,7 @@ impl Driver {
         }
         let shown = format!("{}.{}", version / 1000, version % 1000 / 10);
         DRIVER.check(usize::try_from(version).unwrap_or(0), &shown, library.file())?;
-        let table = Table::load(library)?;
+        let table = Table::load(Arc::new(library), None)?;
         let mut count = 0;
         // SAFETY: the flags must be 0; the out-pointer outlives the call.
         let started = unsafe { table.cuInit(0).and_then(|()| table.cuDeviceGetCount(&mut count)) };
@@ -276,7 +283,8 @@ static OPEN_CONTEXTS: OnceLock<OpenContexts> = OnceLock::new();
 /// The primary context of a GPU, released with the last handle.
 #[derive(Debug)]
 pub(super) struct Context {
-    driver: Arc<Driver>,
+    /// The functions of the driver, with the GPU for their errors.
+    table: Table,
     device: CUdevice,
     handle: usize,
     captures: Mutex<Captures>,
@@ -286,11 +294,12 @@ impl Context {
     /// Returns the context of a GPU: the one that this process has open already, or a new one.
     pub(super) fn open(driver: &Arc<Driver>, number: usize) -> Result<Arc<Context>, KernelError> {
         let device = driver.device(number)?;
+        let table = Table::load(driver.table.opened.clone(), Some(number))?;
         let mut handle = ptr::null_mut();
         // SAFETY: the out-pointer outlives the call; released once, when this is dropped.
-        unsafe { driver.table.cuDevicePrimaryCtxRetain(&mut handle, device) }?;
+        unsafe { table.cuDevicePrimaryCtxRetain(&mut handle, device) }?;
         let captures = Mutex::default();
-        let own = Arc::new(Context { driver: driver.clone(), device, handle: handle.addr(), captures });
+        let own = Arc::new(Context { table, device, handle: handle.addr(), captures });
         let OpenContexts(open) = OPEN_CONTEXTS.get_or_init(OpenContexts::default);
         let mut open = open.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(shared) = open.iter().filter_map(Weak::upgrade).find(|one| one.handle == own.handle) {
@@ -304,8 +313,8 @@ impl Context {
     /// Returns the driver functions, after making the context current on this thread.
     pub(super) fn bound(&self) -> Result<&Table, KernelError> {
         // SAFETY: the context is retained while this lives.
-        unsafe { self.driver.table.cuCtxSetCurrent(self.handle as CUcontext) }?;
-        Ok(&self.driver.table)
+        unsafe { self.table.cuCtxSetCurrent(self.handle as CUcontext) }?;
+        Ok(&self.table)
     }
 
     /// Allocates GPU memory, aligned to 256 bytes; `None` if memory is short.
@@ -381,7 +390,7 @@ impl Context {
 impl Drop for Context {
     fn drop(&mut self) {
         // SAFETY: retained once when this was created. An error at shutdown is ignored.
-        let _ = unsafe { self.driver.table.cuDevicePrimaryCtxRelease_v2(self.device) };
+        let _ = unsafe { self.table.cuDevicePrimaryCtxRelease_v2(self.device) };
     }
 }
 
@@ -397,6 +406,16 @@ impl Event {
     pub(super) fn wait(&self) -> Result<(), KernelError> {
         // SAFETY: the event is alive.
         unsafe { self.context.bound()?.cuEventSynchronize(self.handle as CUevent) }
+    }
+
+    /// Returns whether the event has occurred.
+    pub(super) fn has_occurred(&self) -> Result<bool, KernelError> {
+        // SAFETY: the event is alive.
+        match unsafe { self.context.bound()?.cuEventQuery(self.handle as CUevent) } {
+            Ok(()) => Ok(true),
+            Err(KernelError::Device { why, .. }) if why == NOT_READY_TEXT => Ok(false),
+            Err(error) => Err(error),
+        }
     }
 }
 

@@ -248,26 +248,34 @@ pub(super) type StatusCode = c_int;
 /// `Self::failed`. The compiler checks the types against the generated bindings. The loader of the bindings is not used, because it
 /// panics if a library or function is missing and chooses the file itself.
 macro_rules! foreign {
-    ($table:ident, $spec:path, $bindings:path, $status:ident {
+    ($table:ident { $($field:ident: $kind:ty)? }, $spec:path, $bindings:path, $status:ident {
         $(fn $name:ident($($arg:ident: $type:ty),*);)*
     }) => {
         #[allow(non_snake_case)]
         pub(super) struct $table {
             $($name: unsafe extern "C" fn($($type),*) -> $crate::cuda::library::StatusCode,)*
-            opened: $crate::cuda::library::Library,
+            opened: std::sync::Arc<$crate::cuda::library::Library>,
+            $($field: $kind,)?
         }
 
         #[allow(non_snake_case, clippy::too_many_arguments)]
         impl $table {
             /// Finds every function.
-            fn load(library: $crate::cuda::library::Library) -> Result<$table, $crate::error::KernelError> {
+            fn load(
+                library: std::sync::Arc<$crate::cuda::library::Library>,
+                $($field: $kind,)?
+            ) -> Result<$table, $crate::error::KernelError> {
                 use $bindings as bindings;
                 $({
                     let _: unsafe fn($($type),*) -> bindings::$status = bindings::$name;
                 })*
                 // SAFETY: the bindings, which are generated from the headers, state these types.
                 Ok(unsafe {
-                    $table { $($name: library.function(&$spec, stringify!($name))?,)* opened: library }
+                    $table {
+                        $($name: library.function(&$spec, stringify!($name))?,)*
+                        opened: library,
+                        $($field,)?
+                    }
                 })
             }
 

@@ -335,7 +335,7 @@ fn out_of_memory_and_lost_contexts_are_reported() {
     let mut y = gpu.alloc(16).unwrap();
     // The launch succeeds; the next call reports the lost context.
     let error = twice(&*gpu, &x, &mut y, 4, 1.0).and_then(|()| gpu.synchronize()).unwrap_err();
-    assert!(matches!(&error, KernelError::Device { is_permanent: true, .. }), "{error}");
+    assert!(matches!(&error, KernelError::Device { lost_gpu: Some(0), .. }), "{error}");
     assert!(
         error.to_string().contains("CUDA_ERROR_LAUNCH_FAILED (719); the device context is lost"),
         "{error}"

@@ -67,8 +67,7 @@ impl FakeGpu {
 
     /// Refuses all calls of a function on a rank, with a code.
     pub(crate) fn refuse(&self, rank: usize, call: &str, code: i32) {
-        let line = format!("{call} 0 1000000 {code}\n");
-        fs::write(self.rank_folder(rank).join("refuse.txt"), line).unwrap();
+        refuse_in(&self.rank_folder(rank), call, 1_000_000, code);
     }
 
     /// Runs a scenario in as many processes, each one rank. Ranks arrive in no order.
@@ -94,6 +93,12 @@ impl FakeGpu {
     pub(crate) fn succeeds(&self, scenario: &str, size: usize) {
         self.run(scenario, size).iter().for_each(succeeded);
     }
+}
+
+/// Refuses the next calls of a function in a process whose libraries are in a folder, with a code; or lets them misbehave
+/// (`kernels/src/cuda/fake/nccl.h`).
+pub(crate) fn refuse_in(folder: &Path, call: &str, times: usize, code: i32) {
+    fs::write(folder.join("refuse.txt"), format!("{call} 0 {times} {code}\n")).unwrap();
 }
 
 impl Drop for FakeGpu {

@@ -19,7 +19,7 @@ const LINES_FILE: &str = "metrics.jsonl";
 const LINE_END: &[u8] = b"}\n";
 
 /// A logged value.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum Scalar {
     /// A number. In `metrics.jsonl`, a number that is not finite is `null`.
     Number(f64),
@@ -27,6 +27,8 @@ pub enum Scalar {
     Flag(bool),
     /// A hash, which `metrics.jsonl` has as its digits, and an event file does not have.
     Hash(StateHash),
+    /// A text, which an event file does not have.
+    Text(String),
 }
 
 impl From<f64> for Scalar {
@@ -41,6 +43,12 @@ impl From<bool> for Scalar {
     }
 }
 
+impl From<String> for Scalar {
+    fn from(text: String) -> Scalar {
+        Scalar::Text(text)
+    }
+}
+
 impl From<StateHash> for Scalar {
     fn from(hash: StateHash) -> Scalar {
         Scalar::Hash(hash)
@@ -48,20 +56,21 @@ impl From<StateHash> for Scalar {
 }
 
 impl Scalar {
-    fn json(self) -> String {
+    fn json(&self) -> String {
         match self {
-            Scalar::Number(number) => serde_json::to_string(&number).unwrap_or_else(|_| "null".to_string()),
+            Scalar::Number(number) => serde_json::to_string(number).unwrap_or_else(|_| "null".to_string()),
             Scalar::Flag(flag) => flag.to_string(),
             Scalar::Hash(hash) => format!("\"{hash}\""),
+            Scalar::Text(text) => serde_json::Value::from(text.as_str()).to_string(),
         }
     }
 
     /// The value in an event file.
-    fn number(self) -> Option<f64> {
+    fn number(&self) -> Option<f64> {
         match self {
-            Scalar::Number(number) => Some(number),
-            Scalar::Flag(flag) => Some(f64::from(u8::from(flag))),
-            Scalar::Hash(_) => None,
+            Scalar::Number(number) => Some(*number),
+            Scalar::Flag(flag) => Some(f64::from(u8::from(*flag))),
+            Scalar::Hash(_) | Scalar::Text(_) => None,
         }
     }
 }

@@ -155,6 +155,7 @@ fn metrics_of_step(job: &Job, step: u64, report: &StepReport, seconds: f64, star
         skipped: report.loss_scale.map(|_| report.skipped),
         experts: ExpertMetrics::of(report),
         state_hash: None,
+        nccl: None,
         val_loss: None,
     }
 }

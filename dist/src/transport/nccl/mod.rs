@@ -2,23 +2,26 @@
 //!
 //! A rank submits each collective at once to its communication stream and continues. Behind it, the members of a group compare their calls
 //! over TCP (`tcp::agreement`), and a mismatch, a deadlock, a departed rank or a timeout aborts the operations of all ranks.
-//! Results leave the GPU once their calls are compared, and aborted ones never do. Messages between two ranks, and barriers, go through TCP,
-//! after the comparison of all calls before.
+//! Results leave the GPU once their calls are compared, and aborted ones never do. NCCL carries the messages between two ranks of an axis too
+//! ([`messages`]). Messages of host data ([`Phase::Control`]), empty ones, those between other ranks, and barriers go through TCP, after
+//! the comparison of all calls before.
 //!
 //! NCCL sums f32, f64 and i64. All other reductions, and reduce-scatters of uneven parts, are an exchange of pieces that the kernels of the
 //! other transports reduce, in the same order: 16-bit floats are rounded once, and NaN is no number that a maximum may drop. With
 //! [`tree_sums`](crate::World::tree_sums) that holds for sums of f32 and f64 too.
 
+mod watchdog;
+mod messages;
 mod session;
 
 pub(crate) use session::Session;
 
 use super::Transport;
 use super::buffer_ops::{copy, offset, reduce_ranges};
-use super::tcp::TcpTransport;
+use super::tcp::{Received, TcpTransport};
 use super::thread::is_root;
-use crate::call::{Op, ReduceOp, Request, chunk};
-use crate::error::{Error, Kind, Result};
+use crate::call::{Op, Phase, ReduceOp, Request, chunk};
+use crate::error::{Error, Result};
 use shardgrad_kernels::{Backend, Buffer, DType};
 use shardgrad_nccl::{Communicator, Part};
 use smallvec::SmallVec;
@@ -45,12 +48,26 @@ impl Transport for NcclTransport {
     }
 
     fn run(&self, own: &dyn Backend, request: &Request<'_>) -> Result<Option<Buffer>> {
-        if !request.op.is_collective() || request.op == Op::Barrier {
-            self.session.pending.wait_until_compared(self.tcp.spin())?;
-            return self.tcp.run(own, request);
-        }
-        self.check()?;
-        self.collective(own, request).map_err(|error| self.fail_call(request, error))
+        let outcome = match request.op {
+            Op::Send { to } if self.is_sent_by_nccl(request, request.position.members[to]) => {
+                self.check()?;
+                let to = request.position.members[to];
+                self.session.messages().send(&self.tcp, &self.session.pending, request, to).map(|()| None)
+            }
+            Op::Recv { from } => {
+                self.session.pending.wait_until_compared(self.tcp.spin())?;
+                self.receive(own, request, request.position.members[from]).map(Some)
+            }
+            Op::Send { .. } | Op::Barrier => {
+                self.session.pending.wait_until_compared(self.tcp.spin())?;
+                return self.tcp.run(own, request);
+            }
+            _ => {
+                self.check()?;
+                self.collective(own, request)
+            }
+        };
+        outcome.map_err(|error| self.fail_call(request, error))
     }
 }
 
@@ -68,8 +85,22 @@ impl NcclTransport {
         NcclTransport { tcp, session, has_tree_sums }
     }
 
+    /// Whether NCCL carries a message. Its sender decides, and its receiver follows.
+    fn is_sent_by_nccl(&self, request: &Request<'_>, to: usize) -> bool {
+        request.call.phase != Phase::Control && request.counts[0] > 0 && self.session.messages().reaches(to)
+    }
+
+    fn receive(&self, own: &dyn Backend, request: &Request<'_>, from: usize) -> Result<Buffer> {
+        match self.tcp.receive(own, request, from)? {
+            Received::Elements(y) => Ok(y),
+            Received::Announced(id) => self.session.messages().receive(&self.tcp, request, &id),
+        }
+    }
+
     fn collective(&self, own: &dyn Backend, request: &Request<'_>) -> Result<Option<Buffer>> {
         self.session.pending.push(&self.tcp, request)?;
+        // A message may write it on another stream.
+        request.x.map_or(Ok(()), |x| own.wait_for_writer(x))?;
         let on = own.begin_async()?.expect("bug: a GPU has a communication stream");
         if let Some(x) = request.x {
             on.record_stream(x);
@@ -86,8 +117,7 @@ impl NcclTransport {
 
     /// Fails the world with the error of a call, unless that error follows from the failure of the world.
     fn fail_call(&self, request: &Request<'_>, error: Error) -> Error {
-        let is_of_library = error.kind() == Kind::Device && error.message().starts_with("nccl");
-        if is_of_library && self.session.wait_for_cause() {
+        if self.session.is_consequence(&error) {
             return self.session.pending.failure_error();
         }
         self.tcp.fail_call(request, error)

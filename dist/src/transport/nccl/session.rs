@@ -1,5 +1,7 @@
-//! The communicators of one process, and the watchdog that aborts them when the world has failed.
+//! The communicators of one process, and the threads that compare calls, submit messages and abort communicators.
 
+use super::messages::{Links, Messages};
+use super::watchdog::Watched;
 use crate::call::{Call, GroupPosition, Op, Origin, Phase, Request};
 use crate::error::{Error, Kind, Result};
 use crate::mesh::{AxisSet, Mesh};
@@ -7,30 +9,12 @@ use crate::transport::tcp::{Endpoint, PendingCalls, TcpTransport};
 use crate::transport::{Transport, TransportSession};
 use shardgrad_kernels::cuda::SearchPaths;
 use shardgrad_kernels::{Backend, Cpu, DType, KernelError, ResultCheck, download, upload};
-use shardgrad_nccl::{ABORTED, Communicator, Nccl, UniqueId};
+use shardgrad_nccl::{ABORTED, Communicator, Nccl, SplitGroup, UniqueId};
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, Location, catch_unwind};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
-
-/// The interval at which the watchdog looks whether the world has failed.
-const WATCH_EVERY: Duration = Duration::from_millis(10);
-/// The interval at which it asks the communicators for asynchronous errors.
-const ASK_EVERY: Duration = Duration::from_millis(200);
-/// How long an error of the library waits for its cause: a lost process, which the connection to it reports with its rank.
-const CAUSE_TIME: Duration = Duration::from_secs(1);
-
-/// What the rank and the watchdog share.
-#[derive(Debug)]
-struct Watched {
-    endpoint: Endpoint,
-    rank_text: String,
-    /// That of all ranks first.
-    communicators: Vec<Communicator>,
-    is_over: AtomicBool,
-}
 
 /// Keeps results on the GPU until the calls of which they are results are compared, because NCCL may give unlike calls any contents; and
 /// for ever once the world has failed, because operations are aborted then.
@@ -40,7 +24,7 @@ struct ComparedResults(Arc<PendingCalls>);
 impl ResultCheck for ComparedResults {
     fn check(&self) -> std::result::Result<(), KernelError> {
         let why = "the world has failed, so the collectives on the GPU were aborted".to_string();
-        let aborted = KernelError::Device { call: ABORTED, why, is_permanent: false };
+        let aborted = KernelError::Device { call: ABORTED, why, lost_gpu: None };
         self.0.wait_until_compared(Duration::ZERO).map_err(|_| aborted)
     }
 }
@@ -54,10 +38,11 @@ pub(crate) struct Session {
     /// The communicator of the bits of axes longer than 1.
     by_bits: HashMap<u16, usize>,
     long_axes: AxisSet,
-    /// The comparer and the watchdog.
+    messages: Arc<Messages>,
+    /// The comparer, the thread that submits messages, and the watchdog.
     threads: Mutex<Vec<JoinHandle<()>>>,
     /// Outlives the communicators: it waits for their operations when it is dropped.
-    _backend: Arc<dyn Backend>,
+    backend: Arc<dyn Backend>,
 }
 
 impl Session {
@@ -99,32 +84,42 @@ impl Session {
                 continue;
             }
             let position = GroupPosition::new(mesh, rank, axes);
-            let key = (position.group_rank, position.size());
-            let split = communicators[0].split(position.members[0], key, &mut check)?;
+            let (color, rank, size) = (position.members[0], position.group_rank, position.size());
+            let group = SplitGroup { color, rank, size, num_blocks_max: 0 };
+            let split = communicators[0].split(Some(&group), &mut check)?;
             by_bits.insert(bits, communicators.len());
-            communicators.push(split);
+            communicators.push(split.expect("bug: a split without the rank's communicator"));
         }
-        let watched = Arc::new(Watched {
-            endpoint: endpoint.clone(),
-            rank_text: mesh.describe(rank),
-            communicators,
-            is_over: AtomicBool::new(false),
-        });
+        let links = Links::join(mesh, rank, &mut communicators, &mut check)?;
+        let watched = Arc::new(Watched::new(endpoint, mesh.describe(rank), communicators));
         let pending = PendingCalls::new(endpoint);
         backend.set_result_check(Arc::new(ComparedResults(pending.clone())));
-        let (threads, _backend) = (Mutex::default(), backend.clone());
-        let session = Session { watched, pending, by_bits, long_axes, threads, _backend };
-        let (watched, comparer) = (session.watched.clone(), tcp.comparer(&session.pending));
-        session.spawn("nccl-watchdog", move || watched.watch())?;
-        let endpoint = endpoint.clone();
-        session.spawn("nccl-comparer", move || {
-            // The rank would wait forever for a comparer that is gone.
-            if catch_unwind(AssertUnwindSafe(|| comparer.run())).is_err() {
-                let why = "bug: the thread that compares calls panicked";
+        // From the first operation on.
+        backend.running_async()?;
+        let messages = Arc::new(Messages::new(links, &watched, backend));
+        let (threads, backend) = (Mutex::default(), backend.clone());
+        let session = Session { watched, pending, by_bits, long_axes, messages, threads, backend };
+        let (watched, backend, pending) =
+            (session.watched.clone(), session.backend.clone(), session.pending.clone());
+        let limit = tcp.limit();
+        session.spawn_checked("nccl-watchdog", move || watched.watch(&*backend, &pending, limit))?;
+        let comparer = tcp.comparer(&session.pending);
+        session.spawn_checked("nccl-comparer", move || comparer.run())?;
+        let (messages, tcp, pending) =
+            (session.messages.clone(), tcp.for_messages(), session.pending.clone());
+        session.spawn_checked("nccl-messages", move || messages.submit_requested(&tcp, &pending))?;
+        Ok(Arc::new(session))
+    }
+
+    /// Starts a thread for which ranks would wait forever if it panicked.
+    fn spawn_checked(&self, name: &'static str, run: impl FnOnce() + Send + 'static) -> Result<()> {
+        let endpoint = self.watched.endpoint.clone();
+        self.spawn(name, move || {
+            if catch_unwind(AssertUnwindSafe(run)).is_err() {
+                let why = format!("bug: the thread {name} panicked");
                 endpoint.fail_everywhere(Error::new(Kind::Panic, why));
             }
-        })?;
-        Ok(Arc::new(session))
+        })
     }
 
     fn spawn(&self, name: &str, run: impl FnOnce() + Send + 'static) -> Result<()> {
@@ -138,17 +133,17 @@ impl Session {
         &self.watched.communicators[self.by_bits[&(axes.bits() & self.long_axes.bits())]]
     }
 
-    /// Waits a moment for the failure of the world, which is the cause of most errors of the library. Returns whether it has failed.
-    pub(super) fn wait_for_cause(&self) -> bool {
-        let start = Instant::now();
-        while !self.watched.endpoint.has_failed() && start.elapsed() < CAUSE_TIME {
-            std::thread::sleep(WATCH_EVERY);
-        }
-        self.watched.endpoint.has_failed()
+    pub(super) fn messages(&self) -> &Messages {
+        &self.messages
+    }
+
+    /// See [`Watched::is_consequence`].
+    pub(super) fn is_consequence(&self, error: &Error) -> bool {
+        self.watched.is_consequence(error)
     }
 
     fn end_threads(&self) {
-        self.watched.is_over.store(true, Ordering::SeqCst);
+        self.watched.end();
         self.pending.end();
         for thread in self.threads.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
             thread.thread().unpark();
@@ -158,8 +153,10 @@ impl Session {
 }
 
 impl TransportSession for Session {
-    /// Ends the threads, and destroys the communicators.
+    /// Waits for the messages that other ranks have received, ends the threads, and destroys the communicators.
     fn finish(&self) -> Result<()> {
+        self.pending.wait_until(Duration::ZERO, || self.messages.are_sent())?;
+        self.backend.synchronize().map_err(|error| self.explain(error.into()))?;
         self.end_threads();
         // Splits first.
         self.watched.communicators.iter().rev().try_for_each(|communicator| Ok(communicator.destroy()?))
@@ -177,33 +174,6 @@ impl Drop for Session {
     fn drop(&mut self) {
         self.end_threads();
         self.watched.abort();
-    }
-}
-
-impl Watched {
-    /// Aborts the communicators as soon as the world has failed, and fails the world if a communicator has.
-    fn watch(&self) {
-        let mut asked = Instant::now();
-        let mut found: Option<(Instant, KernelError)> = None;
-        while !self.is_over.load(Ordering::SeqCst) {
-            std::thread::park_timeout(WATCH_EVERY);
-            if self.endpoint.has_failed() {
-                return self.abort();
-            }
-            if found.is_none() && asked.elapsed() >= ASK_EVERY {
-                asked = Instant::now();
-                let error = self.communicators.iter().find_map(|communicator| communicator.check().err());
-                found = error.map(|error| (Instant::now(), error));
-            }
-            if let Some((_, error)) = found.take_if(|(since, _)| since.elapsed() >= CAUSE_TIME) {
-                self.endpoint.fail_everywhere(Error::from(error).detail("rank", self.rank_text.clone()));
-            }
-        }
-    }
-
-    /// Aborts all communicators. What their operations write is not read any more: the world has failed before.
-    fn abort(&self) {
-        self.communicators.iter().rev().for_each(Communicator::abort);
     }
 }
 

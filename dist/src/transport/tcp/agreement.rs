@@ -6,13 +6,14 @@
 //!
 //! A call is sent once all calls before it are compared; only calls of one group follow each other at once, because ranks whose orders
 //! differ differ between groups. So two ranks, or a cycle of ranks, that submit operations in different orders are a deadlock of their
-//! comparers, however far the ranks have run ahead. At most [`PENDING_MAX`] calls of a rank wait for their comparison.
+//! comparers, however far the ranks have run ahead. At most [`PENDING_MAX`] calls of a rank wait for their comparison. A message in the queue
+//! is only announced to its receiver, once all calls before are compared ([`super::announced`]).
 
-use super::frame::Frame;
+use super::frame::{CallId, Frame};
 use super::wait::AwaitedCall;
 use super::world_view::{ReceivedCall, WorldView};
 use super::{Endpoint, TcpTransport};
-use crate::call::{IssuedCall, Request};
+use crate::call::{IssuedCall, Op, Request};
 use crate::error::{Error, Kind, Result};
 use crate::report;
 use crate::sync::{AtomicBool, Mutex, MutexGuard};
@@ -25,6 +26,8 @@ use std::time::{Duration, Instant};
 
 /// The most submitted calls of a rank that are not compared.
 const PENDING_MAX: usize = 256;
+/// The collectives of a rank that errors can name while the GPU runs them.
+const RECENT_MAX: usize = 512;
 
 /// A submitted call that is not compared.
 #[derive(Debug)]
@@ -41,16 +44,25 @@ struct PendingCall {
 pub(crate) struct PendingCalls {
     endpoint: Endpoint,
     calls: Mutex<VecDeque<Arc<PendingCall>>>,
+    recent: Mutex<RecentCollectives>,
     is_over: AtomicBool,
+}
+
+/// The last collectives of a rank, in their order.
+#[derive(Debug, Default)]
+struct RecentCollectives {
+    /// The number of all collectives.
+    count: u64,
+    last: VecDeque<Arc<PendingCall>>,
 }
 
 impl PendingCalls {
     pub(crate) fn new(endpoint: &Endpoint) -> Arc<PendingCalls> {
-        let (calls, is_over) = (Mutex::default(), AtomicBool::new(false));
-        Arc::new(PendingCalls { endpoint: endpoint.clone(), calls, is_over })
+        let (calls, recent, is_over) = (Mutex::default(), Mutex::default(), AtomicBool::new(false));
+        Arc::new(PendingCalls { endpoint: endpoint.clone(), calls, recent, is_over })
     }
 
-    fn view(&self) -> &WorldView {
+    pub(super) fn view(&self) -> &WorldView {
         &self.endpoint.view
     }
 
@@ -58,7 +70,7 @@ impl PendingCalls {
         self.calls.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Appends a call that is submitted next. Waits while the queue is full.
+    /// Appends a collective that is submitted next, or a message that is announced. Waits while the queue is full.
     ///
     /// # Errors
     /// The failure of the world.
@@ -67,9 +79,32 @@ impl PendingCalls {
         issued.set(request);
         let (members, site, limit) = (request.position.members.clone(), request.call.site, tcp.limit());
         self.wait_for(tcp.spin, PENDING_MAX - 1)?;
-        self.calls().push_back(Arc::new(PendingCall { issued, members, site, limit }));
+        let call = Arc::new(PendingCall { issued, members, site, limit });
+        if call.issued.op.is_collective() {
+            let mut recent = self.recent.lock().unwrap_or_else(PoisonError::into_inner);
+            recent.count += 1;
+            recent.last.push_back(call.clone());
+            if recent.last.len() > RECENT_MAX {
+                recent.last.pop_front();
+            }
+        }
+        self.calls().push_back(call);
         self.view().condvar.notify_all();
         Ok(())
+    }
+
+    /// Whether all calls in the queue are compared.
+    pub(crate) fn are_compared(&self) -> bool {
+        self.calls().is_empty()
+    }
+
+    /// Describes a collective by its number among those of this rank, from 1.
+    pub(crate) fn describe_collective(&self, number: u64) -> String {
+        let recent = self.recent.lock().unwrap_or_else(PoisonError::into_inner);
+        let back = recent.count.checked_sub(number).and_then(|back| usize::try_from(back).ok());
+        let at = back.and_then(|back| recent.last.len().checked_sub(back + 1));
+        let view = self.view();
+        at.map_or("a collective".to_string(), |at| recent.last[at].issued.text(&view.mesh, view.rank))
     }
 
     /// Waits until all calls in the queue are compared.
@@ -82,8 +117,16 @@ impl PendingCalls {
 
     /// Waits until at most `count` calls are in the queue. The comparer detects what would make the wait last forever.
     fn wait_for(&self, spin: Duration, count: usize) -> Result<()> {
+        self.wait_until(spin, || self.calls().len() <= count)
+    }
+
+    /// Waits until something is done that a thread of the session does, which notifies this rank.
+    ///
+    /// # Errors
+    /// The failure of the world.
+    pub(crate) fn wait_until(&self, spin: Duration, is_done: impl Fn() -> bool) -> Result<()> {
         let view = self.view();
-        view.condvar.wait(spin, || view.has_failed() || self.calls().len() <= count, || Ok(()))?;
+        view.condvar.wait(spin, || view.has_failed() || is_done(), || Ok(()))?;
         if view.has_failed() { Err(self.failure_error()) } else { Ok(()) }
     }
 
@@ -99,13 +142,18 @@ impl PendingCalls {
         }
     }
 
-    /// Ends the comparer.
+    /// Wakes the waits of the rank and of the threads of its session.
+    pub(crate) fn notify(&self) {
+        self.view().condvar.notify_all();
+    }
+
+    /// Ends the comparer, and the thread that submits messages.
     pub(crate) fn end(&self) {
         self.is_over.store(true, Ordering::SeqCst);
         self.view().condvar.notify_all();
     }
 
-    fn is_over(&self) -> bool {
+    pub(super) fn is_over(&self) -> bool {
         self.is_over.load(Ordering::SeqCst)
     }
 }
@@ -145,6 +193,10 @@ impl Comparer {
     /// Compares the first call of the queue, of which the first `num_sent` calls are sent.
     fn compare(&self, call: &PendingCall, num_sent: &mut usize) -> Result<()> {
         let PendingCall { issued, members, limit, .. } = call;
+        if let Op::Send { to } = issued.op {
+            *num_sent += 1;
+            return self.announce(issued, members[to]);
+        }
         let (axes, view) = (issued.axes, self.pending.view());
         view.set_last_call(issued);
         self.tcp.min_timeout.set(*limit);
@@ -157,6 +209,15 @@ impl Comparer {
         self.tcp.compare(members, issued, &arrived)
     }
 
+    /// Announces a message: all calls before it are compared.
+    fn announce(&self, issued: &IssuedCall, to: usize) -> Result<()> {
+        let view = self.pending.view();
+        view.set_last_call(issued);
+        view.announce(to, CallId::of(issued));
+        self.tcp.count_message(issued, to);
+        self.tcp.write(to, &mut Frame::CallOnly(issued.clone()).encode(), &[], issued)
+    }
+
     /// Sends the first call of the queue and those behind it that have its group, unless they are among the first `num_sent`.
     fn send(&self, num_sent: &mut usize) -> Result<()> {
         loop {
@@ -166,7 +227,7 @@ impl Comparer {
             let call = {
                 let calls = self.pending.calls();
                 let Some(call) = calls.get(*num_sent) else { return Ok(()) };
-                if call.issued.axes != calls[0].issued.axes {
+                if call.issued.axes != calls[0].issued.axes || !call.issued.op.is_collective() {
                     return Ok(());
                 }
                 call.clone()

@@ -8,7 +8,7 @@
 //! sending replies "hold", so that two ranks that send to each other go on, each with its own elements in its own memory.
 
 use super::frame::{CallId, Frame};
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -41,6 +41,8 @@ pub(super) struct SendWindow {
     /// The bytes that were sent eagerly and are not acknowledged.
     unacknowledged: usize,
     kept: HashMap<CallId, KeptElements>,
+    /// Messages that were announced, and that another transport carries once the receiver asks for them.
+    announced: HashSet<CallId>,
 }
 
 impl SendWindow {
@@ -64,6 +66,21 @@ impl SendWindow {
     /// Keeps the elements of a call, which is announced next.
     pub(super) fn keep(&mut self, id: CallId, buffer: Arc<Vec<u8>>, range: Range<usize>) {
         self.kept.insert(id, KeptElements { buffer, range, is_held: false });
+    }
+
+    /// Lets the receiver ask for a message that another transport carries.
+    #[cfg(feature = "nccl")]
+    pub(super) fn announce(&mut self, id: CallId) {
+        self.announced.insert(id);
+    }
+
+    pub(super) fn is_announced(&self, id: CallId) -> bool {
+        self.announced.contains(&id)
+    }
+
+    /// Whether a message was announced that another transport carries; no longer afterwards, because the receiver asks once.
+    pub(super) fn take_announced(&mut self, id: CallId) -> bool {
+        self.announced.remove(&id)
     }
 
     pub(super) fn is_kept(&self, id: CallId) -> bool {

@@ -72,7 +72,7 @@ pub(super) enum Frame {
     Elements(CallId),
     /// The receiver has taken this many bytes out of its queue.
     Credit(u64),
-    /// A collective call whose elements travel elsewhere.
+    /// A collective call or a message whose elements travel elsewhere.
     CallOnly(IssuedCall),
 }
 

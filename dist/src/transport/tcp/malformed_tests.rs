@@ -215,6 +215,30 @@ fn body_of_a_wrong_length_is_an_error_on_all_ranks() {
     assert!(tried > 50 && start.elapsed() < TIMEOUT * 2, "{tried} in {:?}", start.elapsed());
 }
 
+/// Only a transport that carries elements elsewhere takes calls without them.
+#[test]
+fn call_without_its_elements_is_an_error_on_all_ranks() {
+    let call_only = Frame::CallOnly(IssuedCall::none()).encode()[0];
+    for case in [Case::Sum(5), Case::Sum(30_000), Case::Exchange, Case::Message, Case::Barrier] {
+        let mut is_first = true;
+        let ended = ends(
+            |rank| case.run(rank, DType::F32),
+            |head, body| {
+                if head[0] == CALL && std::mem::take(&mut is_first) {
+                    head[0] = call_only;
+                    body.clear();
+                    set_body(head, 0);
+                }
+            },
+        );
+        for (rank, end) in ended.into_iter().enumerate() {
+            let error = end.expect_err(&format!("{case:?}: rank {rank} goes on"));
+            assert_eq!(error.kind(), Kind::PeerLost, "{case:?}: {error}");
+            assert!(error.message().contains("rank 1 sent a malformed message"), "{case:?}: {error}");
+        }
+    }
+}
+
 /// The error of rank 0 in a barrier while rank 1 sends some frames, each with a body, and then nothing.
 fn end_after(frames: &[(Frame, &[u8])]) -> Error {
     let mesh = Mesh::new(&[("tp", 2), ("dp", 2)]).unwrap();
@@ -275,6 +299,12 @@ fn unexpected_frames_are_malformed() {
         (
             "an announced message to another rank",
             Frame::ReadyToSend(issued(Op::Send { to: 1 }, 2, &[1])),
+            &[],
+        ),
+        ("a call without elements that has some", Frame::CallOnly(issued(sum, 3, &[1])), &[0; 4]),
+        (
+            "a call without elements to another rank",
+            Frame::CallOnly(issued(Op::Send { to: 1 }, 2, &[1])),
             &[],
         ),
         ("more than a queue holds", Frame::Call(issued(Op::Send { to: 0 }, 2, &[full.len() / 4])), &full),

@@ -27,6 +27,8 @@ mod assemble;
 mod wait;
 #[cfg(feature = "nccl")]
 mod agreement;
+#[cfg(feature = "nccl")]
+mod announced;
 #[cfg(test)]
 mod malformed_tests;
 #[cfg(test)]
@@ -34,6 +36,8 @@ mod queue_tests;
 
 #[cfg(feature = "nccl")]
 pub(crate) use agreement::PendingCalls;
+#[cfg(feature = "nccl")]
+pub(crate) use announced::{MessageId, Received, SentCall};
 pub(crate) use connections::Connections;
 pub use rendezvous::Rendezvous;
 pub(crate) use rendezvous::{ConsistentValues, RankGpu, WaitHook, WorldConfig};
@@ -147,6 +151,12 @@ impl Endpoint {
         self.fail(error);
         let first = self.view.failure().expect("bug: a failed world without a failure");
         self.connections.send_to_all(&Frame::Failed(first), FINAL_SEND_TIMEOUT);
+    }
+
+    /// The error of a GPU that waits too long in a call.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn stuck(&self, call: &str, limit: Duration) -> Error {
+        report::stuck(&self.view.mesh, self.view.rank, call, limit)
     }
 
     /// Whether the world has failed.
@@ -265,10 +275,7 @@ impl TcpTransport {
         issued.set(request);
         self.endpoint.view.set_last_call(&issued);
         match request.op {
-            Op::Send { to } => {
-                let to = (issued.axes.bits(), request.position.members[to]);
-                self.counters().messages.insert(to, issued.number);
-            }
+            Op::Send { to } => self.count_message(&issued, request.position.members[to]),
             Op::Recv { .. } => {}
             _ => self.count_call(&issued),
         }
@@ -278,6 +285,11 @@ impl TcpTransport {
     /// Stores the number of a collective call.
     fn count_call(&self, issued: &IssuedCall) {
         self.counters().calls.insert(issued.axes.bits(), issued.number);
+    }
+
+    /// Stores the number of a message to a rank.
+    fn count_message(&self, issued: &IssuedCall, to: usize) {
+        self.counters().messages.insert((issued.axes.bits(), to), issued.number);
     }
 
     fn counters(&self) -> MutexGuard<'_, CallCounters> {
@@ -349,6 +361,11 @@ impl TcpTransport {
         let take = |&member: &usize| self.reply_after(member, self.endpoint.view.take_call(member, axes));
         let arrived: Vec<Option<ReceivedCall>> = position.members.iter().map(take).collect();
         self.compare(&position.members, &issued, &arrived)?;
+        // Ranks whose transports differ do not connect.
+        let is_call_only = |one: &Option<ReceivedCall>| one.as_ref().is_some_and(|one| one.is_call_only);
+        if let Some(member) = arrived.iter().position(is_call_only) {
+            return Err(report::malformed(position.members[member]));
+        }
         let received: Vec<&[u8]> =
             arrived.iter().map(|one| one.as_ref().map_or(&[][..], ReceivedCall::elements)).collect();
         match payload.is_chunked() {
@@ -424,15 +441,27 @@ impl TcpTransport {
     }
 
     fn recv(&self, backend: &dyn Backend, request: &Request<'_>, from: usize) -> Result<Buffer> {
+        let message = self.take_message(request, from)?;
+        // Ranks whose transports differ do not connect.
+        if message.is_call_only {
+            return Err(report::malformed(from));
+        }
+        upload(backend, message.elements())
+    }
+
+    /// Waits for the message of a recv and compares both calls.
+    fn take_message(&self, request: &Request<'_>, from: usize) -> Result<ReceivedCall> {
         let (issued, axes) = (self.issue(request), request.call.axes);
         self.wait_for_calls(request)?;
         let message = self.reply_after(from, self.endpoint.view.take_message(from, axes));
         let message = message.expect("bug: the awaited message is missing");
         let (mesh, me) = (&self.endpoint.view.mesh, self.rank());
-        if let Some(error) = report::wrong_message(mesh, from, &message.issued, me, &issued) {
-            self.fail(error.clone(), vec![me, from]);
-            return Err(error);
+        match report::wrong_message(mesh, from, &message.issued, me, &issued) {
+            None => Ok(message),
+            Some(error) => {
+                self.fail(error.clone(), vec![me, from]);
+                Err(error)
+            }
         }
-        upload(backend, message.elements())
     }
 }

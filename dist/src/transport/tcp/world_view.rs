@@ -25,6 +25,8 @@ pub(super) struct ReceivedCall {
     counted: usize,
     /// The bytes that it counts among the calls that came without elements.
     announced: usize,
+    /// Whether another transport carries its elements.
+    pub(super) is_call_only: bool,
 }
 
 const _: () =
@@ -103,6 +105,8 @@ pub(crate) struct WorldView {
     cleared: Mutex<VecDeque<(usize, CallId, KeptElements)>>,
     /// On which the thread waits that sends these.
     has_cleared: Condvar,
+    /// The receivers that ask for messages of this rank that another transport carries, in the order of their requests.
+    requested: Mutex<VecDeque<(usize, CallId)>>,
     /// On which the rank waits for frames.
     pub(super) condvar: SpinCondvar,
 }
@@ -135,6 +139,7 @@ impl WorldView {
             num_announced: AtomicUsize::new(0),
             cleared: Mutex::default(),
             has_cleared: Condvar::new(),
+            requested: Mutex::default(),
             condvar: SpinCondvar::default(),
         }
     }
@@ -170,6 +175,7 @@ impl WorldView {
             }
             Frame::Elements(id) if self.peer(from).incoming.is_due(*id, bytes) => Ok(()),
             Frame::Elements(_) => Err(malformed()),
+            Frame::ClearToSend(id) if bytes == 0 && self.peer(from).outgoing.is_announced(*id) => Ok(()),
             Frame::ClearToSend(id) | Frame::Hold(id) if !self.peer(from).outgoing.is_kept(*id) => {
                 Err(malformed())
             }
@@ -185,11 +191,10 @@ impl WorldView {
                 }
                 of_size(&call, payload.chunk_bytes(group_ranks[0]))
             }
-            Frame::CallOnly(call) if bytes == 0 && call.op.is_collective() => {
-                self.group_ranks(from, call.axes).ok_or_else(malformed)?;
+            Frame::CallOnly(call) if bytes == 0 => {
+                self.due_bytes(from, call).ok_or_else(malformed)?;
                 has_room(call_bytes(head, 0), false).then_some(()).ok_or_else(malformed)
             }
-            Frame::CallOnly(_) => Err(malformed()),
             _ if bytes == 0 => Ok(()),
             _ => Err(malformed()),
         }
@@ -232,18 +237,21 @@ impl WorldView {
             Frame::Call(issued) => {
                 let counted = if from == self.rank { 0 } else { call_bytes(head, body.len()) };
                 peer.incoming.add(counted);
-                peer.enqueue(ReceivedCall { issued, elements: Some(body), counted, announced: 0 });
+                let (elements, announced, is_call_only) = (Some(body), 0, false);
+                peer.enqueue(ReceivedCall { issued, elements, counted, announced, is_call_only });
             }
             Frame::CallOnly(issued) => {
                 let announced = call_bytes(head, 0);
                 peer.incoming.add_call_only(announced);
-                peer.enqueue(ReceivedCall { issued, elements: Some(body), counted: 0, announced });
+                let (elements, counted, is_call_only) = (Some(body), 0, true);
+                peer.enqueue(ReceivedCall { issued, elements, counted, announced, is_call_only });
             }
             Frame::ReadyToSend(issued) => {
                 let announced = call_bytes(head, 0);
                 let bytes = self.due_bytes(from, &issued).unwrap_or(0);
                 peer.incoming.announce(CallId::of(&issued), announced, bytes);
-                peer.enqueue(ReceivedCall { issued, elements: None, counted: 0, announced });
+                let (elements, counted, is_call_only) = (None, 0, false);
+                peer.enqueue(ReceivedCall { issued, elements, counted, announced, is_call_only });
                 self.num_announced.fetch_add(1, Ordering::SeqCst);
             }
             Frame::Elements(id) => {
@@ -252,6 +260,11 @@ impl WorldView {
                     (call.elements, call.counted) = (Some(body), counted);
                 }
                 self.num_announced.fetch_sub(1, Ordering::SeqCst);
+            }
+            Frame::ClearToSend(id) if peer.outgoing.take_announced(id) => {
+                drop(peer);
+                self.requested.lock().unwrap_or_else(PoisonError::into_inner).push_back((from, id));
+                return self.condvar.notify_all();
             }
             Frame::ClearToSend(id) => {
                 let kept = peer.outgoing.clear(id);
@@ -303,6 +316,24 @@ impl WorldView {
     /// Keeps elements for a rank until it asks for them.
     pub(super) fn keep(&self, to: usize, id: CallId, buffer: Arc<Vec<u8>>, range: Range<usize>) {
         self.peer(to).outgoing.keep(id, buffer, range);
+    }
+
+    /// Lets a rank ask for a message that another transport carries, which is announced to it next.
+    #[cfg(feature = "nccl")]
+    pub(super) fn announce(&self, to: usize, id: CallId) {
+        self.peer(to).outgoing.announce(id);
+    }
+
+    /// Whether a rank asks for a message that another transport carries.
+    #[cfg(feature = "nccl")]
+    pub(super) fn has_requested(&self) -> bool {
+        !self.requested.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
+    }
+
+    /// Takes the next request for a message that another transport carries: the receiver and the message.
+    #[cfg(feature = "nccl")]
+    pub(super) fn take_requested(&self) -> Option<(usize, CallId)> {
+        self.requested.lock().unwrap_or_else(PoisonError::into_inner).pop_front()
     }
 
     /// Whether a rank has neither asked for elements that this rank keeps nor replied that it cannot, and may still do so.

@@ -260,6 +260,14 @@ API int cuStreamWaitEvent(void *on, void *handle, unsigned) {
     });
     return OK;
 }
+// The host knows nothing by it: work that relies on a query is a race here.
+API int cuEventQuery(void *handle) {
+    const Held held(lock);
+    auto *event = object_of<Event>(handle, "cuEventQuery");
+    if (!event) return INVALID_HANDLE;
+    if (event->captured) return invalidate_captures(), CAPTURED_EVENT;
+    return *event->reached ? int(lost) : int(NOT_READY);
+}
 API int cuEventSynchronize(void *handle) {
     std::unique_lock<std::mutex> held(lock);
     auto *event = object_of<Event>(handle, "cuEventSynchronize");

@@ -2,6 +2,7 @@
 // of the fake driver. As in NCCL, an operation whose peers do not come, or make another call, waits until its communicator is aborted; a
 // closed connection is an asynchronous error. Sums run from the last rank to the first, another order than that of the trees of ours.
 // Sums of 16-bit floats are a fault, because NCCL rounds each addition; so is the use of a destroyed communicator.
+// A code of refuse.txt below 0 is no refusal, but a misbehavior: see Misbehavior.
 #pragma once
 #include <poll.h>
 #include <sys/socket.h>
@@ -33,11 +34,24 @@ int nccl_failed(int code, std::string why) {
     const Held held(lock);
     return nccl_last_error = std::move(why), code;
 }
+enum Misbehavior {
+    // The process ends.
+    DIES = -1,
+    // The call returns late.
+    LATE = -2,
+    // What the call begins never ends: an operation, a group of them, a communicator, a question whether it is in progress.
+    STUCK = -3,
+    // The operation has another reduction than the rank has asked for, as if it had made another call than its peers.
+    UNLIKE = -4,
+};
+// Returns the code of a refused call; else 0, or STUCK or UNLIKE, which the call obeys.
 int nccl_refused(const char *call) {
     std::unique_lock<std::mutex> held(lock);
     const int code = refused(call);
     held.unlock();
-    return code ? nccl_failed(code, std::string("the fake refuses ") + call) : code;
+    if (code == DIES) _exit(9);
+    if (code == LATE) return usleep(700000), 0;
+    return code > 0 ? nccl_failed(code, std::string("the fake refuses ") + call) : code;
 }
 
 // A sent or received run of bytes. Those of one peer keep their order.
@@ -181,6 +195,7 @@ struct NcclOp {
     char *x, *y;
     size_t count;
     int type, op, peer;
+    int misbehavior = 0;
 };
 // What the peer must have called too.
 struct NcclHeader {
@@ -217,7 +232,9 @@ void nccl_run(NcclComm *comm, const std::vector<NcclOp> &ops) {
     const int rank = comm->rank, size = comm->size;
     for (const NcclOp &op : ops) {
         const size_t bytes = op.count * nccl_bytes(op.type);
-        const NcclHeader header = {op.kind, long(op.count), op.type, op.op, op.kind == NcclOp::BROADCAST ? op.peer : -1};
+        if (op.misbehavior == STUCK) return comm->hang();
+        const int reduction = op.misbehavior == UNLIKE ? op.op + 100 : op.op;
+        const NcclHeader header = {op.kind, long(op.count), op.type, reduction, op.kind == NcclOp::BROADCAST ? op.peer : -1};
         const auto others = [&](const std::function<void(int)> &each) {
             for (int peer = 0; peer < size; ++peer)
                 if (peer != rank) each(peer);
@@ -250,8 +267,8 @@ void nccl_run(NcclComm *comm, const std::vector<NcclOp> &ops) {
                 if (rank == op.peer) others([&](int peer) { all.send_to(peer, header, op.x, bytes); });
                 else all.recv_from(op.peer, header, op.y, bytes);
                 break;
-            case NcclOp::SEND: all.send_to(op.peer, {NcclOp::SEND, long(op.count), op.type, 0, -1}, op.x, bytes); break;
-            case NcclOp::RECV: all.recv_from(op.peer, {NcclOp::SEND, long(op.count), op.type, 0, -1}, op.y, bytes); break;
+            case NcclOp::SEND: all.send_to(op.peer, {NcclOp::SEND, long(op.count), op.type, reduction, -1}, op.x, bytes); break;
+            case NcclOp::RECV: all.recv_from(op.peer, {NcclOp::SEND, long(op.count), op.type, reduction, -1}, op.y, bytes); break;
         }
     }
     if (!comm->exchange(all.sends, all.recvs)) return;
@@ -288,7 +305,9 @@ int nccl_submit(NcclComm *comm, void *stream, std::vector<NcclOp> ops) {
 }
 
 int nccl_call(const char *call, void *handle, void *stream, NcclOp op) {
-    if (const int code = nccl_refused(call)) return code;
+    const int code = nccl_refused(call);
+    if (code > 0) return code;
+    op.misbehavior = code;
     NcclComm *comm;
     {
         const Held held(lock);
@@ -349,22 +368,27 @@ API int ncclGetUniqueId(NcclUniqueId *id) {
     return NCCL_SUCCESS;
 }
 API int ncclCommInitRankConfig(void **to, int size, NcclUniqueId id, int rank, NcclConfig *config) {
-    if (const int code = nccl_refused("ncclCommInitRankConfig")) return code;
+    const int code = nccl_refused("ncclCommInitRankConfig");
+    if (code > 0) return code;
     if (config->magic != 0xcafebeef || config->blocking != 0) return nccl_failed(NCCL_INVALID_ARGUMENT, "the configuration is not non-blocking");
     if (rank < 0 || rank >= size) return nccl_failed(NCCL_INVALID_ARGUMENT, "no such rank");
     const Held held(lock);
     auto *comm = new NcclComm(id.internal, rank, size);
     *to = comm;
-    std::thread([comm] { comm->connect_all(); }).detach();
+    if (code != STUCK) std::thread([comm] { comm->connect_all(); }).detach();
     return NCCL_IN_PROGRESS;
 }
-API int ncclCommSplit(void *handle, int color, int key, void **to, NcclConfig *) {
-    if (const int code = nccl_refused("ncclCommSplit")) return code;
+API int ncclCommSplit(void *handle, int color, int key, void **to, NcclConfig *config) {
+    const int code = nccl_refused("ncclCommSplit");
+    if (code > 0) return code;
+    if (config && (config->magic != 0xcafebeef || config->blocking != 0))
+        return nccl_failed(NCCL_INVALID_ARGUMENT, "the configuration is not non-blocking");
     const Held held(lock);
     auto *comm = object_of<NcclComm>(handle, "ncclCommSplit");
     if (!comm) return NCCL_INVALID_ARGUMENT;
     if (comm->state == NCCL_IN_PROGRESS || comm->pending != 0) return fault("ncclCommSplit: the communicator is in use"), NCCL_INVALID_USAGE;
     comm->state = NCCL_IN_PROGRESS;
+    if (code == STUCK) return NCCL_IN_PROGRESS;
     const std::string name = comm->name + "." + std::to_string(comm->splits++) + "." + std::to_string(color);
     std::thread([=] {
         std::vector<std::pair<int, int>> all(comm->size);
@@ -377,6 +401,11 @@ API int ncclCommSplit(void *handle, int color, int key, void **to, NcclConfig *)
             recvs.push_back({peer, reinterpret_cast<char *>(&all[peer]), sizeof own});
         }
         if (!comm->exchange(sends, recvs)) return;
+        // Without a color a rank joins no new communicator.
+        if (color == -1) {
+            comm->state = NCCL_SUCCESS;
+            return;
+        }
         int rank = 0, size = 0;
         for (int peer = 0; peer < comm->size; ++peer) {
             size += all[peer].first == color;
@@ -399,6 +428,7 @@ API int ncclCommGetAsyncError(void *handle, int *state) {
     const Held held(lock);
     auto *comm = object_of<NcclComm>(handle, "ncclCommGetAsyncError");
     if (!comm) return NCCL_INVALID_ARGUMENT;
+    if (injected == STUCK) return *state = NCCL_IN_PROGRESS, NCCL_SUCCESS;
     if (comm->submits.exchange(false)) return comm->state = NCCL_SUCCESS, *state = NCCL_IN_PROGRESS, NCCL_SUCCESS;
     return *state = injected ? injected : comm->error ? int(comm->error) : int(comm->state), NCCL_SUCCESS;
 }
@@ -428,7 +458,9 @@ API int ncclGroupStart() {
 API int ncclGroupEnd() {
     NcclGroup group;
     std::swap(group, nccl_group);
-    if (const int code = nccl_refused("ncclGroupEnd")) return code;
+    const int code = nccl_refused("ncclGroupEnd");
+    if (code > 0) return code;
+    for (NcclOp &op : group.ops) op.misbehavior = code ? code : op.misbehavior;
     if (group.depth != 1) return nccl_failed(NCCL_INVALID_USAGE, "ncclGroupEnd without ncclGroupStart");
     return group.comm ? nccl_submit(group.comm, group.stream, std::move(group.ops)) : int(NCCL_SUCCESS);
 }

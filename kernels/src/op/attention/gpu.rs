@@ -205,7 +205,7 @@ fn check_grid(kernel: &'static str, problem: &Problem) -> Result<(), KernelError
     let why = format!(
         "{b} sequences with {g} key heads exceed the {BLOCKS_MAX} of each that a GPU launch supports"
     );
-    Err(KernelError::Device { call: kernel, why, is_permanent: false })
+    Err(KernelError::Device { call: kernel, why, lost_gpu: None })
 }
 
 pub(super) fn forward(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {

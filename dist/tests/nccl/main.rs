@@ -1,8 +1,10 @@
-//! Ranks as processes that communicate by NCCL, on fake GPUs: results of all collectives over all groups beside those of threads, and
+//! Ranks as processes that communicate by NCCL, on fake GPUs: results of all collectives over all groups next to those of threads, and
 //! failures, each of which ends on every rank with its cause.
 
-#[path = "../../nccl/tests/fake_gpu/mod.rs"]
+#[path = "../../../nccl/tests/fake_gpu/mod.rs"]
 mod fake_gpu;
+mod faults;
+mod messages;
 
 use fake_gpu::{FakeGpu, scenario_of_this_process, succeeded};
 use shardgrad_dist::{
@@ -267,6 +269,12 @@ fn scenario(name: &str, folder: &Path, rank: usize, size: usize) {
     let (name, mesh) = name.rsplit_once(' ').unwrap();
     let mesh = Mesh::parse(mesh).unwrap();
     assert_eq!(mesh.num_ranks(), size);
+    if let Some(fault) = name.strip_prefix("fault ") {
+        return faults::scenario(fault, folder, &mesh, rank);
+    }
+    if let Some(name) = name.strip_prefix("messages ") {
+        return messages::scenario(name, folder, &mesh, rank);
+    }
     let joined = |f: &(dyn Fn(&Rank) -> Result<()> + Sync)| join(folder, &mesh, rank, |world| world, f);
     match name {
         "parity" => {
@@ -372,7 +380,7 @@ fn scenario(name: &str, folder: &Path, rank: usize, size: usize) {
             });
             let host = fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
             let why =
-                format!("a GPU of host {} failed: cuMemAlloc_v2: CUDA_ERROR_LAUNCH_FAILED", host.trim());
+                format!("GPU 1 of host {} failed: cuMemAlloc_v2: CUDA_ERROR_LAUNCH_FAILED", host.trim());
             match rank {
                 1 => contains(&error.unwrap_err(), Kind::Device, &[why.as_str(), "rank"]),
                 _ => contains(&error.unwrap_err(), Kind::PeerLost, &[&format!("rank 1 failed: {why}")]),
