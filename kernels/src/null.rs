@@ -98,13 +98,17 @@ impl Memory {
 /// Returns the offset and the view with which a product of one matrix reads its right operand, and the bytes of its packed form.
 fn form(launch: &Launch<'_>) -> Option<(usize, OperandView, usize)> {
     let ([a, b, ..], c) = (launch.inputs, launch.outputs.first()?) else { return None };
-    let ([1, m, k], [1, inner, n]) = (&a.view.shape[..], &b.view.shape[..]) else { return None };
-    if inner != k || c.view.shape[..] != [1, *m, *n] || a.dtype != b.dtype {
+    // A product over leaves has two summed dims.
+    let ([.., k], [.., inner, n], 3 | 4) = (&a.view.shape[..], &b.view.shape[..], a.view.ndim()) else { return None };
+    let m = a.view.shape[1];
+    let is_one_matrix = a.view.numel() == m * k && b.view.numel() == k * n && a.view.ndim() == b.view.ndim();
+    if inner != k || !is_one_matrix || c.view.shape[..] != [1, m, *n] || a.dtype != b.dtype {
         return None;
     }
-    let strides = [a.view, b.view, c.view].map(|view| [view.strides[1], view.strides[2]]);
-    let bytes = match_float!(b.dtype, T => prepacked_bytes::<T>([*m, *n, *k], strides), else None)?;
-    let view = OperandView { extents: [*k, *n], strides: strides[1], dtype: b.dtype };
+    let last_two = |view: &Strides| [view.strides[view.ndim() - 2], view.strides[view.ndim() - 1]];
+    let strides = [[a.view.strides[1], last_two(a.view)[1]], last_two(b.view), last_two(c.view)];
+    let bytes = match_float!(b.dtype, T => prepacked_bytes::<T>([m, *n, *k], strides), else None)?;
+    let view = OperandView { extents: [*k, *n], strides: strides[1], dtype: b.dtype, cut: None };
     Some((b.view.offset * b.dtype.size(), view, bytes))
 }
 
