@@ -99,7 +99,9 @@ impl Memory {
 fn form(launch: &Launch<'_>) -> Option<(usize, OperandView, usize)> {
     let ([a, b, ..], c) = (launch.inputs, launch.outputs.first()?) else { return None };
     // A product over leaves has two summed dims.
-    let ([.., k], [.., inner, n], 3 | 4) = (&a.view.shape[..], &b.view.shape[..], a.view.ndim()) else { return None };
+    let ([.., k], [.., inner, n], 3 | 4) = (&a.view.shape[..], &b.view.shape[..], a.view.ndim()) else {
+        return None;
+    };
     let m = a.view.shape[1];
     let is_one_matrix = a.view.numel() == m * k && b.view.numel() == k * n && a.view.ndim() == b.view.ndim();
     if inner != k || !is_one_matrix || c.view.shape[..] != [1, m, *n] || a.dtype != b.dtype {

@@ -189,7 +189,8 @@ fn bits_in_bf16_are_those_of_one_rank_for_every_number_of_tensor_parallel_ranks(
 }
 
 /// Meshes whose tensor-parallel ranks hold 8, 12, 6 and 4 of 24 leaves: a node, or two.
-const ODD_CUTS: [(&str, usize); 5] = [("tp=3", 1), ("dp=3,tp=2", 2), ("tp=4", 1), ("tp=6", 1), ("pp=2,tp=2", 3)];
+const ODD_CUTS: [(&str, usize); 5] =
+    [("tp=3", 1), ("dp=3,tp=2", 2), ("tp=4", 1), ("tp=6", 1), ("pp=2,tp=2", 3)];
 
 fn check_odd_cuts(run: Run, what: &str) {
     let run = Run { deterministic: Deterministic::Mesh { batch_leaves: 12, sum_leaves: 24 }, ..run };

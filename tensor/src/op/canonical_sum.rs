@@ -135,7 +135,8 @@ fn leaves_joined(
         })
     })?;
     let mut sums = sums.into_iter();
-    let output = |whole: Option<LocalTensor>| whole.or_else(|| sums.next()).expect("one sum for each sum output");
+    let output =
+        |whole: Option<LocalTensor>| whole.or_else(|| sums.next()).expect("one sum for each sum output");
     Ok(whole.into_iter().map(output).collect())
 }
 
@@ -213,7 +214,11 @@ impl NodeLeaves {
     /// elements.
     pub(crate) fn scalars(&self, inner: usize) -> SmallVec<[Scalar; 12]> {
         let borders = self.borders.iter().map(|border| border * inner);
-        [self.tree.num_leaves(), self.first].into_iter().chain(borders).map(|n| Scalar::Int(n as i64)).collect()
+        [self.tree.num_leaves(), self.first]
+            .into_iter()
+            .chain(borders)
+            .map(|n| Scalar::Int(n as i64))
+            .collect()
     }
 }
 
@@ -445,12 +450,15 @@ mod tests {
                         let _tree = Context::of(rank).set_sum_tree(Some(SumTree::new(num_leaves)));
                         let tensor = |shape: &[usize], seed: usize| {
                             let layout = Layout::invariant(rank.mesh(), DType::F32, shape);
-                            Tensor::from_global(rank, &layout, &numbers(shape.iter().product(), seed))?.into_dtype(dtype)
+                            Tensor::from_global(rank, &layout, &numbers(shape.iter().product(), seed))?
+                                .into_dtype(dtype)
                         };
                         let compare = |op: Rc<dyn Op>, args: &[&Tensor]| {
                             let bits = |op: Rc<dyn Op>| -> Result<Vec<Vec<u64>>> {
                                 let all = apply(&*op, args, Location::caller())?;
-                                all.iter().map(|y| Ok(y.to_f64()?.iter().map(|y| y.to_bits()).collect())).collect()
+                                all.iter()
+                                    .map(|y| Ok(y.to_f64()?.iter().map(|y| y.to_bits()).collect()))
+                                    .collect()
                             };
                             let what = format!("{op:?} in {dtype}, {num_leaves} leaves, {threads} threads");
                             assert!(bits(op.clone())? == bits(Rc::new(LeafByLeaf(op)))?, "{what}");

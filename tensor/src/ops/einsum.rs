@@ -8,7 +8,9 @@ use super::{Case, Input};
 use crate::execution::local_tensor::{LocalTensor, View, as_arg, as_arg_mut, launch_args};
 use crate::layout::Layout;
 use crate::layout::signature::{Labels, Mark, Signature, Term};
-use crate::op::{CanonicalForm, Cotangents, ForwardContext, LeafCut, LocalTensors, Op, SavedForBackward, Vjp};
+use crate::op::{
+    CanonicalForm, Cotangents, ForwardContext, LeafCut, LocalTensors, Op, SavedForBackward, Vjp,
+};
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::op::batched_matmul::BATCHED_MATMUL;
 use shardgrad_kernels::op::leaf_matmul::LEAF_MATMUL;
@@ -260,7 +262,8 @@ impl LeafMatrices {
         let Groups { batch, m, n, k } = Groups::of(labels);
         let (before, from) = k.split_at(k.iter().position(|known| *known == label)?);
         let a = &labels.inputs()[0];
-        let extent = |label: &u8| x[0].view.shape[a.iter().position(|known| known == label).expect("a label of a")];
+        let extent =
+            |label: &u8| x[0].view.shape[a.iter().position(|known| known == label).expect("a label of a")];
         Some(LeafMatrices {
             left: GroupedView::of(&x[0].view, a, &[&batch, &m, before, from]),
             right: GroupedView::of(&x[1].view, &labels.inputs()[1], &[&batch, before, from, &n]),

@@ -3,8 +3,8 @@
 use super::{Case, Input};
 use crate::execution::local_tensor::LocalTensor;
 use crate::op::{
-    CanonicalForm, Cotangents, DTypes, ForwardContext, LeafCut, LocalTensors, Op, PlanKey, SavedForBackward, Vjp,
-    common_float,
+    CanonicalForm, Cotangents, DTypes, ForwardContext, LeafCut, LocalTensors, Op, PlanKey, SavedForBackward,
+    Vjp, common_float,
 };
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::layer_norm::{BACKWARD, FORWARD};

@@ -200,7 +200,11 @@ impl Linear {
             1 => cx.cotangent(1, product(1), &[cx.input(0), g]),
             2 if self.has_bias => {
                 let num_rows = g.layout().ndim() - self.num_out;
-                if num_rows == 0 { g.clone() } else { Tensor::apply_one(Sum::leading(g.layout().ndim(), num_rows), &[g]) }
+                if num_rows == 0 {
+                    g.clone()
+                } else {
+                    Tensor::apply_one(Sum::leading(g.layout().ndim(), num_rows), &[g])
+                }
             }
             _ => g.clone(),
         })

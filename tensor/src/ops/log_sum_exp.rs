@@ -66,7 +66,8 @@ impl LogSumExp {
             Ok(sum)
         };
         let Some(dim) = self.over.last_dim(&local.inputs[0])? else { return sum_exp(x) };
-        let outputs = || Ok([LocalTensor::alloc(local.rank, max.dtype, &max.view.shape)?].into_iter().collect());
+        let outputs =
+            || Ok([LocalTensor::alloc(local.rank, max.dtype, &max.view.shape)?].into_iter().collect());
         let mut sums = sum_leaves(local, &[x], (tree, &local.inputs[0].dims()[dim]), outputs, |leaves| {
             leaves.sum_each(local.rank, |range| {
                 let part = x.with_view(x.view.narrow(dim, range.start, range.end));

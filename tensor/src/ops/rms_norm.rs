@@ -4,8 +4,8 @@ use super::layer_norm::{backward_dtypes, launch_adding_to_sum, launch_over_leave
 use super::{Case, Input};
 use crate::execution::local_tensor::LocalTensor;
 use crate::op::{
-    CanonicalForm, Cotangents, DTypes, ForwardContext, LeafCut, LocalTensors, Op, PlanKey, SavedForBackward, Vjp,
-    common_float,
+    CanonicalForm, Cotangents, DTypes, ForwardContext, LeafCut, LocalTensors, Op, PlanKey, SavedForBackward,
+    Vjp, common_float,
 };
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::rms_norm::{BACKWARD, FORWARD};

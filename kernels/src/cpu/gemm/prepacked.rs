@@ -47,7 +47,9 @@ pub(super) fn prepack_steps<T: Float>(
         let mut parts = Vec::new();
         for steps in blocks() {
             let (block, after) = rest.split_at_mut(width * steps.depth);
-            parts.extend(block.chunks_mut(COLS * steps.depth).enumerate().map(|(i, to)| (steps, i * COLS, to)));
+            parts.extend(
+                block.chunks_mut(COLS * steps.depth).enumerate().map(|(i, to)| (steps, i * COLS, to)),
+            );
             rest = after;
         }
         pool.chunks(&mut parts, 1, |_, parts| {

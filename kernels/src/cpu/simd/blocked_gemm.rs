@@ -287,9 +287,7 @@ impl<'t, R: Real> BlockedGemm<'t, R> {
         unsafe {
             let a_panels = match self.reads_a_in_place {
                 true => APanels::InPlace(a),
-                false => {
-                    pack_rows(self.kernels, a, (panels, rows.clone()), [depth, 0, depth], packed_a)
-                }
+                false => pack_rows(self.kernels, a, (panels, rows.clone()), [depth, 0, depth], packed_a),
             };
             macro_kernel(
                 self.kernels,
@@ -406,8 +404,7 @@ pub(super) unsafe fn pack_rows<R: Real>(
     let (from, height) = (from.submatrix(first, 0).transposed(), cut.short_len);
     let num_longer = cut.num_longer.clamp(some.start, some.end) - some.start;
     let tall = PanelShape { depth, panel_depth, count: num_longer, used: height + 1, width: height + 1 };
-    let rest =
-        PanelShape { depth, panel_depth, count: some.len() - num_longer, used: height, width: height };
+    let rest = PanelShape { depth, panel_depth, count: some.len() - num_longer, used: height, width: height };
     let to_rest = to.wrapping_add(num_longer * (height + 1) * panel_depth + at * height);
     // SAFETY: as promised by the caller.
     unsafe {

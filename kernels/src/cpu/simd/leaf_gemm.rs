@@ -112,7 +112,8 @@ impl<'t, R: Real> LeafGemm<'t, R> {
         let first = gemm.first_packed_col(columns.count);
         for segment in &block.segments {
             let [outer, inner] = segment.from;
-            let from = gemm.b.submatrix(inner, columns.first + first).offset_by(outer * self.outer_strides[1]);
+            let from =
+                gemm.b.submatrix(inner, columns.first + first).offset_by(outer * self.outer_strides[1]);
             let extents = [segment.len, columns.count - first];
             // SAFETY: as promised by the caller.
             unsafe { from.pack_steps_of_columns(gemm.kernels, extents, (segment.at, block.depth), to) };
@@ -194,7 +195,10 @@ impl<'t, R: Real> LeafGemm<'t, R> {
                         TileOp::Multiply { first, depth, to, add } => {
                             let a = (a_start.wrapping_add(first * a_col), a_row, a_col);
                             let b = (b_start.wrapping_add(first * b_step), b_step);
-                            let later = (later.wrapping_add(first * lanes), if prefetch.is_some() { lanes } else { 0 });
+                            let later = (
+                                later.wrapping_add(first * lanes),
+                                if prefetch.is_some() { lanes } else { 0 },
+                            );
                             microkernel(depth, a, b, place(to), add, later);
                         }
                         TileOp::Round { to, from } => (self.sums.round)(extents, place(to), place(from)),

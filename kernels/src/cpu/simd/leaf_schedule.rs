@@ -55,12 +55,27 @@ pub(crate) enum Slot {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum TileOp {
     /// Writes, or adds to, the product of some packed steps of the block.
-    Multiply { first: usize, depth: usize, to: Slot, add: bool },
+    Multiply {
+        first: usize,
+        depth: usize,
+        to: Slot,
+        add: bool,
+    },
     /// Rounds the sum of a leaf.
-    Round { to: Slot, from: Slot },
+    Round {
+        to: Slot,
+        from: Slot,
+    },
     /// Adds the sums of two nodes, and rounds.
-    Join { to: Slot, left: Slot, right: Slot },
-    Copy { to: Slot, from: Slot },
+    Join {
+        to: Slot,
+        left: Slot,
+        right: Slot,
+    },
+    Copy {
+        to: Slot,
+        from: Slot,
+    },
 }
 
 impl TileOp {
@@ -132,9 +147,22 @@ pub(crate) struct LeafSchedule {
 #[derive(Clone, Copy, Debug)]
 enum Step {
     /// `terms` of a leaf from term `first` on; `start` is the position of the leaf in k1.
-    Multiply { start: usize, len: usize, first: usize, terms: usize, slot: usize, add: bool, opens_block: bool },
-    Round { slot: usize },
-    Join { left: usize, right: usize },
+    Multiply {
+        start: usize,
+        len: usize,
+        first: usize,
+        terms: usize,
+        slot: usize,
+        add: bool,
+        opens_block: bool,
+    },
+    Round {
+        slot: usize,
+    },
+    Join {
+        left: usize,
+        right: usize,
+    },
 }
 
 impl LeafSchedule {
@@ -217,7 +245,11 @@ impl Builder {
                 while done < terms {
                     let (row, within) = ((first + done) / len, (first + done) % len);
                     let count = (len - within).min(terms - done);
-                    self.block.add_segment(Segment { from: [row, start + within], len: count, at: at + done });
+                    self.block.add_segment(Segment {
+                        from: [row, start + within],
+                        len: count,
+                        at: at + done,
+                    });
                     done += count;
                 }
                 self.block.depth = (at + terms).next_multiple_of(rule.alignment);
@@ -229,7 +261,10 @@ impl Builder {
             }
             Step::Round { slot } => TileOp::Round { to: self.slots[slot], from: self.slots[slot] },
             Step::Join { left, right } => {
-                debug_assert!(left + 2 == self.slots.len() && right + 1 == self.slots.len(), "slots are a stack");
+                debug_assert!(
+                    left + 2 == self.slots.len() && right + 1 == self.slots.len(),
+                    "slots are a stack"
+                );
                 let right = self.slots.swap_remove(right);
                 TileOp::Join { to: self.slots[left], left: self.slots[left], right }
             }
@@ -280,9 +315,14 @@ mod tests {
                 let (to, value) = match *op {
                     TileOp::Multiply { first, depth, to, add } => {
                         let of = |step: usize| {
-                            let segment = block.segments.iter().find(|s| (s.at..s.at + s.len).contains(&step));
+                            let segment =
+                                block.segments.iter().find(|s| (s.at..s.at + s.len).contains(&step));
                             let segment = segment.expect("each step of a product is packed");
-                            format!("{}{}", (b'a' + segment.from[0] as u8) as char, segment.from[1] + step - segment.at)
+                            format!(
+                                "{}{}",
+                                (b'a' + segment.from[0] as u8) as char,
+                                segment.from[1] + step - segment.at
+                            )
                         };
                         let part = (first..first + depth).map(of).collect::<Vec<_>>().join("");
                         (to, if add { format!("({} {part})", get(&tiles, to)) } else { part })

@@ -169,7 +169,8 @@ unsafe fn pack<T: Float>(
                 }
             }
         }
-        for (s, p) in (0..if used < width { count } else { 0 }).flat_map(|s| (0..depth).map(move |p| (s, p))) {
+        for (s, p) in (0..if used < width { count } else { 0 }).flat_map(|s| (0..depth).map(move |p| (s, p)))
+        {
             for j in used..width {
                 *to.add((s * panel_depth + p) * width + j) = T::Acc::ZERO;
             }

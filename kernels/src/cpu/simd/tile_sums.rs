@@ -60,7 +60,11 @@ unsafe fn join<T: Float>([rows, cols]: [usize; 2], to: Tile<T::Acc>, from: [Tile
 /// # Safety
 /// As there.
 #[inline(always)]
-unsafe fn join_rows<T: Float, const N: usize>(rows: usize, to: Tile<T::Acc>, [left, right]: [Tile<T::Acc>; 2]) {
+unsafe fn join_rows<T: Float, const N: usize>(
+    rows: usize,
+    to: Tile<T::Acc>,
+    [left, right]: [Tile<T::Acc>; 2],
+) {
     for row in 0..rows {
         // SAFETY: the caller guarantees rows of N elements.
         let (left, right) = unsafe { (row_of::<_, N>(left, row), row_of::<_, N>(right, row)) };

@@ -251,7 +251,11 @@ mod tests {
                     (0..outer).flat_map(|row| range.clone().map(move |t| row * inner + t)).collect();
                 let outputs = launched(&rows, &[], dtype);
                 for (i, row) in rows.iter().enumerate() {
-                    assert_eq!(got[0][row * d..(row + 1) * d], outputs[0][i * d..(i + 1) * d], "dx in {dtype}");
+                    assert_eq!(
+                        got[0][row * d..(row + 1) * d],
+                        outputs[0][i * d..(i + 1) * d],
+                        "dx in {dtype}"
+                    );
                 }
                 outputs
             };

@@ -37,8 +37,8 @@ pub static LEAF_MATMUL: Kernel = Kernel {
 
 /// Returns bias and r of a launch.
 fn addends<'a>(launch: &Launch<'a>) -> [Option<&'a Arg<'a>>; 2] {
-    let find = |ndim| launch.inputs[2..].iter().find(|x| x.view.ndim() == ndim);
-    [find(1), find(3)]
+    let inputs: &'a [Arg<'a>] = launch.inputs;
+    [1, 3].map(|ndim| inputs[2..].iter().find(|x| x.view.ndim() == ndim))
 }
 
 fn fast(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
@@ -128,7 +128,9 @@ mod tests {
         let b = Value::real(&[1, 2, 2, 1], &[10.0, 20.0, 30.0, 40.0]);
         let bias = Value::real(&[1], &[0.5]);
         let r = Value::real(&[1, 1, 1], &[1000.0]);
-        let of = |inputs: &[Value]| evaluate(&LEAF_MATMUL, inputs, &[&[1, 1, 1]], &scalars(2, 0, &[0, 1, 2])).remove(0);
+        let of = |inputs: &[Value]| {
+            evaluate(&LEAF_MATMUL, inputs, &[&[1, 1, 1]], &scalars(2, 0, &[0, 1, 2])).remove(0)
+        };
         assert_eq!(of(&[a.clone(), b.clone()]), [300.0]);
         assert_eq!(of(&[a.clone(), b.clone(), bias.clone()]), [300.5]);
         assert_eq!(of(&[a.clone(), b.clone(), r.clone()]), [1300.0]);
@@ -139,9 +141,14 @@ mod tests {
     fn fast_path_matches_the_reference() {
         // Leaves round, in 16 bits too, where the tests of `cpu::gemm::leaves` compare bits.
         let dtypes = [DType::F32, DType::F64];
-        for [g, m, n, k0, k1] in
-            [[1, 1, 1, 1, 1], [2, 5, 7, 1, 9], [1, 33, 17, 3, 65], [1, 1, 130, 1, 40], [2, 3, 4, 2, 0], [1, 0, 5, 1, 9]]
-        {
+        for [g, m, n, k0, k1] in [
+            [1, 1, 1, 1, 1],
+            [2, 5, 7, 1, 9],
+            [1, 33, 17, 3, 65],
+            [1, 1, 130, 1, 40],
+            [2, 3, 4, 2, 0],
+            [1, 0, 5, 1, 9],
+        ] {
             let borders: Vec<i64> = (0..=5).map(|leaf| (leaf * k1 / 5) as i64).collect();
             let case = Case::new(&LEAF_MATMUL).scale(1.0).scalars(&scalars(5, 0, &borders));
             let case = case.input(&[g, m, k0, k1], &values(1, g * m * k0 * k1));

@@ -21,7 +21,9 @@ pub static LEAF_SUM: Kernel = Kernel {
     name: "leaf_sum",
     reference: |_, launch| {
         let ([x], [y], scalars) = operands(launch);
-        let [num_reduced, c, dim, leaves @ ..] = scalars else { unreachable!("the contract asks for leaves") };
+        let [num_reduced, c, dim, leaves @ ..] = scalars else {
+            unreachable!("the contract asks for leaves")
+        };
         let (dim, num_kept) = (dim.int() as usize, x.view.ndim() - num_reduced.int() as usize);
         let leaves = leaves_of(leaves, 1);
         match_float!(x.dtype, T => {
@@ -40,7 +42,9 @@ pub static LEAF_SUM: Kernel = Kernel {
     },
     cpu: Some(|pool, launch| {
         let ([x], [y], scalars) = operands(launch);
-        let [num_reduced, c, dim, leaves @ ..] = scalars else { unreachable!("the contract asks for leaves") };
+        let [num_reduced, c, dim, leaves @ ..] = scalars else {
+            unreachable!("the contract asks for leaves")
+        };
         let (dim, num_reduced) = (dim.int() as usize, num_reduced.int() as usize);
         let leaves = leaves_of(leaves, 1);
         match_float!(x.dtype, T => {
@@ -69,7 +73,10 @@ mod tests {
     use crate::op::reduce::SUM;
 
     fn scalars(num_reduced: i64, c: f64, more: &[i64]) -> Vec<Scalar> {
-        [Scalar::Int(num_reduced), Scalar::Real(c)].into_iter().chain(more.iter().map(|n| Scalar::Int(*n))).collect()
+        [Scalar::Int(num_reduced), Scalar::Real(c)]
+            .into_iter()
+            .chain(more.iter().map(|n| Scalar::Int(*n)))
+            .collect()
     }
 
     #[test]
@@ -91,9 +98,13 @@ mod tests {
         let (borders, x) = ([0, 3, 3, 10, 20], values(2, 6 * 20));
         for dtype in DType::FLOATS {
             let case = Case::new(&LEAF_SUM).input(&[6, 20], &x).output(&[6]);
-            let got = case.scalars(&scalars(1, 1.0, &[&[1, 4, 0][..], &borders].concat())).fast(dtype).remove(0);
+            let got =
+                case.scalars(&scalars(1, 1.0, &[&[1, 4, 0][..], &borders].concat())).fast(dtype).remove(0);
             let leaf = |range: std::ops::Range<i64>| {
-                let part: Vec<f64> = (0..6).flat_map(|i| range.clone().map(move |j| i * 20 + j)).map(|at| x[at as usize]).collect();
+                let part: Vec<f64> = (0..6)
+                    .flat_map(|i| range.clone().map(move |j| i * 20 + j))
+                    .map(|at| x[at as usize])
+                    .collect();
                 let case = Case::new(&SUM).input(&[6, range.clone().count()], &part).output(&[6]);
                 case.scalars(&scalars(1, 1.0, &[])).fast(dtype).remove(0)
             };
