@@ -9,6 +9,7 @@ use crate::device::Device;
 use crate::error::{KernelError, MemoryStats};
 use crate::kernel::{Kernel, Launch};
 use crate::match_float;
+use crate::strides::Strides;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -84,7 +85,7 @@ impl Memory {
         let (Some(b), Some((from, view, bytes))) = (launch.inputs.get(1), form(launch)) else { return };
         let Prepacked { operands, is_full } = &mut *prepacked;
         let Some(operand) = operands.get_mut(&b.buffer.address()) else { return };
-        if *is_full || operand.forms.iter().any(|form| (form.0, form.1) == (from, view)) {
+        if *is_full || operand.forms.iter().any(|form| (form.0, &form.1) == (from, &view)) {
             return;
         }
         if self.fits(bytes) {
@@ -178,7 +179,6 @@ mod tests {
     use crate::dtype::DType;
     use crate::kernel::{Arg, ArgMut};
     use crate::op::batched_matmul::BATCHED_MATMUL;
-    use crate::strides::Strides;
 
     /// Returns the memory in use after two products of 64 rows by a cached weight, and after the guard is dropped.
     fn in_use(backend: &dyn Backend) -> [usize; 2] {

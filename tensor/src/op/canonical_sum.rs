@@ -251,7 +251,7 @@ pub(crate) fn sum_leaves(
         for output in &mut outputs {
             launch(rank, &FILL, &[], &mut [output], &[Scalar::Real(Context::of(rank).zero())])?;
         }
-        Ok(outputs)
+        Ok::<_, Error>(outputs)
     };
     let (axes, leaves) = local_leaves(rank, tree, dim)?;
     let run = leaves.first..leaves.first + leaves.borders.len() - 1;

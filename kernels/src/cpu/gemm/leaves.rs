@@ -22,7 +22,7 @@ use crate::cpu::simd::pack_bf16::DotOperand;
 use crate::cpu::simd::prepacked::{PackedB, PackedSteps};
 use crate::cpu::simd::scratch::Scratch;
 use crate::cpu::simd::tile_sums::TileSums;
-use crate::dtype::{DType, Element, Float};
+use crate::dtype::{DType, Float};
 use crate::host_vec::filled_or_unwind;
 use std::ops::Range;
 use std::sync::Arc;
@@ -172,7 +172,7 @@ fn fma_gemm_of_leaves<T: Float>(
 
 /// A block of steps of a prepacked b.
 fn packed_steps(block: &StepBlock) -> PackedSteps {
-    PackedSteps { first: block.first, depth: block.depth, from: block.segments[0].from[1] }
+    PackedSteps { depth: block.depth, from: block.segments[0].from[1] }
 }
 
 /// Some rows and columns of a product.

@@ -25,7 +25,7 @@ pub(super) fn prepack<T: Float>(
     b: BatchedMatrixRef<'_, T>,
     packs: impl FnOnce() -> bool,
 ) -> Option<Buffer> {
-    let block = |first: usize| PackedSteps { first, depth: KC.min(k - first), from: first };
+    let block = |first: usize| PackedSteps { depth: KC.min(k - first), from: first };
     prepack_steps(pool, [m, n, k], b, (None, &|| (0..k).step_by(KC).map(block).collect()), packs)
 }
 

@@ -46,8 +46,6 @@ impl<'a, R: Real> PackedB<'a, R> {
 /// A block of steps.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PackedSteps {
-    /// The steps of earlier blocks.
-    pub(crate) first: usize,
     pub(crate) depth: usize,
     /// The row of b of the first step.
     pub(crate) from: usize,
