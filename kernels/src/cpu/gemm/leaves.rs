@@ -80,10 +80,10 @@ pub(crate) fn batched_gemm_of_leaves<T: Float>(
     }
     assert!(batched_required_len([g, m, n], c.strides) <= c.data.len(), "c must be within its memory");
     assert!(is_non_overlapping([g, m, n], c.strides), "elements of c share no memory");
-    assert!(epilogue.is_none() || c.strides == [m * n, n, 1], "c is contiguous");
     if g * m * n == 0 {
         return;
     }
+    assert!(epilogue.is_none() || c.strides == [m * n, n, 1], "c is contiguous");
     let epilogue = epilogue.map(|epilogue| BoundEpilogue::new([g, m, n], epilogue));
     let dims = [g, m, n, leaves.num_terms()];
     if let Some(isa) = isa(T::DTYPE, pool.precision()) {
