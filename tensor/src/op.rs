@@ -145,7 +145,7 @@ pub trait Op: fmt::Debug + 'static {
     }
 
     /// The simpler ops that compute this op where sums are canonical ([`CanonicalForm`]); by default those of [`Op::decompose`]. An op
-    /// that is decomposed on some layouts and sums in its kernel on others is decomposed on all of them here.
+    /// that is decomposed on some layouts is decomposed on all of them here, unless its kernel has the bits of the decomposition.
     fn decompose_canonical(&self, args: &[&Layout], points: &[bool]) -> Option<Decomposition> {
         self.decompose(args, points)
     }

@@ -462,7 +462,7 @@ mod tests {
                             };
                             let what = format!("{op:?} in {dtype}, {num_leaves} leaves, {threads} threads");
                             assert!(bits(op.clone())? == bits(Rc::new(LeafByLeaf(op)))?, "{what}");
-                            Ok(())
+                            Ok::<_, Error>(())
                         };
                         for (text, [x, y]) in products {
                             compare(einsum(text), &[&tensor(x, 0)?, &tensor(y, 1)?])?;
