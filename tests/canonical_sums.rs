@@ -49,6 +49,8 @@ fn metrics_have_the_same_bits_for_every_number_of_ranks_and_microbatches() {
     for mesh in ["pp=2", "pp=2,fsdp=2", "pp=2,tp=2"] {
         assert_eq!(run(mesh, "4", &["--mesh", mesh]), alone, "{mesh}");
     }
+    let odd = |mesh: &str| run(&format!("odd-{mesh}"), "3", &["--mesh", mesh, "--sum-leaves", "24"]);
+    assert_eq!(odd("tp=3"), odd("tp=2"), "8 and 12 of 24 leaves for each rank");
     run("parts", "2", &["--mesh", "dp=4"]);
     assert_eq!(run("parts", "4", &["--mesh", "dp=2", "--resume"]), alone, "resumed on another mesh");
     let other = folder.0.join("parts");

@@ -9,6 +9,7 @@ use crate::device::Device;
 use crate::error::{KernelError, MemoryStats};
 use crate::kernel::{Kernel, Launch};
 use crate::match_float;
+use crate::strides::Strides;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -84,7 +85,7 @@ impl Memory {
         let (Some(b), Some((from, view, bytes))) = (launch.inputs.get(1), form(launch)) else { return };
         let Prepacked { operands, is_full } = &mut *prepacked;
         let Some(operand) = operands.get_mut(&b.buffer.address()) else { return };
-        if *is_full || operand.forms.iter().any(|form| (form.0, form.1) == (from, view)) {
+        if *is_full || operand.forms.iter().any(|form| (form.0, &form.1) == (from, &view)) {
             return;
         }
         if self.fits(bytes) {
@@ -98,13 +99,19 @@ impl Memory {
 /// Returns the offset and the view with which a product of one matrix reads its right operand, and the bytes of its packed form.
 fn form(launch: &Launch<'_>) -> Option<(usize, OperandView, usize)> {
     let ([a, b, ..], c) = (launch.inputs, launch.outputs.first()?) else { return None };
-    let ([1, m, k], [1, inner, n]) = (&a.view.shape[..], &b.view.shape[..]) else { return None };
-    if inner != k || c.view.shape[..] != [1, *m, *n] || a.dtype != b.dtype {
+    // A product over leaves has two summed dims.
+    let ([.., k], [.., inner, n], 3 | 4) = (&a.view.shape[..], &b.view.shape[..], a.view.ndim()) else {
+        return None;
+    };
+    let m = a.view.shape[1];
+    let is_one_matrix = a.view.numel() == m * k && b.view.numel() == k * n && a.view.ndim() == b.view.ndim();
+    if inner != k || !is_one_matrix || c.view.shape[..] != [1, m, *n] || a.dtype != b.dtype {
         return None;
     }
-    let strides = [a.view, b.view, c.view].map(|view| [view.strides[1], view.strides[2]]);
-    let bytes = match_float!(b.dtype, T => prepacked_bytes::<T>([*m, *n, *k], strides), else None)?;
-    let view = OperandView { extents: [*k, *n], strides: strides[1], dtype: b.dtype };
+    let last_two = |view: &Strides| [view.strides[view.ndim() - 2], view.strides[view.ndim() - 1]];
+    let strides = [[a.view.strides[1], last_two(a.view)[1]], last_two(b.view), last_two(c.view)];
+    let bytes = match_float!(b.dtype, T => prepacked_bytes::<T>([m, *n, *k], strides), else None)?;
+    let view = OperandView { extents: [*k, *n], strides: strides[1], dtype: b.dtype, cut: None };
     Some((b.view.offset * b.dtype.size(), view, bytes))
 }
 
@@ -172,7 +179,6 @@ mod tests {
     use crate::dtype::DType;
     use crate::kernel::{Arg, ArgMut};
     use crate::op::batched_matmul::BATCHED_MATMUL;
-    use crate::strides::Strides;
 
     /// Returns the memory in use after two products of 64 rows by a cached weight, and after the guard is dropped.
     fn in_use(backend: &dyn Backend) -> [usize; 2] {

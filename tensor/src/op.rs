@@ -20,8 +20,8 @@ use crate::tensor::Tensor;
 use apply::apply_with_options;
 pub use apply::{OpHandle, apply, meta, run};
 pub(crate) use apply::{OutputOptions, apply_first};
-pub use canonical_sum::CanonicalForm;
 pub(crate) use canonical_sum::{leaves_of_elements, refuse_order_of_ranks, sum_leaves};
+pub use canonical_sum::{CanonicalForm, LeafCut, NodeLeaves};
 pub use decomposition::{Decomposition, Operand, Point, decomposition};
 pub use error_text::suggested_repairs;
 pub use forward_context::ForwardContext;
@@ -145,7 +145,7 @@ pub trait Op: fmt::Debug + 'static {
     }
 
     /// The simpler ops that compute this op where sums are canonical ([`CanonicalForm`]); by default those of [`Op::decompose`]. An op
-    /// that is decomposed on some layouts and sums in its kernel on others is decomposed on all of them here.
+    /// that is decomposed on some layouts is decomposed on all of them here, unless its kernel has the bits of the decomposition.
     fn decompose_canonical(&self, args: &[&Layout], points: &[bool]) -> Option<Decomposition> {
         self.decompose(args, points)
     }
@@ -153,6 +153,19 @@ pub trait Op: fmt::Debug + 'static {
     /// How the op sums where the bits of sums must not depend on the mesh. The default states no form.
     fn canonical_form(&self) -> CanonicalForm {
         CanonicalForm::None
+    }
+
+    /// [`Op::forward`] with the sums over all leaves of a label that this rank holds, those of a node ([`CanonicalForm::Leaves`]), with the
+    /// bits of `forward` on each leaf and of additions in the tree, each rounded; `None`, the default, to compute just that. Some leaf has
+    /// an element.
+    fn forward_of_leaves(
+        &self,
+        local: &ForwardContext<'_>,
+        x: &[&LocalTensor],
+        cut: &LeafCut,
+    ) -> Option<Result<LocalTensors>> {
+        let _ = (local, x, cut);
+        None
     }
 
     /// The same op with the random numbers of another training step, for a batch that begins at row `first_row` of the global batch;

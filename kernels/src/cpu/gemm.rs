@@ -13,6 +13,7 @@
 mod prepacked;
 mod epilogue;
 mod split;
+pub(crate) mod leaves;
 
 use crate::cpu::Pool;
 use crate::cpu::simd::bf16::{self, Bf16Isa};

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// How a product reads a matrix: k rows of n elements, from some byte of the buffer on. The key of a packed form.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct OperandView {
     /// Rows and columns.
     pub(crate) extents: [usize; 2],
@@ -20,6 +20,8 @@ pub(crate) struct OperandView {
     pub(crate) strides: [usize; 2],
     /// The dtype of the elements.
     pub(crate) dtype: DType,
+    /// The first step of each block that is packed; `None` for blocks of equal size.
+    pub(crate) cut: Option<Arc<[usize]>>,
 }
 
 /// The cached operands of a back end.
@@ -85,7 +87,7 @@ impl PackCache {
     pub(crate) fn get_or_pack(
         &self,
         memory: &[u8],
-        view: OperandView,
+        view: &OperandView,
         bytes: usize,
         make: impl FnOnce(&mut Buffer),
     ) -> Option<Buffer> {
@@ -105,7 +107,7 @@ impl PackCache {
         };
         make(&mut packed);
         self.table().find(at, |operand, from| {
-            operand.forms.push(PackedForm { from, view, packed: packed.clone() });
+            operand.forms.push(PackedForm { from, view: view.clone(), packed: packed.clone() });
         })?;
         Some(packed)
     }
@@ -146,8 +148,8 @@ impl Table {
 }
 
 impl PackedForm {
-    fn matches(&self, from: usize, view: OperandView) -> bool {
-        (self.from, self.view) == (from, view)
+    fn matches(&self, from: usize, view: &OperandView) -> bool {
+        self.from == from && self.view == *view
     }
 }
 

@@ -20,6 +20,7 @@ pub mod binary;
 pub mod compare_select;
 pub mod reduce;
 pub mod batched_matmul;
+pub mod leaf_matmul;
 pub mod linear;
 pub mod grouped_matmul;
 pub mod tree_reduce;
@@ -129,11 +130,13 @@ pub static KERNELS: &[&Kernel] = &[
     &compare_select::WHERE,
     &compare_select::MASKED_FILL,
     &reduce::SUM,
+    &reduce::LEAF_SUM,
     &reduce::MAX,
     &reduce::MIN,
     &reduce::SUM_SQUARES,
     &reduce::SUM_SQUARES_MANY,
     &batched_matmul::BATCHED_MATMUL,
+    &leaf_matmul::LEAF_MATMUL,
     &linear::LINEAR,
     &linear::LINEAR_ADD,
     &linear::MATMUL_ADD,

@@ -1,11 +1,15 @@
 //! Row-wise kernels: contiguous operands as slices, fixed tasks, and sums in a fixed order.
 
+use crate::cpu::simd::leaf_schedule::SumLeaves;
 use crate::cpu::simd::{prefetch_after, prefetch_ahead};
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{DType, Element, Float, Real};
 use crate::error::KernelError;
+use crate::host_vec::filled_or_unwind;
 use crate::kernel::{Arg, ArgMut, Launch, Scalar};
 use crate::strides::Strides;
+use crate::sum_tree::{SumTree, TreeSums};
+use std::convert::Infallible;
 
 /// Partial sums of a row: element i is added to partial sum i mod 16, whatever the vector width is.
 pub(crate) const LANES: usize = 16;
@@ -243,6 +247,86 @@ pub(crate) fn add_blocks<T: Float>(pool: &Pool, blocks: &[T::Acc], out: &mut [T]
         );
         out.iter_mut().zip(total).for_each(|(out, total)| *out = T::narrow(total));
     });
+}
+
+/// Returns the leaves that scalars of a launch state: Int leaves of the tree, Int first leaf, then Int borders of the leaves in the summed
+/// dim that is cut, with `outer` elements of the summed dims before it.
+pub(crate) fn leaves_of(scalars: &[Scalar], outer: usize) -> SumLeaves {
+    let count = |scalar: &Scalar| scalar.int() as usize;
+    let [num_leaves, first, borders @ ..] = scalars else { unreachable!("the contract asks for leaves") };
+    let borders = borders.iter().map(count).collect();
+    SumLeaves { tree: SumTree::new(count(num_leaves)), first: count(first), borders, outer }
+}
+
+/// [`leaves_of`] of rows, of whose last dim the scalars state the leaves.
+pub(crate) fn leaves_of_rows(scalars: &[Scalar], num_rows: usize) -> SumLeaves {
+    let leaves = leaves_of(scalars, 1);
+    let inner = leaves.borders[leaves.borders.len() - 1];
+    SumLeaves { outer: num_rows / inner.max(1), ..leaves }
+}
+
+/// Joins the sums of leaves, each rounded, into `out`: `sum` writes the sum of a leaf, by its number. Zeros if all are absent.
+pub(crate) fn join_leaves<T: Float>(leaves: &SumLeaves, out: &mut [T], mut sum: impl FnMut(usize, &mut [T])) {
+    let mut sums = TreeSums::new(leaves.tree);
+    for (number, pair) in leaves.borders.windows(2).enumerate() {
+        let is_present = leaves.outer * (pair[1] - pair[0]) > 0;
+        let of_leaf = is_present.then(|| {
+            let mut of_leaf = filled_or_unwind(T::default(), out.len());
+            sum(number, &mut of_leaf);
+            of_leaf
+        });
+        let Ok(()) = sums.add(SumTree::leaf(leaves.first + number), of_leaf, |mut left, right| {
+            let pairs = left.iter_mut().zip(&right);
+            pairs.for_each(|(left, right)| *left = T::narrow(left.widen() + right.widen()));
+            Ok::<_, Infallible>(left)
+        });
+    }
+    match sums.into_roots().next() {
+        Some((_, Some(total))) => out.copy_from_slice(&total),
+        _ => out.fill(T::default()),
+    }
+}
+
+/// Sums over rows, by leaves of the last dim of rows: `add_row` adds a row to N sums. Within a leaf rows are summed in blocks of
+/// [`ROWS_PER_SUM`], then those ([`add_blocks`]).
+pub(crate) fn sum_rows_of_leaves<T: Float, const N: usize>(
+    pool: &Pool,
+    leaves: &SumLeaves,
+    add_row: impl Fn(usize, [&mut [T::Acc]; N]) + Sync,
+    outputs: [&mut [T]; N],
+) {
+    let width = outputs[0].len();
+    let inner = leaves.borders[leaves.borders.len() - 1];
+    let count = |pair: &[usize]| leaves.outer * (pair[1] - pair[0]);
+    let block = |pair: &'_ [usize], first: usize| {
+        let (start, len, end) = (pair[0], pair[1] - pair[0], count(pair).min(first + ROWS_PER_SUM));
+        (first..end).map(move |row| row / len * inner + start + row % len)
+    };
+    let pairs = || leaves.borders.windows(2);
+    let blocks: Vec<_> = pairs()
+        .flat_map(|pair| (0..count(pair)).step_by(ROWS_PER_SUM).map(move |first| block(pair, first)))
+        .collect();
+    let mut parts: [_; N] = std::array::from_fn(|_| filled_or_unwind(T::Acc::ZERO, blocks.len() * width));
+    let mut sums = parts.each_mut().map(|parts| parts.chunks_mut(width));
+    let next = |rows| (rows, sums.each_mut().map(|sums| sums.next().expect("sums for each block")));
+    let mut tasks: Vec<_> = blocks.into_iter().map(next).collect();
+    pool.chunks(&mut tasks, 1, |_, task| {
+        let (rows, sums) = &mut task[0];
+        vectorized(
+            #[inline(always)]
+            || rows.for_each(|row| add_row(row, sums.each_mut().map(|sums| &mut **sums))),
+        );
+    });
+    drop(tasks);
+    for (parts, out) in parts.iter().zip(outputs) {
+        let mut rest = &parts[..];
+        let numbers: Vec<usize> = pairs().map(|pair| count(pair).div_ceil(ROWS_PER_SUM)).collect();
+        join_leaves(leaves, out, |leaf, of_leaf| {
+            let (blocks, after) = rest.split_at(numbers[leaf] * width);
+            add_blocks(pool, blocks, of_leaf);
+            rest = after;
+        });
+    }
 }
 
 #[cfg(test)]

@@ -42,8 +42,8 @@ pub enum Deterministic {
         /// The number of leaves: it divides the rows of the batch, and the ranks times the microbatches divide it. Not a function of
         /// the mesh; another number gives other bits.
         batch_leaves: usize,
-        /// The number of leaves of every other summed label (tokens, width, heads, hidden units, vocabulary): of an axis that shards
-        /// them, the ranks times a power of two. Another number gives other bits.
+        /// The number of leaves of every other summed label (tokens, width, heads, hidden units, vocabulary): a multiple of the ranks
+        /// of an axis that shards them; a power of two for each rank costs the fewest bytes. Another number gives other bits.
         sum_leaves: usize,
     },
 }
@@ -309,15 +309,15 @@ fn no_canonical_form(plan: &Plan, mesh: &Mesh, axis: Axis) -> Option<String> {
     })
 }
 
-/// Refuses a number of leaves of sums of which the ranks of an axis do not hold one subtree each.
+/// Refuses a number of leaves of sums that the ranks of an axis do not divide.
 fn check_sum_leaves(num_leaves: usize, name: &str, num_ranks: usize) -> Result<()> {
-    let each = num_leaves / num_ranks;
-    if num_leaves.is_multiple_of(num_ranks) && each.is_power_of_two() {
+    if num_leaves.is_multiple_of(num_ranks) {
         return Ok(());
     }
     let text = format!(
-        "the ranks of the mesh axis {name}={num_ranks} cannot share {num_leaves} leaves of sums: each holds 1, 2, 4, 8 or so of them"
+        "the ranks of the mesh axis {name}={num_ranks} cannot share {num_leaves} leaves of sums equally"
     );
+    // A power of two for each rank: its partial sum is one tensor.
     let fitting = num_ranks * num_leaves.div_ceil(num_ranks).next_power_of_two();
     let help = format!(
         "use {fitting} leaves (--sum-leaves); a run on other meshes has the same bits only with the same number"

@@ -205,6 +205,25 @@ fn bits_in_bf16_are_those_of_one_rank_for_every_number_of_tensor_parallel_ranks(
     check_tensor_cuts(&Run { dtype: DType::BF16, ..Run::new(wide_llama()) }, "llama in bf16");
 }
 
+/// Meshes whose tensor-parallel ranks hold 8, 12, 6 and 4 of 24 leaves: a node, or two.
+const ODD_CUTS: [(&str, usize); 5] =
+    [("tp=3", 1), ("dp=3,tp=2", 2), ("tp=4", 1), ("tp=6", 1), ("pp=2,tp=2", 3)];
+
+fn check_odd_cuts(run: Run, what: &str) {
+    let run = Run { deterministic: Deterministic::Mesh { batch_leaves: 12, sum_leaves: 24 }, ..run };
+    let alone = run.bits("", 1);
+    for (mesh, microbatches) in ODD_CUTS {
+        assert_eq!(run.bits(mesh, microbatches), alone, "{what} on {mesh} in {microbatches} microbatches");
+    }
+}
+
+#[test]
+fn bits_are_those_of_one_rank_where_a_rank_holds_several_nodes_of_a_sum() {
+    check_odd_cuts(Run::new(wide_gpt2()), "gpt2");
+    check_odd_cuts(Run { dtype: DType::BF16, ..Run::new(wide_gpt2()) }, "gpt2 in bf16");
+    check_odd_cuts(Run::new(wide_llama()), "llama");
+}
+
 #[test]
 fn other_leaves_and_the_order_of_the_mesh_have_other_bits() {
     let run = Run::new(gpt2());

@@ -14,9 +14,13 @@ use crate::layout::Layout;
 use crate::layout::dim::Dim;
 use crate::layout::placement::Placement;
 use crate::layout::signature::{Labels, Signature};
+use crate::tensor::redistribute::sum_roots_of_ranks;
 use shardgrad_dist::{AxisSet, Error, Kind, Rank, Result};
 use shardgrad_kernels::op::binary::ACCUMULATE;
-use shardgrad_kernels::{SumTree, TreeSums};
+use shardgrad_kernels::op::fill::FILL;
+use shardgrad_kernels::{Scalar, SumTree, TreeSums};
+use smallvec::SmallVec;
+use std::iter;
 use std::ops::Range;
 
 /// How an op sums where the bits of sums must not depend on the mesh ([`Context::set_sum_tree`]).
@@ -129,9 +133,10 @@ pub(crate) fn leaves_of_elements(
         if let (Some(dim), false) = (dims[i], leaves.is_empty()) {
             let shape = &x.view.shape;
             let inner: usize = shape[dim + 1..].iter().product();
-            for (leaf, range) in local_leaves(local.rank, tree, &summed)? {
+            let (_, held) = local_leaves(local.rank, tree, &summed)?;
+            for (leaf, pair) in (held.first..).zip(held.borders.windows(2)) {
                 for block in leaves.chunks_exact_mut(shape[dim] * inner) {
-                    block[range.start * inner..range.end * inner].fill(leaf as i64);
+                    block[pair[0] * inner..pair[1] * inner].fill(leaf as i64);
                 }
             }
         }
@@ -139,7 +144,7 @@ pub(crate) fn leaves_of_elements(
     LocalTensor::upload(local.rank, &[leaves.len()], &leaves)
 }
 
-/// Runs the forward once for each leaf of a label, and joins the outputs.
+/// Runs the forward once for each leaf of a label, or for all leaves of a node at once, and joins the outputs.
 fn leaves_joined(
     op: &dyn Op,
     (tree, label): (SumTree, u8),
@@ -151,6 +156,13 @@ fn leaves_joined(
     if summed.extent == 0 {
         return op.forward(local, x);
     }
+    let (axes, leaves) = local_leaves(rank, tree, &summed)?;
+    if leaves.are_one_node(axes) && !leaves.range().is_empty() {
+        let cut = LeafCut { label, leaves };
+        if let Some(outputs) = op.forward_of_leaves(local, x, &cut) {
+            return outputs;
+        }
+    }
     let outputs: Vec<Option<usize>> = labels.outputs().iter().map(|output| dim_of(output, label)).collect();
     let start = summed.range(rank.mesh(), rank.coordinates()).start;
     let mut whole: Vec<Option<LocalTensor>> = outputs
@@ -158,87 +170,180 @@ fn leaves_joined(
         .enumerate()
         .map(|(i, dim)| dim.map(|_| local.output(i)).transpose())
         .collect::<Result<_>>()?;
-    let sums = sum_leaves(rank, tree, &summed, |range| {
+    let parts_of = |range: &Range<usize>| -> Vec<LocalTensor> {
         let part = |(x, dim): (&&LocalTensor, &Option<usize>)| match dim {
             Some(dim) => x.with_view(x.view.narrow(*dim, range.start, range.end)),
             None => (*x).clone(),
         };
-        let parts: Vec<LocalTensor> = x.iter().zip(&dims).map(part).collect();
-        let leaf = start + range.start..start + range.end;
-        let local = ForwardContext { leaf: Some((label, leaf)), ..*local };
-        let mut results = op.forward(&local, &parts.iter().collect::<Vec<_>>())?;
-        for ((result, whole), dim) in results.iter().zip(&mut whole).zip(&outputs) {
-            if let (Some(whole), Some(dim)) = (whole, dim) {
-                let at = whole.view.narrow(*dim, range.start, range.end);
-                whole.write(rank, at, result)?;
-            }
-        }
-        let mut is_sum = outputs.iter().map(Option::is_none);
-        results.retain(|_| is_sum.next().unwrap_or(true));
-        Ok(results)
-    })?;
-    let mut sums = sums.map(LocalTensors::into_iter);
-    let output = |(i, whole): (usize, Option<LocalTensor>)| match (whole, &mut sums) {
-        (Some(whole), _) => Ok(whole),
-        (None, Some(sums)) => Ok(sums.next().expect("each leaf has all sums")),
-        // This rank has no leaf with elements.
-        (None, None) => {
-            let output = local.output(i)?;
-            LocalTensor::full(rank, output.dtype, &output.view.shape, Context::of(rank).zero())
-        }
+        x.iter().zip(&dims).map(part).collect()
     };
-    whole.into_iter().enumerate().map(output).collect()
+    let sum_outputs = || {
+        let sums = outputs.iter().enumerate().filter(|(_, dim)| dim.is_none());
+        sums.map(|(i, _)| local.output(i)).collect::<Result<LocalTensors>>()
+    };
+    let sums = sum_leaves(local, x, (tree, &summed), sum_outputs, |leaves| {
+        leaves.sum_each(rank, |range| {
+            let parts = parts_of(&range);
+            let leaf = start + range.start..start + range.end;
+            let local = ForwardContext { leaf: Some((label, leaf)), ..*local };
+            let mut results = op.forward(&local, &parts.iter().collect::<Vec<_>>())?;
+            for ((result, whole), dim) in results.iter().zip(&mut whole).zip(&outputs) {
+                if let (Some(whole), Some(dim)) = (whole, dim) {
+                    let at = whole.view.narrow(*dim, range.start, range.end);
+                    whole.write(rank, at, result)?;
+                }
+            }
+            let mut is_sum = outputs.iter().map(Option::is_none);
+            results.retain(|_| is_sum.next().unwrap_or(true));
+            Ok(results)
+        })
+    })?;
+    let mut sums = sums.into_iter();
+    let output =
+        |whole: Option<LocalTensor>| whole.or_else(|| sums.next()).expect("one sum for each sum output");
+    Ok(whole.into_iter().map(output).collect())
 }
 
-/// Returns the root of the leaves of this rank, which `part` sums over ranges of the local part of a dim; `None` if the rank has no
-/// element of the dim. A sum over the ranks of the axis that shards the dim, if there is one, is the sum of all leaves.
+/// Leaves of one node of a tree, on one rank.
+#[derive(Clone, Debug)]
+pub struct NodeLeaves {
+    /// The tree.
+    pub tree: SumTree,
+    /// The first leaf.
+    pub first: usize,
+    /// The borders of the leaves in the local part of a dim, one more than there are leaves.
+    pub borders: Vec<usize>,
+}
+
+impl NodeLeaves {
+    /// Returns all leaves of a dim that no axis shards.
+    pub(crate) fn of_whole(tree: SumTree, dim: &Dim) -> NodeLeaves {
+        let end = |leaf: usize| tree.leaf_range(dim.extent / dim.grain, leaf).end * dim.grain;
+        NodeLeaves { tree, first: 0, borders: iter::once(0).chain((0..tree.num_leaves()).map(end)).collect() }
+    }
+
+    /// Returns the range of all leaves in the local part of the dim.
+    pub(crate) fn range(&self) -> Range<usize> {
+        self.borders[0]..self.borders[self.borders.len() - 1]
+    }
+
+    /// Whether the leaves of a rank are those of one node, on each rank of the axes that shard them: an aligned run whose
+    /// length is a power of two.
+    fn are_one_node(&self, axes: AxisSet) -> bool {
+        axes.is_empty() || (self.borders.len() - 1).is_power_of_two()
+    }
+
+    /// The sum of all leaves, which `part` sums over the range of a leaf. Each node is rounded to the dtype. Some leaf has an element.
+    ///
+    /// # Errors
+    /// Errors of `part` and of additions.
+    pub(crate) fn sum_each(
+        &self,
+        rank: &Rank,
+        mut part: impl FnMut(Range<usize>) -> Result<LocalTensors>,
+    ) -> Result<LocalTensors> {
+        let mut sums = TreeSums::new(self.tree);
+        for (number, pair) in self.borders.windows(2).enumerate() {
+            let sum = if pair[0] == pair[1] { None } else { Some(part(pair[0]..pair[1])?) };
+            sums.add(SumTree::leaf(self.first + number), sum, |mut left: LocalTensors, right| {
+                for (left, right) in left.iter_mut().zip(&right) {
+                    launch(rank, &ACCUMULATE, &[right], &mut [left], &[])?;
+                }
+                Ok::<_, Error>(left)
+            })?;
+        }
+        let root = sums.into_roots().next().and_then(|(_, sum)| sum);
+        Ok(root.expect("some leaf has an element"))
+    }
+
+    /// The leaves as scalars of kernels such as [`LEAF_MATMUL`](shardgrad_kernels::op::leaf_matmul::LEAF_MATMUL), in units of `inner`
+    /// elements.
+    pub(crate) fn scalars(&self, inner: usize) -> SmallVec<[Scalar; 12]> {
+        let borders = self.borders.iter().map(|border| border * inner);
+        [self.tree.num_leaves(), self.first]
+            .into_iter()
+            .chain(borders)
+            .map(|n| Scalar::Int(n as i64))
+            .collect()
+    }
+}
+
+/// The leaves of a label of an op that a rank holds.
+#[derive(Debug)]
+pub struct LeafCut {
+    /// The label.
+    pub label: u8,
+    /// The leaves, the first of which begins at 0.
+    pub leaves: NodeLeaves,
+}
+
+/// Sums over the leaves of this rank of a dim, as terms of a sum over the ranks of the axes that shard the dim: with
+/// the sum over the leaves of the rank if they are those of a node on each rank, otherwise with the sum of all leaves on the first rank
+/// and -0 on the others. `outputs` allocates the sums; `node` sums the leaves of a node.
 ///
 /// # Errors
-/// `Kind::Unsupported` if the dim is sharded over several axes in another order than that of the mesh, or the leaves of a rank have no single
-/// root; errors of `part`.
+/// `Kind::Unsupported` if the dim is sharded over several axes in another order than that of the mesh, or its ranks do not divide the
+/// leaves; errors of `node` and, for several nodes on a rank, of the collective that joins them.
 pub(crate) fn sum_leaves(
-    rank: &Rank,
-    tree: SumTree,
-    dim: &Dim,
-    mut part: impl FnMut(Range<usize>) -> Result<LocalTensors>,
-) -> Result<Option<LocalTensors>> {
-    let mut sums = TreeSums::new(tree);
-    for (leaf, range) in local_leaves(rank, tree, dim)? {
-        let sum = if range.is_empty() { None } else { Some(part(range)?) };
-        sums.add(SumTree::leaf(leaf), sum, |mut left: LocalTensors, right| {
-            // Each node is rounded to the dtype.
-            for (left, right) in left.iter_mut().zip(&right) {
-                launch(rank, &ACCUMULATE, &[right], &mut [left], &[])?;
-            }
-            Ok::<_, Error>(left)
-        })?;
+    local: &ForwardContext<'_>,
+    x: &[&LocalTensor],
+    (tree, dim): (SumTree, &Dim),
+    outputs: impl Fn() -> Result<LocalTensors>,
+    mut node: impl FnMut(&NodeLeaves) -> Result<LocalTensors>,
+) -> Result<LocalTensors> {
+    let rank = local.rank;
+    let zeros = || {
+        let mut outputs = outputs()?;
+        for output in &mut outputs {
+            launch(rank, &FILL, &[], &mut [output], &[Scalar::Real(Context::of(rank).zero())])?;
+        }
+        Ok::<_, Error>(outputs)
+    };
+    let (axes, leaves) = local_leaves(rank, tree, dim)?;
+    let run = leaves.first..leaves.first + leaves.borders.len() - 1;
+    let is_one_node = leaves.are_one_node(axes);
+    let mut sums = Vec::new();
+    for root in tree.roots(run.clone()) {
+        let end = (root.start + root.width).min(run.end);
+        let borders = leaves.borders[root.start - run.start..=end - run.start].to_vec();
+        let leaves = NodeLeaves { first: root.start, borders, ..leaves };
+        // A rank without an element of the node has nothing to add.
+        sums.push(if leaves.range().is_empty() { zeros()? } else { node(&leaves)? });
     }
-    Ok(sums.into_roots().next().and_then(|(_, sum)| sum))
+    if is_one_node {
+        return Ok(sums.pop().expect("a run of leaves has a root"));
+    }
+    let zeros = zeros()?;
+    let join = |(i, zeros): (usize, LocalTensor)| {
+        let roots: Vec<LocalTensor> =
+            sums.iter().map(|sums| local.with_lineage(x, sums[i].clone())).collect();
+        let sum = sum_roots_of_ranks(rank, &roots, axes, tree, local.site)?;
+        Ok(if rank.group_rank(axes) == 0 { sum } else { zeros })
+    };
+    zeros.into_iter().enumerate().map(join).collect()
 }
 
-/// Returns the leaves of this rank, each with its range in the local part of a dim.
-fn local_leaves(rank: &Rank, tree: SumTree, dim: &Dim) -> Result<Vec<(usize, Range<usize>)>> {
+/// Returns the axes that shard a dim, and the leaves of this rank.
+fn local_leaves(rank: &Rank, tree: SumTree, dim: &Dim) -> Result<(AxisSet, NodeLeaves)> {
     let (mesh, coordinates) = (rank.mesh(), rank.coordinates());
     // The ranks of a group, which join the sums, are in the order of the mesh.
-    let axes = || dim.axes.iter().filter(|axis| mesh.size(*axis) > 1);
-    if !axes().eq(axes().collect::<AxisSet>().iter()) {
-        let names = axes().map(|axis| mesh.name(axis)).collect::<Vec<_>>().join(", ");
+    let sharding = || dim.axes.iter().filter(|axis| mesh.size(*axis) > 1);
+    let axes: AxisSet = sharding().collect();
+    if !sharding().eq(axes.iter()) {
+        let names = sharding().map(|axis| mesh.name(axis)).collect::<Vec<_>>().join(", ");
         return Err(unsupported(format!(
             "a sum over a dim that the axes {names} shard has a canonical form only on a mesh that lists them in this order"
         )));
     }
     let (position, num_ranks) = dim.shard_index(mesh, coordinates);
-    let run = tree.run(position, num_ranks).filter(|run| tree.roots(run.clone()).len() == 1);
-    let Some(run) = run else {
+    let Some(run) = tree.run(position, num_ranks) else {
         let why = format!("{num_ranks} ranks cannot share the {} leaves of a sum", tree.num_leaves());
         return Err(unsupported(why));
     };
     let (start, grain) = (dim.range(mesh, coordinates).start, dim.grain);
-    let local = |leaf: usize| {
-        let units = tree.leaf_range(dim.extent / grain, leaf);
-        (leaf, units.start * grain - start..units.end * grain - start)
-    };
-    Ok(run.map(local).collect())
+    let end = |leaf: usize| tree.leaf_range(dim.extent / grain, leaf).end * grain - start;
+    let borders = iter::once(0).chain(run.clone().map(end)).collect();
+    Ok((axes, NodeLeaves { tree, first: run.start, borders }))
 }
 
 fn num_shards(rank: &Rank, dim: &Dim) -> usize {
@@ -307,11 +412,15 @@ fn unsupported(why: String) -> Error {
 mod tests {
     use super::*;
     use crate::methods::value::Value;
+    use crate::op::{DTypes, apply};
+    use crate::ops::einsum::Einsum;
+    use crate::ops::sum::Sum;
     use crate::tensor::Tensor;
     use crate::tensor::redistribute::redistribute_cached;
     use shardgrad_dist::{Mesh, World};
     use shardgrad_kernels::DType;
     use std::panic::Location;
+    use std::rc::Rc;
 
     #[test]
     fn label_that_is_cut_follows_from_the_signature() {
@@ -364,12 +473,83 @@ mod tests {
         ranks[0].clone()
     }
 
+    /// An op without kernels that join leaves: the definition of the bits.
+    #[derive(Debug)]
+    struct LeafByLeaf(Rc<dyn Op>);
+
+    impl Op for LeafByLeaf {
+        fn name(&self) -> &'static str {
+            self.0.name()
+        }
+        fn signature(&self) -> &str {
+            self.0.signature()
+        }
+        fn dtypes(&self, inputs: &[DType], num_outputs: usize) -> Result<DTypes> {
+            self.0.dtypes(inputs, num_outputs)
+        }
+        fn canonical_form(&self) -> CanonicalForm {
+            self.0.canonical_form()
+        }
+        fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
+            self.0.forward(local, x)
+        }
+    }
+
+    #[test]
+    fn kernels_that_join_leaves_have_the_bits_of_the_leaves() {
+        let einsum = |text| Rc::new(Einsum::new(text).unwrap()) as Rc<dyn Op>;
+        let products: [(&str, [&[usize]; 2]); 8] = [
+            ("..m k, k n -> ..m n", [&[3, 5, 70], &[70, 33]]),
+            ("..m n, k n -> ..m k", [&[3, 5, 70], &[33, 70]]),
+            ("..m k, ..m n -> k n", [&[4, 37, 20], &[4, 37, 9]]),
+            ("a b m k, a b m n -> k n", [&[2, 3, 19, 6], &[2, 3, 19, 5]]),
+            ("b m k, b k n -> b m n", [&[3, 4, 300], &[3, 300, 5]]),
+            ("b t h c, h c d -> b t d", [&[2, 3, 6, 5], &[6, 5, 7]]),
+            ("b t d, p h c d -> b t p h c", [&[2, 3, 21], &[3, 2, 5, 21]]),
+            ("k, k n -> n", [&[600], &[600, 40]]),
+        ];
+        for num_leaves in [1, 3, 8] {
+            for dtype in DType::FLOATS {
+                for threads in [1, 2] {
+                    let tested = World::new(Mesh::single()).threads(threads).launch(|rank| {
+                        let _tree = Context::of(rank).set_sum_tree(Some(SumTree::new(num_leaves)));
+                        let tensor = |shape: &[usize], seed: usize| {
+                            let layout = Layout::invariant(rank.mesh(), DType::F32, shape);
+                            Tensor::from_global(rank, &layout, &numbers(shape.iter().product(), seed))?
+                                .into_dtype(dtype)
+                        };
+                        let compare = |op: Rc<dyn Op>, args: &[&Tensor]| {
+                            let bits = |op: Rc<dyn Op>| -> Result<Vec<Vec<u64>>> {
+                                let all = apply(&*op, args, Location::caller())?;
+                                all.iter()
+                                    .map(|y| Ok(y.to_f64()?.iter().map(|y| y.to_bits()).collect()))
+                                    .collect()
+                            };
+                            let what = format!("{op:?} in {dtype}, {num_leaves} leaves, {threads} threads");
+                            assert!(bits(op.clone())? == bits(Rc::new(LeafByLeaf(op)))?, "{what}");
+                            Ok::<_, Error>(())
+                        };
+                        for (text, [x, y]) in products {
+                            compare(einsum(text), &[&tensor(x, 0)?, &tensor(y, 1)?])?;
+                        }
+                        let x = tensor(&[4, 29, 20], 2)?;
+                        for op in [Sum::leading(3, 1), Sum::leading(3, 2), Sum::over(3, &[0, 2], true)?] {
+                            compare(op, &[&x])?;
+                        }
+                        Ok(())
+                    });
+                    tested.unwrap();
+                }
+            }
+        }
+    }
+
     #[test]
     fn products_have_the_same_bits_for_every_number_of_ranks_that_share_k() {
         for dtype in [DType::F32, DType::BF16, DType::F64] {
             for k in [0, 1, 3, 13, 64, 301] {
                 for (num_leaves, meshes) in
-                    [(8, &["tp=2", "tp=4", "tp=8"][..]), (12, &["tp=3", "tp=6", "tp=12"])]
+                    [(8, &["tp=2", "tp=4", "tp=8"][..]), (12, &["tp=2", "tp=3", "tp=4", "tp=6", "tp=12"])]
                 {
                     let tree = Some(SumTree::new(num_leaves));
                     let alone = product("", tree, dtype, [5, k, 7]);

@@ -74,17 +74,17 @@ fn canonical_sum(
 ) -> Result<LocalTensor> {
     let v = local.inference.label_dim("v").expect("the signature has the label v");
     let last = z.view.ndim() - 1;
-    let sums = sum_leaves(local.rank, tree, &v, |range| {
-        let part = z.with_view(z.view.narrow(last, range.start, range.end)).contiguous(local.rank)?;
-        let mut sum = local.output(0)?;
-        let length = Scalar::Int(range.len() as i64);
-        launch(local.rank, &SUM_EXP, &[&part, max], &mut [&mut sum], &[length])?;
-        Ok([sum].into_iter().collect())
+    let outputs = || Ok([LocalTensor::alloc(local.rank, max.dtype, &max.view.shape)?].into_iter().collect());
+    let mut sums = sum_leaves(local, &[z], (tree, &v), outputs, |leaves| {
+        leaves.sum_each(local.rank, |range| {
+            let part = z.with_view(z.view.narrow(last, range.start, range.end)).contiguous(local.rank)?;
+            let mut sum = local.output(0)?;
+            let length = Scalar::Int(range.len() as i64);
+            launch(local.rank, &SUM_EXP, &[&part, max], &mut [&mut sum], &[length])?;
+            Ok([sum].into_iter().collect())
+        })
     })?;
-    match sums.and_then(|mut sums| sums.pop()) {
-        Some(sum) => Ok(sum),
-        None => LocalTensor::full(local.rank, max.dtype, &max.view.shape, 0.0),
-    }
+    Ok(sums.pop().expect("one sum"))
 }
 
 impl Op for CrossEntropyTerms {

@@ -8,9 +8,12 @@ use super::{Case, Input};
 use crate::execution::local_tensor::{LocalTensor, View, as_arg, as_arg_mut, launch_args};
 use crate::layout::Layout;
 use crate::layout::signature::{Labels, Mark, Signature, Term};
-use crate::op::{CanonicalForm, Cotangents, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp};
+use crate::op::{
+    CanonicalForm, Cotangents, ForwardContext, LeafCut, LocalTensors, Op, SavedForBackward, Vjp,
+};
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::op::batched_matmul::BATCHED_MATMUL;
+use shardgrad_kernels::op::leaf_matmul::LEAF_MATMUL;
 use shardgrad_kernels::op::linear::MATMUL_ADD;
 use shardgrad_kernels::{Arg, ArgMut, Dims, Strides};
 use smallvec::SmallVec;
@@ -71,6 +74,11 @@ impl Einsum {
         Rc::new(Einsum { signature: signature.into() })
     }
 
+    /// [`Einsum::transpose`] of the contraction of a signature that is known to be valid.
+    pub(super) fn transpose_of(signature: Cow<'static, str>, i: usize) -> Rc<dyn Op> {
+        Einsum { signature }.transpose(i)
+    }
+
     /// The contraction that gives the cotangent of argument `i`: the cotangent of the output takes the place of the argument.
     fn transpose(&self, i: usize) -> Rc<dyn Op> {
         let (inputs, c) = self.signature.split_once("->").expect("checked when the op was made");
@@ -85,7 +93,7 @@ impl Einsum {
     }
 }
 
-const MATMUL: &str = "..m k, k n -> ..m n";
+pub(super) const MATMUL: &str = "..m k, k n -> ..m n";
 
 /// The term of a dim of extent 1 without a label.
 const ONE: &str = "1";
@@ -149,16 +157,16 @@ struct BatchedMatrices {
 /// The order of dims that transposes batched matrices.
 const TRANSPOSE: [usize; 3] = [0, 2, 1];
 
-/// A tensor as three dims, one for each of three groups of labels.
+/// A tensor as one dim for each group of labels.
 enum GroupedView {
     /// A view of the tensor.
     InPlace(View),
-    /// A contiguous copy of a view, where the strides allow no view with three dims.
+    /// A contiguous copy of a view, where the strides allow no view with a dim for each group.
     Copied { from: View, copy: View },
 }
 
 impl GroupedView {
-    fn of(view: &Strides, labels: &[u8], groups: [&[u8]; 3]) -> GroupedView {
+    fn of(view: &Strides, labels: &[u8], groups: &[&[u8]]) -> GroupedView {
         let (order, shape) = order_and_shape(view, labels, groups);
         let from = view.permute(&order);
         match from.reshape(&shape) {
@@ -214,21 +222,64 @@ impl GroupedView {
     }
 }
 
-impl BatchedMatrices {
-    fn of(labels: &Labels, x: &[&LocalTensor], out: &LocalTensor) -> BatchedMatrices {
+/// The labels of a contraction: those of both arguments and the output, of the output and one argument, and the summed ones.
+struct Groups {
+    batch: SmallVec<[u8; 8]>,
+    m: SmallVec<[u8; 8]>,
+    n: SmallVec<[u8; 8]>,
+    k: SmallVec<[u8; 8]>,
+}
+
+impl Groups {
+    fn of(labels: &Labels) -> Groups {
         let [a, b, c] = [&labels.inputs()[0], &labels.inputs()[1], &labels.outputs()[0]];
         let group = |of: &[u8], has: [(&[u8], bool); 2]| -> SmallVec<[u8; 8]> {
             let is_in = |label: &u8| has.iter().all(|(tensor, has)| tensor.contains(label) == *has);
             of.iter().copied().filter(|label| *label != Labels::UNIT && is_in(label)).collect()
         };
-        let batch = group(c, [(a, true), (b, true)]);
-        let m = group(c, [(a, true), (b, false)]);
-        let n = group(c, [(a, false), (b, true)]);
-        let k = group(a, [(b, true), (c, false)]);
-        let out = GroupedView::of(&out.view, c, [&batch, &m, &n]);
+        Groups {
+            batch: group(c, [(a, true), (b, true)]),
+            m: group(c, [(a, true), (b, false)]),
+            n: group(c, [(a, false), (b, true)]),
+            k: group(a, [(b, true), (c, false)]),
+        }
+    }
+}
+
+/// The tensors of a contraction over leaves of a label as batched matrices, whose summed dims are those before the label and those from
+/// the label on.
+struct LeafMatrices {
+    left: GroupedView,
+    right: GroupedView,
+    out: GroupedView,
+    /// Elements of the summed dims for each element of the label.
+    inner: usize,
+}
+
+impl LeafMatrices {
+    /// `None` if the label is not summed.
+    fn of(labels: &Labels, label: u8, x: &[&LocalTensor], out: &LocalTensor) -> Option<LeafMatrices> {
+        let Groups { batch, m, n, k } = Groups::of(labels);
+        let (before, from) = k.split_at(k.iter().position(|known| *known == label)?);
+        let a = &labels.inputs()[0];
+        let extent =
+            |label: &u8| x[0].view.shape[a.iter().position(|known| known == label).expect("a label of a")];
+        Some(LeafMatrices {
+            left: GroupedView::of(&x[0].view, a, &[&batch, &m, before, from]),
+            right: GroupedView::of(&x[1].view, &labels.inputs()[1], &[&batch, before, from, &n]),
+            out: GroupedView::of(&out.view, &labels.outputs()[0], &[&batch, &m, &n]),
+            inner: from[1..].iter().map(extent).product(),
+        })
+    }
+}
+
+impl BatchedMatrices {
+    fn of(labels: &Labels, x: &[&LocalTensor], out: &LocalTensor) -> BatchedMatrices {
+        let Groups { batch, m, n, k } = Groups::of(labels);
+        let out = GroupedView::of(&out.view, &labels.outputs()[0], &[&batch, &m, &n]);
         BatchedMatrices {
-            left: GroupedView::of(&x[0].view, a, [&batch, &m, &k]),
-            right: GroupedView::of(&x[1].view, b, [&batch, &k, &n]),
+            left: GroupedView::of(&x[0].view, &labels.inputs()[0], &[&batch, &m, &k]),
+            right: GroupedView::of(&x[1].view, &labels.inputs()[1], &[&batch, &k, &n]),
             row_major_out: out.row_major(),
             out,
         }
@@ -258,10 +309,10 @@ impl BatchedMatrices {
 }
 
 /// The dims of a view in the order of the groups, without dims of extent 1 that have no label, and the number of elements of each group.
-fn order_and_shape(view: &Strides, labels: &[u8], groups: [&[u8]; 3]) -> (Dims, [usize; 3]) {
+fn order_and_shape(view: &Strides, labels: &[u8], groups: &[&[u8]]) -> (Dims, Dims) {
     let dim = |label: &u8| labels.iter().position(|l| l == label).expect("a group is taken from the labels");
     let order = groups.iter().flat_map(|group| group.iter().map(dim)).collect();
-    (order, groups.map(|group| group.iter().map(|label| view.shape[dim(label)]).product()))
+    (order, groups.iter().map(|group| group.iter().map(|label| view.shape[dim(label)]).product()).collect())
 }
 
 impl Op for Einsum {
@@ -310,6 +361,26 @@ impl Op for Einsum {
             })?;
         }
         Ok([out].into_iter().collect())
+    }
+
+    fn forward_of_leaves(
+        &self,
+        local: &ForwardContext<'_>,
+        x: &[&LocalTensor],
+        cut: &LeafCut,
+    ) -> Option<Result<LocalTensors>> {
+        let sum = |mut out: LocalTensor| {
+            let labels = local.inference.labels();
+            let matrices = local.memoize(x, || LeafMatrices::of(labels, cut.label, x, &out));
+            let Some(LeafMatrices { left, right, out: grouped, inner }) = &*matrices else { return Ok(None) };
+            let copies = [left.copied(local.rank, x[0])?, right.copied(local.rank, x[1])?];
+            let inputs = [left.read(x[0], &copies[0]), right.read(x[1], &copies[1])];
+            grouped.write(local.rank, &mut out, |out| {
+                launch_args(local.rank, &LEAF_MATMUL, &inputs, &mut [out], &cut.leaves.scalars(*inner))
+            })?;
+            Ok(Some([out].into_iter().collect()))
+        };
+        local.output(0).and_then(sum).transpose()
     }
 
     fn accumulates_in_place(&self) -> bool {

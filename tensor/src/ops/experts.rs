@@ -119,19 +119,15 @@ fn sum_over_hidden(
     [gate, up, down]: [&LocalTensor; 3],
     part: impl Fn([&LocalTensor; 3]) -> Result<LocalTensors>,
 ) -> Result<LocalTensors> {
-    let context = Context::of(local.rank);
-    let Some(tree) = context.sum_tree() else { return part([gate, up, down]) };
+    let Some(tree) = Context::of(local.rank).sum_tree() else { return part([gate, up, down]) };
     let hidden = local.inference.label_dim("h").expect("the signature has the label h");
-    let sums = sum_leaves(local.rank, tree, &hidden, |range| {
-        let of = |x: &LocalTensor, dim| x.with_view(x.view.narrow(dim, range.start, range.end));
-        part([&of(gate, 2), &of(up, 2), &of(down, 1)])
-    })?;
-    let zeros = |output| -> Result<LocalTensor> {
-        let LocalTensor { dtype, view, .. } = local.output(output)?;
-        LocalTensor::full(local.rank, dtype, &view.shape, context.zero())
-    };
-    // A rank without hidden units has no leaf.
-    sums.map_or_else(|| (0..local.inference.outputs.len()).map(zeros).collect(), Ok)
+    let outputs = || (0..local.inference.outputs.len()).map(|i| local.output(i)).collect();
+    sum_leaves(local, &[gate, up, down], (tree, &hidden), outputs, |leaves| {
+        leaves.sum_each(local.rank, |range| {
+            let of = |x: &LocalTensor, dim| x.with_view(x.view.narrow(dim, range.start, range.end));
+            part([&of(gate, 2), &of(up, 2), &of(down, 1)])
+        })
+    })
 }
 
 impl Op for Experts {

@@ -3,8 +3,8 @@
 use super::{Case, Input};
 use crate::execution::local_tensor::LocalTensor;
 use crate::op::{
-    CanonicalForm, Cotangents, DTypes, ForwardContext, LocalTensors, Op, PlanKey, SavedForBackward, Vjp,
-    common_float,
+    CanonicalForm, Cotangents, DTypes, ForwardContext, LeafCut, LocalTensors, Op, PlanKey, SavedForBackward,
+    Vjp, common_float,
 };
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::layer_norm::{BACKWARD, FORWARD};
@@ -47,6 +47,17 @@ pub(super) fn launch_adding_to_sum(
     let mut inputs = local.contiguous(x)?;
     inputs.extend(local.take_accumulator(0));
     local.launch(kernel, &inputs.iter().collect::<SmallVec<[_; 6]>>(), &[])
+}
+
+/// Runs the backward kernel of a norm with the parameter gradients summed over leaves of the last dim of rows.
+pub(super) fn launch_over_leaves(
+    local: &ForwardContext<'_>,
+    kernel: &Kernel,
+    x: &[&LocalTensor],
+    cut: &LeafCut,
+) -> Result<LocalTensors> {
+    let inputs = local.contiguous(x)?;
+    local.launch(kernel, &inputs.iter().collect::<SmallVec<[_; 6]>>(), &cut.leaves.scalars(1))
 }
 
 /// The dtypes of dx and of the parameter gradients.
@@ -126,6 +137,15 @@ impl Op for LayerNormBackward {
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         launch_adding_to_sum(local, &BACKWARD, x)
+    }
+
+    fn forward_of_leaves(
+        &self,
+        local: &ForwardContext<'_>,
+        x: &[&LocalTensor],
+        cut: &LeafCut,
+    ) -> Option<Result<LocalTensors>> {
+        Some(launch_over_leaves(local, &BACKWARD, x, cut))
     }
 }
 

@@ -1,21 +1,25 @@
 //! Linear layer: y = x w + b, optionally with a residual: y = (x w + b) + r, in one kernel where the sums are complete.
 
 use super::{Case, Input};
+use crate::execution::context::Context;
 use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::layout::Layout;
 use crate::op::{
-    Cotangents, DTypes, Decomposition, ForwardContext, LocalTensors, Op, Operand, PlanKey, SavedForBackward,
-    Vjp, common_float,
+    CanonicalForm, Cotangents, DTypes, Decomposition, ForwardContext, LocalTensors, NodeLeaves, Op, Operand,
+    PlanKey, SavedForBackward, Vjp, common_float,
 };
 use crate::ops::add::Add;
 use crate::ops::einsum::{self, Einsum};
+use crate::ops::sum::Sum;
 use crate::tensor::Tensor;
 use shardgrad_dist::{Rank, Result};
 use shardgrad_kernels::op::batched_matmul::BATCHED_MATMUL;
+use shardgrad_kernels::op::leaf_matmul::LEAF_MATMUL;
 use shardgrad_kernels::op::linear::{LINEAR, LINEAR_ADD, MATMUL_ADD, MATMUL_BIAS_GRAD};
 use shardgrad_kernels::op::reduce::SUM;
-use shardgrad_kernels::{DType, Dims, Scalar, Strides};
+use shardgrad_kernels::{DType, Dims, Scalar, Strides, SumTree};
 use smallvec::{SmallVec, smallvec};
+use std::borrow::Cow;
 use std::cell::OnceCell;
 use std::rc::Rc;
 
@@ -97,13 +101,17 @@ impl Linear {
 
     /// The product alone.
     fn product(&self) -> Rc<dyn Op> {
+        Einsum::of(self.product_signature())
+    }
+
+    fn product_signature(&self) -> Cow<'static, str> {
         if (self.num_in, self.num_out, self.num_packed) == (1, 1, 0) {
-            return einsum::matmul();
+            return einsum::MATMUL.into();
         }
         let num_packed = self.num_packed.min(self.num_out);
         let (i, packed) = (labels("i", self.num_in, ""), labels("p", num_packed, "!"));
         let o = format!("{packed}{}", labels("o", self.num_out - num_packed, ""));
-        Einsum::of(format!("..m{i},{i}{o} -> ..m{o}"))
+        format!("..m{i},{i}{o} -> ..m{o}").into()
     }
 
     /// Whether the product has no partial sums.
@@ -148,7 +156,8 @@ impl Linear {
         let rows = &x_layout.extents()[..x_layout.ndim().saturating_sub(self.num_in)];
         let shape: Dims = rows.iter().chain(w_layout.extents().iter().skip(self.num_in)).copied().collect();
         let mut y = if fuses_bias {
-            let y = parts.apply(Linear::new(self.num_in, self.num_out), &[x, w, bias]);
+            let layer = Linear::new(self.num_in, self.num_out).with_packed_dims(self.num_packed);
+            let y = parts.apply(layer, &[x, w, bias]);
             parts.pass(y, Linear::OUT)
         } else {
             let y = parts.apply_with_points(self.product(), &[x, w], 0..0);
@@ -175,6 +184,30 @@ impl Linear {
     fn weight_grad_signature(&self) -> String {
         let (k, n) = (labels("k", self.num_in, ""), labels("n", self.num_out, ""));
         format!("..m{k}, ..m{n} ->{k}{n}")
+    }
+
+    /// The leaves of the first dim of k, as the product alone has, for `LEAF_MATMUL`.
+    fn leaf_scalars(&self, tree: SumTree, x: &Layout) -> SmallVec<[Scalar; 12]> {
+        let [first, others @ ..] = &x.dims()[x.ndim() - self.num_in..] else { return SmallVec::new() };
+        NodeLeaves::of_whole(tree, first).scalars(others.iter().map(|dim| dim.extent).product())
+    }
+
+    /// The cotangents where sums are canonical, with the bits of the decomposition.
+    fn canonical_vjp(&self, cx: &Vjp<'_>, g: &Tensor) -> Cotangents {
+        let product = |i: usize| Einsum::transpose_of(self.product_signature(), i);
+        cx.cotangents(|i| match i {
+            0 => cx.cotangent(0, product(0), &[g, cx.input(1)]),
+            1 => cx.cotangent(1, product(1), &[cx.input(0), g]),
+            2 if self.has_bias => {
+                let num_rows = g.layout().ndim() - self.num_out;
+                if num_rows == 0 {
+                    g.clone()
+                } else {
+                    Tensor::apply_one(Sum::leading(g.layout().ndim(), num_rows), &[g])
+                }
+            }
+            _ => g.clone(),
+        })
     }
 
     /// The op for dw and db; `is_wide` if db is in the accumulator dtype.
@@ -246,6 +279,29 @@ pub(super) fn matmul_epilogue(
     })
 }
 
+/// [`matmul_epilogue`] where sums are canonical: over leaves of k ([`NodeLeaves::scalars`]).
+fn leaf_matmul_epilogue(
+    rank: &Rank,
+    [a, b]: [&LocalTensor; 2],
+    [bias, residual]: [Option<&LocalTensor>; 2],
+    y: &mut LocalTensor,
+    num_columns: usize,
+    leaves: &[Scalar],
+) -> Result<()> {
+    // The other summed dim has extent 1.
+    let with_unit_dim = |x: &LocalTensor, d: usize| {
+        let mut view = x.view.geometry();
+        view.shape.insert(d, 1);
+        view.strides.insert(d, 0);
+        x.with_view(Strides::from(view))
+    };
+    let (a, b) = (with_unit_dim(a, 2), with_unit_dim(b, 1));
+    let bias = bias.map(|x| to_vector(rank, x)).transpose()?;
+    let residual = residual.map(|x| to_matrix(rank, &x.contiguous(rank)?, num_columns)).transpose()?;
+    let inputs: SmallVec<[&LocalTensor; 4]> = [&a, &b].into_iter().chain(&bias).chain(&residual).collect();
+    with_matrix_view(y, num_columns, |y| launch(rank, &LEAF_MATMUL, &inputs, &mut [y], leaves))
+}
+
 /// Writes dw = x^T g, plus `sum` if there is one, and db = the sum of the rows of g, in the dtype of g or its accumulator dtype.
 pub(super) fn weight_and_bias_grads(
     rank: &Rank,
@@ -301,8 +357,8 @@ impl Op for Linear {
         self.parts(args, points, self.has_complete_sums(args[0], args[1]))
     }
 
-    fn decompose_canonical(&self, args: &[&Layout], points: &[bool]) -> Option<Decomposition> {
-        self.parts(args, points, false)
+    fn canonical_form(&self) -> CanonicalForm {
+        CanonicalForm::Own
     }
 
     fn saved_for_backward(&self) -> SavedForBackward {
@@ -323,6 +379,12 @@ impl Op for Linear {
         let (a, w) = (to_matrix(rank, x[0], self.num_in)?, to_matrix(rank, x[1], self.num_out)?);
         let (b, residual) = x[2..].split_at(usize::from(self.has_bias));
         let mut y = local.output(0)?;
+        if let Some(tree) = Context::of(rank).sum_tree() {
+            let addends = [b, residual].map(|x| x.first().copied());
+            let leaves = self.leaf_scalars(tree, &local.inputs[0]);
+            leaf_matmul_epilogue(rank, [&a, &w], addends, &mut y, self.num_out, &leaves)?;
+            return Ok(smallvec![y]);
+        }
         matmul_epilogue(rank, [&a, &w], [b, residual].map(|x| x.first().copied()), &mut y, self.num_out)?;
         Ok(smallvec![y])
     }
@@ -333,6 +395,9 @@ impl Op for Linear {
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         let g = cx.grad(0);
+        if Context::of(cx.rank).sum_tree().is_some() {
+            return self.canonical_vjp(cx, &g);
+        }
         let parameters = (self.has_bias && (cx.needs_input_grad[1] || cx.needs_input_grad[2])).then(|| {
             let grads = self.parameter_grads(!cx.input_layouts[2].replicate().is_empty());
             cx.apply(&grads, &[cx.input(0), &g], &[cx.accumulator(1)])

@@ -66,14 +66,15 @@ impl LogSumExp {
             Ok(sum)
         };
         let Some(dim) = self.over.last_dim(&local.inputs[0])? else { return sum_exp(x) };
-        let sums = sum_leaves(local.rank, tree, &local.inputs[0].dims()[dim], |range| {
-            let part = x.with_view(x.view.narrow(dim, range.start, range.end));
-            Ok([sum_exp(&part)?].into_iter().collect())
+        let outputs =
+            || Ok([LocalTensor::alloc(local.rank, max.dtype, &max.view.shape)?].into_iter().collect());
+        let mut sums = sum_leaves(local, &[x], (tree, &local.inputs[0].dims()[dim]), outputs, |leaves| {
+            leaves.sum_each(local.rank, |range| {
+                let part = x.with_view(x.view.narrow(dim, range.start, range.end));
+                Ok([sum_exp(&part)?].into_iter().collect())
+            })
         })?;
-        match sums.and_then(|mut sums| sums.pop()) {
-            Some(sum) => Ok(sum),
-            None => LocalTensor::full(local.rank, max.dtype, &max.view.shape, 0.0),
-        }
+        Ok(sums.pop().expect("one sum"))
     }
 }
 

@@ -1,11 +1,11 @@
 //! Root-mean-square normalization over the last dim: y = x rstd w with rstd = 1 / sqrt(mean(x^2) + eps).
 
-use super::layer_norm::{backward_dtypes, launch_adding_to_sum};
+use super::layer_norm::{backward_dtypes, launch_adding_to_sum, launch_over_leaves};
 use super::{Case, Input};
 use crate::execution::local_tensor::LocalTensor;
 use crate::op::{
-    CanonicalForm, Cotangents, DTypes, ForwardContext, LocalTensors, Op, PlanKey, SavedForBackward, Vjp,
-    common_float,
+    CanonicalForm, Cotangents, DTypes, ForwardContext, LeafCut, LocalTensors, Op, PlanKey, SavedForBackward,
+    Vjp, common_float,
 };
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::rms_norm::{BACKWARD, FORWARD};
@@ -109,6 +109,15 @@ impl Op for RmsNormBackward {
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         launch_adding_to_sum(local, &BACKWARD, x)
+    }
+
+    fn forward_of_leaves(
+        &self,
+        local: &ForwardContext<'_>,
+        x: &[&LocalTensor],
+        cut: &LeafCut,
+    ) -> Option<Result<LocalTensors>> {
+        Some(launch_over_leaves(local, &BACKWARD, x, cut))
     }
 }
 

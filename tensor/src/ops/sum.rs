@@ -9,14 +9,14 @@ use super::{Case, Input};
 use crate::execution::local_tensor::{LocalTensor, View, launch};
 use crate::layout::Layout;
 use crate::op::{
-    CanonicalForm, Cotangents, DTypes, ForwardContext, LocalTensors, Op, OutputLayouts, PlanKey, Vjp,
+    CanonicalForm, Cotangents, DTypes, ForwardContext, LeafCut, LocalTensors, Op, OutputLayouts, PlanKey, Vjp,
 };
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
-use shardgrad_kernels::op::reduce::SUM;
+use shardgrad_kernels::op::reduce::{LEAF_SUM, SUM};
 use shardgrad_kernels::op::unary::SCALE;
 use shardgrad_kernels::{DType, Dims, Scalar, Strides};
-use smallvec::smallvec;
+use smallvec::{SmallVec, smallvec};
 use std::borrow::Cow;
 use std::rc::Rc;
 
@@ -59,6 +59,23 @@ impl Sum {
         Sum::of(ndim, (0..count).collect(), false)
     }
 
+    /// A view of the argument with the summed dims last.
+    fn reduced_last(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> LocalTensor {
+        let reduced_last = local.memoize(x, || {
+            let remaining = (0..self.ndim).filter(|d| !self.dims.contains(d));
+            let order: Dims = remaining.chain(self.dims.iter().copied()).collect();
+            ReducedLast(x[0].view.permute(&order).into())
+        });
+        x[0].with_view(reduced_last.0.clone())
+    }
+
+    /// The number of summed dims and the factor, as scalars of kernels.
+    fn scalars(&self, local: &ForwardContext<'_>) -> [Scalar; 2] {
+        let count: usize = self.dims.iter().map(|&d| local.inputs[0].extent(d)).product();
+        let scale = if self.is_mean { 1.0 / count as f64 } else { 1.0 };
+        [Scalar::Int(self.dims.len() as i64), Scalar::Real(scale)]
+    }
+
     fn of(ndim: usize, dims: Dims, is_mean: bool) -> Rc<dyn Op> {
         let [signature, _] = reduction(ndim, &dims);
         Rc::new(Sum { signature, ndim, dims, is_mean })
@@ -90,15 +107,22 @@ impl Op for Sum {
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
-        let count: usize = self.dims.iter().map(|&d| local.inputs[0].extent(d)).product();
-        let scale = if self.is_mean { 1.0 / count as f64 } else { 1.0 };
-        let reduced_last = local.memoize(x, || {
-            let remaining = (0..self.ndim).filter(|d| !self.dims.contains(d));
-            let order: Dims = remaining.chain(self.dims.iter().copied()).collect();
-            ReducedLast(x[0].view.permute(&order).into())
-        });
-        let view = x[0].with_view(reduced_last.0.clone());
-        local.launch(&SUM, &[&view], &[Scalar::Int(self.dims.len() as i64), Scalar::Real(scale)])
+        local.launch(&SUM, &[&self.reduced_last(local, x)], &self.scalars(local))
+    }
+
+    fn forward_of_leaves(
+        &self,
+        local: &ForwardContext<'_>,
+        x: &[&LocalTensor],
+        cut: &LeafCut,
+    ) -> Option<Result<LocalTensors>> {
+        let dim = local.inference.labels().inputs()[0].iter().position(|label| *label == cut.label)?;
+        let place = self.dims.iter().position(|d| *d == dim)?;
+        let view = self.reduced_last(local, x);
+        let place = Scalar::Int((self.ndim - self.dims.len() + place) as i64);
+        let scalars: SmallVec<[Scalar; 14]> =
+            self.scalars(local).into_iter().chain([place]).chain(cut.leaves.scalars(1)).collect();
+        Some(local.launch(&LEAF_SUM, &[&view], &scalars))
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

@@ -309,6 +309,28 @@ pub fn join_axes_of_partial_sum(
     Ok(x)
 }
 
+/// Sums local tensors of one shape over the leaves of a tree, of which each rank of some axes passes the sums of its maximal nodes in
+/// order ([`Rank::all_reduce_canonical`]). Returns the sum of all leaves.
+///
+/// # Errors
+/// Errors of the collective.
+pub fn sum_roots_of_ranks(
+    rank: &Rank,
+    roots: &[LocalTensor],
+    axes: AxisSet,
+    tree: SumTree,
+    site: &'static Location<'static>,
+) -> Result<LocalTensor> {
+    let (first, numel) = (&roots[0], roots[0].numel());
+    let mut joined = LocalTensor::alloc(rank, first.dtype, &[roots.len() * numel])?;
+    for (i, root) in roots.iter().enumerate() {
+        joined.write(rank, Strides::contiguous(&root.view.shape).at(i * numel), root)?;
+    }
+    let call_context = CollectiveContext { axes, dtype: first.dtype, lineage: first.lineage, site };
+    let sum = call_context.of(rank, |call| rank.all_reduce_canonical(call, &joined.buffer, numel, tree))?;
+    Ok(LocalTensor::from_buffer(sum, first.dtype, &first.view.shape))
+}
+
 /// What a collective call reports besides the state of the context.
 struct CollectiveContext {
     axes: AxisSet,

@@ -44,7 +44,12 @@ pub fn batched_gemm_with_epilogue<'a, T: Float>(
     batched_gemm_with_isa(isa(T::DTYPE, pool.precision()), pool, dims, a, b, c, Some(&epilogue));
 }
 
-impl<T: Float> BoundEpilogue<'_, T> {
+impl<'a, T: Float> BoundEpilogue<'a, T> {
+    /// Returns an epilogue without an auxiliary output for a contiguous c of extents (g, m, n).
+    pub(super) fn new(dims: [usize; 3], epilogue: &'a Epilogue<'a, T>) -> BoundEpilogue<'a, T> {
+        BoundEpilogue { dims, aux: None, epilogue }
+    }
+
     /// Returns the function to call for finished parts of a block of c that begins at (matrix, row, column); `c` points to the block.
     pub(super) fn for_part<'s>(
         epilogue: Option<&'s Self>,

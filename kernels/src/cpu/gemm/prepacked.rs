@@ -6,12 +6,16 @@ use crate::buffer::{Buffer, bytes_of};
 use crate::cpu::Pool;
 use crate::cpu::pack_cache::OperandView;
 use crate::cpu::simd::pack::KC;
-use crate::cpu::simd::prepacked::{PackedB, pack_block};
+use crate::cpu::simd::prepacked::{PackedB, PackedSteps, pack_steps};
 use crate::dtype::{Element, Float};
+use std::sync::Arc;
 
 /// A product of more rows amortizes packing, so that caching gains little. Does not apply to operands that are widened: those are packed
 /// again for every [`ROWS_PER_ROUNDING`](super::ROWS_PER_ROUNDING) rows.
 const ROWS_MAX: usize = 512;
+/// Columns packed in one task: rows of their panels are written in turn, and rows of more panels, which are pages apart, would evict each
+/// other from the L1 cache.
+const COLS: usize = 256;
 
 /// Returns the packed form of b ([`PackedB`]) from the pack cache, packing b on a miss, for a product of extents (m, n, k) that would pack
 /// b. `None` if b is not a cached operand, there is no memory, or caching gains little.
@@ -21,14 +25,37 @@ pub(super) fn prepack<T: Float>(
     b: BatchedMatrixRef<'_, T>,
     packs: impl FnOnce() -> bool,
 ) -> Option<Buffer> {
+    let block = |first: usize| PackedSteps { depth: KC.min(k - first), from: first };
+    prepack_steps(pool, [m, n, k], b, (None, &|| (0..k).step_by(KC).map(block).collect()), packs)
+}
+
+/// [`prepack`] for given blocks of steps, which `cut` identifies among those of all products of these extents.
+pub(super) fn prepack_steps<T: Float>(
+    pool: &Pool,
+    [m, n, k]: [usize; 3],
+    b: BatchedMatrixRef<'_, T>,
+    (cut, blocks): (Option<Arc<[usize]>>, &dyn Fn() -> Vec<PackedSteps>),
+    packs: impl FnOnce() -> bool,
+) -> Option<Buffer> {
     let pack_cache = pool.pack_cache()?;
     let bytes = prepacked_bytes::<T>([m, n, k], packs)?;
     let (strides, width) = ([b.strides[1], b.strides[2]], PackedB::<T::Acc>::width(n));
-    let view = OperandView { extents: [k, n], strides, dtype: T::DTYPE };
-    pack_cache.get_or_pack(bytes_of(b.data), view, bytes, |packed| {
+    let view = OperandView { extents: [k, n], strides, dtype: T::DTYPE, cut };
+    pack_cache.get_or_pack(bytes_of(b.data), &view, bytes, |packed| {
         let packed = packed.as_mut::<T::Acc>().expect("what was just taken has one handle");
-        pool.chunks(&mut packed[..width * k], KC * width, |block, to| {
-            pack_block((b.data, strides), [n, k], block, to);
+        let mut rest = &mut packed[..width * k];
+        let mut parts = Vec::new();
+        for steps in blocks() {
+            let (block, after) = rest.split_at_mut(width * steps.depth);
+            parts.extend(
+                block.chunks_mut(COLS * steps.depth).enumerate().map(|(i, to)| (steps, i * COLS, to)),
+            );
+            rest = after;
+        }
+        pool.chunks(&mut parts, 1, |_, parts| {
+            for (steps, col, to) in parts {
+                pack_steps((b.data, strides), [n, k], *steps, *col, to);
+            }
         });
     })
 }
@@ -51,7 +78,6 @@ mod tests {
     use crate::cpu::gemm::{BatchedMatrixMut, batched_gemm, batched_gemm_with_epilogue};
     use crate::cpu::pack_cache::PackCache;
     use half::bf16;
-    use std::sync::Arc;
 
     /// Creates a pool with a pack cache without a memory limit.
     fn keeping(threads: usize) -> (Pool, Arc<PackCache>) {
@@ -149,9 +175,9 @@ mod tests {
         let (pool, pack_cache) = keeping(2);
         let _hold = pack_cache.hold(&memory);
         let b = memory.as_slice::<f32>();
-        let view = OperandView { extents: [k, n], strides: [n, 1], dtype: f32::DTYPE };
+        let view = OperandView { extents: [k, n], strides: [n, 1], dtype: f32::DTYPE, cut: None };
         let bytes = PackedB::<f32>::width(n) * k * 4;
-        let packed = pack_cache.get_or_pack(bytes_of(b), view, bytes, |packed| {
+        let packed = pack_cache.get_or_pack(bytes_of(b), &view, bytes, |packed| {
             packed.as_mut::<f32>().unwrap().fill(0.0);
         });
         let x = numbers::<f32>(1, m * k);

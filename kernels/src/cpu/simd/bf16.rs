@@ -4,12 +4,14 @@
 //! and rounded to the type of c.
 
 use crate::cpu::simd::blocked_gemm::MatrixPtrMut;
+use crate::cpu::simd::leaf_schedule::{BlockRule, LeafSchedule, Slot, StepBlock, TileOp};
 use crate::cpu::simd::pack_bf16::{DotOperand, K_STEP, PANEL, PairLayout, STEP_WORDS, padded};
 use crate::cpu::simd::scratch::Scratch;
+use crate::cpu::simd::tile_sums::{Tile, TileSums};
 use crate::cpu::simd::vectorized;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::simd::{Level, amx, avx512_bf16, level, limit};
-use crate::dtype::Float;
+use crate::dtype::{DType, Float};
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::{__cpuid, _MM_HINT_T1, _mm_prefetch};
 use std::ops::Range;
@@ -81,8 +83,59 @@ fn by_intel() -> bool {
 }
 
 /// The sums of a tile of c.
-#[repr(align(64))]
+#[derive(Clone)]
+#[repr(C, align(64))]
 struct Sums([f32; PANEL * PANEL]);
+
+impl Sums {
+    const ZERO: Sums = Sums([0.0; PANEL * PANEL]);
+
+    fn tile(&mut self) -> Tile<f32> {
+        (self.0.as_mut_ptr(), PANEL)
+    }
+}
+
+/// The order of the sums over k.
+#[derive(Clone, Copy)]
+enum SumOrder<'t> {
+    /// Blocks of [`KC`] of so many terms.
+    Blocks(usize),
+    /// The leaves of a schedule of one block ([`leaf_rule`]).
+    Leaves(&'t LeafSchedule),
+}
+
+impl<'t> SumOrder<'t> {
+    fn num_steps(self) -> usize {
+        match self {
+            SumOrder::Blocks(k) => k.div_ceil(K_STEP),
+            SumOrder::Leaves(schedule) => schedule.num_steps() / K_STEP,
+        }
+    }
+
+    /// Packs all terms of some vectors.
+    ///
+    /// # Safety
+    /// As for [`DotOperand::pack`].
+    unsafe fn pack(self, operand: DotOperand, layout: PairLayout, count: usize, to: *mut u32) {
+        match self {
+            // SAFETY: as promised by the caller.
+            SumOrder::Blocks(k) => unsafe { operand.pack(layout, count, k, to) },
+            SumOrder::Leaves(schedule) => {
+                for segment in schedule.blocks.iter().flat_map(|block| &block.segments) {
+                    let steps = (segment.at / K_STEP, self.num_steps());
+                    let from = operand.skip_terms(segment.from[1]);
+                    // SAFETY: as promised by the caller.
+                    unsafe { from.pack_steps(layout, [count, segment.len], steps, to) };
+                }
+            }
+        }
+    }
+}
+
+/// Returns the rule of the schedule of a product of [`gemm_of_leaves`]: each leaf begins at a step.
+pub(crate) fn leaf_rule<T: Float>() -> BlockRule {
+    BlockRule { part: KC, depth_max: usize::MAX, alignment: K_STEP, rounds: T::DTYPE != DType::F32 }
+}
 
 /// Packed panels of operand vectors.
 #[derive(Clone, Copy)]
@@ -104,12 +157,43 @@ pub(crate) unsafe fn gemm<T: Float<Acc = f32>>(
     isa: Bf16Isa,
     scratch: &mut Scratch,
     dims: [usize; 3],
+    factors: [DotOperand; 2],
+    accumulate: bool,
+    c: MatrixPtrMut<T>,
+) {
+    // SAFETY: as promised by the caller.
+    unsafe { gemm_in_order(isa, scratch, (dims, SumOrder::Blocks(dims[2])), factors, accumulate, c) }
+}
+
+/// c = a b, with sums over the leaves of a schedule by [`leaf_rule`], for a single step of k0.
+///
+/// # Safety
+/// As for [`gemm`], for all terms of the schedule.
+pub(crate) unsafe fn gemm_of_leaves<T: Float<Acc = f32>>(
+    isa: Bf16Isa,
+    scratch: &mut Scratch,
+    (dims, schedule): ([usize; 3], &LeafSchedule),
+    factors: [DotOperand; 2],
+    c: MatrixPtrMut<T>,
+) {
+    // SAFETY: as promised by the caller.
+    unsafe { gemm_in_order(isa, scratch, (dims, SumOrder::Leaves(schedule)), factors, false, c) }
+}
+
+/// See [`gemm`].
+///
+/// # Safety
+/// As there.
+unsafe fn gemm_in_order<T: Float<Acc = f32>>(
+    isa: Bf16Isa,
+    scratch: &mut Scratch,
+    (dims, order): ([usize; 3], SumOrder<'_>),
     [a, b]: [DotOperand; 2],
     accumulate: bool,
     c: MatrixPtrMut<T>,
 ) {
-    let ([m, n, k], [a, b], c) = cheaper_orientation(dims, [a, b], c);
-    let steps = k.div_ceil(K_STEP);
+    let ([m, n, _], [a, b], c) = cheaper_orientation(dims, [a, b], c);
+    let steps = order.num_steps();
     let fits = |elements: usize| (elements / (PANEL * K_STEP) / steps.max(1)).max(1) * PANEL;
     let cols = fits(B_ELEMENTS).min(if m <= FEW_ROWS { COLS_IF_FEW_ROWS } else { usize::MAX }).min(n);
     let rows = fits(A_ELEMENTS).min(m);
@@ -121,16 +205,16 @@ pub(crate) unsafe fn gemm<T: Float<Acc = f32>>(
     for first_col in (0..n).step_by(cols.max(1)) {
         let panel = PackedPanels { start: packed_b, count: cols.min(n - first_col) };
         // SAFETY: there is room, and a CPU with the isa has AVX2.
-        unsafe { b.skip_vectors(first_col).pack(PairLayout::PairMajor, panel.count, k, packed_b) };
+        unsafe { order.pack(b.skip_vectors(first_col), PairLayout::PairMajor, panel.count, packed_b) };
         for first_row in (0..m).step_by(rows.max(1)) {
             let block = PackedPanels { start: packed_a, count: rows.min(m - first_row) };
             // SAFETY: as above; both are packed, and this thread has the registers.
             unsafe {
-                a.skip_vectors(first_row).pack(PairLayout::VectorMajor, block.count, k, packed_a);
+                order.pack(a.skip_vectors(first_row), PairLayout::VectorMajor, block.count, packed_a);
                 let c = c.offset_by(first_row * c.row_stride + first_col * c.col_stride);
                 vectorized(
                     #[inline(always)]
-                    || macro_kernel(isa, steps, [block, panel], accumulate, c),
+                    || macro_kernel(isa, order, [block, panel], accumulate, c),
                 );
             }
         }
@@ -162,13 +246,15 @@ fn cheaper_orientation<T>(
 #[inline(always)]
 unsafe fn macro_kernel<T: Float<Acc = f32>>(
     isa: Bf16Isa,
-    steps: usize,
+    order: SumOrder<'_>,
     [block, panel]: [PackedPanels; 2],
     accumulate: bool,
     c: MatrixPtrMut<T>,
 ) {
-    let mut sums = Sums([0.0; PANEL * PANEL]);
-    let mut later = Sums([0.0; PANEL * PANEL]);
+    let steps = order.num_steps();
+    let num_cached = if let SumOrder::Leaves(schedule) = order { schedule.num_cached } else { 0 };
+    let (mut sums, mut later) = (Sums::ZERO, Sums::ZERO);
+    let mut cached = vec![Sums::ZERO; num_cached];
     for first_col in (0..panel.count).step_by(PANEL) {
         for first_row in (0..block.count).step_by(PANEL) {
             let (rows, cols) = (PANEL.min(block.count - first_row), PANEL.min(panel.count - first_col));
@@ -180,22 +266,34 @@ unsafe fn macro_kernel<T: Float<Acc = f32>>(
             }
             let starts = [(block, first_row), (panel, first_col)];
             let [a, b] = starts.map(|(panels, first)| panels.start.wrapping_add(first * steps * STEP_WORDS));
-            for first in (0..steps.max(1)).step_by(KC / K_STEP) {
-                let some = (steps - first).min(KC / K_STEP);
+            let dot = |first: usize, some: usize, to: Tile<f32>| {
                 let [a, b] = [(a, extents[0]), (b, extents[1])]
                     .map(|(start, lines)| start.wrapping_add(first * lines * STEP_WORDS));
-                let to = if first == 0 { &mut sums } else { &mut later };
                 // SAFETY: as promised by the caller.
                 unsafe {
                     match isa {
                         #[cfg(target_arch = "x86_64")]
-                        Bf16Isa::Avx512Bf16 => avx512_bf16::dot_panel(some, a, b, extents, to.0.as_mut_ptr()),
+                        Bf16Isa::Avx512Bf16 => avx512_bf16::dot_panel(some, a, b, extents, to.0),
                         #[cfg(target_arch = "x86_64")]
-                        Bf16Isa::Amx => amx::dot_panel(some, a, b, extents, to.0.as_mut_ptr()),
+                        Bf16Isa::Amx => amx::dot_panel(some, a, b, extents, to.0),
                     }
                 }
-                if first > 0 {
-                    sums.0.iter_mut().zip(&later.0).for_each(|(sum, later)| *sum += *later);
+            };
+            match order {
+                SumOrder::Blocks(_) => {
+                    for first in (0..steps.max(1)).step_by(KC / K_STEP) {
+                        let to = if first == 0 { &mut sums } else { &mut later };
+                        dot(first, (steps - first).min(KC / K_STEP), to.tile());
+                        if first > 0 {
+                            sums.0.iter_mut().zip(&later.0).for_each(|(sum, later)| *sum += *later);
+                        }
+                    }
+                }
+                SumOrder::Leaves(schedule) => {
+                    for block in &schedule.blocks {
+                        // SAFETY: the slots of the schedule are there.
+                        unsafe { run_ops::<T>(block, &dot, &mut cached, [&mut sums, &mut later]) };
+                    }
                 }
             }
             // SAFETY: the tile is within c.
@@ -207,6 +305,46 @@ unsafe fn macro_kernel<T: Float<Acc = f32>>(
                     c.offset_by(first_row * c.row_stride + first_col * c.col_stride),
                 )
             };
+        }
+    }
+}
+
+/// Runs the operations of a block of steps on a tile of c, for which `dot` computes products of steps of k: the first step, their number,
+/// and the result. `sums` is slot 0 in the end.
+///
+/// # Safety
+/// `cached` has the slots of the schedule.
+#[inline(always)]
+unsafe fn run_ops<T: Float<Acc = f32>>(
+    block: &StepBlock,
+    dot: &impl Fn(usize, usize, Tile<f32>),
+    cached: &mut [Sums],
+    [sums, later]: [&mut Sums; 2],
+) {
+    let arithmetic = TileSums::<f32>::of::<T>();
+    let (cached, sums, later) = (cached.as_mut_ptr(), sums.tile(), later.tile());
+    let place = |slot: Slot| match slot {
+        Slot::Cached(slot) => (cached.wrapping_add(slot).cast::<f32>(), PANEL),
+        // There is one block, so that only slot 0 outlives it.
+        Slot::Held(_) => sums,
+    };
+    for op in &block.ops {
+        // SAFETY: each tile has so many elements.
+        unsafe {
+            match *op {
+                TileOp::Multiply { first, depth, to, add } => {
+                    dot(first / K_STEP, depth.div_ceil(K_STEP), if add { later } else { place(to) });
+                    if add {
+                        // The terms of one leaf, and whole leaves where nothing is rounded.
+                        (TileSums::<f32>::of::<f32>().join)([PANEL; 2], place(to), [place(to), later]);
+                    }
+                }
+                TileOp::Round { to, from } => (arithmetic.round)([PANEL; 2], place(to), place(from)),
+                TileOp::Join { to, left, right } => {
+                    (arithmetic.join)([PANEL; 2], place(to), [place(left), place(right)]);
+                }
+                TileOp::Copy { to, from } => (arithmetic.copy)([PANEL; 2], place(to), place(from)),
+            }
         }
     }
 }

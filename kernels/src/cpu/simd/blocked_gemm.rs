@@ -11,7 +11,7 @@ use crate::dtype::Real;
 use std::ops::Range;
 
 /// Panels of a that are packed at a time (BLIS: MC): rows of a, if they are far apart, are then read in runs of useful length.
-const MC_PANELS: usize = 8;
+pub(super) const MC_PANELS: usize = 8;
 /// Columns of b that are packed at a time (BLIS: NC): with [`KC`] rows they stay in the L2 cache, from which they are read once
 /// for each panel of a.
 const NC: usize = 768;
@@ -79,8 +79,8 @@ unsafe impl<T: Send> Sync for MatrixPtrMut<T> {}
 /// `len` elements cut into parts of at most `max`, as evenly as possible: `num_longer` parts of `short_len` + 1 elements, then parts of
 /// `short_len`.
 #[derive(Clone, Copy)]
-struct EvenPartition {
-    count: usize,
+pub(super) struct EvenPartition {
+    pub(super) count: usize,
     num_longer: usize,
     short_len: usize,
 }
@@ -91,33 +91,33 @@ impl EvenPartition {
         EvenPartition { count, num_longer: len % count, short_len: len / count }
     }
 
-    fn start(self, i: usize) -> usize {
+    pub(super) fn start(self, i: usize) -> usize {
         i * self.short_len + i.min(self.num_longer)
     }
 
-    fn len(self, i: usize) -> usize {
+    pub(super) fn len(self, i: usize) -> usize {
         self.short_len + usize::from(i < self.num_longer)
     }
 }
 
 /// One blocked matrix product.
 pub(crate) struct BlockedGemm<'t, R: 'static> {
-    kernels: &'t MicroKernels<R>,
-    n: usize,
+    pub(super) kernels: &'t MicroKernels<R>,
+    pub(super) n: usize,
     k: usize,
-    a: MatrixPtr<R>,
-    b: MatrixPtr<R>,
+    pub(super) a: MatrixPtr<R>,
+    pub(super) b: MatrixPtr<R>,
     /// All of b, if prepacked.
-    packed: Option<PackedB<'t, R>>,
-    c: MatrixPtrMut<R>,
+    pub(super) packed: Option<PackedB<'t, R>>,
+    pub(super) c: MatrixPtrMut<R>,
     accumulate: bool,
-    panels: EvenPartition,
+    pub(super) panels: EvenPartition,
     /// Columns of a block.
-    block_cols: usize,
-    reads_a_in_place: bool,
-    reads_b_in_place: bool,
+    pub(super) block_cols: usize,
+    pub(super) reads_a_in_place: bool,
+    pub(super) reads_b_in_place: bool,
     /// Whether this is the product of the transposed matrices: rows here are columns of the caller's c.
-    transposed: bool,
+    pub(super) transposed: bool,
     whole: Option<OnFinished<'t>>,
 }
 
@@ -210,7 +210,7 @@ impl<'t, R: Real> BlockedGemm<'t, R> {
     }
 
     /// Returns the elements of a packed block of b.
-    fn packed_b_len(&self) -> usize {
+    pub(super) fn packed_b_len(&self) -> usize {
         if self.packed.is_some() {
             return 0;
         }
@@ -218,7 +218,7 @@ impl<'t, R: Real> BlockedGemm<'t, R> {
     }
 
     /// Returns the number of elements of packed panels of a.
-    fn packed_a_len(&self, panels: usize) -> usize {
+    pub(super) fn packed_a_len(&self, panels: usize) -> usize {
         if self.reads_a_in_place { 0 } else { panels * self.kernels.by_height.len() * self.k.min(KC) }
     }
 
@@ -245,17 +245,24 @@ impl<'t, R: Real> BlockedGemm<'t, R> {
         if let Some(packed) = self.packed {
             return packed.panels([first_depth, depth], first_col).as_ptr();
         }
-        let first = self.first_packed_col(block);
+        let first = self.first_packed_col(cols);
         let from = self.b.submatrix(first_depth, first_col + first);
         // SAFETY: as promised by the caller.
         unsafe { from.pack_columns(self.kernels, [depth, cols - first], to) };
         to
     }
 
-    /// Returns the first column of a block that is packed; columns before it are read in place.
-    fn first_packed_col(&self, block: Block) -> usize {
+    /// Returns the first of the columns of a block that is packed; columns before it are read in place.
+    pub(super) fn first_packed_col(&self, cols: usize) -> usize {
         let wide = 2 * self.kernels.lanes;
-        if self.reads_b_in_place { block.cols / wide * wide } else { 0 }
+        if self.reads_b_in_place { cols / wide * wide } else { 0 }
+    }
+
+    /// Calls the function for finished parts with panels of rows and with columns.
+    pub(super) fn finish(&self, rows: Range<usize>, cols: Range<usize>) {
+        let Some(whole) = self.whole else { return };
+        let rows = self.panels.start(rows.start)..self.panels.start(rows.end);
+        if self.transposed { whole(cols, rows) } else { whole(rows, cols) }
     }
 
     /// Multiplies some panels of rows of a with a packed block of b and adds the result to c.
@@ -270,7 +277,7 @@ impl<'t, R: Real> BlockedGemm<'t, R> {
             depth,
             cols: block.cols,
             packed: packed_b,
-            first_packed_col: self.first_packed_col(block),
+            first_packed_col: self.first_packed_col(block.cols),
             in_place: from.start.cast(),
             row_stride: from.row_stride,
             is_far: self.packed.is_some(),
@@ -280,7 +287,7 @@ impl<'t, R: Real> BlockedGemm<'t, R> {
         unsafe {
             let a_panels = match self.reads_a_in_place {
                 true => APanels::InPlace(a),
-                false => pack_rows(self.kernels, a, (panels, rows.clone()), depth, packed_a),
+                false => pack_rows(self.kernels, a, (panels, rows.clone()), [depth, 0, depth], packed_a),
             };
             macro_kernel(
                 self.kernels,
@@ -291,12 +298,8 @@ impl<'t, R: Real> BlockedGemm<'t, R> {
                 self.c.submatrix(0, block.first_col),
             );
         }
-        if let Some(whole) = self.whole
-            && block.first_depth + depth == self.k
-        {
-            let rows = panels.start(rows.start)..panels.start(rows.end);
-            let cols = block.first_col..block.first_col + block.cols;
-            if self.transposed { whole(cols, rows) } else { whole(rows, cols) }
+        if block.first_depth + depth == self.k {
+            self.finish(rows, block.first_col..block.first_col + block.cols);
         }
     }
 
@@ -323,20 +326,20 @@ impl<'t, R: Real> BlockedGemm<'t, R> {
 /// The panels of a block of b, two vectors wide (one vector, if the last holds no more): packed from column `first_packed_col` on, in place
 /// before.
 #[derive(Clone, Copy)]
-struct BPanels<R> {
-    depth: usize,
-    cols: usize,
-    packed: *const R,
-    first_packed_col: usize,
-    in_place: *const R,
-    row_stride: usize,
+pub(super) struct BPanels<R> {
+    pub(super) depth: usize,
+    pub(super) cols: usize,
+    pub(super) packed: *const R,
+    pub(super) first_packed_col: usize,
+    pub(super) in_place: *const R,
+    pub(super) row_stride: usize,
     /// Whether the panels were packed long ago (prepacked), so that no near cache holds them.
-    is_far: bool,
+    pub(super) is_far: bool,
 }
 
 impl<R: Real> BPanels<R> {
     /// Returns the panel that begins at a column: its pointer and row stride, and its number of columns.
-    fn panel(&self, first_col: usize, lanes: usize) -> ((*const R, usize), usize) {
+    pub(super) fn panel(&self, first_col: usize, lanes: usize) -> ((*const R, usize), usize) {
         let used = (2 * lanes).min(self.cols - first_col);
         if first_col < self.first_packed_col {
             return ((self.in_place.wrapping_add(first_col), self.row_stride), used);
@@ -344,18 +347,41 @@ impl<R: Real> BPanels<R> {
         let at = self.packed.wrapping_add((first_col - self.first_packed_col) * self.depth);
         ((at, used.next_multiple_of(lanes)), used)
     }
+
+    /// Calls `tile` for some panels of rows and each panel of columns. Arguments: panel of rows, first column, and the distance from the
+    /// panel of columns to what the tile prefetches, if it does.
+    #[inline(always)]
+    pub(super) fn for_each_tile(
+        &self,
+        some: Range<usize>,
+        lanes: usize,
+        tile: impl Fn(usize, usize, Option<usize>),
+    ) {
+        let first_cols = (0..self.cols).step_by(2 * lanes);
+        if self.is_far {
+            // Each panel of b, read from far away, multiplies all these panels of a. The first two prefetch a half each of the next panel of b.
+            for first_col in first_cols {
+                for panel in some.clone() {
+                    let half = panel - some.start;
+                    tile(panel, first_col, (half < 2).then_some((2 + half) * self.depth * lanes));
+                }
+            }
+        } else {
+            some.for_each(|panel| first_cols.clone().for_each(|first_col| tile(panel, first_col, None)));
+        }
+    }
 }
 
 /// The panels of a: in place, or packed from row `first` on.
 #[derive(Clone, Copy)]
-enum APanels<R: 'static> {
+pub(super) enum APanels<R: 'static> {
     InPlace(MatrixPtr<R>),
     Packed { start: *const R, first: usize, depth: usize },
 }
 
 impl<R: Real> APanels<R> {
     /// Returns the panel that begins at a row.
-    fn panel(self, row: usize, height: usize) -> APanel<R> {
+    pub(super) fn panel(self, row: usize, height: usize) -> APanel<R> {
         match self {
             APanels::InPlace(a) => (a.submatrix(row, 0).start.cast(), a.row_stride, a.col_stride),
             APanels::Packed { start, first, depth } => (start.wrapping_add((row - first) * depth), 1, height),
@@ -363,32 +389,29 @@ impl<R: Real> APanels<R> {
     }
 }
 
-/// Packs some panels of rows of a.
+/// Packs `depth` steps of some panels of rows of a, each of `panel_depth` steps, from step `at` of the panels on.
 ///
 /// # Safety
 /// The rows are within their memory, and `to` has room for them.
-unsafe fn pack_rows<R: Real>(
+pub(super) unsafe fn pack_rows<R: Real>(
     kernels: &MicroKernels<R>,
     from: MatrixPtr<R>,
     (cut, some): (EvenPartition, Range<usize>),
-    depth: usize,
+    [depth, at, panel_depth]: [usize; 3],
     to: *mut R,
 ) -> APanels<R> {
     let first = cut.start(some.start);
     let (from, height) = (from.submatrix(first, 0).transposed(), cut.short_len);
     let num_longer = cut.num_longer.clamp(some.start, some.end) - some.start;
-    let tall = PanelShape { depth, count: num_longer, used: height + 1, width: height + 1 };
-    let rest = PanelShape { depth, count: some.len() - num_longer, used: height, width: height };
+    let tall = PanelShape { depth, panel_depth, count: num_longer, used: height + 1, width: height + 1 };
+    let rest = PanelShape { depth, panel_depth, count: some.len() - num_longer, used: height, width: height };
+    let to_rest = to.wrapping_add(num_longer * (height + 1) * panel_depth + at * height);
     // SAFETY: as promised by the caller.
     unsafe {
-        from.pack(kernels, tall, to);
-        from.submatrix(0, num_longer * (height + 1)).pack(
-            kernels,
-            rest,
-            to.add(num_longer * (height + 1) * depth),
-        );
+        from.pack(kernels, tall, to.wrapping_add(at * (height + 1)));
+        from.submatrix(0, num_longer * (height + 1)).pack(kernels, rest, to_rest);
     }
-    APanels::Packed { start: to, first, depth }
+    APanels::Packed { start: to, first, depth: panel_depth }
 }
 
 /// The macro-kernel: c = a b or c += a b for some panels of a and a block of panels of b.
@@ -404,7 +427,6 @@ unsafe fn macro_kernel<R: Real>(
     c: MatrixPtrMut<R>,
 ) {
     let (lanes, depth) = (kernels.lanes, b.depth);
-    let first_cols = (0..b.cols).step_by(2 * lanes);
     let tile = |panel: usize, first_col: usize, prefetch: Option<usize>| {
         let (first_row, height) = (cut.start(panel), cut.len(panel));
         let (columns, used) = b.panel(first_col, lanes);
@@ -413,17 +435,7 @@ unsafe fn macro_kernel<R: Real>(
         // SAFETY: as promised by the caller.
         unsafe { run_tile(kernels, [height, used, depth], rows, columns, add, c, prefetch) };
     };
-    if b.is_far {
-        // Each panel of b, read from far away, multiplies all these panels of a. The first two prefetch a half each of the next panel of b.
-        for first_col in first_cols {
-            for panel in some.clone() {
-                let half = panel - some.start;
-                tile(panel, first_col, (half < 2).then_some((2 + half) * depth * lanes));
-            }
-        }
-    } else {
-        some.for_each(|panel| first_cols.clone().for_each(|first_col| tile(panel, first_col, None)));
-    }
+    b.for_each_tile(some, lanes, tile);
 }
 
 /// Computes one tile of c, which may have fewer columns than a vector, or columns that are not contiguous.

@@ -22,16 +22,18 @@ pub(crate) struct MatrixPtr<R: 'static> {
     pack: PackFn<R>,
 }
 
-/// The shape of packed panels: `count` panels of `used` columns and `depth` rows, each row padded with zeros to `width` elements.
+/// The shape of packed panels: `count` panels of `used` columns and `depth` rows, each row padded with zeros to `width` elements. A panel
+/// begins `panel_depth` rows after the one before: more than `depth`, if other rows are packed behind these.
 #[derive(Clone, Copy)]
 pub(crate) struct PanelShape {
     pub(crate) depth: usize,
+    pub(crate) panel_depth: usize,
     pub(crate) count: usize,
     pub(crate) used: usize,
     pub(crate) width: usize,
 }
 
-/// A packing function: to[(s * depth + p) * width + j] = from(p, s * used + j) for j below `used`, else 0.
+/// A packing function: to[(s * panel_depth + p) * width + j] = from(p, s * used + j) for j below `used`, else 0.
 type PackFn<R> = unsafe fn(&MicroKernels<R>, MatrixPtr<R>, PanelShape, *mut R);
 
 impl<R> Clone for MatrixPtr<R> {
@@ -82,15 +84,31 @@ impl<R: Real> MatrixPtr<R> {
         [depth, cols]: [usize; 2],
         to: *mut R,
     ) {
+        // SAFETY: as promised by the caller.
+        unsafe { self.pack_steps_of_columns(kernels, [depth, cols], (0, depth), to) }
+    }
+
+    /// [`MatrixPtr::pack_columns`] for some steps of panels of `panel_depth` steps, from step `first` of the panels on.
+    ///
+    /// # Safety
+    /// As there.
+    pub(crate) unsafe fn pack_steps_of_columns(
+        self,
+        kernels: &MicroKernels<R>,
+        [depth, cols]: [usize; 2],
+        (first, panel_depth): (usize, usize),
+        to: *mut R,
+    ) {
         let wide = 2 * kernels.lanes;
         let (count, rest) = (cols / wide, cols % wide);
-        let whole = PanelShape { depth, count, used: wide, width: wide };
-        let last =
-            PanelShape { depth, count: rest.min(1), used: rest, width: rest.next_multiple_of(kernels.lanes) };
+        let width = rest.next_multiple_of(kernels.lanes);
+        let whole = PanelShape { depth, panel_depth, count, used: wide, width: wide };
+        let last = PanelShape { depth, panel_depth, count: rest.min(1), used: rest, width };
+        let to_last = to.wrapping_add(count * wide * panel_depth + first * width);
         // SAFETY: as promised by the caller.
         unsafe {
-            self.pack(kernels, whole, to);
-            self.submatrix(0, count * wide).pack(kernels, last, to.wrapping_add(count * wide * depth));
+            self.pack(kernels, whole, to.wrapping_add(first * wide));
+            self.submatrix(0, count * wide).pack(kernels, last, to_last);
         }
     }
 
@@ -114,7 +132,7 @@ impl<R: Real> MatrixPtr<R> {
 pub(crate) fn pack_row_panels<T: Float>(rows: &[T], depth: usize, width: usize, to: &mut [T::Acc]) {
     let count = to.len() / (depth * width);
     assert!(to.len() == count * depth * width && to.len() <= rows.len(), "rows for whole panels");
-    let panels = PanelShape { depth, count, used: width, width };
+    let panels = PanelShape { depth, panel_depth: depth, count, used: width, width };
     // SAFETY: the assertion covers both memories, and the level is that of this CPU.
     unsafe { MatrixPtr::new(rows, 1, depth).pack(&MicroKernels::for_level(level()), panels, to.as_mut_ptr()) }
 }
@@ -129,7 +147,7 @@ unsafe fn pack<T: Float>(
     panels: PanelShape,
     to: *mut T::Acc,
 ) {
-    let PanelShape { depth, count, used, width } = panels;
+    let PanelShape { depth, panel_depth, count, used, width } = panels;
     let start = from.start.cast::<T>();
     let block = kernels.transpose.0;
     // SAFETY: p is below `depth` and j below `used` or, where only `to` is touched, below `width`.
@@ -138,7 +156,7 @@ unsafe fn pack<T: Float>(
             for s in 0..count {
                 for j in starts(used, block) {
                     let from = (start.add((s * used + j) * from.col_stride), from.col_stride);
-                    transpose_rows(kernels, from, depth, (to.add(s * depth * width + j), width));
+                    transpose_rows(kernels, from, depth, (to.add(s * panel_depth * width + j), width));
                 }
             }
         } else if from.col_stride == 1 && used == width {
@@ -147,13 +165,14 @@ unsafe fn pack<T: Float>(
             for (s, p) in (0..count).flat_map(|s| (0..depth).map(move |p| (s, p))) {
                 for j in 0..used {
                     let x = *start.add(p * from.row_stride + (s * used + j) * from.col_stride);
-                    *to.add((s * depth + p) * width + j) = x.widen();
+                    *to.add((s * panel_depth + p) * width + j) = x.widen();
                 }
             }
         }
-        for step in 0..if used < width { count * depth } else { 0 } {
+        for (s, p) in (0..if used < width { count } else { 0 }).flat_map(|s| (0..depth).map(move |p| (s, p)))
+        {
             for j in used..width {
-                *to.add(step * width + j) = T::Acc::ZERO;
+                *to.add((s * panel_depth + p) * width + j) = T::Acc::ZERO;
             }
         }
     }
@@ -215,7 +234,7 @@ unsafe fn copy_panels<T: Float>(from: (*const T, usize), panels: PanelShape, to:
 /// As for [`pack`].
 unsafe fn copy_rows<T: Float, const N: usize>(
     (from, from_step): (*const T, usize),
-    PanelShape { depth, count, .. }: PanelShape,
+    PanelShape { depth, panel_depth, count, .. }: PanelShape,
     to: *mut T::Acc,
 ) {
     vectorized(
@@ -226,7 +245,7 @@ unsafe fn copy_rows<T: Float, const N: usize>(
                 for s in 0..count {
                     // SAFETY: the caller guarantees N contiguous elements.
                     let row = unsafe { *from.wrapping_add(s * N).cast::<[T; N]>() };
-                    let to = to.wrapping_add(s * depth * N);
+                    let to = to.wrapping_add(s * panel_depth * N);
                     for (j, x) in row.into_iter().enumerate() {
                         // SAFETY: the caller guarantees the room.
                         unsafe { *to.wrapping_add(j) = x.widen() };

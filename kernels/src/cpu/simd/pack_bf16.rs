@@ -86,6 +86,11 @@ impl DotOperand {
         self.offset_by(i * self.vector_stride)
     }
 
+    /// Returns the operand from term p on.
+    pub(crate) fn skip_terms(self, p: usize) -> DotOperand {
+        self.offset_by(p * self.term_stride)
+    }
+
     /// Returns the cost of packing an element; 1 is about the time to copy it.
     pub(crate) fn packing_cost(self, layout: PairLayout) -> usize {
         match (self.term_stride, self.vector_stride, layout) {
@@ -102,21 +107,42 @@ impl DotOperand {
     /// # Safety
     /// The vectors are within their memory; `to` has room; the CPU has AVX2.
     pub(crate) unsafe fn pack(self, layout: PairLayout, count: usize, depth: usize, to: *mut u32) {
+        // SAFETY: as promised by the caller.
+        unsafe { self.pack_steps(layout, [count, depth], (0, depth.div_ceil(K_STEP)), to) }
+    }
+
+    /// [`DotOperand::pack`] into panels of `panel_steps` steps, from step `first` of the panels on.
+    ///
+    /// # Safety
+    /// As there.
+    pub(crate) unsafe fn pack_steps(
+        self,
+        layout: PairLayout,
+        extents: [usize; 2],
+        steps: (usize, usize),
+        to: *mut u32,
+    ) {
         // SAFETY: as promised by the caller; `is_f32` states the element type.
         unsafe {
             if self.is_f32 {
-                self.pack_as::<f32>(layout, count, depth, to)
+                self.pack_as::<f32>(layout, extents, steps, to)
             } else {
-                self.pack_as::<u16>(layout, count, depth, to)
+                self.pack_as::<u16>(layout, extents, steps, to)
             }
         }
     }
 
-    /// [`DotOperand::pack`] for elements of type S.
+    /// [`DotOperand::pack_steps`] for elements of type S.
     ///
     /// # Safety
     /// As for [`DotOperand::pack`].
-    unsafe fn pack_as<S: ToBf16>(self, layout: PairLayout, count: usize, depth: usize, to: *mut u32) {
+    unsafe fn pack_as<S: ToBf16>(
+        self,
+        layout: PairLayout,
+        [count, depth]: [usize; 2],
+        (first, panel_steps): (usize, usize),
+        to: *mut u32,
+    ) {
         let (panels, steps) = (count.div_ceil(PANEL), depth.div_ceil(K_STEP));
         vectorized(
             #[inline(always)]
@@ -134,7 +160,8 @@ impl DotOperand {
                     };
                     let from = self.skip_vectors(panel * PANEL).offset_by(step * K_STEP * self.term_stride);
                     let vectors = padded(block.count);
-                    let to = to.wrapping_add((panel * PANEL * steps + step * vectors) * STEP_WORDS);
+                    let at = panel * PANEL * panel_steps + (first + step) * vectors;
+                    let to = to.wrapping_add(at * STEP_WORDS);
                     // SAFETY: as promised by the caller.
                     unsafe {
                         match self.vector_stride {

@@ -1,16 +1,12 @@
 //! A prepacked right operand of GEMM: all of b in the panels that micro-kernels read, for products that read the same b again.
 //!
-//! Blocks of [`KC`] steps follow one another; each holds the panels of all columns. The layout depends on the extents only, so that
-//! any task of any product finds its panels.
+//! Blocks of steps follow one another, of [`KC`](crate::cpu::simd::pack::KC) steps unless a product has leaves; each holds the panels of all
+//! columns. The layout depends on the extents and the leaves only, so that any task of any product finds its panels.
 
 use crate::cpu::simd::level;
 use crate::cpu::simd::microkernel::MicroKernels;
-use crate::cpu::simd::pack::{KC, MatrixPtr};
+use crate::cpu::simd::pack::MatrixPtr;
 use crate::dtype::{Float, Real};
-
-/// Columns packed at a time: rows of their panels are written in turn, and rows of more panels, which are pages apart, would evict each
-/// other from the L1 cache.
-const COLS: usize = 256;
 
 /// A prepacked matrix, from some column on.
 #[derive(Clone, Copy)]
@@ -47,25 +43,31 @@ impl<'a, R: Real> PackedB<'a, R> {
     }
 }
 
-/// Packs one block of steps of b, which has k rows and n columns. `strides` are its row and column stride.
+/// A block of steps.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PackedSteps {
+    pub(crate) depth: usize,
+    /// The row of b of the first step.
+    pub(crate) from: usize,
+}
+
+/// Packs some columns, from column `col` on, of one block of steps of b, which has k rows and n columns, into their part of the block.
+/// `strides` are the row and column stride of b.
 ///
 /// # Panics
-/// If b reaches outside of its memory, there is no such block, or `to` is not of its size.
-pub(crate) fn pack_block<T: Float>(
+/// If b reaches outside of its memory, there are no such steps, or `to` is not of the size of whole panels.
+pub(crate) fn pack_steps<T: Float>(
     (b, strides): (&[T], [usize; 2]),
     [n, k]: [usize; 2],
-    block: usize,
+    PackedSteps { depth, from, .. }: PackedSteps,
+    col: usize,
     to: &mut [T::Acc],
 ) {
-    let first = block * KC;
-    assert!(n > 0 && first < k, "a block of something");
+    assert!(n > col && depth > 0 && from + depth <= k, "a block of something");
     assert!((k - 1) * strides[0] + (n - 1) * strides[1] < b.len(), "b must be within its memory");
-    let (kernels, depth) = (MicroKernels::<T::Acc>::for_level(level()), KC.min(k - first));
-    assert!(to.len() == PackedB::<T::Acc>::width(n) * depth, "room for the block");
-    let b = MatrixPtr::new(b, strides[0], strides[1]);
-    for col in (0..n).step_by(COLS) {
-        let (from, to) = (b.submatrix(first, col), to[col * depth..].as_mut_ptr());
-        // SAFETY: the assertions cover both memories, and the level is that of this CPU.
-        unsafe { from.pack_columns(&kernels, [depth, COLS.min(n - col)], to) };
-    }
+    let (kernels, cols) = (MicroKernels::<T::Acc>::for_level(level()), (to.len() / depth).min(n - col));
+    assert!(to.len() == PackedB::<T::Acc>::width(cols) * depth, "room for the columns");
+    let b = MatrixPtr::new(b, strides[0], strides[1]).submatrix(from, col);
+    // SAFETY: the assertions cover both memories, and the level is that of this CPU.
+    unsafe { b.pack_columns(&kernels, [depth, cols], to.as_mut_ptr()) };
 }

@@ -9,8 +9,8 @@ use crate::host_vec::filled_or_unwind;
 use crate::kernel::Launch;
 use crate::match_float;
 use crate::op::rows::{
-    ROWS_PER_SUM, add_blocks, operands, operands_and_last, read, rows_per_task, sum, sum_prefetching, width,
-    write,
+    ROWS_PER_SUM, add_blocks, leaves_of_rows, operands, operands_and_last, read, rows_per_task, sum,
+    sum_prefetching, sum_rows_of_leaves, width, write,
 };
 
 pub(super) fn forward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
@@ -52,6 +52,7 @@ fn forward_row<T: Float>(x: &[T], w: &[T], b: &[T], eps: T::Acc, y: &mut [T]) ->
 }
 
 pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+    let leaf_scalars = launch.scalars;
     let ([x, w, mean, rstd, dy], r, [dx, dw, db]) = operands_and_last(launch);
     let d = width(x);
     if d == 0 {
@@ -61,6 +62,22 @@ pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kerne
         type Acc = <T as Float>::Acc;
         let (x, w, dy, dx) = (read::<T>(x), read::<T>(w), read::<T>(dy), write::<T>(dx));
         let (mean, rstd, r) = (read::<Acc>(mean), read::<Acc>(rstd), r.map(read::<T>));
+        if !leaf_scalars.is_empty() {
+            let leaves = leaves_of_rows(leaf_scalars, dx.len() / d);
+            let rows = rows_per_task(d);
+            pool.chunks(dx, rows * d, |i, dx| vectorized(#[inline(always)] || {
+                for (row, dx) in dx.chunks_exact_mut(d).enumerate().map(|(row, dx)| (i * rows + row, dx)) {
+                    let at = row * d..(row + 1) * d;
+                    let r = r.map(|r| &r[at.clone()]);
+                    input_grad((&x[at.clone()], w, &dy[at]), (mean[row], rstd[row]), (dx, r));
+                }
+            }));
+            sum_rows_of_leaves::<T, 2>(pool, &leaves, #[inline(always)] |row, [dw, db]: [&mut [Acc]; 2]| {
+                let at = row * d..(row + 1) * d;
+                add_parameter_grads((&x[at.clone()], &dy[at]), (mean[row], rstd[row]), (dw, db));
+            }, [write(dw), write(db)]);
+            return Ok(());
+        }
         let task = ROWS_PER_SUM * d;
         let num_blocks = dx.len().div_ceil(task);
         let (mut dw_blocks, mut db_blocks) = (filled_or_unwind(Acc::ZERO, num_blocks * d), filled_or_unwind(Acc::ZERO, num_blocks * d));
@@ -96,10 +113,30 @@ fn backward_row<T: Float>(
     (dx, r): (&mut [T], Option<&[T]>),
     (dw, db): (&mut [T::Acc], &mut [T::Acc]),
 ) {
+    add_parameter_grads((x, dy), (mean, rstd), (dw, db));
+    input_grad((x, w, dy), (mean, rstd), (dx, r));
+}
+
+/// Adds the terms of a row to dw and db.
+#[inline(always)]
+fn add_parameter_grads<T: Float>(
+    (x, dy): (&[T], &[T]),
+    (mean, rstd): (T::Acc, T::Acc),
+    (dw, db): (&mut [T::Acc], &mut [T::Acc]),
+) {
     for (((dw, db), x), dy) in dw.iter_mut().zip(db.iter_mut()).zip(x).zip(dy) {
         *dw = ((x.widen() - mean) * rstd).fma(dy.widen(), *dw);
         *db += dy.widen();
     }
+}
+
+/// Writes a row of dx.
+#[inline(always)]
+fn input_grad<T: Float>(
+    (x, w, dy): (&[T], &[T], &[T]),
+    (mean, rstd): (T::Acc, T::Acc),
+    (dx, r): (&mut [T], Option<&[T]>),
+) {
     let count = T::Acc::lit(x.len() as f64);
     // The sums read cached rows; meanwhile the outputs, then the next rows, are prefetched.
     let g_mean =

@@ -8,6 +8,7 @@
 mod cpu;
 mod gpu;
 mod squares;
+mod leaves;
 
 use crate::cpu::Pool;
 use crate::dtype::{Element, Float, Real};
@@ -17,6 +18,8 @@ use crate::kernel::{Arg, ArgMut, Bound, GpuCode, Kernel, Launch};
 use crate::match_float;
 use crate::op::rows::{operands, write};
 use crate::op::strided_iter::element_offset;
+
+pub use leaves::LEAF_SUM;
 
 /// y = c (sum of x over the trailing dims), formed in the accumulator and rounded once.
 ///

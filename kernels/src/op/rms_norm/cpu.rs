@@ -8,8 +8,8 @@ use crate::host_vec::filled_or_unwind;
 use crate::kernel::Launch;
 use crate::match_float;
 use crate::op::rows::{
-    ROWS_PER_SUM, add_blocks, operands, operands_and_last, read, rows_per_task, sum, sum_triples, width,
-    write,
+    ROWS_PER_SUM, add_blocks, leaves_of_rows, operands, operands_and_last, read, rows_per_task, sum,
+    sum_rows_of_leaves, sum_triples, width, write,
 };
 
 pub(super) fn forward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
@@ -45,6 +45,7 @@ fn forward_row<T: Float>(x: &[T], w: &[T], eps: T::Acc, y: &mut [T]) -> T::Acc {
 }
 
 pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+    let leaf_scalars = launch.scalars;
     let ([x, w, rstd, dy], r, [dx, dw]) = operands_and_last(launch);
     let d = width(x);
     if d == 0 {
@@ -54,6 +55,22 @@ pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kerne
         type Acc = <T as Float>::Acc;
         let (x, w, dy, rstd, dx) = (read::<T>(x), read::<T>(w), read::<T>(dy), read::<Acc>(rstd), write::<T>(dx));
         let r = r.map(read::<T>);
+        if !leaf_scalars.is_empty() {
+            let leaves = leaves_of_rows(leaf_scalars, dx.len() / d);
+            let rows = rows_per_task(d);
+            pool.chunks(dx, rows * d, |i, dx| vectorized(#[inline(always)] || {
+                for (row, dx) in dx.chunks_exact_mut(d).enumerate().map(|(row, dx)| (i * rows + row, dx)) {
+                    let at = row * d..(row + 1) * d;
+                    let r = r.map(|r| &r[at.clone()]);
+                    input_grad((&x[at.clone()], w, &dy[at]), rstd[row], (dx, r));
+                }
+            }));
+            sum_rows_of_leaves::<T, 1>(pool, &leaves, #[inline(always)] |row, [dw]: [&mut [Acc]; 1]| {
+                let at = row * d..(row + 1) * d;
+                add_weight_grad((&x[at.clone()], &dy[at]), rstd[row], dw);
+            }, [write(dw)]);
+            return Ok(());
+        }
         let task = ROWS_PER_SUM * d;
         let mut dw_blocks = filled_or_unwind(Acc::ZERO, dx.len().div_ceil(task) * d);
         pool.chunks2((dx, task), (&mut dw_blocks, d), |i, dx, dw| {
@@ -81,9 +98,21 @@ fn backward_row<T: Float>(
     (dx, r): (&mut [T], Option<&[T]>),
     dw: &mut [T::Acc],
 ) {
+    add_weight_grad((x, dy), rstd, dw);
+    input_grad((x, w, dy), rstd, (dx, r));
+}
+
+/// Adds the terms of a row to dw.
+#[inline(always)]
+fn add_weight_grad<T: Float>((x, dy): (&[T], &[T]), rstd: T::Acc, dw: &mut [T::Acc]) {
     for ((dw, x), dy) in dw.iter_mut().zip(x).zip(dy) {
         *dw = (x.widen() * rstd).fma(dy.widen(), *dw);
     }
+}
+
+/// Writes a row of dx.
+#[inline(always)]
+fn input_grad<T: Float>((x, w, dy): (&[T], &[T], &[T]), rstd: T::Acc, (dx, r): (&mut [T], Option<&[T]>)) {
     let count = T::Acc::lit(x.len() as f64);
     let gh_mean = sum_triples(dy, w, x, |dy, w, x| dy.widen() * w.widen() * (x.widen() * rstd)) / count;
     let slope = |x: &T, w: &T, dy: &T| rstd * (dy.widen() * w.widen() - x.widen() * rstd * gh_mean);
