@@ -3,7 +3,6 @@
 
 #[path = "../../../nccl/tests/fake_gpu/mod.rs"]
 mod fake_gpu;
-mod faults;
 mod messages;
 
 use fake_gpu::{FakeGpu, scenario_of_this_process, succeeded};
@@ -269,9 +268,6 @@ fn scenario(name: &str, folder: &Path, rank: usize, size: usize) {
     let (name, mesh) = name.rsplit_once(' ').unwrap();
     let mesh = Mesh::parse(mesh).unwrap();
     assert_eq!(mesh.num_ranks(), size);
-    if let Some(fault) = name.strip_prefix("fault ") {
-        return faults::scenario(fault, folder, &mesh, rank);
-    }
     if let Some(name) = name.strip_prefix("messages ") {
         return messages::scenario(name, folder, &mesh, rank);
     }
