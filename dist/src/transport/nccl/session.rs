@@ -1,7 +1,7 @@
 //! The communicators of one process, and the threads that compare calls, submit messages and abort communicators.
 
 use super::messages::{Links, Messages};
-use super::watchdog::Watched;
+use super::watchdog::{Watched, is_consequence};
 use crate::call::{Call, GroupPosition, Op, Origin, Phase, Request};
 use crate::error::{Error, Kind, Result};
 use crate::mesh::{AxisSet, Mesh};
@@ -60,7 +60,6 @@ impl Session {
     ) -> Result<Arc<Session>> {
         let nccl = Nccl::open(&SearchPaths::from_env())?;
         let id = exchange_id(mesh, rank, tcp, &nccl)?;
-        let long_axes: AxisSet = mesh.axes().filter(|axis| mesh.size(*axis) > 1).collect();
         let start = Instant::now();
         let mut check = || -> Result<()> {
             tcp.check()?;
@@ -74,23 +73,13 @@ impl Session {
             let help = "look for warnings of NCCL on the other ranks (NCCL_DEBUG=WARN); raise the timeout with --timeout";
             Err(Error::new(Kind::Timeout, why).detail("help", help))
         };
-        let all = Communicator::join(&nccl, &**backend, &id, (rank, mesh.num_ranks()), &mut check)?;
-        let mut by_bits = HashMap::from([(long_axes.bits(), 0)]);
-        let mut communicators = vec![all];
-        // Every rank makes them in this order, and before its function runs: a split is a call of all ranks.
-        for bits in 1..long_axes.bits() {
-            let axes: AxisSet = mesh.axes().filter(|axis| bits & AxisSet::one(*axis).bits() != 0).collect();
-            if axes.union(long_axes) != long_axes {
-                continue;
-            }
-            let position = GroupPosition::new(mesh, rank, axes);
-            let (color, rank, size) = (position.members[0], position.group_rank, position.size());
-            let group = SplitGroup { color, rank, size, num_blocks_max: 0 };
-            let split = communicators[0].split(Some(&group), &mut check)?;
-            by_bits.insert(bits, communicators.len());
-            communicators.push(split.expect("bug: a split without the rank's communicator"));
-        }
-        let links = Links::join(mesh, rank, &mut communicators, &mut check)?;
+        let joined = Joined::of(&nccl, &**backend, &id, (mesh, rank), &mut check);
+        // A process that ends while ranks join makes the library fail too: the cause is reported.
+        let joined = joined.map_err(|error| match is_consequence(endpoint, &error) {
+            true => tcp.check().err().unwrap_or(error),
+            false => error,
+        });
+        let Joined { communicators, by_bits, long_axes, links } = joined?;
         let watched = Arc::new(Watched::new(endpoint, mesh.describe(rank), communicators));
         let pending = PendingCalls::new(endpoint);
         backend.set_result_check(Arc::new(ComparedResults(pending.clone())));
@@ -149,6 +138,50 @@ impl Session {
             thread.thread().unpark();
             let _ = thread.join();
         }
+    }
+}
+
+/// The communicators of a rank.
+struct Joined {
+    communicators: Vec<Communicator>,
+    /// The communicator of the group over some axes, by the bits of the axes with several ranks.
+    by_bits: HashMap<u16, usize>,
+    /// The axes with several ranks.
+    long_axes: AxisSet,
+    links: Links,
+}
+
+impl Joined {
+    /// Joins the communicators with all other ranks, which call this too.
+    ///
+    /// # Errors
+    /// The errors of the library and of `check`.
+    fn of(
+        nccl: &Arc<Nccl>,
+        backend: &dyn Backend,
+        id: &UniqueId,
+        (mesh, rank): (&Mesh, usize),
+        check: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Joined> {
+        let long_axes: AxisSet = mesh.axes().filter(|axis| mesh.size(*axis) > 1).collect();
+        let all = Communicator::join(nccl, backend, id, (rank, mesh.num_ranks()), check)?;
+        let mut by_bits = HashMap::from([(long_axes.bits(), 0)]);
+        let mut communicators = vec![all];
+        // Every rank makes them in this order, and before its function runs: a split is a call of all ranks.
+        for bits in 1..long_axes.bits() {
+            let axes: AxisSet = mesh.axes().filter(|axis| bits & AxisSet::one(*axis).bits() != 0).collect();
+            if axes.union(long_axes) != long_axes {
+                continue;
+            }
+            let position = GroupPosition::new(mesh, rank, axes);
+            let (color, rank, size) = (position.members[0], position.group_rank, position.size());
+            let group = SplitGroup { color, rank, size, num_blocks_max: 0 };
+            let split = communicators[0].split(Some(&group), check)?;
+            by_bits.insert(bits, communicators.len());
+            communicators.push(split.expect("bug: a split without the rank's communicator"));
+        }
+        let links = Links::join(mesh, rank, &mut communicators, check)?;
+        Ok(Joined { communicators, by_bits, long_axes, links })
     }
 }
 

@@ -47,15 +47,20 @@ pub(super) struct Watched {
     is_over: AtomicBool,
 }
 
+/// Whether an error follows from the failure of the world, as most errors of the library do. Waits a moment for that failure.
+pub(super) fn is_consequence(endpoint: &Endpoint, error: &Error) -> bool {
+    let is_of_library = error.kind() == Kind::Device && error.message().starts_with("nccl");
+    let start = Instant::now();
+    while is_of_library && !endpoint.has_failed() && start.elapsed() < CAUSE_TIME {
+        std::thread::sleep(WATCH_EVERY);
+    }
+    is_of_library && endpoint.has_failed()
+}
+
 impl Watched {
-    /// Whether an error follows from the failure of the world, as most errors of the library do. Waits a moment for that failure.
+    /// See [`is_consequence`].
     pub(super) fn is_consequence(&self, error: &Error) -> bool {
-        let is_of_library = error.kind() == Kind::Device && error.message().starts_with("nccl");
-        let start = Instant::now();
-        while is_of_library && !self.endpoint.has_failed() && start.elapsed() < CAUSE_TIME {
-            std::thread::sleep(WATCH_EVERY);
-        }
-        is_of_library && self.endpoint.has_failed()
+        is_consequence(&self.endpoint, error)
     }
 
     pub(super) fn new(endpoint: &Endpoint, rank_text: String, communicators: Vec<Communicator>) -> Watched {
