@@ -7,7 +7,6 @@
 //! ```
 
 mod gpu;
-mod instruction_sets;
 
 use crate::buffer::{Allocator, Buffer};
 use crate::cpu::Pool;
@@ -186,9 +185,6 @@ impl<'a> Case<'a> {
         let wide = if tested.is_float() { DType::F64 } else { tested };
         let rounded: Vec<Operand> = self.inputs.iter().map(|o| o.rounded(tested)).collect();
         let written: Vec<Operand> = self.outputs.iter().map(|o| o.rounded(tested)).collect();
-        if let Some(file) = instruction_sets::record_file() {
-            return self.record_bits(&file, &pools[0], tested, [&rounded, &written]);
-        }
         let exact = match self.launch(&pools[0], self.kernel.reference, wide, &rounded, &written) {
             Ok(exact) => exact,
             Err(refusal) => {

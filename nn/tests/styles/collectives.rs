@@ -6,7 +6,7 @@
 use crate::combination::{Style, Task};
 use crate::training::Training;
 use shardgrad_nn::{
-    Deterministic, ExpertsConfig, Gpt2Config, LanguageModel, LlamaConfig, LlamaKind, ModelConfig, Plan, Sgd,
+    ExpertsConfig, Gpt2Config, LanguageModel, LlamaConfig, LlamaKind, ModelConfig, Plan, Sgd,
 };
 use shardgrad_tensor::{DType, Mesh, Phase, Record, World};
 use std::collections::BTreeMap;
@@ -257,8 +257,7 @@ impl StyleCase {
         let task = Task { model, microbatches: MICROBATCHES, rows, tokens: TOKENS, vocabulary: VOCABULARY };
         let plan = LanguageModel::plan(&self.model).and(self.plan.clone());
         let style = Style { mesh: self.mesh.to_string(), plan, recompute: false };
-        let deterministic = Deterministic::Run;
-        let training = Training { task: &task, style: &style, dtype: DType::F64, deterministic };
+        let training = Training { task: &task, style: &style, dtype: DType::F64 };
         let mut records = World::new(Mesh::parse(self.mesh).unwrap())
             .dry_run(0, |rank| {
                 let mut trainer = training.trainer(rank, Sgd::new(0.1), None)?;

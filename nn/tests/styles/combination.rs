@@ -1,8 +1,6 @@
 //! A combination of styles: a row of `combinations.txt`, with the model, the batch, the mesh and the plan that it stands for.
 
-use shardgrad_nn::{
-    Deterministic, ExpertsConfig, Gpt2Config, LanguageModel, LlamaConfig, LlamaKind, ModelConfig, Plan,
-};
+use shardgrad_nn::{ExpertsConfig, Gpt2Config, LanguageModel, LlamaConfig, LlamaKind, ModelConfig, Plan};
 
 /// The table: a head with the names of columns, and one combination per line. `-` means that a style is absent, `ring=3` the style and
 /// the number of ranks of its axis.
@@ -130,12 +128,6 @@ impl Combination {
         let microbatches = self.num_ranks("microbatches");
         let rows = microbatches * if self.is_odd("rows") { 3 } else { 4 };
         Task { model, microbatches, rows, tokens, vocabulary }
-    }
-
-    /// Leaves of which each rank takes a power of two, where the rows permit.
-    pub(crate) fn canonical_sums(&self) -> Deterministic {
-        let sum_leaves = if self.num_ranks("tp") == 3 { 12 } else { 8 };
-        Deterministic::Mesh { batch_leaves: self.task().rows, sum_leaves }
     }
 
     pub(crate) fn how(&self) -> Style {

@@ -3,7 +3,7 @@
 
 use crate::combination::{Combination, NUM_IN_GATE, columns, combinations};
 use crate::training::Training;
-use shardgrad_nn::{Deterministic, Sgd};
+use shardgrad_nn::Sgd;
 use shardgrad_tensor::{DType, Mesh, Phase, Record, World};
 use std::collections::BTreeSet;
 
@@ -127,8 +127,7 @@ fn smallest(levels: &[Level]) -> Combination {
 /// The collectives of a step on rank 0, without memory, arithmetic and communication.
 fn collectives(combination: &Combination) -> shardgrad_tensor::Result<Vec<Record>> {
     let (task, style) = (combination.task(), combination.how());
-    let deterministic = Deterministic::Run;
-    let training = Training { task: &task, style: &style, dtype: DType::F64, deterministic };
+    let training = Training { task: &task, style: &style, dtype: DType::F64 };
     World::new(Mesh::parse(&style.mesh).unwrap()).dry_run(0, |rank| {
         let mut trainer = training.trainer(rank, Sgd::new(0.1), None)?;
         rank.trace().take();

@@ -3,10 +3,9 @@
 use crate::combination::{Style, Task};
 use shardgrad_autograd::Var;
 use shardgrad_nn::{
-    AdamW, Deterministic, LanguageModel, LrScheduler, Optimizer, Plan, Sgd, Trainer, TrainerConfig,
-    checkpoint,
+    AdamW, LanguageModel, LrScheduler, Optimizer, Plan, Sgd, Trainer, TrainerConfig, checkpoint,
 };
-use shardgrad_tensor::{DType, Kind, Mesh, Rank, Result, Tensor, World};
+use shardgrad_tensor::{DType, Mesh, Rank, Result, Tensor, World};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -39,7 +38,6 @@ pub(crate) struct Training<'t> {
     pub(crate) task: &'t Task,
     pub(crate) style: &'t Style,
     pub(crate) dtype: DType,
-    pub(crate) deterministic: Deterministic,
 }
 
 impl Training<'_> {
@@ -80,25 +78,11 @@ impl Training<'_> {
             lr_scheduler: Some(LrScheduler::constant(3e-3)),
             clip,
             copies_checked_every: 10,
-            deterministic: self.deterministic,
             ..TrainerConfig::new(self.task.rows)
         };
         let module = LanguageModel::new(&self.task.model).recompute(self.style.recompute);
         let loss = |model: &LanguageModel, x: &[Var]| model.loss_from_batch(x);
         Trainer::new(rank, module, plan, optim, config, read, loss)
-    }
-
-    /// Whether a step is refused because its sums have no canonical form, or not with these numbers of leaves.
-    pub(crate) fn is_refused(&self) -> bool {
-        let world = World::new(Mesh::parse(&self.style.mesh).unwrap()).threads(1);
-        let step = |rank: &Rank| self.trainer(rank, Sgd::new(0.1), None)?.step().map(|_| ());
-        match world.launch(step) {
-            Ok(_) => false,
-            Err(error) => {
-                assert!(matches!(error.kind(), Kind::Unsupported | Kind::Config), "{error}");
-                true
-            }
-        }
     }
 
     /// The gradients of the first step by name, which all ranks that have them hold alike.

@@ -2,7 +2,7 @@
 
 pub(super) use crate::op::index::gpu::{GATHER_SOURCE, SCATTER_ADD_SOURCE};
 
-use super::{ABSENT, BACKWARD, FORWARD};
+use super::{BACKWARD, FORWARD};
 use crate::dtype::DType;
 use crate::error::KernelError;
 use crate::gpu::LaunchPlan;
@@ -38,7 +38,6 @@ fn rows(
         dtype,
         extents: [1, index.view.numel(), table.shape[0], table.shape[1]],
         is_shared: true,
-        absent: ABSENT,
         starts: [launch.scalars[0].int(), launch.scalars[1].int()],
         offsets: [table.offset, picked.offset],
     })

@@ -11,7 +11,7 @@ use crate::kernel::{Arg, Bound, GpuCode, Kernel, Launch};
 use crate::match_float;
 use crate::op::rows::{check_indices, operands, read, width, write};
 
-/// The elements of a row that is on another rank: -0, since -0 + x has the bits of x for every x, -0 included.
+/// The elements of a row that is on another rank: -0, since -0 + x has the bits of x for every x, -0 included. GPUs give 0.
 const ABSENT: f64 = -0.0;
 
 /// y_n = table_(index_n - v_start), [`ABSENT`] if the row is on another rank.

@@ -1,5 +1,5 @@
 // Gathers elements by index. Macros: S, the unsigned type of an element; VEC, elements per vector along c; SHARED, whether all a and c
-// share one list of indices; ABSENT, the bits of elements on other ranks; INDEX, index type.
+// share one list of indices; INDEX, index type.
 
 extern "C" __global__ void __launch_bounds__(THREADS) gather(const S *__restrict__ x, const i64 *__restrict__ index, S *__restrict__ y,
                                                              Fault *fault, Extents e) {
@@ -16,9 +16,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gather(const S *__restrict
 #endif
     const i64 i = index[place], local = i - e.v_start;
     if (looks) index_fits(fault, i, place, e.v_global);
-    Vec<S, VEC> out;
-#pragma unroll
-    for (int k = 0; k < VEC; ++k) out.at[k] = S(ABSENT);
+    Vec<S, VEC> out = {};
     if (u64(local) < u64(e.v)) out = load<VEC>(x + ((a * e.v + local) * e.c + c) * VEC);
     store(y + item * VEC, out);
 }

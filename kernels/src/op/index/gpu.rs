@@ -2,7 +2,7 @@
 //! the documented order.
 
 use crate::dtype::DType;
-use crate::gpu::{Grid, GridArg, LaunchPlan, bits_name, bits_of, type_name};
+use crate::gpu::{Grid, GridArg, LaunchPlan, bits_name, type_name};
 use crate::op::gpu_sort::SortPlan;
 use std::borrow::Cow;
 
@@ -24,8 +24,6 @@ pub(in crate::op) struct IndexLaunch {
     pub(in crate::op) extents: [usize; 4],
     /// Whether all a and c share one list of indices.
     pub(in crate::op) is_shared: bool,
-    /// What is gathered in place of elements on other ranks.
-    pub(in crate::op) absent: f64,
     /// The first local index and the global extent of the dim.
     pub(in crate::op) starts: [i64; 2],
     /// The offsets of the whole and the picked operand.
@@ -129,9 +127,7 @@ impl IndexLaunch {
             ("SHARED", if self.is_shared { "1".into() } else { "0".into() }),
             ("INDEX", if is_small { "u32".into() } else { "u64".into() }),
         ];
-        if moves {
-            defines.push(("ABSENT", format!("{:#x}u", bits_of(self.dtype, self.absent)).into()));
-        } else {
+        if !moves {
             defines.push(("WIDE", "0".into()));
         }
         defines

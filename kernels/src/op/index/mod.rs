@@ -85,7 +85,6 @@ fn indexed(
         dtype,
         extents: [a, n, whole.shape[1], c],
         is_shared: index.view.ndim() == 1,
-        absent: 0.0,
         starts: [launch.scalars[0].int(), launch.scalars[1].int()],
         offsets: [whole.offset, picked.offset],
     }
