@@ -105,16 +105,6 @@ pub(crate) fn faults(
     })
 }
 
-/// Runs a function on all cases at once, each on a thread of its own: for cases that mostly wait.
-pub(crate) fn at_once<C: Send>(cases: impl IntoIterator<Item = C>, f: impl Fn(C) + Sync) {
-    std::thread::scope(|scope| {
-        for case in cases {
-            let f = &f;
-            scope.spawn(move || f(case));
-        }
-    });
-}
-
 /// Runs `one` for each of `count` processes that connect at a free port. Returns the results by rank.
 pub(crate) fn joined<T: Send>(count: usize, one: impl Fn(&Process) -> T + Sync) -> Vec<T> {
     let port = free_port();
