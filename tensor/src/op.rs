@@ -4,9 +4,9 @@ mod grad_accumulator;
 mod forward_context;
 mod error_text;
 mod validation;
+mod canonical_sum;
 mod plan;
 mod decomposition;
-mod canonical_sum;
 mod apply;
 
 use crate::execution::context::Context;
