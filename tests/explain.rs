@@ -185,8 +185,8 @@ fn extra_bytes_of_canonical_sums_are_shown() {
     };
     let extra = |more: &[&str]| -> [u64; 2] {
         let text = of(&[more, &["--json"]].concat());
-        let lines = text.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
-        let line = lines.filter(|line| line["kind"] == "canonical_sums").next_back().unwrap();
+        let mut lines = text.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+        let line = lines.rfind(|line| line["kind"] == "canonical_sums").unwrap();
         [0, 1].map(|which| line["collective_bytes"][which].as_u64().unwrap())
     };
     let text = of(&["--mesh", "fsdp=2", "--batch", "4"]);

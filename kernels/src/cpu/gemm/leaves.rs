@@ -4,7 +4,7 @@
 //! of the tree, each rounded. Here partial sums of a tile are joined while they are in the cache.
 
 use super::epilogue::BoundEpilogue;
-use super::prepacked::prepack_steps;
+use super::prepacked::{PackedBlocks, prepack_steps};
 use super::split::{ReadCost, Split};
 use super::{
     BatchedMatrixMut, BatchedMatrixRef, Epilogue, ROWS_PER_ROUNDING, batched_required_len,
@@ -124,7 +124,7 @@ fn fma_gemm_of_leaves<T: Float>(
         let packs = || unsafe { BlockedGemm::new(&kernels, [m, n, k], sa, sb, false, sc.cast()) }.packs_b();
         let cut: Arc<[usize]> = schedule.blocks.iter().map(|block| block.first).collect();
         let blocks = || schedule.blocks.iter().map(packed_steps).collect();
-        prepack_steps(pool, [m, n, k], right, (Some(cut), &blocks), packs)
+        prepack_steps(pool, [m, n, k], right, PackedBlocks { cut: Some(cut), blocks: &blocks }, packs)
     });
     let packed_b = packed_b.flatten();
     let packed = packed_b.as_ref().map(|packed_b| PackedB::new(packed_b.as_slice(), n));

@@ -26,15 +26,24 @@ pub(super) fn prepack<T: Float>(
     packs: impl FnOnce() -> bool,
 ) -> Option<Buffer> {
     let block = |first: usize| PackedSteps { depth: KC.min(k - first), from: first };
-    prepack_steps(pool, [m, n, k], b, (None, &|| (0..k).step_by(KC).map(block).collect()), packs)
+    let blocks = || (0..k).step_by(KC).map(block).collect();
+    prepack_steps(pool, [m, n, k], b, PackedBlocks { cut: None, blocks: &blocks }, packs)
 }
 
-/// [`prepack`] for given blocks of steps, which `cut` identifies among those of all products of these extents.
+/// The blocks of steps in which an operand is packed.
+pub(super) struct PackedBlocks<'a> {
+    /// Identifies the blocks among those of all products of the same extents; `None` for blocks of [`KC`] steps.
+    pub(super) cut: Option<Arc<[usize]>>,
+    /// Returns the blocks.
+    pub(super) blocks: &'a dyn Fn() -> Vec<PackedSteps>,
+}
+
+/// [`prepack`] for given blocks of steps.
 pub(super) fn prepack_steps<T: Float>(
     pool: &Pool,
     [m, n, k]: [usize; 3],
     b: BatchedMatrixRef<'_, T>,
-    (cut, blocks): (Option<Arc<[usize]>>, &dyn Fn() -> Vec<PackedSteps>),
+    PackedBlocks { cut, blocks }: PackedBlocks<'_>,
     packs: impl FnOnce() -> bool,
 ) -> Option<Buffer> {
     let pack_cache = pool.pack_cache()?;

@@ -203,7 +203,7 @@ fn steps(leaves: &SumLeaves, rule: BlockRule) -> Vec<Step> {
             num_live += 1;
             for first in (0..leaves.outer * len).step_by(rule.part) {
                 let terms = rule.part.min(leaves.outer * len - first);
-                let opens_block = first == 0 && leaf % leaves_per_block == 0;
+                let opens_block = first == 0 && leaf.is_multiple_of(leaves_per_block);
                 steps.push(Step::Multiply { start, len, first, terms, slot, add: first > 0, opens_block });
             }
             steps.extend(rule.rounds.then_some(Step::Round { slot }));

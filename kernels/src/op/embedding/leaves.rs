@@ -137,7 +137,7 @@ mod tests {
         let n = tokens.len();
         let [index, leaf] = [index, leaf].map(|numbers| upload(&*cpu, &numbers).unwrap());
         let dy = upload(&*cpu, &dy).unwrap();
-        let mut table = upload(&*cpu, &vec![T::default(); TABLE * WIDTH]).unwrap();
+        let mut table = upload(&*cpu, &[T::default(); TABLE * WIDTH]).unwrap();
         let [line, matrix, out] = [&[n][..], &[n, WIDTH], &[TABLE, WIDTH]].map(Strides::contiguous);
         let mut inputs = vec![
             Arg { buffer: &index, dtype: DType::I64, view: &line },
