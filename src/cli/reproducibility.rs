@@ -6,7 +6,7 @@ use shardgrad::kernels::cpu::simd::{LIMIT_VARIABLE, limit};
 use shardgrad::kernels::{DType, MatmulPrecision};
 use shardgrad::nn::Deterministic;
 
-/// The bits that every x86-64 CPU computes alike: the test `instruction_sets` of the ops runs each op on each instruction set.
+/// What every x86-64 CPU computes alike: `tests/canonical_sums.rs` trains on each instruction set.
 const ALIKE: &str = "f32 and f16 with AVX-512, AVX2 or neither";
 /// The functions that are not of this crate.
 const OF_THE_C_LIBRARY: &str = "powers, sines and cosines (RoPE, learning rate, bias correction) and functions of f64 are those of the C library";
@@ -102,7 +102,7 @@ pub(super) fn op_classes() -> [Level; 3] {
         (false, Some(_)) => format!("every x86-64 CPU, since {LIMIT_VARIABLE} is set"),
     };
     [
-        ("ops of f32 and f16, sums of f64", format!("{ALIKE}: every x86-64 CPU")),
+        ("ops of f32 and f16", format!("{ALIKE}: every x86-64 CPU")),
         ("products of bf16, and of f32 at medium precision", products),
         ("functions", format!("{OF_THE_C_LIBRARY}; all others are alike")),
     ]
