@@ -14,7 +14,7 @@ use crate::op::rows::{check_indices, operands, read, width, write};
 /// The elements of a row that is on another rank: -0, since -0 + x has the bits of x for every x, -0 included. GPUs give 0.
 const ABSENT: f64 = -0.0;
 
-/// y_n = table_(index_n - v_start), [`ABSENT`] if the row is on another rank.
+/// y_n = table_(index_n - v_start), -0 if the row is on another rank.
 ///
 /// - in: table `(v, d)`, any float, contiguous; index `(n..)`, i64, contiguous
 /// - out: y `(n.., d)` like table
