@@ -3,6 +3,7 @@
 
 #[path = "../../../nccl/tests/fake_gpu/mod.rs"]
 mod fake_gpu;
+mod faults;
 mod messages;
 
 use fake_gpu::{FakeGpu, scenario_of_this_process, succeeded};
@@ -268,6 +269,9 @@ fn scenario(name: &str, folder: &Path, rank: usize, size: usize) {
     let (name, mesh) = name.rsplit_once(' ').unwrap();
     let mesh = Mesh::parse(mesh).unwrap();
     assert_eq!(mesh.num_ranks(), size);
+    if let Some(name) = name.strip_prefix("lost ") {
+        return faults::scenario(name, folder, &mesh, rank);
+    }
     if let Some(name) = name.strip_prefix("messages ") {
         return messages::scenario(name, folder, &mesh, rank);
     }
