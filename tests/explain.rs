@@ -193,6 +193,8 @@ fn extra_bytes_of_canonical_sums_are_shown() {
     let (_, section) =
         text.split_once("\nin place of --deterministic run\n").unwrap_or_else(|| panic!("{text}"));
     assert!(text.contains("the batch is cut into 4 leaves"), "{text}");
+    let gathered = "stage 3 of ZeRO over fsdp\n  parameters: gathered once per step and kept\n  gradients: reduced once per step";
+    assert!(text.contains(gathered), "{text}");
     // Gradients are all-reduced where they were reduce-scattered.
     assert!(section.contains("backward reduce_scatter") && section.contains(" -> none"), "{section}");
     assert!(section.contains("backward all_reduce      none -> "), "{section}");

@@ -229,13 +229,17 @@ fn with_deterministic_transport_weights_have_the_bits_of_threads() {
 }
 
 /// Pipelines and rings, whose messages NCCL carries; the later ones with `SHARDGRAD_NCCL=all`.
-const MESSAGE_CASES: [Case; 10] = [
+const MESSAGE_CASES: [Case; 14] = [
     Case("pp=2", &["--schedule", "1f1b"]),
     Case("dp=2,pp=2", &["--schedule", "zb-v"]),
     Case("pp=2", &["--schedule", "gpipe"]),
     Case("pp=2", &["--schedule", "interleaved"]),
     Case("pp=2", &["--schedule", "zb-h1"]),
     Case("pp=2", &["--schedule", "zb-h2"]),
+    Case("pp=2", &["--schedule", "v-half"]),
+    Case("pp=2", &["--schedule", "v-min"]),
+    Case("pp=2", &["--schedule", "dualpipe-v"]),
+    Case("pp=2", &["--schedule", "searched"]),
     Case("pp=4", &["--schedule", "1f1b"]),
     Case("dp=2,pp=2", &["--schedule", "interleaved"]),
     Case("pp=2,tp=2", &["--schedule", "1f1b"]),

@@ -8,10 +8,10 @@ use shardgrad::nn::checkpoint::RunState;
 use shardgrad::prelude::*;
 
 #[test]
-fn losses_over_100_steps_match_one_rank() {
-    let run = Run { microbatches: 3, ..Run::new(100) };
+fn losses_over_50_steps_match_one_rank() {
+    let run = Run { microbatches: 3, ..Run::new(50) };
     let one = run.losses("");
-    assert!(one[198] < 0.6 * one[0], "it learns: {} to {}", one[0], one[198]);
+    assert!(one[98] < 0.6 * one[0], "it learns: {} to {}", one[0], one[98]);
     for (mesh, schedule) in [
         ("pp=2", "gpipe"),
         ("pp=4", "1f1b"),

@@ -55,8 +55,8 @@ impl<M: Module> Model<M> {
     /// seed, name and global index only, not on the mesh.
     ///
     /// # Errors
-    /// `Kind::Config` for plan rules that cannot be parsed or match nothing, for a rule of a kind of layers that matches some of the
-    /// repeated blocks of the module but not one with parameters in place of these layers, for a mesh axis that the plan does not use
+    /// `Kind::Config` for plan rules that cannot be parsed or match nothing, for a rule that need not match (`optional`, `one-of`) and
+    /// matches some of the repeated blocks of the module but not one with parameters in place of its matches, for a mesh axis that the plan does not use
     /// ([`Plan::copies`]), for two parameters of one name, for a parameter that belongs to another model, and for a dim (of
     /// heads) sharded over more ranks than it has entries;
     /// `Kind::Layout` for a sharded dim that a parameter does not have; `Kind::OutOfMemory`.

@@ -97,9 +97,9 @@ fn files(folders: &[PathBuf], name: &str) -> Vec<PathBuf> {
     real.into_iter().collect()
 }
 
-/// Returns the instruction set in use.
-fn simd() -> &'static str {
-    match level() {
+/// Returns the name of an instruction set.
+fn simd_name(level: Level) -> &'static str {
+    match level {
         Level::Avx512 => "AVX-512",
         Level::Avx2 => "AVX2 with FMA",
         Level::Baseline => "the baseline of the target",
@@ -180,8 +180,8 @@ fn as_json(found: &Findings) -> serde_json::Value {
     json!({
         "version": env!("CARGO_PKG_VERSION"), "rust_version": env!("CARGO_PKG_RUST_VERSION"),
         "os": env::consts::OS, "arch": env::consts::ARCH,
-        "processor": found.processor, "cores": found.cores, "simd": simd(),
-        "matmul_precision": ways, "simd_limit": limit().map(|_| LIMIT_VARIABLE),
+        "processor": found.processor, "cores": found.cores, "simd": simd_name(level()),
+        "matmul_precision": ways, "simd_limit": limit().map(simd_name),
         "reproducibility": of_machine().into_iter().chain(op_classes()).collect::<BTreeMap<_, _>>(),
         "memory_bytes": found.memory_bytes.map(|m| m[0]), "memory_bytes_free": found.memory_bytes.map(|m| m[1]),
         "memory_limits": found.limits.iter().map(limit_as_json).collect::<Vec<_>>(),
@@ -202,7 +202,7 @@ fn text(found: &Findings) -> String {
     row("processor", found.processor.clone());
     row("cores", format!("{} for this process", found.cores));
     let limited = if limit().is_some() { format!(", limited by {LIMIT_VARIABLE}") } else { String::new() };
-    row("SIMD", format!("{} in use{limited}", simd()));
+    row("SIMD", format!("{} in use{limited}", simd_name(level())));
     let ways = MatmulPrecision::EVERY.map(|p| format!("{p}: {}", products(p)));
     row("f32 matmul", format!("--matmul-precision {}; on NVIDIA GPUs f32, TF32, bf16", ways.join(", ")));
     let gib = |bytes: u64| bytes as f64 / (1u64 << 30) as f64;

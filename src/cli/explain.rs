@@ -162,13 +162,17 @@ struct Gathering {
     groups: Vec<String>,
     /// In stage 3 on a pipeline: the bytes of the gathered form of all parameters of this rank.
     bytes: Option<u64>,
+    /// Whether sums are canonical: then a step gathers and reduces once in every stage.
+    is_canonical: bool,
 }
 
 impl Gathering {
     /// Returns how the trainer of a plan gathers parameters; `None` if they are stored whole.
     fn of(plan: &Plan, trainer: &Trainer<'_, LanguageModel>) -> Option<Gathering> {
-        let (stage, axis) = plan.zero_on(trainer.rank().mesh())?;
         let (model, is_pipelined) = (trainer.model(), trainer.pipeline_schedule().is_some());
+        // Canonical passes run on a mesh without the axis.
+        let (stage, axis) = plan.zero_on(model.rank().mesh())?;
+        let is_canonical = trainer.config().deterministic != Deterministic::Run;
         let local = |names: &Vec<String>| -> Vec<Layout> {
             let params = model.params().iter().filter(|p| p.is_local() && names.contains(&p.name()));
             params.filter_map(Param::compute_layout).collect()
@@ -178,16 +182,16 @@ impl Gathering {
         let bytes =
             groups.iter().flat_map(|(_, layouts)| layouts).map(|layout| local_bytes(layout, trainer)).sum();
         let is_gathered = |(_, layouts): &(String, Vec<Layout>)| {
-            !layouts.is_empty() && (!is_pipelined || trainer.gathers_by_microbatch())
+            !layouts.is_empty() && !is_canonical && (!is_pipelined || trainer.gathers_by_microbatch())
         };
         let modules = groups.into_iter().filter(is_gathered).map(|(module, _)| module).collect();
-        let bytes = (stage == 3 && is_pipelined).then_some(bytes);
-        Some(Gathering { stage, axis: axis.to_string(), groups: modules, bytes })
+        let bytes = (stage == 3 && is_pipelined && !is_canonical).then_some(bytes);
+        Some(Gathering { stage, axis: axis.to_string(), groups: modules, bytes, is_canonical })
     }
 
     /// Describes when parameters are gathered and gradients reduced.
     fn text(&self) -> String {
-        let Gathering { stage, axis, groups, bytes } = self;
+        let Gathering { stage, axis, groups, bytes, is_canonical } = self;
         let gathered = match (groups.len(), bytes.map(format_bytes)) {
             (0, None) => "gathered once per step and kept".to_string(),
             (0, Some(bytes)) => {
@@ -203,7 +207,7 @@ impl Gathering {
                 )
             }
         };
-        let reduced = if *stage == 1 { "once per step" } else { "in each backward pass" };
+        let reduced = if *stage == 1 || *is_canonical { "once per step" } else { "in each backward pass" };
         format!(
             "sharded data\n  stage {stage} of ZeRO over {axis}\n  parameters: {gathered}\n  gradients: reduced {reduced}\n"
         )
@@ -428,7 +432,7 @@ fn print_json(mesh: &Mesh, step: &StepSummary) {
             "numel": r.numel(), "bytes": r.bytes, "line": line})
         );
     }
-    if let Some(Gathering { stage, axis, groups, bytes }) = &step.gathering {
+    if let Some(Gathering { stage, axis, groups, bytes, .. }) = &step.gathering {
         println!(
             "{}",
             json!({"kind": "sharded_data", "rank": rank, "stage": stage, "axis": axis, "gather_groups": groups, "gathered_bytes": bytes})

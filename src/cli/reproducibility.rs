@@ -6,10 +6,10 @@ use shardgrad::kernels::cpu::simd::{LIMIT_VARIABLE, limit};
 use shardgrad::kernels::{DType, MatmulPrecision};
 use shardgrad::nn::Deterministic;
 
-/// What every x86-64 CPU computes alike: `tests/canonical_sums.rs` trains on each instruction set.
-const ALIKE: &str = "f32 and f16 with AVX-512, AVX2 or neither";
-/// The functions that are not of this crate.
-const OF_THE_C_LIBRARY: &str = "powers, sines and cosines (RoPE, learning rate, bias correction) and functions of f64 are those of the C library";
+/// The ops that every x86-64 CPU computes alike: `tests/canonical_sums.rs` trains on each instruction set.
+const ALIKE_ON_X86_64: &str = "f32 and f16 with AVX-512, AVX2 or neither";
+/// The functions that the C library computes.
+const C_LIBRARY_FUNCTIONS: &str = "powers, sines and cosines (RoPE, learning rate, bias correction) and functions of f64 are those of the C library";
 
 /// What decides the levels of a run.
 #[derive(Clone, Copy, Debug)]
@@ -24,17 +24,17 @@ pub(crate) struct RunFacts {
     pub(super) precision: MatmulPrecision,
 }
 
-/// A level: its name, and for which changes it holds.
-pub(super) type Level = (&'static str, String);
+/// What a guarantee of reproducibility is about (a level, or a class of ops), and for which changes it holds.
+pub(super) type Guarantee = (&'static str, String);
 
 impl RunFacts {
     /// Returns the levels, the weakest first.
-    pub(super) fn levels(&self) -> [Level; 5] {
+    pub(super) fn levels(&self) -> [Guarantee; 5] {
         let any_mesh = match self.deterministic {
             Deterministic::Run => None,
             Deterministic::Mesh { batch_leaves, sum_leaves } => Some(format!(
-                "yes, any of dp, fsdp, ep, pp and tp whose ranks of rows times microbatches divide {batch_leaves} leaves of the batch, \
-                 and whose tensor-parallel ranks divide {sum_leaves} leaves of sums"
+                "yes, any of dp, fsdp, ep, pp, tp and cp (without a ring) whose ranks of rows times microbatches divide {batch_leaves} \
+                 leaves of the batch, and whose other ranks of a sum divide {sum_leaves} leaves of sums"
             )),
         };
         let run = match self.is_on_host {
@@ -83,15 +83,15 @@ fn machine(dtype: DType, precision: MatmulPrecision) -> String {
             "no, products use bf16 dot products of this CPU ({LIMIT_VARIABLE}=avx512: FMA, alike on x86-64)"
         ),
         (true, false) if limit().is_none() => format!(
-            "x86-64 without bf16 dot products (AMX, AVX512-BF16), or with {LIMIT_VARIABLE} set; {OF_THE_C_LIBRARY}"
+            "x86-64 without bf16 dot products (AMX, AVX512-BF16), or with {LIMIT_VARIABLE} set; {C_LIBRARY_FUNCTIONS}"
         ),
-        _ if dtype == DType::F64 => format!("x86-64 with the same C library; {OF_THE_C_LIBRARY}"),
-        _ => format!("x86-64 with AVX-512, AVX2 or neither; {OF_THE_C_LIBRARY}"),
+        _ if dtype == DType::F64 => format!("x86-64 with the same C library; {C_LIBRARY_FUNCTIONS}"),
+        _ => format!("x86-64 with AVX-512, AVX2 or neither; {C_LIBRARY_FUNCTIONS}"),
     }
 }
 
 /// Returns for each class of ops which CPUs have the same bits, for this machine.
-pub(super) fn op_classes() -> [Level; 3] {
+pub(super) fn op_classes() -> [Guarantee; 3] {
     let products = match (has_bf16_dot(), limit()) {
         (true, _) => format!(
             "no, this CPU's dot products (AMX or AVX512-BF16) sum in another order than FMA; {LIMIT_VARIABLE}=avx512 turns them off"
@@ -102,14 +102,14 @@ pub(super) fn op_classes() -> [Level; 3] {
         (false, Some(_)) => format!("every x86-64 CPU, since {LIMIT_VARIABLE} is set"),
     };
     [
-        ("ops of f32 and f16", format!("{ALIKE}: every x86-64 CPU")),
+        ("ops of f32 and f16", format!("{ALIKE_ON_X86_64}: every x86-64 CPU")),
         ("products of bf16, and of f32 at medium precision", products),
-        ("functions", format!("{OF_THE_C_LIBRARY}; all others are alike")),
+        ("functions", format!("{C_LIBRARY_FUNCTIONS}; all others are alike")),
     ]
 }
 
 /// Returns what holds on this machine by default, and with which options more.
-pub(super) fn of_machine() -> [Level; 5] {
+pub(super) fn of_machine() -> [Guarantee; 5] {
     [
         ("run", "yes, with any number of threads".to_string()),
         ("resume", "yes, on the same mesh; on another one with --deterministic mesh".to_string()),
@@ -118,7 +118,7 @@ pub(super) fn of_machine() -> [Level; 5] {
             "yes, threads or processes over TCP; over NCCL with --deterministic transport".to_string(),
         ),
         ("mesh", "to rounding; the same bits with --deterministic mesh, on the CPU".to_string()),
-        ("machine", "by class of ops:".to_string()),
+        ("machine", "by class of ops".to_string()),
     ]
 }
 

@@ -22,8 +22,8 @@ pub trait Adapter: Module {
     /// names the line that applied the layer, and the adapter's own as `adapter`.
     fn forward(&self, x: &Var) -> Var;
 
-    /// [`Adapter::forward`] for the line that applied the layer, which the model calls. An adapter of a library overrides this method, so
-    /// that its collectives and errors name that line.
+    /// [`Adapter::forward`] for the line that applied the layer, which the model calls. [`Lora`](crate::Lora) overrides this method, so
+    /// that its collectives and errors name that line; an own adapter can if it applies ops by `Value::apply_at`.
     fn forward_at(&self, x: &Var, _site: &'static Location<'static>) -> Var {
         self.forward(x)
     }

@@ -56,7 +56,7 @@ use shardgrad_tensor::{Axis, DType, Error, Kind, Layout, Mesh, Placement, Result
 /// | line | item |
 /// |---|---|
 /// | `store PATTERN WORD..` | [`Plan::store`]; so for `compute` and `point` |
-/// | `store PATTERN WORD.. optional` | a rule that may match nothing |
+/// | `store PATTERN WORD.. optional` | a rule that may match nothing; where it matches one of the repeated blocks, each block with a parameter of that shape must match a rule |
 /// | `store PATTERN WORD.. one-of KIND` | a rule of a kind, of which at least one must match, in every repeated block that has parameters in its place |
 /// | `batch AXIS@DIM` | an axis that shards batches: rows are dim 0, tokens dim 1 |
 /// | `zero STAGE AXIS` | how long gathered parameters and whole gradients live where rules shard the storage over the axis, as `store * dp@*` does ([`Plan::zero`]) |

@@ -32,7 +32,8 @@ fn assert_same(found: &[f64], alone: &[f64], what: &str) {
     assert!(bits(found) == bits(alone), "{what}: differs by {:e}", max_difference(found, alone));
 }
 
-const MESHES: [&str; 7] = ["pp=2", "tp=2", "tp=4", "dp=2", "pp=2,tp=2", "pp=2,dp=2", "dp=2,tp=2"];
+const MESHES: [&str; 9] =
+    ["pp=2", "tp=2", "tp=4", "dp=2", "pp=2,tp=2", "pp=2,dp=2", "dp=2,tp=2", "cp=2", "dp=2,cp=2"];
 
 #[test]
 fn validation_losses_and_predictions_have_the_bits_of_one_rank() {

@@ -21,8 +21,11 @@ const NUM_IN_GATE: usize = 10;
 /// The steps of a run in the gate, and of all runs with `SHARDGRAD_MESHES=all`.
 const STEPS: [u64; 2] = [4, 100];
 
-/// The tokens of a row where tokens are sharded, and the positions that models then have.
-const LONG: [usize; 2] = [19, 24];
+/// The tokens of a row where tokens are sharded.
+const SHARDED_ROW_TOKENS: usize = 19;
+
+/// The positions of models with such rows.
+const SHARDED_ROW_POSITIONS: usize = 24;
 
 /// A row of the table.
 #[derive(Debug)]
@@ -39,7 +42,7 @@ struct Row {
 
 fn config(model: &str, tokens: usize) -> ModelConfig {
     // A model of short rows has positions for them alone.
-    let positions = |short: usize| if tokens > short { LONG[1] } else { short };
+    let positions = |short: usize| if tokens > short { SHARDED_ROW_POSITIONS } else { short };
     let gpt2 = |attn_pdrop: f64| {
         let dropout = gpt2_with_dropout();
         Gpt2Config { attn_pdrop, n_positions: positions(dropout.n_positions), ..dropout }
@@ -70,7 +73,7 @@ impl Row {
     fn parse(line: &'static str) -> Row {
         let words: Vec<&'static str> = line.split_whitespace().collect();
         let [model, dtype, microbatches, pipeline, rows, other, form] = words[..7] else { panic!("{line}") };
-        let tokens = if form == "sequence" || other.contains("cp=") { LONG[0] } else { SEQ };
+        let tokens = if form == "sequence" || other.contains("cp=") { SHARDED_ROW_TOKENS } else { SEQ };
         let (mut plan, mut axes) = (LanguageModel::plan(&config(model, tokens)), Vec::new());
         plan = match form {
             "exchange" => plan.exchange(),

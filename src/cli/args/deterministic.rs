@@ -32,7 +32,7 @@ pub(crate) struct DeterministicArgs {
     #[arg(long, value_name = "N", value_parser = values::count)]
     batch_leaves: Option<usize>,
     /// With --deterministic mesh: number of leaves into which each other summed dim is cut (tokens, width, heads, hidden units, vocabulary), a
-    /// multiple of tp and of cp; tp and cp times 1, 2, 4, 8 .. send the fewest bytes. Another number gives other bits [default: 8]
+    /// multiple of tp and of cp, with --sequence-parallel of tp times cp; tp and cp times 1, 2, 4, 8 .. send the fewest bytes. Another number gives other bits [default: 8]
     #[arg(long, value_name = "N", value_parser = values::count)]
     sum_leaves: Option<usize>,
 }

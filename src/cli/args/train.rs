@@ -194,7 +194,11 @@ impl TrainArgs {
         RunFacts {
             deterministic: self.promise(),
             is_on_host,
-            is_over_nccl: are_processes && !is_on_host && cfg!(feature = "nccl"),
+            // One process calls no collective.
+            is_over_nccl: are_processes
+                && !is_on_host
+                && cfg!(feature = "nccl")
+                && self.mesh().num_ranks() > 1,
             has_tree_sums: self.has_tree_sums(),
             dtype: self.run.dtype,
             precision: self.run.matmul_precision,

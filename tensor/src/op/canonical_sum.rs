@@ -337,8 +337,14 @@ fn local_leaves(rank: &Rank, tree: SumTree, dim: &Dim) -> Result<(AxisSet, NodeL
     }
     let (position, num_ranks) = dim.shard_index(mesh, coordinates);
     let Some(run) = tree.run(position, num_ranks) else {
-        let why = format!("{num_ranks} ranks cannot share the {} leaves of a sum", tree.num_leaves());
-        return Err(unsupported(why));
+        let num_leaves = tree.num_leaves();
+        let why = format!("{num_ranks} ranks cannot share the {num_leaves} leaves of a sum");
+        // A power of two for each rank: its partial sum is one tensor.
+        let fitting = num_ranks * num_leaves.div_ceil(num_ranks).next_power_of_two();
+        let help = format!(
+            "use {fitting} leaves (--sum-leaves); a run on other meshes has the same bits only with the same number"
+        );
+        return Err(Error::new(Kind::Config, why).detail("help", help));
     };
     let (start, grain) = (dim.range(mesh, coordinates).start, dim.grain);
     let end = |leaf: usize| tree.leaf_range(dim.extent / grain, leaf).end * grain - start;
