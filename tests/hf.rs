@@ -1,11 +1,12 @@
 //! Comparison with Hugging Face `transformers`: recorded model folders and logits (`tests/hf/make_fixtures.py`).
 
-use crate::max_difference::max_abs_diff;
+use crate::cli::Folder;
 use approx::abs_diff_eq;
 use shardgrad::nn::ExpertsConfig;
 use shardgrad::nn::checkpoint::{CONFIG_FILE, TensorFile, TensorWriter, WEIGHTS_FILE, Weights};
 use shardgrad::nn::{Bert, HfModel, LanguageModel, LlamaConfig, ModelConfig};
 use shardgrad::prelude::*;
+use shardgrad_testing::max_difference;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -78,7 +79,7 @@ fn expected(name: &str, tensor: &str) -> Vec<f64> {
 
 /// Returns the maximum difference relative to the largest element.
 fn distance(a: &[f64], b: &[f64]) -> f64 {
-    max_abs_diff(a, b) / b.iter().fold(0.0, |m: f64, x| m.max(x.abs()))
+    max_difference(a, b) / b.iter().fold(0.0, |m: f64, x| m.max(x.abs()))
 }
 
 #[test]
@@ -181,7 +182,7 @@ fn padded_encoder_outputs_match_transformers_on_every_mesh() {
 #[test]
 fn encoders_with_legacy_tensor_names_load() {
     for name in ["bert", "bert-untied", "bert-encoder"] {
-        let (from, to) = (folder(name), Scratch::new(&format!("older-{name}")));
+        let (from, to) = (folder(name), Folder::new(&format!("hf-older-{name}")));
         std::fs::create_dir_all(&to.0).unwrap();
         std::fs::copy(from.join(CONFIG_FILE), to.0.join(CONFIG_FILE)).unwrap();
         let file = TensorFile::open(&from.join(WEIGHTS_FILE)).unwrap();
@@ -229,7 +230,7 @@ fn attention_mask_of_ones_changes_nothing() {
 #[test]
 fn model_folders_round_trip() {
     for name in NAMES.into_iter().chain(ENCODERS) {
-        let (from, to) = (folder(name), Scratch::new(name));
+        let (from, to) = (folder(name), Folder::new(&format!("hf-saved-{name}")));
         let dtype = ModelConfig::read(&from).unwrap().dtype();
         World::run(Mesh::parse("dp=2,tp=2").unwrap(), |rank| model(rank, &from, dtype)?.0.save(&to.0))
             .unwrap();
@@ -268,7 +269,7 @@ fn model_folders_round_trip() {
 #[test]
 fn half_precision_files_round_trip_through_f32() {
     for name in ["gpt2-f16", "llama-bf16"] {
-        let (from, to) = (folder(name), Scratch::new(&format!("through-{name}")));
+        let (from, to) = (folder(name), Folder::new(&format!("hf-through-{name}")));
         let dtype = ModelConfig::read(&from).unwrap().dtype();
         World::run(Mesh::parse("tp=2").unwrap(), |rank| {
             model(rank, &from, DType::F32)?.0.save_as(&to.0, 2000, dtype)
@@ -305,21 +306,4 @@ fn training_matches_transformers_if_installed() {
     let outputs = [done.stdout, done.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
     assert!(done.status.success(), "{}\n{}", outputs[0], outputs[1]);
     assert_eq!(outputs[0].lines().count(), 2 * (NAMES.len() + ENCODERS.len() - 1), "{}", outputs[0]);
-}
-
-/// A temporary folder of one test, removed on drop.
-struct Scratch(PathBuf);
-
-impl Scratch {
-    fn new(name: &str) -> Scratch {
-        let dir = std::env::temp_dir().join(format!("shardgrad-hf-{name}-{}", std::process::id()));
-        let _ = std::fs::remove_dir_all(&dir);
-        Scratch(dir)
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
 }

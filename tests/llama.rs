@@ -1,10 +1,10 @@
 //! Training a Llama model: losses match on any mesh and schedule, and saved models load on any mesh.
 
-use crate::max_difference::max_abs_diff;
 use crate::training_run::{ROWS, Run, SEQ, same, tokens};
 use approx::abs_diff_ne;
 use shardgrad::nn::{LanguageModel, LlamaConfig, LlamaKind, ModelConfig};
 use shardgrad::prelude::*;
+use shardgrad_testing::max_difference;
 
 const VOCAB: usize = 19;
 
@@ -70,7 +70,7 @@ fn model_saved_on_one_mesh_loads_on_another() {
     let one = logits("", &dir);
     for mesh in ["tp=2", "dp=2,tp=3", "dp=3"] {
         let many = logits(mesh, &dir);
-        let far = max_abs_diff(&one, &many);
+        let far = max_difference(&one, &many);
         assert!(one.len() == ROWS * SEQ * VOCAB && far < 1e-13, "{mesh}: {far:e}");
     }
     std::fs::remove_dir_all(&dir).unwrap();

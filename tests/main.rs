@@ -1,6 +1,5 @@
 //! The test binary of the root package, one module per subject. Unit tests of a crate are next to its code.
 
-mod max_difference;
 mod training_run;
 mod consistency;
 mod cli;

@@ -1,6 +1,7 @@
 //! The command line on processes with a fake GPU each: training steps over NCCL beside those of threads on the CPU, and the choice of the
 //! GPU.
 
+use approx::abs_diff_eq;
 use serde_json::Value;
 use std::fs;
 use std::hash::{BuildHasher, RandomState};
@@ -199,8 +200,9 @@ fn training_on_processes_gives_the_losses_of_threads() {
         let (got, _) = machine.train(&format!("processes-{number}"), num_ranks(mesh), mesh, &on("cuda"));
         // Kernels of GPUs and NCCL add in other orders; 16-bit floats round.
         let limit = if options.contains(&"bf16") { 2e-2 } else { 1e-5 };
-        let loss = |row: &Value| row["loss"].as_f64().unwrap();
-        let is_near = due.iter().zip(&got).all(|(due, got)| (loss(due) - loss(got)).abs() <= limit);
+        let losses =
+            |rows: &[Value]| rows.iter().map(|row| row["loss"].as_f64().unwrap()).collect::<Vec<f64>>();
+        let is_near = abs_diff_eq!(losses(&due)[..], losses(&got)[..], epsilon = limit);
         assert!(is_near, "{mesh} {options:?}: {got:?}, of threads {due:?}");
     }
     let _ = writeln!(std::io::stderr(), "{} combinations over NCCL", CASES.len() + more.len());

@@ -2,12 +2,12 @@
 //! the memory of its stage only.
 
 use crate::cli::{Folder, exit_code_and_stderr, shardgrad};
-use crate::max_difference::max_abs_diff;
 use approx::relative_eq;
 use serde_json::Value as Json;
 use shardgrad::nn::checkpoint::{TensorFile, TensorWriter};
 use shardgrad::nn::{BertConfig, LanguageModel, ModelConfig};
 use shardgrad::prelude::*;
+use shardgrad_testing::max_difference;
 use std::path::Path;
 
 /// A model of each family: GPT-2, Llama, and Llama with experts, all with tied embeddings.
@@ -60,7 +60,7 @@ fn check_eval(folder: &Folder, model: &str, source: &[&str]) {
         let (other, other_logits) = eval(mesh);
         assert!((other, &other_logits) == (eval(flat).0, &eval(flat).1), "{model} on {mesh}: other bits");
         assert!(relative_eq!(other, loss, max_relative = 1e-6), "{model} on {mesh}: {other}, not {loss}");
-        let far = max_abs_diff(&logits, &other_logits);
+        let far = max_difference(&logits, &other_logits);
         assert!(far < 1e-5, "{model} on {mesh}: logits differ by {far}");
     }
 }

@@ -1,12 +1,12 @@
 //! Invariants of training steps: bounded stack, no new memory in steady state, results independent of timing, threads and mesh.
 
-use crate::max_difference::max_abs_diff;
 use crate::training_run::same;
 use approx::abs_diff_ne;
 use shardgrad::kernels::MatmulPrecision;
 use shardgrad::kernels::cpu::gemm::rounds_to_bf16;
 use shardgrad::nn::model::{Gpt2, Gpt2Config};
 use shardgrad::prelude::*;
+use shardgrad_testing::max_difference;
 use std::time::Duration;
 
 fn config(dropout: f64) -> Gpt2Config {
@@ -191,7 +191,7 @@ fn matmul_precision_bounds_hold_on_every_mesh_and_thread_count() {
         for axes in ["", "dp=2", "tp=2", "dp=3,tp=3"] {
             let losses = run(axes, precision, 1).losses;
             assert!(
-                max_abs_diff(&losses, &exact.losses) <= near,
+                max_difference(&losses, &exact.losses) <= near,
                 "{precision} {axes}: {losses:?}, not {:?}",
                 exact.losses
             );

@@ -179,6 +179,7 @@ fn to_accumulator(x: &Var) -> Var {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use approx::abs_diff_eq;
     use shardgrad_autograd::Tape;
     use shardgrad_tensor::{DType, Layout, Mesh, Rank, Result, Tensor, World};
 
@@ -198,7 +199,8 @@ mod tests {
                 Ok((loss.item()?, gradient.to_f64()?))
             });
             for (value, gradient) in made.unwrap() {
-                assert!((value - right(&Z)).abs() < 1e-12, "{text}: {value} instead of {}", right(&Z));
+                let exact = right(&Z);
+                assert!(abs_diff_eq!(value, exact, epsilon = 1e-12), "{text}: {value} instead of {exact}");
                 for (i, slope) in gradient.iter().enumerate() {
                     let shifted = |by: f64| {
                         let mut z = Z;
@@ -206,7 +208,8 @@ mod tests {
                         right(&z)
                     };
                     let quotient = (shifted(1e-5) - shifted(-1e-5)) / 2e-5;
-                    assert!((slope - quotient).abs() < 1e-8, "{text}, element {i}: {slope} and {quotient}");
+                    let near = abs_diff_eq!(*slope, quotient, epsilon = 1e-8);
+                    assert!(near, "{text}, element {i}: {slope} and {quotient}");
                 }
             }
         }

@@ -4,6 +4,7 @@
 use super::*;
 use crate::data::scratch::Scratch;
 use crate::data::{Corpus, RowOrder, Sampler, Split, TokenFile, Vocabulary};
+use approx::{abs_diff_eq, relative_eq};
 use shardgrad::nn::checkpoint::TensorWriter;
 use shardgrad::nn::{BertConfig, ModelConfig, PartialLoss};
 use shardgrad::tensor::training_step::control::world_sum;
@@ -130,11 +131,8 @@ fn every_target_weighs_the_same_in_every_microbatch() {
     {
         let whole = outcome(masked, "dp=1", 1, ROWS);
         let cut = outcome(masked, mesh, microbatches, chunk);
-        let near = whole.iter().zip(&cut).all(|(a, b)| ((a - b) / a).abs() < 1e-10);
-        assert!(
-            near && whole.len() == cut.len(),
-            "{mesh}, {microbatches} microbatches: {cut:?} instead of {whole:?}"
-        );
+        let near = relative_eq!(cut[..], whole[..], epsilon = 0.0, max_relative = 1e-10);
+        assert!(near, "{mesh}, {microbatches} microbatches: {cut:?} instead of {whole:?}");
     }
 }
 
@@ -198,7 +196,7 @@ fn smaller_last_eval_batch_is_weighted_by_its_rows() {
                     other => panic!("{other:?}"),
                 }
             });
-            let near = |loss: &f64| (loss - mean).abs() < 1e-12;
+            let near = |loss: &f64| abs_diff_eq!(*loss, mean, epsilon = 1e-12);
             let measured = measured.unwrap_or_else(|e| panic!("{mesh}: {e}"));
             assert!(measured.iter().all(near), "{mesh}, {rows_max} rows at a time: {measured:?}, not {mean}");
         }

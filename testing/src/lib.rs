@@ -7,10 +7,12 @@
 #![forbid(unsafe_code)]
 
 mod global_tensor;
+mod max_difference;
 pub mod op_check;
 pub mod fuzz;
 
 pub use global_tensor::GlobalTensor;
+pub use max_difference::max_difference;
 pub use shardgrad_tensor::ops::{Case, Input};
 
 /// Checks an op (see [`check_op`](op_check::check_op)): the op as a value, then its inputs (see [`Input`]). Returns a

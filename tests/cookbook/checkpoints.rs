@@ -35,5 +35,5 @@ fn run_resumes_on_every_mesh() {
         run(mesh, &parts, steps);
     }
     let resumed = run("dp=4", &parts, 10);
-    assert!((resumed - right).abs() < 1e-9 * right, "{resumed} {right}");
+    assert!(approx::abs_diff_eq!(resumed, right, epsilon = 1e-9 * right), "{resumed} {right}");
 }

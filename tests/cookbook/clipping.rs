@@ -19,7 +19,8 @@ fn large_gradients_are_scaled_to_norm_1() {
         let (model, x) = super::model_and_batch(rank)?;
         let report = step(&model, &mut AdamW::new(1.0), &x.scale(100.0), 0)?;
         assert!(report.grad_norm > 1.0 && report.lr == 1e-3);
-        assert!((report.grad_scale * report.grad_norm - 1.0).abs() < 1e-6, "{report:?}");
+        let scaled = report.grad_scale * report.grad_norm;
+        assert!(approx::abs_diff_eq!(scaled, 1.0, epsilon = 1e-6), "{report:?}");
         Ok(vec![report.loss])
     });
 }

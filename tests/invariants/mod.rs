@@ -10,6 +10,7 @@ mod bug;
 mod model;
 mod planted;
 
+use approx::abs_diff_ne;
 use bug::Bug;
 use model::{Sample, Trained, strategy};
 use proptest::prelude::*;
@@ -27,14 +28,12 @@ fn same_gradients(one: &Trained, many: &Trained, tolerance: f64) -> Verdict {
         let sharded = &many.gradients[name];
         let scale = single.iter().fold(1e-3, |m: f64, x| m.max(x.abs()));
         for (at, (a, b)) in single.iter().zip(sharded).enumerate() {
-            let near = (a - b).abs() <= tolerance * scale;
-            if !near {
+            if abs_diff_ne!(*a, *b, epsilon = tolerance * scale) {
                 return Err(format!("gradient of {name}[{at}] is {b}, on one rank {a}"));
             }
         }
     }
-    let near = (one.loss - many.loss).abs() <= tolerance * one.loss.abs().max(1.0);
-    if !near {
+    if abs_diff_ne!(one.loss, many.loss, epsilon = tolerance * one.loss.abs().max(1.0)) {
         return Err(format!("loss is {}, on one rank {}", many.loss, one.loss));
     }
     Ok(())

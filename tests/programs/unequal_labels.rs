@@ -1,6 +1,7 @@
 //! Fine-tuning on rows with unequal counts of labels, some without any: loss and gradients are the mean over all labels.
 
 use crate::cli::Folder;
+use approx::abs_diff_eq;
 use shardgrad::prelude::*;
 use std::ops::Range;
 use std::path::Path;
@@ -100,7 +101,8 @@ fn fine_tune(rank: &Rank, weights: &Path, microbatches: usize) -> Result<Vec<f64
         let report = trainer.step()?;
         assert_eq!(report.count, Some(LABELS));
         let right = loss_by_hand(&logits);
-        assert!((report.loss - right).abs() < 1e-12 * right, "{} instead of {right}", report.loss);
+        let near = abs_diff_eq!(report.loss, right, epsilon = 1e-12 * right);
+        assert!(near, "{} instead of {right}", report.loss);
         found.extend([report.loss, report.grad_norm, report.auxiliary("accuracy")]);
     }
     Ok(found)

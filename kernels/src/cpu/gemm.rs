@@ -216,8 +216,8 @@ fn batched_gemm_with_isa<T: Float>(
     }
     if let Some(isa) = isa {
         match T::DTYPE {
-            DType::F32 => batched_bf16_gemm::<T, f32>(isa, pool, dims, a, b, &mut c),
-            _ => batched_bf16_gemm::<T, half::bf16>(isa, pool, dims, a, b, &mut c),
+            DType::F32 => batched_bf16_gemm::<T, f32>(isa, pool, dims, [a, b], &mut c),
+            _ => batched_bf16_gemm::<T, half::bf16>(isa, pool, dims, [a, b], &mut c),
         }
     } else if g == 1 && m == 1 && n > 1 && c.strides[2] == 1 && gemv(pool, [n, k], a, b, &mut c.data[..n]) {
         // Done.
@@ -287,9 +287,25 @@ fn batched_bf16_gemm<T: Float, R: Float<Acc = f32>>(
     isa: Bf16Isa,
     pool: &Pool,
     dims: [usize; 4],
-    a: BatchedMatrixRef<'_, T>,
-    b: BatchedMatrixRef<'_, T>,
+    factors: [BatchedMatrixRef<'_, T>; 2],
     c: &mut BatchedMatrixMut<'_, T>,
+) {
+    for_each_bf16_part::<T, R>(isa, pool, dims, factors, c, |scratch, [rows, cols], factors, to| {
+        // SAFETY: the caller checked the reaches; the parts of c that two tasks write share no memory; an empty a or b
+        // (k = 0) is not touched; this CPU has the isa.
+        unsafe { bf16::gemm(isa, scratch, [rows, cols, dims[3]], factors, false, to) }
+    });
+}
+
+/// Calls `part` for each part of a product by bf16 dot products, with scratch memory, the part's rows and columns, its operands and
+/// its place in c. R is as for [`batched_bf16_gemm`].
+fn for_each_bf16_part<T: Float, R: Float<Acc = f32>>(
+    isa: Bf16Isa,
+    pool: &Pool,
+    dims: [usize; 4],
+    [a, b]: [BatchedMatrixRef<'_, T>; 2],
+    c: &mut BatchedMatrixMut<'_, T>,
+    part: impl Fn(&mut Scratch, [usize; 2], [DotOperand; 2], MatrixPtrMut<R>) + Sync,
 ) {
     assert!(Bf16Isa::available().contains(&isa), "this CPU has the isa");
     assert!(T::DTYPE == R::DTYPE, "both are one type");
@@ -300,13 +316,11 @@ fn batched_bf16_gemm<T: Float, R: Float<Acc = f32>>(
         row_stride: c.strides[1],
         col_stride: c.strides[2],
     };
-    Split::for_each_part(pool, dims, ReadCost::PACKED, |(_, scratch), [matrix, row, col], [rows, cols]| {
+    Split::for_each_part(pool, dims, ReadCost::PACKED, |(_, scratch), [matrix, row, col], extents| {
         let a = la.offset_by(matrix * a.strides[0] + row * a.strides[1]);
         let b = lb.offset_by(matrix * b.strides[0] + col * b.strides[2]);
         let to = to.offset_by(matrix * c.strides[0] + row * c.strides[1] + col * c.strides[2]);
-        // SAFETY: the caller checked the reaches; the parts of c that two tasks write share no memory; an empty a or b
-        // (k = 0) is not touched.
-        unsafe { bf16::gemm(isa, scratch, [rows, cols, dims[3]], [a, b], false, to) }
+        part(scratch, extents, [a, b], to);
     });
 }
 

@@ -371,9 +371,10 @@ impl Maths for f32 {
             [-0.333_333_3, 0.133_332_06, -0.053_946_763, 0.021_700_704, -0.008_177_4, 0.002_142_963],
         );
         let near = (t * self).mul_add(p, self);
-        let far = (1.0 - 2.0 / (Maths::exp(x + x) + 1.0)).copysign(self);
-        // NaN takes the second branch, which keeps it.
-        if x < TANH_SPLIT { near } else { far }
+        let far = 1.0 - 2.0 / (Maths::exp(x + x) + 1.0);
+        // NaN takes the second branch, which keeps it. The sum of `near` loses the sign of -0.
+        let y = if x < TANH_SPLIT { near } else { far };
+        y.copysign(self)
     }
 
     #[inline(always)]

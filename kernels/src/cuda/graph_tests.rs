@@ -9,6 +9,7 @@ use crate::error::KernelError;
 use crate::provider::{BackendConfig, BackendProvider};
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 
 const N: usize = 300;
 
@@ -196,27 +197,32 @@ fn capture_that_the_driver_refuses_at_its_end_discards_the_outputs() {
     }
 }
 
+/// Checks that a rank captures and replays while another rank of the GPU `small-gpu` drops all it has, and that the memory of the other
+/// rank is free afterwards.
+fn check_drop_during_capture(gpu: &dyn Backend, other: Arc<dyn Backend>) {
+    let (x, mut y) = (upload(gpu, &[8f32; N]).unwrap(), gpu.alloc(4 * N).unwrap());
+    let mut z = upload(&*other, &[1f32; N]).unwrap();
+    let graph_of_other = capture(&*other, &mut || twice(&*other, &x, &mut z, N, 1.0)).unwrap();
+    let mut dropped = Some((graph_of_other, z, other));
+    let graph = capture(gpu, &mut || {
+        twice(gpu, &x, &mut y, N, 2.0)?;
+        // Chunks, a graph, pinned memory, streams; modules, if the other device is gone with the rank.
+        dropped = None;
+        twice(gpu, &x, &mut y, N, 1.0)
+    });
+    gpu.replay(&graph.unwrap()).unwrap();
+    assert_eq!(floats(gpu, &y), [5.5; N]);
+    // Of 160 MiB, 64 for each rank.
+    assert_eq!(gpu.alloc(85 << 20).map(drop), Ok(()));
+}
+
 /// While a rank captures, what other ranks of the GPU drop is destroyed later.
 #[test]
 fn memory_and_graphs_of_other_ranks_are_dropped_during_a_capture() {
     let Some(folder) = fake::gpu("small-gpu") else { return };
     let device = CudaDevice::open(&folder.search_paths(), 0).unwrap();
     let [gpu, other] = [(); 2].map(|()| device.backend(BackendConfig::default()).unwrap());
-    let (x, mut y) = (upload(&*gpu, &[8f32; N]).unwrap(), gpu.alloc(4 * N).unwrap());
-    let mut z = upload(&*other, &[1f32; N]).unwrap();
-    let graph_of_other = capture(&*other, &mut || twice(&*other, &x, &mut z, N, 1.0)).unwrap();
-    let mut dropped = Some((graph_of_other, z, other));
-    let graph = capture(&*gpu, &mut || {
-        twice(&*gpu, &x, &mut y, N, 2.0)?;
-        // Chunks, a graph, pinned memory and streams.
-        dropped = None;
-        twice(&*gpu, &x, &mut y, N, 1.0)
-    });
-    gpu.replay(&graph.unwrap()).unwrap();
-    assert_eq!(floats(&*gpu, &y), [5.5; N]);
-    // Of 160 MiB, 64 for each rank: the memory of the other one is free again.
-    let large = gpu.alloc(85 << 20).map(drop);
-    assert_eq!(large, Ok(()));
+    check_drop_during_capture(&*gpu, other);
 }
 
 /// Two devices of one GPU share its context, so neither synchronizes it while the other one captures.
@@ -224,20 +230,7 @@ fn memory_and_graphs_of_other_ranks_are_dropped_during_a_capture() {
 fn second_device_of_a_gpu_frees_memory_during_a_capture() {
     let Some(folder) = fake::gpu("small-gpu") else { return };
     let (gpu, other) = (backend(&folder), backend(&folder));
-    let (x, mut y) = (upload(&*gpu, &[8f32; N]).unwrap(), gpu.alloc(4 * N).unwrap());
-    let mut z = upload(&*other, &[1f32; N]).unwrap();
-    let graph_of_other = capture(&*other, &mut || twice(&*other, &x, &mut z, N, 1.0)).unwrap();
-    let mut dropped = Some((graph_of_other, z, other));
-    let graph = capture(&*gpu, &mut || {
-        twice(&*gpu, &x, &mut y, N, 2.0)?;
-        // Chunks, a graph, pinned memory, streams, modules.
-        dropped = None;
-        twice(&*gpu, &x, &mut y, N, 1.0)
-    });
-    gpu.replay(&graph.unwrap()).unwrap();
-    assert_eq!(floats(&*gpu, &y), [5.5; N]);
-    // Of 160 MiB, 64 for each rank: the memory of the other one is free again.
-    assert_eq!(gpu.alloc(85 << 20).map(drop), Ok(()));
+    check_drop_during_capture(&*gpu, other);
     // Two GPUs of two drivers share nothing.
     let Some(folder) = fake::gpu("") else { return };
     let apart = backend(&folder);

@@ -16,6 +16,7 @@ use crate::op::batched_matmul::BATCHED_MATMUL;
 use crate::precision::MatmulPrecision;
 use crate::provider::{BackendConfig, BackendProvider};
 use crate::strides::Strides;
+use approx::abs_diff_eq;
 use std::fs;
 use std::panic::catch_unwind;
 use std::process::Command;
@@ -494,6 +495,11 @@ fn f32_matmul_follows_the_precision_setting() {
     }
 }
 
+/// Returns whether both outputs of an epilogue are near the exact ones.
+fn are_near(got: &[Vec<f64>; 2], exact: &[Vec<f64>; 2], epsilon: f64) -> bool {
+    got.iter().zip(exact).all(|(got, exact)| abs_diff_eq!(got[..], exact[..], epsilon = epsilon))
+}
+
 #[test]
 fn epilogues_match_known_values_with_and_without_library_support() {
     let memory =
@@ -521,11 +527,7 @@ fn epilogues_match_known_values_with_and_without_library_support() {
             let operands = [&a[..], &b, &bias, &residual];
             let got = epilogue::<f32>(&*gpu, number, shape, operands);
             let exact = expected_epilogue(number, shape, operands);
-            let mut both = got.iter().flatten().zip(exact.iter().flatten());
-            assert!(
-                both.all(|(x, y)| (x - y).abs() < 1e-4),
-                "{options} {number} {shape:?}: {got:?} {exact:?}"
-            );
+            assert!(are_near(&got, &exact, 1e-4), "{options} {number} {shape:?}: {got:?} {exact:?}");
         }
         // 256 + 1 + 1 with eight bits: the fused epilogue rounds once, separate kernels round twice.
         let (a, b, bias) = ([256.0, 1.0], [1.0; 16], [1.0; 8]);
@@ -562,8 +564,7 @@ fn products_that_the_library_refuses_have_known_values() {
                 let got = match_float!(dtype, T => epilogue::<T>(&*gpu, number, shape, operands), else unreachable!());
                 let exact = expected_epilogue(number, shape, operands);
                 let off = if dtype.size() == 2 { 0.2 } else { 1e-4 };
-                let mut both = got.iter().flatten().zip(exact.iter().flatten());
-                assert!(both.all(|(x, y)| (x - y).abs() < off), "{options} {number}: {got:?} {exact:?}");
+                assert!(are_near(&got, &exact, off), "{options} {number}: {got:?} {exact:?}");
             }
             if numbers.clone().count() > 1 {
                 let view = [Strides::contiguous(&[g, m, k]), Strides::contiguous(&[g, k, n])];
@@ -574,10 +575,7 @@ fn products_that_the_library_refuses_have_known_values() {
                     c.into_iter().map(T::to_f64).collect::<Vec<f64>>()
                 }, else unreachable!());
                 let exact = expected_epilogue(2, shape, operands)[0].clone();
-                assert!(
-                    got.iter().zip(&exact).all(|(x, y)| (x - y).abs() < 0.2),
-                    "{options}: {got:?} {exact:?}"
-                );
+                assert!(abs_diff_eq!(got[..], exact[..], epsilon = 0.2), "{options}: {got:?} {exact:?}");
             }
         }
     }

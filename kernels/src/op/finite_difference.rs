@@ -6,6 +6,7 @@ use crate::dtype::DType;
 use crate::kernel::{Arg, ArgMut, CpuKernelFn, Kernel, Launch, Scalar};
 use crate::op::kernel_check::{load, store};
 use crate::strides::Strides;
+use approx::abs_diff_ne;
 
 /// A contiguous operand with its contents.
 #[derive(Clone, Debug)]
@@ -110,9 +111,8 @@ pub(crate) fn check_gradients(
                 loss(&moved)
             };
             let difference = (at(step) - at(-step)) / (2.0 * step);
-            // Written so that NaN fails.
-            let near = (difference - claimed).abs() <= 1e-7 * (1.0 + difference.abs());
-            if !near {
+            // NaN differs from everything.
+            if abs_diff_ne!(difference, claimed, epsilon = 1e-7 * (1.0 + difference.abs())) {
                 return Err(format!(
                     "input {number}, element {place}: {claimed} but finite differences give {difference}"
                 ));

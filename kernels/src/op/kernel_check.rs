@@ -14,6 +14,7 @@ use crate::dtype::{DType, Element};
 use crate::kernel::{Arg, ArgMut, CpuKernelFn, Kernel, Launch, Scalar};
 use crate::match_dtype;
 use crate::strides::Strides;
+use approx::abs_diff_eq;
 use std::cell::Cell;
 
 /// How the dtype of an operand follows from the dtype under test.
@@ -291,7 +292,7 @@ impl Operand {
 /// Returns whether a value is within `allowed` of the exact one, or equal to it after rounding, or both are NaN.
 fn agrees(dtype: DType, got: f64, exact: f64, allowed: f64) -> bool {
     let exact_rounded = round(dtype, exact);
-    got == exact_rounded || (got.is_nan() && exact.is_nan()) || (got - exact).abs() <= allowed
+    got == exact_rounded || (got.is_nan() && exact.is_nan()) || abs_diff_eq!(got, exact, epsilon = allowed)
 }
 
 /// Returns one ulp (unit in the last place) of a dtype at a magnitude (0 for integers, which must agree exactly).

@@ -329,9 +329,136 @@ pub(crate) fn sum_rows_of_leaves<T: Float, const N: usize>(
     }
 }
 
+/// Writes the rows of `out`, of `width` elements each, and sums over rows: `write_row` writes a row, `add_row` adds a row to N sums.
+///
+/// Without scalars rows are summed in blocks of [`ROWS_PER_SUM`], then those ([`add_blocks`]), into sums in the type of rows or in its
+/// accumulator. Scalars state leaves of the last dim of rows; the sums are then those of [`sum_rows_of_leaves`], in the type of rows.
+pub(crate) fn write_and_sum_rows<T: Float, const N: usize>(
+    pool: &Pool,
+    (out, width): (&mut [T], usize),
+    leaf_scalars: &[Scalar],
+    write_row: impl Fn(usize, &mut [T]) + Sync,
+    add_row: impl Fn(usize, [&mut [T::Acc]; N]) + Sync,
+    sums: [&mut ArgMut<'_>; N],
+) {
+    let num_rows = out.len() / width;
+    if !leaf_scalars.is_empty() {
+        let rows = rows_per_task(width);
+        pool.chunks(out, rows * width, |i, out| {
+            vectorized(
+                #[inline(always)]
+                || {
+                    let places = out.chunks_exact_mut(width).enumerate();
+                    places.for_each(|(row, out)| write_row(i * rows + row, out));
+                },
+            );
+        });
+        let leaves = leaves_of_rows(leaf_scalars, num_rows);
+        return sum_rows_of_leaves(pool, &leaves, add_row, sums.map(|sum| write::<T>(sum)));
+    }
+    let num_blocks = num_rows.div_ceil(ROWS_PER_SUM);
+    let mut parts: [_; N] = std::array::from_fn(|_| filled_or_unwind(T::Acc::ZERO, num_blocks * width));
+    let mut blocks = parts.each_mut().map(|parts| parts.chunks_mut(width));
+    let next = |out| (out, blocks.each_mut().map(|blocks| blocks.next().expect("sums for each block")));
+    let mut tasks: Vec<_> = out.chunks_mut(ROWS_PER_SUM * width).map(next).collect();
+    pool.chunks(&mut tasks, 1, |i, task| {
+        let (out, sums) = &mut task[0];
+        vectorized(
+            #[inline(always)]
+            || {
+                for (row, out) in out.chunks_exact_mut(width).enumerate() {
+                    let row = i * ROWS_PER_SUM + row;
+                    add_row(row, sums.each_mut().map(|sums| &mut **sums));
+                    write_row(row, out);
+                }
+            },
+        );
+    });
+    drop(tasks);
+    for (parts, sum) in parts.iter().zip(sums) {
+        if sum.dtype == T::DTYPE {
+            add_blocks(pool, parts, write::<T>(sum));
+        } else {
+            add_blocks(pool, parts, write::<T::Acc>(sum));
+        }
+    }
+}
+
+/// Writes the input gradient of a row, `slope` at the elements of x, w and dy, plus the residual gradient r, rounded once.
+#[inline(always)]
+pub(crate) fn write_input_grad<T: Float>(
+    (x, w, dy): (&[T], &[T], &[T]),
+    (dx, r): (&mut [T], Option<&[T]>),
+    slope: impl Fn(T, T, T) -> T::Acc,
+) {
+    let places = dx.iter_mut().zip(x).zip(w).zip(dy);
+    match r {
+        None => {
+            for (((dx, &x), &w), &dy) in places {
+                *dx = T::narrow(slope(x, w, dy));
+            }
+        }
+        Some(r) => {
+            for ((((dx, &x), &w), &dy), r) in places.zip(r) {
+                *dx = T::narrow(slope(x, w, dy) + r.widen());
+            }
+        }
+    }
+}
+
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
+    use crate::kernel::Kernel;
+    use crate::op::kernel_check::{Case, Kind, round, values};
+    use std::ops::Range;
+
+    /// Checks that the sums over rows of a backward kernel, by leaves, have the bits of a launch for each leaf and of rounded additions in
+    /// the tree, and that the rows have those of such launches. The kernel takes x, w, as many statistics of rows as it sums, and dy.
+    pub(crate) fn check_sums_over_leaves(backward: &Kernel, num_sums: usize) {
+        let (outer, inner, d, borders) = (3, 50, 20, [0i64, 3, 3, 20, 50]);
+        let (x, dy, w) = (values(1, outer * inner * d), values(2, outer * inner * d), values(3, d));
+        let statistics = (0..num_sums).map(|number| values(4 + number as u64, outer * inner));
+        let statistics: Vec<_> = statistics.collect();
+        let launched = |rows: &[usize], scalars: &[Scalar], dtype: DType| {
+            let pick = |from: &[f64], width: usize| -> Vec<f64> {
+                rows.iter().flat_map(|row| from[row * width..(row + 1) * width].to_vec()).collect()
+            };
+            let mut case = Case::new(backward).input(&[rows.len(), d], &pick(&x, d)).input(&[d], &w);
+            for statistic in &statistics {
+                case = case.input_as(Kind::Accumulator, &[rows.len()], &pick(statistic, 1));
+            }
+            case = case.input(&[rows.len(), d], &pick(&dy, d)).output(&[rows.len(), d]);
+            (0..num_sums).fold(case, |case, _| case.output(&[d])).scalars(scalars).fast(dtype)
+        };
+        let all: Vec<usize> = (0..outer * inner).collect();
+        let scalars: Vec<Scalar> = [4, 0].into_iter().chain(borders).map(Scalar::Int).collect();
+        for dtype in DType::FLOATS {
+            let got = launched(&all, &scalars, dtype);
+            let leaf = |range: Range<usize>| {
+                let rows: Vec<usize> =
+                    (0..outer).flat_map(|row| range.clone().map(move |t| row * inner + t)).collect();
+                let outputs = launched(&rows, &[], dtype);
+                for (i, row) in rows.iter().enumerate() {
+                    assert_eq!(
+                        got[0][row * d..(row + 1) * d],
+                        outputs[0][i * d..(i + 1) * d],
+                        "dx in {dtype}"
+                    );
+                }
+                outputs
+            };
+            let leaves = [leaf(0..3), leaf(3..20), leaf(20..50)];
+            let add = |x: f64, y: f64| round(dtype, x + y);
+            assert_eq!(got.len(), 1 + num_sums, "dx and the sums");
+            for output in 1..got.len() {
+                for i in 0..d {
+                    let [first, second, third] = [0, 1, 2].map(|leaf| leaves[leaf][output][i]);
+                    assert_eq!(got[output][i], add(first, add(second, third)), "{dtype}, output {output}");
+                }
+            }
+        }
+    }
 
     #[test]
     fn sums_and_maxima_match_known_values() {

@@ -128,6 +128,7 @@ impl LrScheduler {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use approx::assert_abs_diff_eq;
 
     #[test]
     fn learning_rates_match_hand_computed_values() {
@@ -135,7 +136,7 @@ mod tests {
         let rates: Vec<f64> = (0..8).map(|s| schedule.lr(s)).collect();
         let half = 0.5f64.sqrt() / 2.0;
         let wanted = [1.0, 2.0, 2.0, 1.5 + half, 1.5, 1.5 - half, 1.0, 1.0];
-        assert!(rates.iter().zip(wanted).all(|(a, b)| (a - b).abs() < 1e-15), "{rates:?}");
+        assert_abs_diff_eq!(rates[..], wanted[..], epsilon = 1e-15);
         assert_eq!(LrScheduler::constant(0.3).lr(10_000), 0.3);
         let line = LrScheduler::constant(2.0).warmup(2).linear(6, 1.0);
         assert_eq!([0, 1, 2, 3, 4, 5, 6, 7].map(|s| line.lr(s)), [1.0, 2.0, 2.0, 1.75, 1.5, 1.25, 1.0, 1.0]);

@@ -260,6 +260,7 @@ impl Optimizer for Muon {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use approx::abs_diff_eq;
     use shardgrad_tensor::{Mesh, World};
 
     #[test]
@@ -282,7 +283,7 @@ mod tests {
                 let result = result.to_f64()?;
                 for (i, x) in entries.iter().enumerate() {
                     let expected = quintic(x / norm);
-                    assert!((result[place(i)] - expected).abs() < 1e-12, "{result:?}");
+                    assert!(abs_diff_eq!(result[place(i)], expected, epsilon = 1e-12), "{result:?}");
                     assert!((0.65..1.25).contains(&expected), "{expected}");
                 }
                 let others = result.iter().enumerate().filter(|(i, _)| (0..3).all(|d| place(d) != *i));

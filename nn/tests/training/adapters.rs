@@ -2,8 +2,9 @@
 
 use crate::llama::config;
 use crate::save_and_load::Folder;
-use crate::support::{ROWS, batch, max_difference, run, values};
+use crate::support::{ROWS, batch, max_difference, run, tokens_and_targets, values};
 use crate::traces::{counts, traced};
+use approx::assert_abs_diff_eq;
 use serde_json::{Value as Json, json};
 use shardgrad_autograd::Var;
 use shardgrad_nn::checkpoint::TensorFile;
@@ -130,9 +131,7 @@ fn adapters_train_and_are_saved_in_pipeline_stages() {
         let out = Folder::new(&format!("lora-{mesh}"));
         let losses = run(mesh, |rank| {
             let settings = TrainerConfig { dtype: DType::F64, microbatches: 2, ..TrainerConfig::new(ROWS) };
-            let read = |rank: &Rank, _: u64, rows: Range<usize>| {
-                Ok(vec![batch(rank, &plan, rows.clone(), 0)?, batch(rank, &plan, rows, 1)?])
-            };
+            let read = |rank: &Rank, _: u64, rows: Range<usize>| tokens_and_targets(rank, &plan, rows, 0);
             let loss = |model: &Llama, x: &[Var]| model.loss(&x[0], &x[1]);
             let llama = adapted(LlamaKind::Llama);
             let mut trainer = Trainer::new(rank, llama, &plan, AdamW::new(0.02), settings, read, loss)?;
@@ -192,7 +191,7 @@ fn an_adapted_model_starts_as_its_base() {
             loss_of(&model, &plan)?.tensor().item()
         })[0]
     };
-    assert!((loss(true) - loss(false)).abs() < 1e-12);
+    assert_abs_diff_eq!(loss(true), loss(false), epsilon = 1e-12);
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 use crate::exact_mean::{Case, MESHES, SEQ};
 use crate::support::run;
+use approx::abs_diff_eq;
 use shardgrad_autograd::Var;
 use shardgrad_nn::loss::IGNORE_INDEX;
 use shardgrad_nn::metric::{accuracy, correct, top_k_correct};
@@ -56,10 +57,10 @@ fn auxiliary_outputs_do_not_depend_on_mesh_and_microbatches() {
             for microbatches in [1, 4, 8] {
                 let found = outputs(mesh, microbatches);
                 let near = |((name, a), (other, b)): (&(String, f64), &(String, f64))| {
-                    name == other && (a - b).abs() < 1e-12
+                    name == other && abs_diff_eq!(*a, *b, epsilon = 1e-12)
                 };
                 assert!(
-                    found.iter().zip(&expected).all(near),
+                    found.len() == expected.len() && found.iter().zip(&expected).all(near),
                     "{mesh}, {microbatches}: {found:?} {expected:?}"
                 );
             }
@@ -122,9 +123,9 @@ fn inference_with_a_trainer_equals_one_rank_on_every_mesh() {
         assert_eq!(expected.len(), 8);
         for (mesh, _) in MESHES.into_iter().filter(|(_, experts)| *experts == has_experts) {
             let found = inferred(mesh);
+            assert_eq!(found.len(), expected.len(), "{mesh}");
             for (a, b) in found.iter().zip(&expected) {
-                let near = a.len() == b.len() && a.iter().zip(b).all(|(a, b)| (a - b).abs() < 1e-12);
-                assert!(near, "{mesh}: {a:?} instead of {b:?}");
+                assert!(abs_diff_eq!(a[..], b[..], epsilon = 1e-12), "{mesh}: {a:?} instead of {b:?}");
             }
         }
     }

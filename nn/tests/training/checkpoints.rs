@@ -3,7 +3,8 @@
 
 use crate::custom_optimizers::Forwarding;
 use crate::save_and_load::Folder;
-use crate::support::{ROWS, batch, config, run};
+use crate::support::{ROWS, config, run, tokens_and_targets};
+use approx::relative_eq;
 use shardgrad_autograd::Var;
 use shardgrad_nn::checkpoint::{
     self, CONFIG_FILE, Checkpoints, OPTIMIZER_FILE, RunState, STATE_FILE, SidecarFile, TensorFile,
@@ -50,10 +51,8 @@ fn rank_end<O: Optimizer + Clone>(
 ) -> Result<RunResult> {
     let shape = shape();
     let plan = LanguageModel::plan(&shape);
-    let read = |rank: &Rank, step: u64, rows: Range<usize>| {
-        let first = step as usize;
-        Ok(vec![batch(rank, &plan, rows.clone(), first)?, batch(rank, &plan, rows, first + 1)?])
-    };
+    let read =
+        |rank: &Rank, step: u64, rows: Range<usize>| tokens_and_targets(rank, &plan, rows, step as usize);
     let settings = TrainerConfig {
         microbatches: case.microbatches,
         seed: 3,
@@ -165,12 +164,10 @@ fn checkpoint_resumes_on_other_meshes_up_to_rounding() {
         for mesh in to {
             let case = Case { microbatches: if mesh == "dp=4" { 1 } else { 2 }, ..case(mesh) };
             let second = ends(case, &adamw(), (Some(&dir), 2, None)).swap_remove(0).0;
-            let all = first.iter().chain(&second).zip(&expected);
-            assert!(
-                all.clone().all(|(a, b)| (a - b).abs() < 1e-12 * b.abs()),
-                "{from} then {mesh}: {second:?}"
-            );
-            assert_eq!(all.count(), 4);
+            let all = [&first[..], &second].concat();
+            let near = relative_eq!(all[..], expected[..], epsilon = 0.0, max_relative = 1e-12);
+            assert!(near, "{from} then {mesh}: {all:?} instead of {expected:?}");
+            assert_eq!(all.len(), 4);
         }
     }
 }
@@ -225,22 +222,28 @@ fn damaged_missing_or_foreign_files_are_refused_by_name() {
     );
 }
 
-#[test]
-fn optimizer_file_of_another_save_is_refused() {
-    let folder = Folder::new("mixed-up");
+/// Writes checkpoints of two steps, and checks that the second is refused with a file of the first. Returns the file of the second.
+fn check_file_of_other_step(folder: &Folder, file: &str) -> Vec<u8> {
     let place = |step| Checkpoints::path_of(&folder.0, step);
     for (from, steps, to) in [(None, 1, 1), (Some(place(1)), 1, 2)] {
         ends(Case::new(""), &adamw(), (from.as_deref(), steps, Some(&place(to))));
     }
-    let own = fs::read(place(2).join(OPTIMIZER_FILE)).unwrap();
-    fs::copy(place(1).join(OPTIMIZER_FILE), place(2).join(OPTIMIZER_FILE)).unwrap();
+    let own = fs::read(place(2).join(file)).unwrap();
+    fs::copy(place(1).join(file), place(2).join(file)).unwrap();
     for mesh in ["", "dp=2"] {
         let error = refused(&place(2), mesh, adamw(), Case::new(mesh));
         assert_eq!(error.kind(), Kind::Checkpoint, "{error}");
-        let expected =
-            "optimizer.safetensors is of step 1, but trainer_state.json in the same folder is of step 2";
-        assert!(error.message().ends_with(expected), "{error}");
+        let expected = format!("{file} is of step 1, but trainer_state.json in the same folder is of step 2");
+        assert!(error.message().ends_with(&expected), "{error}");
     }
+    own
+}
+
+#[test]
+fn optimizer_file_of_another_save_is_refused() {
+    let folder = Folder::new("mixed-up");
+    let place = |step| Checkpoints::path_of(&folder.0, step);
+    let own = check_file_of_other_step(&folder, OPTIMIZER_FILE);
     // The same step of another run, and a file that another program wrote.
     let other = folder.0.join("other");
     ends(Case::new(""), &adamw().betas(0.5, 0.9), (None, 2, Some(&other)));
@@ -274,18 +277,7 @@ fn optimizer_file_of_another_save_is_refused() {
 fn weights_of_another_save_are_refused() {
     let folder = Folder::new("mixed-weights");
     let place = |step| Checkpoints::path_of(&folder.0, step);
-    for (from, steps, to) in [(None, 1, 1), (Some(place(1)), 1, 2)] {
-        ends(Case::new(""), &adamw(), (from.as_deref(), steps, Some(&place(to))));
-    }
-    let own = fs::read(place(2).join(WEIGHTS_FILE)).unwrap();
-    fs::copy(place(1).join(WEIGHTS_FILE), place(2).join(WEIGHTS_FILE)).unwrap();
-    for mesh in ["", "dp=2"] {
-        let error = refused(&place(2), mesh, adamw(), Case::new(mesh));
-        assert_eq!(error.kind(), Kind::Checkpoint, "{error}");
-        let expected =
-            "model.safetensors is of step 1, but trainer_state.json in the same folder is of step 2";
-        assert!(error.message().ends_with(expected), "{error}");
-    }
+    let own = check_file_of_other_step(&folder, WEIGHTS_FILE);
     // The same step of another run, and a model saved without a checkpoint.
     let (other, model) = (folder.0.join("other"), folder.0.join("model"));
     ends(Case::new(""), &adamw().betas(0.5, 0.9), (None, 2, Some(&other)));

@@ -2,6 +2,7 @@
 //! differences.
 
 use crate::support::run;
+use approx::relative_eq;
 use shardgrad_autograd::{Tape, Var};
 use shardgrad_tensor::ops::Input;
 use shardgrad_tensor::{DType, Elementwise, Error, Kind, Layout, Rank, Reduction, Result, Tensor, Value};
@@ -96,8 +97,8 @@ fn every_layout_matches_one_rank() {
                         },
                     };
                     accepted += 1;
-                    let near = |a: f64, b: f64| (a - b).abs() <= 1e-11 * (1.0 + b.abs());
-                    let same = near(loss, value) && got.iter().zip(&right).all(|(a, b)| near(*a, *b));
+                    let same = relative_eq!(loss, value, epsilon = 1e-11, max_relative = 1e-11)
+                        && relative_eq!(got[..], right[..], epsilon = 1e-11, max_relative = 1e-11);
                     assert!(same, "{} on {layout}: {loss} {got:?} instead of {value} {right:?}", subject.0);
                 }
                 assert!(accepted >= 3, "{} accepts some layouts of {mesh}", subject.0);

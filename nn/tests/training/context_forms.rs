@@ -1,15 +1,13 @@
 //! Context parallelism by ring and by exchange: losses and gradients equal those of one rank, and the messages of a step are counted.
 
-use crate::context_parallel::{ROWS, TrainingCase};
+use crate::context_parallel::{ROWS, TrainingCase, trace_of_plan, windowed};
 use crate::llama;
-use crate::support::{Outcome, VOCAB, config, max_difference, run};
-use crate::traces::{counts, traced};
-use approx::relative_eq;
-use shardgrad_autograd::Var;
+use crate::support::{Outcome, VOCAB, config, run};
+use crate::traces::counts;
 use shardgrad_nn::{
-    BertConfig, BertHead, Gpt2Config, LanguageModel, LlamaConfig, LlamaKind, Model, ModelConfig, Plan,
+    BertConfig, BertHead, Gpt2Config, LanguageModel, LlamaConfig, LlamaKind, ModelConfig, Plan,
 };
-use shardgrad_tensor::{DType, Kind, Mesh, Phase, Rank, Result, World};
+use shardgrad_tensor::{Kind, Mesh, Phase, Rank, Result, World};
 
 /// Even, uneven and empty shards of 7 tokens, with and without data and tensor parallelism.
 const MESHES: [&str; 7] = ["cp=2", "cp=3", "cp=4", "cp=9", "dp=2,cp=2", "cp=2,tp=2", "dp=2,cp=3,tp=2"];
@@ -21,28 +19,13 @@ pub(crate) type WithForm = fn(Plan) -> Plan;
 pub(crate) const FORMS: [(&str, WithForm); 3] =
     [("gather", |plan| plan), ("ring", Plan::ring), ("exchange", Plan::exchange)];
 
-/// Two groups of two heads; windows of 3 and of all tokens.
-pub(crate) fn windowed(kind: LlamaKind) -> LlamaConfig {
-    LlamaConfig { windows: vec![Some(3), None], ..llama::config(kind) }
-}
-
 pub(crate) fn assert_near(one: &Outcome, many: &Outcome, what: &str) {
-    let near = |a: f64, b: f64| relative_eq!(a, b, epsilon = 1e-11, max_relative = 1e-11);
-    assert!(near(one.loss, many.loss), "{what}: loss {}, alone {}", many.loss, one.loss);
-    assert!(near(one.norm, many.norm), "{what}: norm {}, alone {}", many.norm, one.norm);
-    assert_eq!(one.gradients.len(), many.gradients.len(), "{what}");
-    for (name, gradient) in &one.gradients {
-        let worst = max_difference(gradient, &many.gradients[name]);
-        assert!(worst < 1e-11, "{what}: {name} differs by {worst:e}");
-    }
+    many.assert_within(1e-11, one, what);
 }
 
 /// The results on a mesh, on which all ranks agree.
 pub(crate) fn outcome(mesh: &str, what: &str, f: impl Fn(&Rank) -> Result<Outcome> + Sync) -> Outcome {
-    let mut ranks = run(mesh, f);
-    let first = ranks.swap_remove(0);
-    assert!(ranks.iter().all(|o| o.loss == first.loss && o.gradients == first.gradients), "{what}");
-    first
+    Outcome::of_ranks(run(mesh, f), what)
 }
 
 /// Three heads of 4 channels, 2 blocks.
@@ -159,24 +142,8 @@ fn exchange_supports_dropout_on_attention_weights_and_ring_refuses_it() {
 #[test]
 fn a_block_moves_what_its_form_says() {
     // Two microbatches of two blocks.
-    let records = |with_form: WithForm, mesh: &str| {
-        let config = ModelConfig::from(config());
-        let (case, plan) = (TrainingCase::new(config.clone(), 8), with_form(Plan::gpt2()));
-        run(mesh, |rank| {
-            let model = Model::with_dtype(rank, LanguageModel::new(&config), &plan, 5, DType::F64)?;
-            let tape = model.tape();
-            traced(rank, || {
-                for _ in 0..2 {
-                    let x: Vec<Var> =
-                        case.arguments(rank, &plan)?.into_iter().map(|x| tape.constant(x)).collect();
-                    model.loss_from_batch(&x).value().backward()?;
-                }
-                assert_eq!(tape.gradients().len(), model.params().len());
-                Ok(())
-            })
-        })
-        .swap_remove(0)
-    };
+    let records =
+        |with_form: WithForm, mesh: &str| trace_of_plan(&config().into(), &with_form(Plan::gpt2()), mesh);
     let ring = records(Plan::ring, "cp=2");
     assert_eq!(
         counts(&ring),

@@ -1,11 +1,10 @@
 //! Context parallelism: losses and gradients equal those of one rank, and the collectives of a block are counted.
 
 use crate::llama;
-use crate::support::{Outcome, Setup, VOCAB, config, max_difference, run, values};
+use crate::support::{Outcome, Setup, VOCAB, config, run};
 use crate::traces::{counts, traced};
-use approx::{abs_diff_ne, relative_eq};
+use approx::abs_diff_ne;
 use shardgrad_autograd::{Noise, Var};
-use shardgrad_nn::optim::grad_norm;
 use shardgrad_nn::{
     Bert, BertConfig, BertHead, Gpt2Config, LanguageModel, LlamaConfig, LlamaKind, Model, ModelConfig, Plan,
 };
@@ -61,19 +60,12 @@ impl TrainingCase {
         tape.set_noise(self.noise.then_some(Noise { seed: 3, step: 7, first_row: 4 }));
         let x: Vec<Var> = self.arguments(rank, plan)?.into_iter().map(|x| tape.constant(x)).collect();
         let loss = model.loss_from_batch(&x).value();
-        let (saved_bytes, value) = (tape.saved_bytes(), loss.item()?);
-        loss.backward()?;
-        let gradients = tape.gradients();
-        let norm = grad_norm(rank, model.params(), &gradients)?;
-        Ok(Outcome { loss: value, norm, gradients: values(&model, &gradients)?, saved_bytes })
+        Outcome::of_loss(&model, &tape, &loss)
     }
 
     pub(crate) fn outcome(&self, mesh: &str) -> Outcome {
         let plan = LanguageModel::plan(&self.config);
-        let mut ranks = run(mesh, |rank| self.on(rank, &plan));
-        let first = ranks.swap_remove(0);
-        assert!(ranks.iter().all(|o| o.loss == first.loss && o.gradients == first.gradients), "{mesh}");
-        first
+        Outcome::of_ranks(run(mesh, |rank| self.on(rank, &plan)), mesh)
     }
 
     /// Fails if the loss or a gradient on a mesh differs from one rank by more than f64 rounding.
@@ -85,15 +77,7 @@ impl TrainingCase {
             assert!(is_zero || gradient.iter().any(|g| g.abs() > 1e-9), "{name} is not reached");
         }
         for mesh in meshes {
-            let many = self.outcome(mesh);
-            let near = |a: f64, b: f64| relative_eq!(a, b, epsilon = 1e-11, max_relative = 1e-11);
-            assert!(near(alone.loss, many.loss), "{mesh}: loss {}, alone {}", many.loss, alone.loss);
-            assert!(near(alone.norm, many.norm), "{mesh}: norm {}, alone {}", many.norm, alone.norm);
-            assert_eq!(alone.gradients.len(), many.gradients.len(), "{mesh}");
-            for (name, gradient) in &alone.gradients {
-                let worst = max_difference(gradient, &many.gradients[name]);
-                assert!(worst < 1e-11, "{mesh}: {name} differs by {worst:e}");
-            }
+            self.outcome(mesh).assert_within(1e-11, &alone, &format!("{mesh} and one rank"));
         }
         alone
     }
@@ -104,7 +88,7 @@ fn dropped(p: f64) -> Gpt2Config {
 }
 
 /// Two groups of two heads; windows of 3 and of all tokens.
-fn windowed(kind: LlamaKind) -> LlamaConfig {
+pub(crate) fn windowed(kind: LlamaKind) -> LlamaConfig {
     LlamaConfig { windows: vec![Some(3), None], ..llama::config(kind) }
 }
 
@@ -192,16 +176,20 @@ fn gradients_of_microbatches_match_one_batch() {
     }
 }
 
-/// Forward and backward of a step of two microbatches, on the first rank.
+/// Forward and backward of a step of two microbatches, on the first rank, by the plan of the model.
 pub(crate) fn trace(config: &ModelConfig, mesh: &str) -> Vec<Record> {
-    let (text, plan) = (TrainingCase::new(config.clone(), 8), LanguageModel::plan(config));
+    trace_of_plan(config, &LanguageModel::plan(config), mesh)
+}
+
+/// [`trace`] by another plan.
+pub(crate) fn trace_of_plan(config: &ModelConfig, plan: &Plan, mesh: &str) -> Vec<Record> {
+    let text = TrainingCase::new(config.clone(), 8);
     run(mesh, |rank| {
-        let model = Model::with_dtype(rank, LanguageModel::new(config), &plan, 5, DType::F64)?;
+        let model = Model::with_dtype(rank, LanguageModel::new(config), plan, 5, DType::F64)?;
         let tape = model.tape();
         traced(rank, || {
             for _ in 0..2 {
-                let x: Vec<Var> =
-                    text.arguments(rank, &plan)?.into_iter().map(|x| tape.constant(x)).collect();
+                let x: Vec<Var> = text.arguments(rank, plan)?.into_iter().map(|x| tape.constant(x)).collect();
                 model.loss_from_batch(&x).value().backward()?;
             }
             assert_eq!(tape.gradients().len(), model.params().len());

@@ -1,7 +1,7 @@
 //! The trainer takes any optimizer: AdamW, SGD and a custom rule take the same steps on every mesh and on a pipeline; misuse
 //! of the `Optimizer` trait and invalid hyperparameters are refused.
 
-use crate::support::{MESHES, ROWS, Setup, batch, run};
+use crate::support::{MESHES, ROWS, Setup, batch, run, tokens_and_targets};
 use approx::abs_diff_eq;
 use shardgrad_autograd::Var;
 use shardgrad_nn::checkpoint::RunState;
@@ -54,9 +54,7 @@ fn run_with(rank: &Rank, optim: impl Optimizer) -> Result<Vec<[f64; 2]>> {
         clip: Some(1.0),
         ..TrainerConfig::new(ROWS)
     };
-    let read = |rank: &Rank, _: u64, rows: Range<usize>| {
-        Ok(vec![batch(rank, &plan, rows.clone(), 0)?, batch(rank, &plan, rows, 1)?])
-    };
+    let read = |rank: &Rank, _: u64, rows: Range<usize>| tokens_and_targets(rank, &plan, rows, 0);
     let loss = |model: &Gpt2, x: &[Var]| model.loss(&x[0], &x[1]);
     let module = Gpt2::new(&Setup::new().config);
     let mut trainer = Trainer::new(rank, module, &plan, optim, settings, read, loss)?;

@@ -2,6 +2,7 @@
 //! that sees the whole batch.
 
 use crate::support::{max_difference, run};
+use approx::abs_diff_eq;
 use proptest::prelude::*;
 use shardgrad_autograd::Var;
 use shardgrad_nn::loss::IGNORE_INDEX;
@@ -212,9 +213,10 @@ impl Case {
     fn assert_exact(&self, mesh: &str, (report, gradients): &(StepReport, Named)) {
         let (loss, expected) = self.reference();
         let what = || format!("{mesh}, {self:?}");
-        assert!((report.loss - loss).abs() < 1e-12, "{}: loss {} instead of {loss}", what(), report.loss);
+        let near = |found: f64, expected: f64| abs_diff_eq!(found, expected, epsilon = 1e-12);
+        assert!(near(report.loss, loss), "{}: loss {} instead of {loss}", what(), report.loss);
         let count = report.count.expect("the loss has a count");
-        assert!((count - self.count()).abs() < 1e-12, "{}: {count} instead of {}", what(), self.count());
+        assert!(near(count, self.count()), "{}: {count} instead of {}", what(), self.count());
         assert!(self.weights.is_some() || count == self.count(), "{}: {count}", what());
         assert!(gradients.keys().eq(expected.keys()), "{}: {:?}", what(), gradients.keys());
         let mut squares = 0.0;
@@ -223,7 +225,7 @@ impl Case {
             assert!(worst < 1e-12, "{}: the gradient of {name} differs by {worst:e}", what());
             squares += expected[name].iter().map(|x| x * x).sum::<f64>();
         }
-        assert!((report.grad_norm - squares.sqrt()).abs() < 1e-12, "{}: norm {}", what(), report.grad_norm);
+        assert!(near(report.grad_norm, squares.sqrt()), "{}: norm {}", what(), report.grad_norm);
     }
 }
 
@@ -426,7 +428,7 @@ fn f16_scales_the_sum_as_it_scales_a_mean() {
         };
         for (narrow, wide) in steps(DType::F16).iter().zip(steps(DType::F32)) {
             assert!(!narrow.skipped && narrow.loss_scale == Some(65_536.0), "{mesh}: {narrow:?}");
-            let near = |a: f64, b: f64| (a - b).abs() < 0.02 * b.abs();
+            let near = |a: f64, b: f64| abs_diff_eq!(a, b, epsilon = 0.02 * b.abs());
             assert!(
                 near(narrow.loss, wide.loss) && near(narrow.grad_norm, wide.grad_norm),
                 "{narrow:?} {wide:?}"

@@ -1,9 +1,8 @@
 //! The Llama family: identical results on every mesh, and the collectives of a tensor-parallel block.
 
-use crate::support::{Outcome, ROWS, VOCAB, batch, near, run, values};
+use crate::support::{Outcome, ROWS, VOCAB, batch, near, run};
 use crate::traces::{counts, traced};
 use shardgrad_autograd::Noise;
-use shardgrad_nn::optim::grad_norm;
 use shardgrad_nn::{Init, Llama, LlamaConfig, LlamaKind, Model, Param, Plan, model::LlamaBlock, module};
 use shardgrad_tensor::{DType, Kind, Mesh, Phase, Result, Value, World};
 
@@ -30,22 +29,16 @@ fn biased() -> LlamaConfig {
 
 fn outcome(config: &LlamaConfig, mesh: &str, noise: bool, recompute: bool) -> Outcome {
     let plan = Llama::plan(config);
-    let mut outcomes = run(mesh, |rank| {
+    let outcomes = run(mesh, |rank| {
         let module = Llama::new(config).recompute(recompute);
         let model = Model::with_dtype(rank, module, &plan, 5, DType::F64)?;
         let tape = model.tape();
         tape.set_noise(noise.then_some(Noise { seed: 3, step: 7, first_row: 0 }));
         let ids = tape.constant(batch(rank, &plan, 0..ROWS, 0)?);
         let loss = model.loss(&ids, &tape.constant(batch(rank, &plan, 0..ROWS, 1)?));
-        let (saved_bytes, value) = (tape.saved_bytes(), loss.item()?);
-        loss.backward()?;
-        let gradients = tape.gradients();
-        let norm = grad_norm(rank, model.params(), &gradients)?;
-        Ok(Outcome { loss: value, norm, gradients: values(&model, &gradients)?, saved_bytes })
+        Outcome::of_loss(&model, &tape, &loss)
     });
-    let first = outcomes.swap_remove(0);
-    assert!(outcomes.iter().all(|o| o.loss == first.loss && o.gradients == first.gradients), "{mesh}");
-    first
+    Outcome::of_ranks(outcomes, mesh)
 }
 
 #[test]

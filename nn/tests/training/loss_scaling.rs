@@ -1,6 +1,6 @@
 //! Loss scaling: gradients, norms and updates equal those of the unscaled loss; an overflow is skipped on all ranks.
 
-use crate::support::{ROWS, Setup, batch, run};
+use crate::support::{ROWS, Setup, batch, run, tokens_and_targets};
 use shardgrad_autograd::Var;
 use shardgrad_nn::optim::{LossScale, grad_norm};
 use shardgrad_nn::{
@@ -74,9 +74,7 @@ impl Training {
         let plan = Plan::gpt2();
         let settings =
             TrainerConfig { dtype, microbatches: 2, seed: 5, clip: Some(1.0), ..TrainerConfig::new(ROWS) };
-        let read = |rank: &Rank, _: u64, rows: Range<usize>| {
-            Ok(vec![batch(rank, &plan, rows.clone(), 0)?, batch(rank, &plan, rows, 1)?])
-        };
+        let read = |rank: &Rank, _: u64, rows: Range<usize>| tokens_and_targets(rank, &plan, rows, 0);
         let loss = |model: &Gpt2, x: &[Var]| model.loss(&x[0], &x[1]).scale(self.factor);
         let module = Gpt2::new(&Setup::new().config);
         let mut trainer = Trainer::new(rank, module, &plan, AdamW::new(3e-3), settings, read, loss)?;

@@ -1,7 +1,7 @@
 //! Mixed precision: f32 parameters, bf16 compute. Small updates are not lost, forward communication is narrow, and
 //! gradients are accumulated and reduced in f32.
 
-use crate::support::{ROWS, Setup, batch, max_difference, run, values};
+use crate::support::{ROWS, Setup, batch, max_difference, run, tokens_and_targets, values};
 use crate::traces::traced;
 use approx::abs_diff_eq;
 use shardgrad_autograd::{Tape, Var};
@@ -188,9 +188,8 @@ impl Training {
                 clip: Some(1.0),
                 ..TrainerConfig::new(ROWS)
             };
-            let read = |rank: &Rank, _: u64, rows: Range<usize>| {
-                Ok(vec![batch(rank, &self.plan, rows.clone(), 0)?, batch(rank, &self.plan, rows, 1)?])
-            };
+            let read =
+                |rank: &Rank, _: u64, rows: Range<usize>| tokens_and_targets(rank, &self.plan, rows, 0);
             let loss = |model: &Gpt2, x: &[Var]| model.loss(&x[0], &x[1]);
             let module = Gpt2::new(&Setup::new().config).recompute(self.recompute);
             let optim = AdamW::new(self.lr).weight_decay(0.1);
@@ -300,9 +299,7 @@ fn tied_parameters_are_reduced_in_f32_and_activations_sent_in_bf16() {
         let plan = Plan::gpt2();
         let settings = TrainerConfig { dtype: DType::BF16, microbatches: 2, ..TrainerConfig::new(ROWS) };
         assert_eq!(settings.precision(), BF16);
-        let read = |rank: &Rank, _: u64, rows: Range<usize>| {
-            Ok(vec![batch(rank, &plan, rows.clone(), 0)?, batch(rank, &plan, rows, 1)?])
-        };
+        let read = |rank: &Rank, _: u64, rows: Range<usize>| tokens_and_targets(rank, &plan, rows, 0);
         let loss = |model: &Gpt2, x: &[Var]| model.loss(&x[0], &x[1]);
         let module = Gpt2::new(&Setup::new().config);
         let mut trainer = Trainer::new(rank, module, &plan, AdamW::new(1e-3), settings, read, loss)?;

@@ -1,13 +1,12 @@
 //! Rows of packed documents: losses and gradients equal those of one document a row, on one rank and in every form of context
 //! parallelism, and a trainer gives the losses of one rank on every mesh.
 
-use crate::context_forms::{FORMS, assert_near, bert, outcome, windowed};
-use crate::context_parallel::{ROWS, TrainingCase};
-use crate::support::{Outcome, VOCAB, config, run, values};
+use crate::context_forms::{FORMS, assert_near, bert, outcome};
+use crate::context_parallel::{ROWS, TrainingCase, windowed};
+use crate::support::{Outcome, VOCAB, config, run};
 use crate::zero::mixtral;
 use approx::assert_relative_eq;
 use shardgrad_autograd::Var;
-use shardgrad_nn::optim::grad_norm;
 use shardgrad_nn::{
     AdamW, LanguageModel, LlamaKind, Model, ModelConfig, Plan, Trainer, TrainerConfig, document_ids,
     zigzag_order,
@@ -76,11 +75,7 @@ fn packed(
     let x = packed_batch(rank, config, plan, 0..ROWS, order)?;
     let x: Vec<Var> = x.into_iter().map(|x| tape.constant(x)).collect();
     let loss = model.loss_from_batch(&x).value();
-    let (saved_bytes, value) = (tape.saved_bytes(), loss.item()?);
-    loss.backward()?;
-    let gradients = tape.gradients();
-    let norm = grad_norm(rank, model.params(), &gradients)?;
-    Ok(Outcome { loss: value, norm, gradients: values(&model, &gradients)?, saved_bytes })
+    Outcome::of_loss(&model, &tape, &loss)
 }
 
 /// The outcome of the same documents, each as a row of its own.
@@ -103,9 +98,7 @@ fn one_document_a_row(rank: &Rank, config: &ModelConfig) -> Result<Outcome> {
             loss.backward()?;
         }
     }
-    let gradients = tape.gradients();
-    let norm = grad_norm(rank, model.params(), &gradients)?;
-    Ok(Outcome { loss: sum, norm, gradients: values(&model, &gradients)?, saved_bytes: 0 })
+    Outcome::of_gradients(&model, &tape, sum, 0)
 }
 
 #[test]

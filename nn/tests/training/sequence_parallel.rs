@@ -4,7 +4,8 @@
 use crate::llama::config;
 use crate::support::{ROWS, batch, max_difference, run, values};
 use crate::traces::{counts, traced};
-use shardgrad_autograd::{Noise, Var};
+use approx::abs_diff_eq;
+use shardgrad_autograd::{Noise, Tape, Var};
 use shardgrad_nn::{
     ExpertsConfig, FeedForward, Gpt2, Gpt2Config, Init, LanguageModel, Llama, LlamaConfig, LlamaKind,
     MixtureOfExperts, Model, ModelConfig, Plan, Precision,
@@ -80,7 +81,7 @@ fn every_family_computes_the_numbers_of_one_rank() {
         {
             let many = outcome(&config, mesh, &sequence(plan.clone()), recompute);
             assert!(
-                (many.loss - alone.loss).abs() < 1e-12,
+                abs_diff_eq!(many.loss, alone.loss, epsilon = 1e-12),
                 "{config:?} {mesh}: {} {}",
                 many.loss,
                 alone.loss
@@ -160,7 +161,7 @@ fn shared_experts_are_sharded_and_added_to_the_routed_ones_before_one_collective
     for mesh in ["tp=2", "tp=3", "ep=2", "ep=2,tp=2", "dp=2,ep=2,tp=2"] {
         for plan in [tensor.clone(), tensor.clone().exchange_experts(), sequence.clone()] {
             let many = outcome(mesh, &plan);
-            assert!((many.0 - alone.0).abs() < 1e-12, "{mesh}: {} {}", many.0, alone.0);
+            assert!(abs_diff_eq!(many.0, alone.0, epsilon = 1e-12), "{mesh}: {} {}", many.0, alone.0);
             assert!(max_difference(&many.1, &alone.1) < 1e-12, "{mesh}");
         }
     }
@@ -190,6 +191,17 @@ const H: usize = 32;
 /// Its heads.
 const A: usize = 4;
 
+/// The tape of a forward pass on some rows of S tokens.
+fn forward(model: &Model<Gpt2>, plan: &Plan, rows: usize) -> Result<Tape> {
+    let (rank, tape) = (model.rank(), model.tape());
+    tape.set_noise(Some(Noise { seed: 1, step: 0, first_row: 0 }));
+    let ids: Vec<i64> = (0..rows * S).map(|i| (i * 7 % 24) as i64).collect();
+    let layout = plan.batch_layout(rank.mesh(), DType::I64, &[rows, S])?;
+    let ids: Var = tape.constant(Tensor::from_global(rank, &layout, &ids)?);
+    let _loss = model.loss(&ids, &ids);
+    Ok(tape)
+}
+
 /// The bytes that one block of GPT-2 saves for backward on a rank of `tp` ranks, for B rows in bf16: the activations alone. With
 /// dropout before the additions to the residual stream.
 fn activation_bytes_per_block(tp: usize, plan: &Plan, dropout: f64, recompute: bool) -> usize {
@@ -198,13 +210,7 @@ fn activation_bytes_per_block(tp: usize, plan: &Plan, dropout: f64, recompute: b
             let config = Gpt2Config { resid_pdrop: dropout, ..Gpt2Config::new(24, S, H, layers, A) };
             let module = Gpt2::new(&config).recompute(recompute);
             let model = Model::with_precision(rank, module, plan, 5, Precision::mixed(DType::BF16))?;
-            let tape = model.tape();
-            tape.set_noise(Some(Noise { seed: 1, step: 0, first_row: 0 }));
-            let ids: Vec<i64> = (0..rows * S).map(|i| (i * 7 % 24) as i64).collect();
-            let layout = plan.batch_layout(rank.mesh(), DType::I64, &[rows, S])?;
-            let ids: Var = tape.constant(Tensor::from_global(rank, &layout, &ids)?);
-            let _loss = model.loss(&ids, &ids);
-            Ok(tape.saved_bytes())
+            Ok(forward(&model, plan, rows)?.saved_bytes())
         })
         .swap_remove(0)
     };
@@ -238,12 +244,7 @@ fn named_bytes(tp: usize, plan: &Plan) -> BTreeMap<String, usize> {
             let precision = Precision::mixed(DType::BF16);
             let model =
                 Model::with_precision(rank, Gpt2::new(&Gpt2Config::new(24, S, H, 3, A)), plan, 5, precision)?;
-            let tape = model.tape();
-            let ids: Vec<i64> = (0..rows * S).map(|i| (i * 7 % 24) as i64).collect();
-            let layout = plan.batch_layout(rank.mesh(), DType::I64, &[rows, S])?;
-            let ids: Var = tape.constant(Tensor::from_global(rank, &layout, &ids)?);
-            let _loss = model.loss(&ids, &ids);
-            Ok(tape.saved_buffers())
+            Ok(forward(&model, plan, rows)?.saved_buffers())
         })
         .swap_remove(0)
     };

@@ -3,6 +3,7 @@
 
 use crate::support::{ROWS, run, values};
 use crate::traces::{counts, traced};
+use approx::abs_diff_eq;
 use shardgrad_autograd::Var;
 use shardgrad_nn::{AdamW, Linear, Model, Optimizer, Param, Plan, module};
 use shardgrad_tensor::{DType, Phase, Rank, Result, Tensor, Value};
@@ -111,7 +112,7 @@ fn on_rank(rank: &Rank, plan: &Plan, recompute: bool, microbatches: usize) -> Re
 #[test]
 fn one_rule_shards_parameters_gradients_and_optimizer_state() {
     let alone = outcome("", true, false, 1);
-    let near = |a: &Outcome, b: &Outcome| a.losses.iter().zip(&b.losses).all(|(a, b)| (a - b).abs() < 1e-12);
+    let near = |a: &Outcome, b: &Outcome| abs_diff_eq!(a.losses[..], b.losses[..], epsilon = 1e-12);
     let mut stored = BTreeMap::new();
     for mesh in ["dp=2", "dp=4"] {
         for sharded in [false, true] {

@@ -1,7 +1,7 @@
 //! The hash of weights and optimizer state: the same on every mesh for the same bits, another one after a change of one bit.
 
 use crate::save_and_load::Folder;
-use crate::support::{ROWS, batch, config, run};
+use crate::support::{ROWS, config, run, tokens_and_targets};
 use shardgrad_autograd::Var;
 use shardgrad_nn::{
     AdamW, Gpt2Config, LanguageModel, ModelConfig, Muon, Optimizer, Optimizers, Plan, Sgd, StateHash,
@@ -26,10 +26,8 @@ fn trainer<'t>(
     optim: impl Optimizer + 't,
     dtype: DType,
 ) -> Result<Trainer<'t, LanguageModel>> {
-    let read = move |rank: &Rank, step: u64, rows: Range<usize>| {
-        let first = step as usize;
-        Ok(vec![batch(rank, plan, rows.clone(), first)?, batch(rank, plan, rows, first + 1)?])
-    };
+    let read =
+        move |rank: &Rank, step: u64, rows: Range<usize>| tokens_and_targets(rank, plan, rows, step as usize);
     let settings = TrainerConfig { microbatches: 2, dtype, ..TrainerConfig::new(ROWS) };
     let loss = |model: &LanguageModel, x: &[Var]| model.loss_from_batch(x);
     Trainer::new(rank, LanguageModel::new(&model_config()), plan, optim, settings, read, loss)

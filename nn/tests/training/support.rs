@@ -1,11 +1,13 @@
 //! A tiny GPT-2 whose sizes no axis divides, and the results of one step of it on a mesh.
 
 use approx::relative_eq;
-use shardgrad_autograd::{Gradients, Noise, Tape};
+use shardgrad_autograd::{Gradients, Noise, Tape, Var};
 use shardgrad_nn::optim::grad_norm;
 use shardgrad_nn::{Gpt2, Gpt2Config, Model, Module, Plan};
 use shardgrad_tensor::{DType, Layout, Mesh, Rank, Result, Tensor, World};
+pub(crate) use shardgrad_testing::max_difference;
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 pub(crate) const ROWS: usize = 4;
 pub(crate) const SEQ: usize = 6;
@@ -30,10 +32,20 @@ fn token(row: usize, t: usize) -> i64 {
 }
 
 /// Rows `rows` of the batch, `SEQ` tokens from `first` on, laid out as the plan says.
-pub(crate) fn batch(rank: &Rank, plan: &Plan, rows: std::ops::Range<usize>, first: usize) -> Result<Tensor> {
+pub(crate) fn batch(rank: &Rank, plan: &Plan, rows: Range<usize>, first: usize) -> Result<Tensor> {
     let layout: Layout = plan.batch_layout(rank.mesh(), DType::I64, &[rows.len(), SEQ])?;
     let all: Vec<i64> = rows.flat_map(|r| (first..first + SEQ).map(move |t| token(r, t))).collect();
     Tensor::from_global(rank, &layout, &all)
+}
+
+/// Rows of the batch from token `first` on, and their targets: what a trainer reads for a language model.
+pub(crate) fn tokens_and_targets(
+    rank: &Rank,
+    plan: &Plan,
+    rows: Range<usize>,
+    first: usize,
+) -> Result<Vec<Tensor>> {
+    Ok(vec![batch(rank, plan, rows.clone(), first)?, batch(rank, plan, rows, first + 1)?])
 }
 
 /// Model, plan and batch of a test.
@@ -78,20 +90,13 @@ impl Setup {
 
     /// Results on a mesh; all ranks must agree on them to the last bit.
     pub(crate) fn outcome(&self, mesh: &str) -> Outcome {
-        let mut outcomes = run(mesh, |rank| {
+        let outcomes = run(mesh, |rank| {
             let model = self.model(rank)?;
             let tape = model.tape();
             let (loss, saved_bytes) = self.backward(&model, &tape)?;
-            let gradients = tape.gradients();
-            let norm = grad_norm(rank, model.params(), &gradients)?;
-            Ok(Outcome { loss, norm, gradients: values(&model, &gradients)?, saved_bytes })
+            Outcome::of_gradients(&model, &tape, loss, saved_bytes)
         });
-        let first = outcomes.swap_remove(0);
-        for other in outcomes {
-            assert!(other.loss == first.loss && other.norm == first.norm, "{mesh}: ranks disagree");
-            assert!(other.gradients == first.gradients, "{mesh}: ranks disagree on gradients");
-        }
-        first
+        Outcome::of_ranks(outcomes, mesh)
     }
 }
 
@@ -104,8 +109,43 @@ pub(crate) struct Outcome {
 }
 
 impl Outcome {
+    /// The results of a loss, after its backward pass.
+    pub(crate) fn of_loss<M: Module>(model: &Model<M>, tape: &Tape, loss: &Var) -> Result<Outcome> {
+        let (saved_bytes, value) = (tape.saved_bytes(), loss.item()?);
+        loss.backward()?;
+        Outcome::of_gradients(model, tape, value, saved_bytes)
+    }
+
+    /// The results after the backward passes of a step.
+    pub(crate) fn of_gradients<M: Module>(
+        model: &Model<M>,
+        tape: &Tape,
+        loss: f64,
+        saved_bytes: usize,
+    ) -> Result<Outcome> {
+        let gradients = tape.gradients();
+        let norm = grad_norm(model.rank(), model.params(), &gradients)?;
+        Ok(Outcome { loss, norm, gradients: values(model, &gradients)?, saved_bytes })
+    }
+
+    /// The results of the first rank. Panics unless all ranks agree to the last bit.
+    pub(crate) fn of_ranks(mut ranks: Vec<Outcome>, what: &str) -> Outcome {
+        let first = ranks.swap_remove(0);
+        for other in ranks {
+            assert!(other.loss == first.loss && other.norm == first.norm, "{what}: ranks disagree");
+            assert!(other.gradients == first.gradients, "{what}: ranks disagree on gradients");
+        }
+        first
+    }
+
     /// Panics unless everything agrees up to the rounding of f64.
     pub(crate) fn assert_near(&self, other: &Outcome, what: &str) {
+        self.assert_within(1e-10, other, what);
+    }
+
+    /// Panics unless loss and norm agree within an absolute or relative tolerance, and gradients within the absolute one.
+    pub(crate) fn assert_within(&self, tolerance: f64, other: &Outcome, what: &str) {
+        let near = |a: f64, b: f64| relative_eq!(a, b, epsilon = tolerance, max_relative = tolerance);
         assert!(near(self.loss, other.loss), "{what}: loss {} and {}", self.loss, other.loss);
         assert!(near(self.norm, other.norm), "{what}: norm {} and {}", self.norm, other.norm);
         assert_eq!(
@@ -116,7 +156,7 @@ impl Outcome {
         for (name, gradient) in &self.gradients {
             let others = &other.gradients[name];
             let worst = max_difference(gradient, others);
-            assert!(worst < 1e-10, "{what}: {name} differs by {worst:e}");
+            assert!(worst < tolerance, "{what}: {name} differs by {worst:e}");
         }
     }
 }
@@ -125,23 +165,9 @@ pub(crate) fn near(a: f64, b: f64) -> bool {
     relative_eq!(a, b, epsilon = 1e-10, max_relative = 1e-10)
 }
 
-/// Largest absolute difference between corresponding numbers; infinite if one is NaN.
-pub(crate) fn max_difference(a: &[f64], b: &[f64]) -> f64 {
-    assert_eq!(a.len(), b.len());
-    let differences = a.iter().zip(b).map(|(a, b)| (a - b).abs());
-    differences.fold(0.0, |far, d| if d.is_nan() { f64::INFINITY } else { far.max(d) })
-}
-
 #[test]
-fn nan_has_infinite_distance() {
+fn nan_is_near_nothing() {
     let nan = f64::NAN;
-    assert_eq!(max_difference(&[1.0, -2.0], &[1.5, -4.0]), 2.0);
-    for other in [[nan, 0.0], [0.0, nan], [nan, nan]] {
-        assert_eq!(
-            (max_difference(&[0.0; 2], &other), max_difference(&other, &other)),
-            (f64::INFINITY, f64::INFINITY)
-        );
-    }
     assert!(!near(nan, nan) && !near(0.0, nan) && !near(nan, 0.0));
 }
 

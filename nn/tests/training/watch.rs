@@ -1,6 +1,7 @@
 //! Hooks on activation points, and gradients by parameter name: the same on every mesh, and no trace without hooks.
 
-use crate::support::{MESHES, ROWS, Setup, batch, config, run};
+use crate::support::{MESHES, ROWS, Setup, batch, config, run, tokens_and_targets};
+use approx::{abs_diff_eq, assert_abs_diff_eq};
 use shardgrad_autograd::Var;
 use shardgrad_nn::{Gpt2, InferenceModel, Model, Plan, ResultRanks, Sgd, Trainer, TrainerConfig};
 use shardgrad_tensor::{DType, Kind, Rank, Result, Tensor};
@@ -29,7 +30,7 @@ fn watched(rank: &Rank, setup: &Setup) -> Result<(f64, Seen, Seen)> {
     let loss = setup.backward(&model, &model.tape())?.0;
     model.unwatch();
     let unwatched = setup.backward(&model, &model.tape())?.0;
-    assert!((loss - unwatched).abs() < 1e-12);
+    assert_abs_diff_eq!(loss, unwatched, epsilon = 1e-12);
     let [values, gradients] = seen.map(|seen| seen.take());
     Ok((loss, values, gradients))
 }
@@ -38,8 +39,7 @@ fn assert_close(mesh: &str, got: &Seen, want: &Seen) {
     assert_eq!(got.len(), want.len(), "{mesh}");
     for ((name, got), (right, want)) in got.iter().zip(want) {
         assert_eq!(name, right, "{mesh}");
-        let near = got.len() == want.len() && got.iter().zip(want).all(|(g, w)| (g - w).abs() < 1e-11);
-        assert!(near, "{mesh}: {name}");
+        assert!(abs_diff_eq!(got[..], want[..], epsilon = 1e-11), "{mesh}: {name}");
     }
 }
 
@@ -52,7 +52,7 @@ fn hooks_see_the_values_and_gradients_of_one_rank_on_every_mesh() {
     assert!(gradients.iter().flat_map(|(_, g)| g).any(|g| *g != 0.0));
     for mesh in MESHES {
         for (got, v, g) in run(mesh, |rank| watched(rank, &Setup::new())) {
-            assert!((got - loss).abs() < 1e-11, "{mesh}: {got}");
+            assert!(abs_diff_eq!(got, loss, epsilon = 1e-11), "{mesh}: {got}");
             assert_close(mesh, &v, &values);
             assert_close(mesh, &g, &gradients);
         }
@@ -125,9 +125,7 @@ fn note(seen: &Rc<RefCell<Seen>>) -> impl Fn(&str, &Tensor) -> Result<()> + 'sta
 /// Losses and norms of steps of a trainer, of which hooks at a pattern see the second, whose biases are not zero any more; and what this rank saw.
 fn trained(rank: &Rank, plan: &Plan, pattern: &str, recompute: bool) -> Result<(Vec<f64>, Seen, Seen)> {
     let settings = TrainerConfig { microbatches: 4, seed: 5, dtype: DType::F64, ..TrainerConfig::new(ROWS) };
-    let read = |rank: &Rank, _: u64, rows: Range<usize>| {
-        Ok(vec![batch(rank, plan, rows.clone(), 0)?, batch(rank, plan, rows, 1)?])
-    };
+    let read = |rank: &Rank, _: u64, rows: Range<usize>| tokens_and_targets(rank, plan, rows, 0);
     let loss = |model: &Gpt2, x: &[Var]| model.loss(&x[0], &x[1]);
     let module = Gpt2::new(&config()).recompute(recompute);
     let mut trainer = Trainer::new(rank, module, plan, Sgd::new(0.1), settings, read, loss)?;
@@ -150,9 +148,7 @@ fn assert_seen_between_stages(mesh: &str, mut seen: Seen, right: &Seen) {
     assert_eq!(seen.len(), right.len(), "{mesh}: calls of hooks");
     for (name, right) in right {
         let is_near = |(other, numbers): &(String, Vec<f64>)| {
-            other == name
-                && numbers.len() == right.len()
-                && numbers.iter().zip(right).all(|(a, b)| (a - b).abs() < 1e-11)
+            other == name && abs_diff_eq!(numbers[..], right[..], epsilon = 1e-11)
         };
         let at = seen.iter().position(is_near).unwrap_or_else(|| {
             let of_name = seen.iter().filter(|(other, _)| other == name);
@@ -192,9 +188,8 @@ fn hooks_in_a_pipelined_trainer_see_what_one_rank_sees() {
             });
             let (mut all_values, mut all_gradients) = (Vec::new(), Vec::new());
             for (is_first, (numbers, values, gradients)) in ranks {
-                for (a, b) in numbers.iter().zip(&right) {
-                    assert!((a - b).abs() < 1e-11, "{mesh} {schedule} {pattern}: {numbers:?} {right:?}");
-                }
+                let near = abs_diff_eq!(numbers[..], right[..], epsilon = 1e-11);
+                assert!(near, "{mesh} {schedule} {pattern}: {numbers:?} {right:?}");
                 if is_first {
                     all_values.extend(values);
                     all_gradients.extend(gradients);
@@ -212,9 +207,7 @@ fn hooks_change_no_bit_of_other_steps_on_a_pipeline() {
         let plan = Plan::gpt2();
         let settings =
             TrainerConfig { microbatches: 4, seed: 5, dtype: DType::F64, ..TrainerConfig::new(ROWS) };
-        let read = |rank: &Rank, _: u64, rows: Range<usize>| {
-            Ok(vec![batch(rank, &plan, rows.clone(), 0)?, batch(rank, &plan, rows, 1)?])
-        };
+        let read = |rank: &Rank, _: u64, rows: Range<usize>| tokens_and_targets(rank, &plan, rows, 0);
         let loss = |model: &Gpt2, x: &[Var]| model.loss(&x[0], &x[1]);
         let mut trainer =
             Trainer::new(rank, Gpt2::new(&config()), &plan, Sgd::new(0.1), settings, read, loss)?;

@@ -1,6 +1,6 @@
 //! Maximum or minimum over some dims, which may be sharded.
 
-use super::reduced_dims::ReducedDims;
+use super::reduced_dims::{ReducedDims, ReducedDimsBackward};
 use super::{Case, Input};
 use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::layout::Layout;
@@ -35,10 +35,9 @@ pub struct Amax {
     is_max: bool,
 }
 
-/// Backward of [`Amax`]: the cotangent of x from x, y, the counts and the cotangent of y; linear in the last.
-#[derive(Debug)]
-struct AmaxBackward {
-    over: ReducedDims,
+/// Backward of [`Amax`] from x, y, the counts and the cotangent of y.
+fn backward(over: ReducedDims) -> ReducedDimsBackward {
+    ReducedDimsBackward { name: "amax_backward", over, linear_in: &[&[3]], kernel: &BACKWARD }
 }
 
 impl Amax {
@@ -93,39 +92,8 @@ impl Op for Amax {
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         cx.cotangents(|_| {
             let args = [cx.input(0), cx.output(0), cx.output(1), &cx.grad(0)];
-            Tensor::apply_one(AmaxBackward { over: self.over.clone() }, &args)
+            Tensor::apply_one(backward(self.over.clone()), &args)
         })
-    }
-}
-
-impl Op for AmaxBackward {
-    fn name(&self) -> &'static str {
-        "amax_backward"
-    }
-
-    fn signature(&self) -> &str {
-        self.over.backward()
-    }
-
-    fn linear_in(&self) -> &'static [&'static [usize]] {
-        &[&[3]]
-    }
-
-    fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
-        Ok(SmallVec::from_slice(&inputs[..1]))
-    }
-
-    fn adjust_inference(&self, inferred: Rc<Inference>, args: &[&Layout]) -> Rc<Inference> {
-        self.over.keep_invariant_inputs(inferred, args[0])
-    }
-
-    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
-        let (rows, length) = self.over.rows(local, x[0])?;
-        let values = local.contiguous(&x[1..])?;
-        let mut dx = LocalTensor::alloc(local.rank, rows.dtype, &rows.view.shape)?;
-        let inputs = [&rows, &values[0], &values[1], &values[2]];
-        launch(local.rank, &BACKWARD, &inputs, &mut [&mut dx], &[length])?;
-        Ok([self.over.restore_order(&dx)].into_iter().collect())
     }
 }
 
@@ -174,7 +142,7 @@ mod tests {
             let y = Tensor::apply(Amax { over: over.clone(), is_max: true }, &[&x]).remove(0);
             assert_eq!(y.layout().to_string(), "f64[]");
             let three = Tensor::full(rank, y.layout(), 3.0)?;
-            let dx = Tensor::apply_one(AmaxBackward { over }, &[&x, &y, &three, &three]);
+            let dx = Tensor::apply_one(backward(over), &[&x, &y, &three, &three]);
             assert_eq!(dx.layout(), &layout);
             assert_eq!(dx.to_f64()?, [1.0, 0.0, 1.0, 1.0]);
             Ok(())

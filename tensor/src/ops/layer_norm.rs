@@ -31,39 +31,23 @@ pub struct LayerNorm {
     pub eps: f64,
 }
 
-/// Backward of [`LayerNorm`]: dx, dw and db, linear in g.
+/// Backward of a norm: dx, then the gradients of the parameters, from the saved values and the cotangent g. One kernel computes all.
 #[derive(Debug)]
-struct LayerNormBackward {
-    /// Whether dw and db are in the accumulator dtype.
-    is_wide: bool,
+pub(super) struct NormBackward {
+    pub(super) name: &'static str,
+    /// The rows of x come first, g last.
+    pub(super) signature: &'static str,
+    /// The argument g.
+    pub(super) linear_in: &'static [&'static [usize]],
+    pub(super) kernel: &'static Kernel,
+    /// Whether the gradients of the parameters are in the accumulator dtype.
+    pub(super) is_wide: bool,
 }
 
-/// Runs the backward kernel of a norm, which adds dx to the sum that output 0 may be added to, and rounds once.
-pub(super) fn launch_adding_to_sum(
-    local: &ForwardContext<'_>,
-    kernel: &Kernel,
-    x: &[&LocalTensor],
-) -> Result<LocalTensors> {
-    let mut inputs = local.contiguous(x)?;
-    inputs.extend(local.take_accumulator(0));
-    local.launch(kernel, &inputs.iter().collect::<SmallVec<[_; 6]>>(), &[])
-}
-
-/// Runs the backward kernel of a norm with the parameter gradients summed over leaves of the last dim of rows.
-pub(super) fn launch_over_leaves(
-    local: &ForwardContext<'_>,
-    kernel: &Kernel,
-    x: &[&LocalTensor],
-    cut: &LeafCut,
-) -> Result<LocalTensors> {
-    let inputs = local.contiguous(x)?;
-    local.launch(kernel, &inputs.iter().collect::<SmallVec<[_; 6]>>(), &cut.leaves.scalars(1))
-}
-
-/// The dtypes of dx and of the parameter gradients.
-pub(super) fn backward_dtypes(dtype: DType, num_outputs: usize, is_wide: bool) -> DTypes {
-    let sums = if is_wide { dtype.accumulator() } else { dtype };
-    (0..num_outputs).map(|i| if i == 0 { dtype } else { sums }).collect()
+/// The dtypes of a norm of one float dtype that saves statistics of rows in the accumulator dtype.
+pub(super) fn norm_dtypes(inputs: &[DType], num_outputs: usize) -> Result<DTypes> {
+    let dtype = common_float(inputs)?;
+    Ok((0..num_outputs).map(|i| if i == 0 { dtype } else { dtype.accumulator() }).collect())
 }
 
 impl Op for LayerNorm {
@@ -96,9 +80,7 @@ impl Op for LayerNorm {
     }
 
     fn dtypes(&self, inputs: &[DType], num_outputs: usize) -> Result<DTypes> {
-        let dtype = common_float(inputs)?;
-        let saved = |i: usize| i + self.num_saved() >= num_outputs;
-        Ok((0..num_outputs).map(|i| if saved(i) { dtype.accumulator() } else { dtype }).collect())
+        norm_dtypes(inputs, num_outputs)
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
@@ -107,45 +89,60 @@ impl Op for LayerNorm {
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        let op = LayerNormBackward { is_wide: cx.widens_partial_sums(1) };
+        let op = NormBackward {
+            name: "layer_norm_backward",
+            signature: "..m d!, d!, ..m, ..m, ..m d! -> ..m d!, d!, d!",
+            linear_in: &[&[4]],
+            kernel: &BACKWARD,
+            is_wide: cx.widens_partial_sums(1),
+        };
         let args = [cx.input(0), cx.input(1), cx.output(1), cx.output(2), &cx.grad(0)];
         let grads = cx.apply(&op, &args, &[cx.accumulator(0)]);
         cx.cotangents(|i| grads[i].clone())
     }
 }
 
-impl Op for LayerNormBackward {
+impl Op for NormBackward {
     fn name(&self) -> &'static str {
-        "layer_norm_backward"
+        self.name
     }
 
     fn signature(&self) -> &str {
-        "..m d!, d!, ..m, ..m, ..m d! -> ..m d!, d!, d!"
+        self.signature
     }
 
     fn linear_in(&self) -> &'static [&'static [usize]] {
-        &[&[4]]
+        self.linear_in
     }
 
     fn dtypes(&self, inputs: &[DType], num_outputs: usize) -> Result<DTypes> {
-        Ok(backward_dtypes(inputs[0], num_outputs, self.is_wide))
+        let dtype = inputs[0];
+        let sums = if self.is_wide { dtype.accumulator() } else { dtype };
+        Ok((0..num_outputs).map(|i| if i == 0 { dtype } else { sums }).collect())
     }
 
     fn canonical_form(&self) -> CanonicalForm {
         CanonicalForm::Leaves
     }
 
+    /// Adds dx to the sum that output 0 may be added to, and rounds once.
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
-        launch_adding_to_sum(local, &BACKWARD, x)
+        let mut inputs = local.contiguous(x)?;
+        inputs.extend(local.take_accumulator(0));
+        local.launch(self.kernel, &inputs.iter().collect::<SmallVec<[_; 6]>>(), &[])
     }
 
+    /// The leaves are those of the last dim of rows.
     fn forward_of_leaves(
         &self,
         local: &ForwardContext<'_>,
         x: &[&LocalTensor],
         cut: &LeafCut,
     ) -> Option<Result<LocalTensors>> {
-        Some(launch_over_leaves(local, &BACKWARD, x, cut))
+        let launch = |inputs: SmallVec<[LocalTensor; 6]>| {
+            local.launch(self.kernel, &inputs.iter().collect::<SmallVec<[_; 6]>>(), &cut.leaves.scalars(1))
+        };
+        Some(local.contiguous(x).and_then(launch))
     }
 }
 

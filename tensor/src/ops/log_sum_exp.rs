@@ -1,7 +1,7 @@
 //! Logarithm of the sum of exponentials over some dims, which may be sharded: y = ln(sum of exp(x)), finite for every
 //! finite x.
 
-use super::reduced_dims::ReducedDims;
+use super::reduced_dims::{ReducedDims, ReducedDimsBackward};
 use super::{Case, Input};
 use crate::execution::context::Context;
 use crate::execution::local_tensor::{LocalTensor, launch};
@@ -35,10 +35,9 @@ pub struct LogSumExp {
     over: ReducedDims,
 }
 
-/// Backward of [`LogSumExp`]: the cotangent of x from x, y and the cotangent of y; linear in the last.
-#[derive(Debug)]
-struct LogSumExpBackward {
-    over: ReducedDims,
+/// Backward of [`LogSumExp`] from x, y and the cotangent of y.
+fn backward(over: ReducedDims) -> ReducedDimsBackward {
+    ReducedDimsBackward { name: "log_sum_exp_backward", over, linear_in: &[&[2]], kernel: &BACKWARD }
 }
 
 impl LogSumExp {
@@ -128,39 +127,8 @@ impl Op for LogSumExp {
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         cx.cotangents(|_| {
-            let op = Rc::new(LogSumExpBackward { over: self.over.clone() });
-            Tensor::apply_one(op, &[cx.input(0), cx.output(1), &cx.grad(0)])
+            Tensor::apply_one(backward(self.over.clone()), &[cx.input(0), cx.output(1), &cx.grad(0)])
         })
-    }
-}
-
-impl Op for LogSumExpBackward {
-    fn name(&self) -> &'static str {
-        "log_sum_exp_backward"
-    }
-
-    fn signature(&self) -> &str {
-        self.over.backward()
-    }
-
-    fn linear_in(&self) -> &'static [&'static [usize]] {
-        &[&[2]]
-    }
-
-    fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
-        Ok(SmallVec::from_slice(&inputs[..1]))
-    }
-
-    fn adjust_inference(&self, inferred: Rc<Inference>, args: &[&Layout]) -> Rc<Inference> {
-        self.over.keep_invariant_inputs(inferred, args[0])
-    }
-
-    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
-        let (rows, length) = self.over.rows(local, x[0])?;
-        let values = local.contiguous(&x[1..])?;
-        let mut dx = LocalTensor::alloc(local.rank, rows.dtype, &rows.view.shape)?;
-        launch(local.rank, &BACKWARD, &[&rows, &values[0], &values[1]], &mut [&mut dx], &[length])?;
-        Ok([self.over.restore_order(&dx)].into_iter().collect())
     }
 }
 
@@ -197,7 +165,7 @@ mod tests {
             assert_relative_eq!(y.to_f64()?[..], right[..], epsilon = 1e-12);
             let over = ReducedDims::over("log_sum_exp", 2, &[1], 1)?;
             let ones = Tensor::full(rank, y.layout(), 1.0)?;
-            let dx = Tensor::apply_one(LogSumExpBackward { over }, &[&x, &y, &ones]).to_f64()?;
+            let dx = Tensor::apply_one(backward(over), &[&x, &y, &ones]).to_f64()?;
             let right = [0.25, 0.75, 0.5, 0.5, 0.0, 0.0, 0.0];
             assert_abs_diff_eq!(dx[..7], right[..], epsilon = 1e-12);
             assert!(dx.len() == 8 && dx[7].is_nan(), "{dx:?}");

@@ -1,13 +1,15 @@
 //! Reduced dims that may be sharded: what ops share that all-reduce their results themselves.
 
 use super::labels::{check_dim, check_ndim, full_and_reduced, invalid_argument};
-use crate::execution::local_tensor::LocalTensor;
+use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::layout::Layout;
 use crate::layout::infer::Inference;
 use crate::layout::placement::Placement;
-use crate::op::ForwardContext;
+use crate::op::{DTypes, ForwardContext, LocalTensors, Op};
 use shardgrad_dist::{AxisSet, Error, Kind, Result};
-use shardgrad_kernels::{Dims, Scalar};
+use shardgrad_kernels::{DType, Dims, Kernel, Scalar};
+use smallvec::SmallVec;
+use std::iter;
 use std::rc::Rc;
 
 /// The reduced dims of an op that all-reduces its results itself over the mesh axes that shard these dims.
@@ -73,10 +75,6 @@ impl ReducedDims {
         &self.forward
     }
 
-    pub(super) fn backward(&self) -> &str {
-        &self.backward
-    }
-
     /// The last reduced dim, over whose leaves a canonical sum runs; `None` without reduced dims.
     ///
     /// # Errors
@@ -108,11 +106,6 @@ impl ReducedDims {
         with_invariant_outputs(inferred, x, &self.dims)
     }
 
-    /// [`keep_invariant_inputs`] for the mesh axes that shard the reduced dims.
-    pub(super) fn keep_invariant_inputs(&self, inferred: Rc<Inference>, x: &Layout) -> Rc<Inference> {
-        keep_invariant_inputs(inferred, self.axes(x))
-    }
-
     /// A view of x with the reduced dims last.
     pub(super) fn reduced_last(&self, x: &LocalTensor) -> LocalTensor {
         x.with_view(x.view.permute(&self.order))
@@ -131,5 +124,47 @@ impl ReducedDims {
             back[from] = to;
         }
         rows.with_view(rows.view.permute(&back))
+    }
+}
+
+/// Backward of an op over reduced dims, by one kernel: the cotangent of x from x, the saved values and the cotangent of y, which comes
+/// last.
+#[derive(Debug)]
+pub(super) struct ReducedDimsBackward {
+    pub(super) name: &'static str,
+    pub(super) over: ReducedDims,
+    /// The cotangent of y, in which the op is linear.
+    pub(super) linear_in: &'static [&'static [usize]],
+    pub(super) kernel: &'static Kernel,
+}
+
+impl Op for ReducedDimsBackward {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn signature(&self) -> &str {
+        &self.over.backward
+    }
+
+    fn linear_in(&self) -> &'static [&'static [usize]] {
+        self.linear_in
+    }
+
+    fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
+        Ok(SmallVec::from_slice(&inputs[..1]))
+    }
+
+    fn adjust_inference(&self, inferred: Rc<Inference>, args: &[&Layout]) -> Rc<Inference> {
+        keep_invariant_inputs(inferred, self.over.axes(args[0]))
+    }
+
+    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
+        let (rows, length) = self.over.rows(local, x[0])?;
+        let values = local.contiguous(&x[1..])?;
+        let mut dx = LocalTensor::alloc(local.rank, rows.dtype, &rows.view.shape)?;
+        let inputs: SmallVec<[&LocalTensor; 4]> = iter::once(&rows).chain(&values).collect();
+        launch(local.rank, self.kernel, &inputs, &mut [&mut dx], &[length])?;
+        Ok([self.over.restore_order(&dx)].into_iter().collect())
     }
 }

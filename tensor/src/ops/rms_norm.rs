@@ -1,12 +1,9 @@
 //! Root-mean-square normalization over the last dim: y = x rstd w with rstd = 1 / sqrt(mean(x^2) + eps).
 
-use super::layer_norm::{backward_dtypes, launch_adding_to_sum, launch_over_leaves};
+use super::layer_norm::{NormBackward, norm_dtypes};
 use super::{Case, Input};
 use crate::execution::local_tensor::LocalTensor;
-use crate::op::{
-    CanonicalForm, Cotangents, DTypes, ForwardContext, LeafCut, LocalTensors, Op, PlanKey, SavedForBackward,
-    Vjp, common_float,
-};
+use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, PlanKey, SavedForBackward, Vjp};
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::rms_norm::{BACKWARD, FORWARD};
 use shardgrad_kernels::{DType, Scalar};
@@ -29,13 +26,6 @@ const SIGNATURE: &str = "..m d!, d! -> ..m d!, ..m";
 pub struct RmsNorm {
     /// Epsilon, added to the mean square.
     pub eps: f64,
-}
-
-/// Backward of [`RmsNorm`]: dx and dw, linear in g.
-#[derive(Debug)]
-struct RmsNormBackward {
-    /// Whether dw is in the accumulator dtype.
-    is_wide: bool,
 }
 
 impl Op for RmsNorm {
@@ -68,9 +58,7 @@ impl Op for RmsNorm {
     }
 
     fn dtypes(&self, inputs: &[DType], num_outputs: usize) -> Result<DTypes> {
-        let dtype = common_float(inputs)?;
-        let saved = |i: usize| i + self.num_saved() >= num_outputs;
-        Ok((0..num_outputs).map(|i| if saved(i) { dtype.accumulator() } else { dtype }).collect())
+        norm_dtypes(inputs, num_outputs)
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
@@ -79,45 +67,16 @@ impl Op for RmsNorm {
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        let op = RmsNormBackward { is_wide: cx.widens_partial_sums(1) };
+        let op = NormBackward {
+            name: "rms_norm_backward",
+            signature: "..m d!, d!, ..m, ..m d! -> ..m d!, d!",
+            linear_in: &[&[3]],
+            kernel: &BACKWARD,
+            is_wide: cx.widens_partial_sums(1),
+        };
         let args = [cx.input(0), cx.input(1), cx.output(1), &cx.grad(0)];
         let grads = cx.apply(&op, &args, &[cx.accumulator(0)]);
         cx.cotangents(|i| grads[i].clone())
-    }
-}
-
-impl Op for RmsNormBackward {
-    fn name(&self) -> &'static str {
-        "rms_norm_backward"
-    }
-
-    fn signature(&self) -> &str {
-        "..m d!, d!, ..m, ..m d! -> ..m d!, d!"
-    }
-
-    fn linear_in(&self) -> &'static [&'static [usize]] {
-        &[&[3]]
-    }
-
-    fn dtypes(&self, inputs: &[DType], num_outputs: usize) -> Result<DTypes> {
-        Ok(backward_dtypes(inputs[0], num_outputs, self.is_wide))
-    }
-
-    fn canonical_form(&self) -> CanonicalForm {
-        CanonicalForm::Leaves
-    }
-
-    fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
-        launch_adding_to_sum(local, &BACKWARD, x)
-    }
-
-    fn forward_of_leaves(
-        &self,
-        local: &ForwardContext<'_>,
-        x: &[&LocalTensor],
-        cut: &LeafCut,
-    ) -> Option<Result<LocalTensors>> {
-        Some(launch_over_leaves(local, &BACKWARD, x, cut))
     }
 }
 

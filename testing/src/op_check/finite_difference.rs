@@ -141,6 +141,7 @@ pub fn find_disagreement(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use approx::assert_abs_diff_eq;
 
     #[test]
     fn find_disagreement_finds_only_wrong_elements() {
@@ -149,7 +150,8 @@ mod tests {
             |at: usize, by: f64| Ok((0..2).map(|i| (x[i] + if i == at { by } else { 0.0 }).powi(3)).sum());
         assert_eq!(find_disagreement(&[6.75, 0.75], cubes).unwrap(), None);
         let found = find_disagreement(&[6.75, 0.7501], cubes).unwrap().unwrap();
-        assert!(found.0 == 1 && found.1 == 0.7501 && (found.2 - 0.75).abs() < 1e-8, "{found:?}");
+        assert_eq!((found.0, found.1), (1, 0.7501));
+        assert_abs_diff_eq!(found.2, 0.75, epsilon = 1e-8);
         assert!(find_disagreement(&[f64::NAN, 0.75], cubes).unwrap().is_some());
     }
 }

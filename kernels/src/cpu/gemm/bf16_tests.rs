@@ -1,6 +1,7 @@
 //! bf16 dot products: exact to rounding, with bits that do not depend on the surroundings of an element.
 
 use super::*;
+use approx::abs_diff_eq;
 use half::bf16;
 use proptest::prelude::*;
 
@@ -131,8 +132,9 @@ fn near<T: Float<Acc = f32>>(part: f64) {
                 let (want, size): (f64, f64) = ((0..k).map(term).sum(), (0..k).map(|p| term(p).abs()).sum());
                 // Each of the roundings is at most half a unit of a sum that is no larger than `size`.
                 let roundings = (k.min(BF16_KC) + k / BF16_KC + 1) as f64;
+                let epsilon = (roundings * 2f64.powi(-24) + part) * size;
                 assert!(
-                    (f64::from(got) - want).abs() <= (roundings * 2f64.powi(-24) + part) * size,
+                    abs_diff_eq!(f64::from(got), want, epsilon = epsilon),
                     "{isa:?} {} {m} {n} {k} element {at}: {got}, not {want}",
                     T::DTYPE
                 );

@@ -8,7 +8,7 @@ use super::prepacked::{PackedBlocks, prepack_steps};
 use super::split::{ReadCost, Split};
 use super::{
     BatchedMatrixMut, BatchedMatrixRef, Epilogue, ROWS_PER_ROUNDING, batched_required_len,
-    is_non_overlapping, isa, store_rounded,
+    for_each_bf16_part, is_non_overlapping, isa, store_rounded,
 };
 use crate::cpu::Pool;
 use crate::cpu::simd::bf16::{self, Bf16Isa};
@@ -18,7 +18,6 @@ use crate::cpu::simd::leaf_schedule::{BlockRule, LeafSchedule, StepBlock, SumLea
 use crate::cpu::simd::level;
 use crate::cpu::simd::microkernel::MicroKernels;
 use crate::cpu::simd::pack::{KC, MatrixPtr};
-use crate::cpu::simd::pack_bf16::DotOperand;
 use crate::cpu::simd::prepacked::{PackedB, PackedSteps};
 use crate::cpu::simd::scratch::Scratch;
 use crate::cpu::simd::tile_sums::TileSums;
@@ -229,25 +228,13 @@ fn bf16_gemm_of_leaves<T: Float, R: Float<Acc = f32>>(
     isa: Bf16Isa,
     pool: &Pool,
     (dims, leaves): ([usize; 4], &SumLeaves),
-    [a, b]: [BatchedMatrixRef<'_, T>; 2],
+    factors: [BatchedMatrixRef<'_, T>; 2],
     c: &mut BatchedMatrixMut<'_, T>,
 ) {
-    assert!(Bf16Isa::available().contains(&isa), "this CPU has the isa");
-    assert!(T::DTYPE == R::DTYPE, "both are one type");
     let schedule = LeafSchedule::new(leaves, bf16::leaf_rule::<R>());
-    let la = DotOperand::new(a.data, a.strides[1], a.strides[2]);
-    let lb = DotOperand::new(b.data, b.strides[2], b.strides[1]);
-    let to: MatrixPtrMut<R> = MatrixPtrMut {
-        start: c.data.as_mut_ptr().cast(),
-        row_stride: c.strides[1],
-        col_stride: c.strides[2],
-    };
-    Split::for_each_part(pool, dims, ReadCost::PACKED, |(_, scratch), [matrix, row, col], [rows, cols]| {
-        let a = la.offset_by(matrix * a.strides[0] + row * a.strides[1]);
-        let b = lb.offset_by(matrix * b.strides[0] + col * b.strides[2]);
-        let to = to.offset_by(matrix * c.strides[0] + row * c.strides[1] + col * c.strides[2]);
-        // SAFETY: the caller checked the reaches; the parts of c that two tasks write share no memory.
-        unsafe { bf16::gemm_of_leaves(isa, scratch, ([rows, cols, dims[3]], &schedule), [a, b], to) }
+    for_each_bf16_part::<T, R>(isa, pool, dims, factors, c, |scratch, [rows, cols], factors, to| {
+        // SAFETY: the caller checked the reaches; the parts of c that two tasks write share no memory; this CPU has the isa.
+        unsafe { bf16::gemm_of_leaves(isa, scratch, ([rows, cols, dims[3]], &schedule), factors, to) }
     });
 }
 

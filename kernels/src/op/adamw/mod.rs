@@ -124,6 +124,7 @@ mod tests {
     use crate::kernel::ArgMut;
     use crate::op::kernel_check::{Case, Kind, load, store, values};
     use crate::strides::Strides;
+    use approx::assert_abs_diff_eq;
 
     const F64: Kind = Kind::Fixed(DType::F64);
 
@@ -149,7 +150,7 @@ mod tests {
         let rates = [0.1, 0.5, 0.75, 2.0, 0.5, 0.5, 0.25];
         let [param, m, v] = stepped(4.0, [8.0, 4.0, 4.0], rates, [0.5, 1.0]);
         assert_eq!([m, v], [3.0, 4.0]);
-        assert!((param - 7.5).abs() < 1e-15, "{param}");
+        assert_abs_diff_eq!(param, 7.5, epsilon = 1e-15);
         assert_eq!(stepped(4.0, [8.0, 4.0, 4.0], rates, [0.5, 0.0]), [8.0, 4.0, 4.0], "the gate is shut");
     }
 
@@ -159,7 +160,7 @@ mod tests {
         for g in [1e-3, -5.0] {
             let rates = [0.01, 0.9, 0.999, 0.0, 0.0, 0.1, 0.001];
             let [param, ..] = stepped(g, [1.0, 0.0, 0.0], rates, [1.0, 1.0]);
-            assert!((param - (1.0 - 0.01 * f64::signum(g))).abs() < 1e-12, "{param}");
+            assert_abs_diff_eq!(param, 1.0 - 0.01 * f64::signum(g), epsilon = 1e-12);
         }
     }
 

@@ -101,6 +101,7 @@ mod tests {
     use crate::op::finite_difference::{Value, check_gradients, dot, evaluate, update};
     use crate::op::kernel_check::{Case, Kind, values};
     use crate::strides::Strides;
+    use approx::assert_abs_diff_eq;
 
     const INDEX: Kind = Kind::Fixed(DType::I64);
 
@@ -114,12 +115,12 @@ mod tests {
         let z = Value::real(&[2, 2], &[0.0, 2f64.ln(), 3f64.ln(), 5f64.ln()]);
         let target = Value::index(&[2], &[3.0, 4.0]);
         let outputs = evaluate(&FORWARD, &[z.clone(), target.clone()], &[&[2], &[2]], &shard(2, 5));
-        assert!((outputs[0][0] - 3f64.ln()).abs() + (outputs[0][1] - 8f64.ln()).abs() < 1e-14, "{outputs:?}");
+        assert_abs_diff_eq!(outputs[0][..], [3f64.ln(), 8f64.ln()][..], epsilon = 5e-15);
         assert_eq!(outputs[1], [2f64.ln(), 0.0]);
         let of = |data: &[f64]| Value::real(&[2], data);
         let inputs = [target, of(&[6f64.ln(), 8f64.ln()]), of(&[12.0, 8.0]), of(&[-1.0, -1.0])];
         let dz = update(&BACKWARD, &inputs, &z, &shard(2, 5));
-        assert!(dz.iter().zip([2.0, 3.0, 3.0, 5.0]).all(|(d, e)| (d - e).abs() < 1e-14), "{dz:?}");
+        assert_abs_diff_eq!(dz[..], [2.0, 3.0, 3.0, 5.0][..], epsilon = 1e-14);
     }
 
     fn logits(rows: usize, v: usize) -> Vec<f64> {

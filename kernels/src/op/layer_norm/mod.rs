@@ -113,7 +113,8 @@ mod tests {
     use crate::dtype::DType;
     use crate::kernel::Scalar;
     use crate::op::finite_difference::{Value, check_gradients, dot, evaluate};
-    use crate::op::kernel_check::{Case, Kind, round, values};
+    use crate::op::kernel_check::{Case, Kind, values};
+    use crate::op::rows::tests::check_sums_over_leaves;
 
     const EPS: [Scalar; 1] = [Scalar::Real(1e-5)];
 
@@ -228,46 +229,7 @@ mod tests {
 
     #[test]
     fn parameter_gradients_over_leaves_have_the_bits_of_launches_for_each_leaf() {
-        let (outer, inner, d, borders) = (3, 50, 20, [0i64, 3, 3, 20, 50]);
-        let (x, dy) = (values(1, outer * inner * d), values(2, outer * inner * d));
-        let (w, statistics) = (values(3, d), [4, 5].map(|seed| values(seed, outer * inner)));
-        let launched = |rows: &[usize], scalars: &[Scalar], dtype: DType| {
-            let pick = |from: &[f64], width: usize| -> Vec<f64> {
-                rows.iter().flat_map(|row| from[row * width..(row + 1) * width].to_vec()).collect()
-            };
-            let mut case = Case::new(&BACKWARD).input(&[rows.len(), d], &pick(&x, d)).input(&[d], &w);
-            for statistic in &statistics[..2] {
-                case = case.input_as(Kind::Accumulator, &[rows.len()], &pick(statistic, 1));
-            }
-            case = case.input(&[rows.len(), d], &pick(&dy, d)).output(&[rows.len(), d]);
-            (0..2).fold(case, |case, _| case.output(&[d])).scalars(scalars).fast(dtype)
-        };
-        let all: Vec<usize> = (0..outer * inner).collect();
-        let scalars: Vec<Scalar> = [4, 0].into_iter().chain(borders).map(Scalar::Int).collect();
-        for dtype in DType::FLOATS {
-            let got = launched(&all, &scalars, dtype);
-            let leaf = |range: std::ops::Range<usize>| {
-                let rows: Vec<usize> =
-                    (0..outer).flat_map(|row| range.clone().map(move |t| row * inner + t)).collect();
-                let outputs = launched(&rows, &[], dtype);
-                for (i, row) in rows.iter().enumerate() {
-                    assert_eq!(
-                        got[0][row * d..(row + 1) * d],
-                        outputs[0][i * d..(i + 1) * d],
-                        "dx in {dtype}"
-                    );
-                }
-                outputs
-            };
-            let leaves = [leaf(0..3), leaf(3..20), leaf(20..50)];
-            let add = |x: f64, y: f64| round(dtype, x + y);
-            for output in 1..1 + 2 {
-                for i in 0..d {
-                    let [first, second, third] = [0, 1, 2].map(|leaf| leaves[leaf][output][i]);
-                    assert_eq!(got[output][i], add(first, add(second, third)), "{dtype}, output {output}");
-                }
-            }
-        }
+        check_sums_over_leaves(&BACKWARD, 2);
     }
 
     #[test]

@@ -5,6 +5,7 @@ use crate::dtype::DType;
 use crate::op::binary::ADD;
 use crate::op::finite_difference::{Value, evaluate};
 use crate::op::kernel_check::{Case, values};
+use approx::assert_abs_diff_eq;
 
 /// Extents g, m, n and k.
 const SHAPES: [[usize; 4]; 7] = [
@@ -40,11 +41,8 @@ fn matches_known_values() {
     assert_eq!(both[0], c.iter().map(|x| x.max(0.0)).collect::<Vec<f64>>());
     let z = Value::real(&[1, 2, 3], &[90.0, -90.0, 0.0, 90.0, 90.0, 0.0]);
     let both = evaluate(&MATMUL_GELU_GRAD, &[a(), b(), z], &[&[1, 2, 3], &[3]], &[]);
-    let near = |got: &[f64], want: &[f64]| got.iter().zip(want).all(|(g, w)| (g - w).abs() < 1e-12);
-    assert!(
-        near(&both[0], &[5.0, 0.0, -0.5, 11.0, 4.0, -1.5]) && near(&both[1], &[16.0, 4.0, -2.0]),
-        "{both:?}"
-    );
+    assert_abs_diff_eq!(both[0][..], [5.0, 0.0, -0.5, 11.0, 4.0, -1.5][..], epsilon = 1e-12);
+    assert_abs_diff_eq!(both[1][..], [16.0, 4.0, -2.0][..], epsilon = 1e-12);
     let both = evaluate(&MATMUL_BIAS_GRAD, &[a(), b()], &[&[1, 2, 3], &[3]], &[]);
     assert_eq!(both, [vec![5.0, 2.0, -1.0, 11.0, 4.0, -3.0], vec![3.0, 1.0, -1.0]]);
 }

@@ -131,6 +131,7 @@ mod tests {
     use crate::kernel::Scalar;
     use crate::op::finite_difference::{Value, evaluate};
     use crate::op::kernel_check::{Case, Kind, values};
+    use approx::assert_abs_diff_eq;
 
     const SHAPES: [[usize; 2]; 5] = [[7, 33], [1, 40_000], [3000, 5], [4, 1], [0, 3]];
 
@@ -146,7 +147,8 @@ mod tests {
         assert_eq!(lse, [3.0 + sums[0].ln(), -inf]);
         assert_eq!(evaluate(&FINISH, &[of(&[inf, 0.0]), of(&[1.0, 1.0])], &[&[2]], &[])[0], [inf, 0.0]);
         let share = evaluate(&BACKWARD, &[x, of(&lse), of(&[1.0, 1.0])], &[&[2, 3]], &n).remove(0);
-        assert!((share[..3].iter().sum::<f64>() - 1.0).abs() < 1e-15 && share[3..] == [0.0; 3], "{share:?}");
+        assert_abs_diff_eq!(share[..3].iter().sum::<f64>(), 1.0, epsilon = 1e-15);
+        assert_eq!(share[3..], [0.0; 3]);
     }
 
     #[test]

@@ -93,6 +93,7 @@ pub(super) fn normal_pair_plain(first: u32, second: u32) -> (f64, f64) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use approx::{abs_diff_eq, assert_abs_diff_eq};
 
     #[test]
     fn matches_known_values() {
@@ -100,11 +101,11 @@ mod tests {
         assert_eq!(normal_pair(u32::MAX, 12345).0, 0.0);
         let (a, b) = normal_pair((1 << 31) - 1, 1 << 29);
         let expected = 2f64.ln().sqrt();
-        assert!((a - expected).abs() < 1e-15 && (b - expected).abs() < 1e-15, "{a} {b}");
+        assert_abs_diff_eq!([a, b][..], [expected; 2][..], epsilon = 1e-15);
         let quarters = [0, 1, 2, 3].map(|q: u32| normal_pair(0, q << 30));
         let r = (64.0 * 2f64.ln()).sqrt();
         for ((a, b), (c, s)) in quarters.into_iter().zip([(1.0, 0.0), (0.0, 1.0), (-1.0, 0.0), (0.0, -1.0)]) {
-            assert!((a - r * c).abs() < 1e-14 && (b - r * s).abs() < 1e-14, "{a} {b}");
+            assert_abs_diff_eq!([a, b][..], [r * c, r * s][..], epsilon = 1e-14);
         }
     }
 
@@ -119,7 +120,7 @@ mod tests {
                 (first, ((i % 8) << 29).wrapping_add(i % 3).wrapping_sub(1)),
             ] {
                 let ((a, b), (c, d)) = (normal_pair(first, second), normal_pair_plain(first, second));
-                let near = (a - c).abs() < 4e-15 && (b - d).abs() < 4e-15;
+                let near = abs_diff_eq!([a, b][..], [c, d][..], epsilon = 4e-15);
                 assert!(near, "{first} {second}: {a} {b}, not {c} {d}");
             }
         }

@@ -2,14 +2,13 @@
 
 use super::{BACKWARD, FORWARD};
 use crate::cpu::{Pool, vectorized};
-use crate::dtype::{Element, Float, Real};
+use crate::dtype::{Float, Real};
 use crate::error::KernelError;
-use crate::host_vec::filled_or_unwind;
 use crate::kernel::Launch;
 use crate::match_float;
 use crate::op::rows::{
-    ROWS_PER_SUM, add_blocks, leaves_of_rows, operands, operands_and_last, read, rows_per_task, sum,
-    sum_rows_of_leaves, sum_triples, width, write,
+    operands, operands_and_last, read, rows_per_task, sum, sum_triples, width, write, write_and_sum_rows,
+    write_input_grad,
 };
 
 pub(super) fn forward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
@@ -55,51 +54,16 @@ pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kerne
         type Acc = <T as Float>::Acc;
         let (x, w, dy, rstd, dx) = (read::<T>(x), read::<T>(w), read::<T>(dy), read::<Acc>(rstd), write::<T>(dx));
         let r = r.map(read::<T>);
-        if !leaf_scalars.is_empty() {
-            let leaves = leaves_of_rows(leaf_scalars, dx.len() / d);
-            let rows = rows_per_task(d);
-            pool.chunks(dx, rows * d, |i, dx| vectorized(#[inline(always)] || {
-                for (row, dx) in dx.chunks_exact_mut(d).enumerate().map(|(row, dx)| (i * rows + row, dx)) {
-                    let at = row * d..(row + 1) * d;
-                    let r = r.map(|r| &r[at.clone()]);
-                    input_grad((&x[at.clone()], w, &dy[at]), rstd[row], (dx, r));
-                }
-            }));
-            sum_rows_of_leaves::<T, 1>(pool, &leaves, #[inline(always)] |row, [dw]: [&mut [Acc]; 1]| {
-                let at = row * d..(row + 1) * d;
-                add_weight_grad((&x[at.clone()], &dy[at]), rstd[row], dw);
-            }, [write(dw)]);
-            return Ok(());
-        }
-        let task = ROWS_PER_SUM * d;
-        let mut dw_blocks = filled_or_unwind(Acc::ZERO, dx.len().div_ceil(task) * d);
-        pool.chunks2((dx, task), (&mut dw_blocks, d), |i, dx, dw| {
-            let (x, dy, rstd) = (&x[i * task..], &dy[i * task..], &rstd[i * ROWS_PER_SUM..]);
-            let r = r.map(|r| &r[i * task..]);
-            vectorized(#[inline(always)] || {
-                for (row, dx) in dx.chunks_exact_mut(d).enumerate() {
-                    let r = r.map(|r| &r[row * d..][..d]);
-                    backward_row((&x[row * d..][..d], w, &dy[row * d..][..d]), rstd[row], (dx, r), dw);
-                }
-            });
-        });
-        match dw.dtype {
-            T::DTYPE => add_blocks::<T>(pool, &dw_blocks, write(dw)),
-            _ => add_blocks::<Acc>(pool, &dw_blocks, write(dw)),
-        }
+        write_and_sum_rows(pool, (dx, d), leaf_scalars, #[inline(always)] |row, dx: &mut [T]| {
+            let at = row * d..(row + 1) * d;
+            let r = r.map(|r| &r[at.clone()]);
+            input_grad((&x[at.clone()], w, &dy[at]), rstd[row], (dx, r));
+        }, #[inline(always)] |row, [dw]: [&mut [Acc]; 1]| {
+            let at = row * d..(row + 1) * d;
+            add_weight_grad((&x[at.clone()], &dy[at]), rstd[row], dw);
+        }, [dw]);
         Ok(())
     }, else Err(KernelError::DType { kernel: BACKWARD.name, dtype: x.dtype }))
-}
-
-#[inline(always)]
-fn backward_row<T: Float>(
-    (x, w, dy): (&[T], &[T], &[T]),
-    rstd: T::Acc,
-    (dx, r): (&mut [T], Option<&[T]>),
-    dw: &mut [T::Acc],
-) {
-    add_weight_grad((x, dy), rstd, dw);
-    input_grad((x, w, dy), rstd, (dx, r));
 }
 
 /// Adds the terms of a row to dw.
@@ -115,18 +79,7 @@ fn add_weight_grad<T: Float>((x, dy): (&[T], &[T]), rstd: T::Acc, dw: &mut [T::A
 fn input_grad<T: Float>((x, w, dy): (&[T], &[T], &[T]), rstd: T::Acc, (dx, r): (&mut [T], Option<&[T]>)) {
     let count = T::Acc::lit(x.len() as f64);
     let gh_mean = sum_triples(dy, w, x, |dy, w, x| dy.widen() * w.widen() * (x.widen() * rstd)) / count;
-    let slope = |x: &T, w: &T, dy: &T| rstd * (dy.widen() * w.widen() - x.widen() * rstd * gh_mean);
-    let places = dx.iter_mut().zip(x).zip(w).zip(dy);
-    match r {
-        None => {
-            for (((dx, x), w), dy) in places {
-                *dx = T::narrow(slope(x, w, dy));
-            }
-        }
-        Some(r) => {
-            for ((((dx, x), w), dy), r) in places.zip(r) {
-                *dx = T::narrow(slope(x, w, dy) + r.widen());
-            }
-        }
-    }
+    write_input_grad((x, w, dy), (dx, r), |x, w, dy| {
+        rstd * (dy.widen() * w.widen() - x.widen() * rstd * gh_mean)
+    });
 }

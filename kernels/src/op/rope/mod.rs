@@ -104,6 +104,7 @@ mod tests {
     use crate::dtype::DType;
     use crate::op::finite_difference::{Value, evaluate};
     use crate::op::kernel_check::{Case, Kind, values};
+    use approx::{abs_diff_eq, assert_abs_diff_eq};
 
     fn scalars(first: i64, frequencies: &[f64]) -> Vec<Scalar> {
         let rest = frequencies.iter().map(|f| Scalar::Real(*f));
@@ -117,7 +118,7 @@ mod tests {
         let x = Value::real(&[1, 3, 1, 4], &[1.0, 2.0, 3.0, 4.0].repeat(3));
         let y = evaluate(&ROPE, &[x], &[&[1, 3, 1, 4]], &scalars(0, &[quarter, 2.0 * quarter])).remove(0);
         let exact = [1.0, 2.0, 3.0, 4.0, -3.0, -2.0, 1.0, -4.0, -1.0, 2.0, -3.0, 4.0];
-        assert!(y.iter().zip(exact).all(|(y, e)| (y - e).abs() < 1e-14), "{y:?}");
+        assert_abs_diff_eq!(y[..], exact[..], epsilon = 1e-14);
     }
 
     #[test]
@@ -159,7 +160,7 @@ mod tests {
             let y = evaluate(&ROPE, &[x], &[&[1, 2, 1, 2]], &scalars(first, &[f])).remove(0);
             for (n, y) in y.chunks(2).enumerate() {
                 let (sin, cos) = ((first + n as i64) as f64 * f).sin_cos();
-                assert!((y[0] - cos).abs() < 1e-10 && (y[1] - sin).abs() < 1e-10, "{first} {f}: {y:?}");
+                assert!(abs_diff_eq!(*y, [cos, sin][..], epsilon = 1e-10), "{first} {f}: {y:?}");
             }
         }
     }
@@ -172,7 +173,7 @@ mod tests {
             evaluate(&ROPE, &[Value::real(&shape, x)], &[&shape], &scalars(100, &f)).remove(0)
         };
         let back = rotate(&rotate(&x, 1.0), -1.0);
-        assert!(back.iter().zip(&x).all(|(a, b)| (a - b).abs() < 1e-14));
+        assert_abs_diff_eq!(back[..], x[..], epsilon = 1e-14);
     }
 
     #[test]

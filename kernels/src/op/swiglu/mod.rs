@@ -88,6 +88,7 @@ mod tests {
     use crate::op::finite_difference::{Value, check_gradients, dot, evaluate};
     use crate::op::kernel_check::{Case, values};
     use crate::strides::Strides;
+    use approx::assert_abs_diff_eq;
 
     #[test]
     fn matches_known_values() {
@@ -95,11 +96,12 @@ mod tests {
         let l = 3f64.ln();
         let (g, u) = (Value::real(&[2], &[l, 0.0]), Value::real(&[2], &[2.0, 5.0]));
         let y = evaluate(&FORWARD, &[g.clone(), u.clone()], &[&[2]], &[]).remove(0);
-        assert!((y[0] - 1.5 * l).abs() < 1e-15 && y[1] == 0.0, "{y:?}");
+        assert_abs_diff_eq!(y[0], 1.5 * l, epsilon = 1e-15);
+        assert_eq!(y[1..], [0.0]);
         let dy = Value::real(&[2], &[1.0, 4.0]);
         let found = evaluate(&BACKWARD, &[g, u, dy], &[&[2], &[2]], &[]);
-        assert!((found[0][0] - (1.5 + 0.375 * l)).abs() < 1e-15 && found[0][1] == 10.0, "{found:?}");
-        assert!((found[1][0] - 0.75 * l).abs() < 1e-15 && found[1][1] == 0.0, "{found:?}");
+        assert_abs_diff_eq!([found[0][0], found[1][0]][..], [1.5 + 0.375 * l, 0.75 * l][..], epsilon = 1e-15);
+        assert_eq!([&found[0][1..], &found[1][1..]], [[10.0], [0.0]]);
     }
 
     #[test]

@@ -4,6 +4,7 @@ use super::*;
 use crate::kernel::Scalar;
 use crate::op::finite_difference::{Value, evaluate};
 use crate::op::kernel_check::{Case, values};
+use approx::{abs_diff_eq, relative_eq};
 
 const FUNCTIONS: [&Kernel; 30] = [
     &NEG,
@@ -120,7 +121,7 @@ fn matches_known_values() {
         (&CLAMP, nan, nan),
     ] {
         let got = at(kernel, &[x])[0];
-        let same = got == y || (got.is_nan() && y.is_nan()) || (got - y).abs() <= 1e-15 * y.abs();
+        let same = relative_eq!(got, y, epsilon = 0.0, max_relative = 1e-15) || (got.is_nan() && y.is_nan());
         assert!(same, "{} {x}: {got}", kernel.name);
     }
 }
@@ -155,7 +156,7 @@ fn gradients_match_finite_differences() {
         let got = evaluate(gradient, &inputs, &[&shape], &C).remove(0);
         for (i, (up, down)) in shifted(1e-5).into_iter().zip(shifted(-1e-5)).enumerate() {
             let slope = (up - down) / 1e-5;
-            let near = (got[i] - slope).abs() < 1e-8 * (1.0 + slope.abs());
+            let near = abs_diff_eq!(got[i], slope, epsilon = 1e-8 * (1.0 + slope.abs()));
             assert!(near, "{} at {}: {} {slope}", gradient.name, x[i], got[i]);
         }
     }

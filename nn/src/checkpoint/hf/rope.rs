@@ -182,6 +182,7 @@ impl Raw {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use approx::abs_diff_eq;
 
     #[test]
     fn frequencies_match_hand_computed_values() {
@@ -239,7 +240,8 @@ mod tests {
         let turns = 2.0 * std::f64::consts::PI;
         let scaling = RopeScaling::Llama3 { factor: 8.0, low: 10.0, high: 50.0, original };
         let near = |f: f64, exact: f64| {
-            assert!((scaling.scale_frequency(f * turns) / turns - exact).abs() < 1e-12, "{f}")
+            let scaled = scaling.scale_frequency(f * turns) / turns;
+            assert!(abs_diff_eq!(scaled, exact, epsilon = 1e-12), "{f}: {scaled}");
         };
         near(60.0, 60.0);
         near(8.0, 1.0);

@@ -113,18 +113,27 @@ mod tests {
     /// Memory limit of a rank; more than these runs need.
     const MEMORY: usize = 64 << 20;
 
-    /// Runs three steps; returns the error and the saved weights.
-    fn run(dir: &Scratch, mesh: &str, steps: &Steps) -> (Option<Error>, Option<Vec<u8>>) {
+    /// Returns three steps and their ranks, without an output of earlier ones.
+    fn prepared(dir: &Scratch, mesh: &str) -> (Job, Ranks) {
         let (data, out) = (dir.file("text", "The quick brown fox. ".repeat(60)), dir.path("out"));
         let _ = fs::remove_dir_all(&out);
         let given = ["--steps", "3", "--batch", "4", "--seq", "16", "--mesh", mesh, "--save-dtype", "f32"];
         let named = ["shardgrad", "train", "--data", data.to_str().unwrap(), "--out", out.to_str().unwrap()];
         let cli = config::parse(named.iter().chain(&given).map(Into::into).collect()).unwrap();
         let Command::Train(args) = cli.command else { panic!("train") };
-        let job = prepare(&args).unwrap().unwrap();
         let ranks = args.run.training_world(&args.mesh(), &args.parallelism).unwrap();
+        (prepare(&args).unwrap().unwrap(), ranks)
+    }
+
+    fn saved_weights(dir: &Scratch) -> Option<Vec<u8>> {
+        fs::read(dir.path("out").join("model/model.safetensors")).ok()
+    }
+
+    /// Runs three steps; returns the error and the saved weights.
+    fn run(dir: &Scratch, mesh: &str, steps: &Steps) -> (Option<Error>, Option<Vec<u8>>) {
+        let (job, ranks) = prepared(dir, mesh);
         let (_, failed) = launch(&ranks.with(|world| world.memory_limit(MEMORY)), &job, steps);
-        (failed, fs::read(out.join("model/model.safetensors")).ok())
+        (failed, saved_weights(dir))
     }
 
     #[test]
@@ -157,14 +166,7 @@ mod tests {
 
     /// Runs three steps on ranks that connect as processes do; rank 1 then fails. Returns the errors, and the saved weights.
     fn run_connected(dir: &Scratch, mesh: &str, kind: Kind) -> (Vec<Error>, Option<Vec<u8>>) {
-        let (data, out) = (dir.file("text", "The quick brown fox. ".repeat(60)), dir.path("out"));
-        let _ = fs::remove_dir_all(&out);
-        let given = ["--steps", "3", "--batch", "4", "--seq", "16", "--mesh", mesh, "--save-dtype", "f32"];
-        let named = ["shardgrad", "train", "--data", data.to_str().unwrap(), "--out", out.to_str().unwrap()];
-        let cli = config::parse(named.iter().chain(&given).map(Into::into).collect()).unwrap();
-        let Command::Train(args) = cli.command else { panic!("train") };
-        let job = prepare(&args).unwrap().unwrap();
-        let world = args.run.training_world(&args.mesh(), &args.parallelism).unwrap();
+        let (job, world) = prepared(dir, mesh);
         let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let failing = move |trainer: &mut Trainer<'_, LanguageModel>,
                             prefetcher: &Prefetcher<'_>,
@@ -185,7 +187,7 @@ mod tests {
             };
             [0, 1].map(start).map(|rank| rank.join().unwrap()).to_vec()
         });
-        (failed, fs::read(out.join("model/model.safetensors")).ok())
+        (failed, saved_weights(dir))
     }
 
     #[test]
