@@ -19,6 +19,7 @@ use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_tensor::ops::redistribute::Redistribute;
 use shardgrad_tensor::{Context, Layout, PackCacheGuard, Tensor, unwind};
 use smallvec::SmallVec;
+use std::collections::hash_map::Entry;
 use std::panic::Location;
 use std::rc::Rc;
 
@@ -59,6 +60,7 @@ struct Leaf {
 
 impl Leaf {
     /// A leaf that is not derived from another.
+    #[inline]
     fn new(parameter: Parameter<'_>, reuse: Option<PackCacheGuard>, (path, site): CallSite) -> Leaf {
         let Parameter { key, tensor, accumulation, policy } = parameter;
         Leaf {
@@ -202,16 +204,16 @@ impl Leaves {
         let reuse = self.are_reused.then(|| parameter.tensor.cache_packed());
         self.has_groups |= matches!(parameter.policy.lifetime, GatheredLifetime::Group(_));
         self.reduces_each_round |= parameter.policy.reduces_each_round;
-        let new = Leaf::new(parameter, reuse, site);
-        let at = match self.by_key.get(&parameter.key) {
-            Some(&at) => {
-                self.replace(at as usize, new, round)?;
+        // A leaf is large: the new one is made in its place, and the key is looked up once.
+        let at = match self.by_key.entry(parameter.key) {
+            Entry::Occupied(known) => {
+                let at = *known.get();
+                self.replace(at as usize, Leaf::new(parameter, reuse, site), round)?;
                 at
             }
-            None => {
-                let at = self.leaves.len() as u32;
-                self.by_key.insert(parameter.key, at);
-                self.leaves.push(new);
+            Entry::Vacant(unknown) => {
+                let at = *unknown.insert(self.leaves.len() as u32);
+                self.leaves.push(Leaf::new(parameter, reuse, site));
                 at
             }
         };

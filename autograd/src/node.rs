@@ -110,7 +110,10 @@ impl Node {
 
     /// Per input, whether it has a gradient.
     pub(crate) fn inputs_with_gradient(&self) -> Mask {
-        self.inputs.iter().map(Option::is_some).collect()
+        // Pushed one by one: `collect` reserves memory first, which costs more than a few pushes.
+        let mut mask = Mask::new();
+        self.inputs.iter().for_each(|id| mask.push(id.is_some()));
+        mask
     }
 
     /// The inputs that were saved as the number of a leaf: (input, leaf).

@@ -436,11 +436,12 @@ impl Vjp<'_> {
             }
             Tensor::assemble(self.rank, argument.dual(), t.local().clone())
         };
-        self.needs_input_grad
-            .iter()
-            .enumerate()
-            .map(|(i, &w)| w.then(|| with_dual_layout(i, cotangent(i))))
-            .collect()
+        // Pushed one by one: `collect` reserves memory first, which costs more than a few pushes.
+        let mut cotangents = Cotangents::new();
+        for (i, &wanted) in self.needs_input_grad.iter().enumerate() {
+            cotangents.push(wanted.then(|| with_dual_layout(i, cotangent(i))));
+        }
+        cotangents
     }
 }
 

@@ -416,6 +416,9 @@ impl Leaves {
         wanted: &[bool],
         place: Place<'_>,
     ) {
+        if !self.has_groups {
+            return;
+        }
         let read = node.saved_leaves_read(wanted);
         if read.is_empty() {
             return;

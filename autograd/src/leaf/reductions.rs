@@ -135,8 +135,14 @@ impl Leaves {
         if self.leaves.iter().any(|leaf| leaf.origin.is_some()) {
             self.reduce_all(place);
         }
-        let roots = self.leaves.iter_mut().filter(|leaf| leaf.origin.is_none());
-        roots.filter_map(|leaf| Some((leaf.key, leaf.cotangent.take()?))).collect()
+        // Inserted one by one: `collect` would allocate and sort a list first.
+        let mut gradients = Gradients::new();
+        for leaf in self.leaves.iter_mut().filter(|leaf| leaf.origin.is_none()) {
+            if let Some(cotangent) = leaf.cotangent.take() {
+                gradients.insert(leaf.key, cotangent);
+            }
+        }
+        gradients
     }
 
     /// Brings the cotangents of all derived leaves to the leaves they are derived from.

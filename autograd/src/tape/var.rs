@@ -337,7 +337,7 @@ fn run(
         let id = id.map(|(round, node)| Id::Output { round, node, out });
         made.push(Var::new(tape, tensor, id, record.map(|record| Slot::Output { record, out })));
     }
-    if op.is_regathered() && tape.regathers() && id.is_some() {
+    if id.is_some() && op.is_regathered() && tape.regathers() {
         made.iter_mut().for_each(|var: &mut Var| {
             let place = (tape.context().path(), site);
             let gathered = GatheredActivation::new(args[0].tensor(), var.layout(), place);
@@ -369,17 +369,18 @@ fn make_node(
     let keeps = op.saved_for_backward_of(&wanted);
     let mut saved = SavedTensors::default();
     for (i, arg) in args.iter().enumerate() {
-        let kept = keeps.inputs.contains(&i);
-        if let (true, Some(gathered)) = (kept, &arg.0.gathered) {
-            saved.indirect_mut().ungathered.push((i, SavedUngathered::new(gathered)));
-            saved.inputs.push(None);
+        saved.inputs.push(None);
+        if !keeps.inputs.contains(&i) {
             continue;
         }
-        let leaf = tape.saved_by_number(arg.0.id.filter(|_| kept && tape.same_as(arg.tape())), &arg.0.tensor);
-        if let Some(leaf) = leaf {
-            saved.indirect_mut().leaves.push((i as u32, leaf));
+        if let Some(gathered) = &arg.0.gathered {
+            saved.indirect_mut().ungathered.push((i, SavedUngathered::new(gathered)));
+            continue;
         }
-        saved.inputs.push((kept && leaf.is_none()).then(|| arg.0.tensor.clone()));
+        match tape.saved_by_number(arg.0.id.filter(|_| tape.same_as(arg.tape())), &arg.0.tensor) {
+            Some(leaf) => saved.indirect_mut().leaves.push((i as u32, leaf)),
+            None => saved.inputs[i] = Some(arg.0.tensor.clone()),
+        }
     }
     for (i, output) in outputs.iter().enumerate() {
         saved.outputs.push(keeps.outputs.contains(&i).then(|| output.clone()));
@@ -433,8 +434,8 @@ impl Value for Var {
     ) -> SmallVec<[Var; 2]> {
         let tape = &args.first().expect("an op has at least one argument").0.tape;
         let context = (tape.rank(), tape.context());
-        let are_identities: SmallVec<[bool; 4]> =
-            points.iter().map(|point| point.is_identity(args[0])).collect();
+        let mut are_identities = SmallVec::<[bool; 4]>::new();
+        points.iter().for_each(|point| are_identities.push(point.is_identity(args[0])));
         let decompose = |layouts: &[&Layout]| op::decomposition(&*op, context.1, layouts, &are_identities);
         if let Some(parts) = with_mapped(args, |v| v.layout(), decompose) {
             return parts
@@ -443,7 +444,7 @@ impl Value for Var {
         let inference =
             with_mapped(args, |v| v.layout(), |layouts| op::plan(&*op, context, layouts, &[], site))
                 .unwrap_or_else(|e| e.raise());
-        if inference.targets.iter().all(Option::is_none) {
+        if !inference.changes_inputs() {
             return run(common_tape(args), (&op, &inference), args, site);
         }
         let in_target_layout =

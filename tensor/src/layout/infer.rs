@@ -64,11 +64,22 @@ pub struct Inference {
     /// The layouts of the outputs.
     pub outputs: SmallVec<[Layout; 1]>,
     labels: Option<(Arc<Labels>, SmallVec<[Dim; 8]>)>,
-    /// The layouts of the arguments after their steps, and the lineage that the op adds to the outputs.
-    resolved: OnceCell<(SmallVec<[Layout; 2]>, Lineage)>,
+    /// What follows from the layouts of the arguments.
+    resolved: OnceCell<Resolved>,
     /// The row-major strides of the outputs in new memory of this rank.
     views: OnceCell<SmallVec<[Arc<Strides>; 1]>>,
     memoized: RefCell<Option<Memoized>>,
+}
+
+/// What each application of an op reads of its plan, computed once.
+#[derive(Clone, Debug)]
+struct Resolved {
+    /// The layouts of the arguments after their steps.
+    inputs: SmallVec<[Layout; 2]>,
+    /// The lineage that the op adds to the outputs.
+    lineage: Lineage,
+    /// Whether an argument changes its layout.
+    changes_inputs: bool,
 }
 
 /// A value that an op computed from the inference and the strides of its arguments, and those strides.
@@ -110,6 +121,13 @@ impl Inference {
         Inference { steps, targets, labels, ..Inference::direct(0, outputs) }
     }
 
+    /// Returns the same inference for [`Op::adjust_inference`](crate::op::Op::adjust_inference), without what applications of an op have
+    /// computed from it.
+    pub(crate) fn into_adjustable(self: Rc<Self>) -> Inference {
+        let Inference { steps, targets, outputs, labels, .. } = Rc::unwrap_or_clone(self);
+        Inference { steps, targets, labels, ..Inference::direct(0, outputs) }
+    }
+
     /// Returns the global extent of a label and the range of it that the rank at a coordinate holds.
     ///
     /// # Panics
@@ -127,7 +145,8 @@ impl Inference {
         self.resolved.get_or_init(|| {
             let after = |(arg, target): (&&Layout, &Option<Layout>)| target.as_ref().unwrap_or(arg).clone();
             let inputs = args.iter().zip(&self.targets).map(after).collect();
-            (inputs, Lineage::of_new(args, &self.outputs))
+            let changes_inputs = self.targets.iter().any(Option::is_some);
+            Resolved { inputs, lineage: Lineage::of_new(args, &self.outputs), changes_inputs }
         });
     }
 
@@ -137,7 +156,16 @@ impl Inference {
     /// If this inference was not made by [`plan`](crate::op::plan).
     #[must_use]
     pub fn inputs(&self) -> &[Layout] {
-        &self.resolved().0
+        &self.resolved().inputs
+    }
+
+    /// Whether an argument changes its layout before the op runs.
+    ///
+    /// # Panics
+    /// As [`Inference::inputs`].
+    #[must_use]
+    pub fn changes_inputs(&self) -> bool {
+        self.resolved().changes_inputs
     }
 
     /// Returns the lineage that the op adds to that of the arguments.
@@ -145,10 +173,10 @@ impl Inference {
     /// # Panics
     /// As [`Inference::inputs`].
     pub(crate) fn lineage(&self) -> Lineage {
-        self.resolved().1
+        self.resolved().lineage
     }
 
-    fn resolved(&self) -> &(SmallVec<[Layout; 2]>, Lineage) {
+    fn resolved(&self) -> &Resolved {
         self.resolved.get().expect("bug in shardgrad: an inference that no plan has stored")
     }
 

@@ -102,7 +102,7 @@ pub(crate) fn apply_with_options(
     options: OutputOptions<'_>,
     site: &'static Location<'static>,
 ) -> Result<SmallVec<[Tensor; 2]>> {
-    apply_and_take(op, args, options, site, all_outputs)
+    apply_and_take(op, args, rank_context(args), options, site, all_outputs)
 }
 
 /// [`apply_with_options`] that returns the first output alone, and unwinds with the error.
@@ -112,11 +112,28 @@ pub(crate) fn apply_first(
     options: OutputOptions<'_>,
     site: &'static Location<'static>,
 ) -> Tensor {
+    first_output(op, args, rank_context(args), options, site)
+}
+
+/// [`apply_first`] for a caller that has the context of the rank already.
+fn first_output(
+    op: &dyn Op,
+    args: &[&Tensor],
+    rank_context: (&Rank, &Context),
+    options: OutputOptions<'_>,
+    site: &'static Location<'static>,
+) -> Tensor {
     let first = |rank: &Rank, inference: &Rc<Inference>, outputs: &mut LocalTensors| {
         outputs.truncate(1);
         Tensor::output(rank, inference, 0, outputs.pop().expect("an op has an output"))
     };
-    apply_and_take(op, args, options, site, first).unwrap_or_else(|e| e.at(site).raise())
+    apply_and_take(op, args, rank_context, options, site, first).unwrap_or_else(|e| e.at(site).raise())
+}
+
+/// The rank of the arguments, and its context.
+fn rank_context<'a>(args: &[&'a Tensor]) -> (&'a Rank, &'a Context) {
+    let rank = args.first().expect("an op has at least one argument").rank();
+    (rank, Context::of(rank))
 }
 
 impl Tensor {
@@ -132,9 +149,9 @@ impl Tensor {
         points: &[&dyn Point<Tensor>],
         site: &'static Location<'static>,
     ) -> SmallVec<[Tensor; 2]> {
-        let are_identities: SmallVec<[bool; 4]> =
-            points.iter().map(|point| point.is_identity(args[0])).collect();
-        let context = Context::of(args[0].rank());
+        let mut are_identities = SmallVec::<[bool; 4]>::new();
+        points.iter().for_each(|point| are_identities.push(point.is_identity(args[0])));
+        let (_, context) = rank_context(args);
         let decompose = |layouts: &[&Layout]| decomposition(&*op, context, layouts, &are_identities);
         if let Some(parts) = with_mapped(args, |t| t.layout(), decompose) {
             return parts.run(args, points, site, |op, args, points| {
@@ -157,15 +174,15 @@ impl Tensor {
     #[track_caller]
     #[must_use]
     pub fn apply_one(op: impl OpHandle, args: &[&Tensor]) -> Tensor {
-        let context = Context::of(args[0].rank());
+        let (site, rank_context) = (Location::caller(), rank_context(args));
         let is_decomposed = with_mapped(
             args,
             |t| t.layout(),
-            |layouts| decomposition(op.as_op(), context, layouts, &[]).is_some(),
+            |layouts| decomposition(op.as_op(), rank_context.1, layouts, &[]).is_some(),
         );
         match is_decomposed {
-            true => Tensor::apply_at(op.into_shared(), args, &[], Location::caller()).swap_remove(0),
-            false => apply_first(op.as_op(), args, OutputOptions::default(), Location::caller()),
+            true => Tensor::apply_at(op.into_shared(), args, &[], site).swap_remove(0),
+            false => first_output(op.as_op(), args, rank_context, OutputOptions::default(), site),
         }
     }
 }
@@ -186,18 +203,17 @@ fn all_outputs(rank: &Rank, inference: &Rc<Inference>, outputs: &mut LocalTensor
 fn apply_and_take<R>(
     op: &dyn Op,
     args: &[&Tensor],
+    rank_context: (&Rank, &Context),
     options: OutputOptions<'_>,
     site: &'static Location<'static>,
     take: impl Fn(&Rank, &Rc<Inference>, &mut LocalTensors) -> R,
 ) -> Result<R> {
-    let rank = args.first().expect("an op has at least one argument").rank();
-    let rank_context = (rank, Context::of(rank));
     let inference =
         with_mapped(args, |t| t.layout(), |layouts| plan(op, rank_context, layouts, options.layouts, site))?;
     let run = |x: &[&LocalTensor]| {
         run_and_take(op, (x, options.accumulators), &inference, rank_context, site, &take)
     };
-    if inference.targets.iter().all(Option::is_none) {
+    if !inference.changes_inputs() {
         return with_mapped(args, |t| t.local(), run);
     }
     let redistributed = |(t, target): (&&Tensor, &Option<Layout>)| match target {

@@ -540,7 +540,7 @@ mod tests {
                         }
                         let x = tensor(&[4, 29, 20], 2)?;
                         for op in [Sum::leading(3, 1), Sum::leading(3, 2), Sum::over(3, &[0, 2], true)?] {
-                            compare(op, &[&x])?;
+                            compare(Rc::new(op), &[&x])?;
                         }
                         Ok(())
                     });

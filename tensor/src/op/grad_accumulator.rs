@@ -147,7 +147,7 @@ mod tests {
             for sum in sums {
                 let accumulator = GradAccumulator::new(Some(sum.clone()));
                 let op = crate::ops::einsum::matmul();
-                let result = apply_first(&*op, &[&a, &b], onto(&[Some(&accumulator)]), Location::caller());
+                let result = apply_first(&op, &[&a, &b], onto(&[Some(&accumulator)]), Location::caller());
                 assert_eq!(bits(&result), bits(&product));
                 assert!(accumulator.take().is_some_and(|left| left.ptr_eq(&sum)));
             }

@@ -9,7 +9,7 @@ use crate::execution::local_tensor::{LocalTensor, View, as_arg, as_arg_mut, laun
 use crate::layout::Layout;
 use crate::layout::signature::{Labels, Mark, Signature, Term};
 use crate::op::{
-    CanonicalForm, Cotangents, ForwardContext, LeafCut, LocalTensors, Op, SavedForBackward, Vjp,
+    CanonicalForm, Cotangents, ForwardContext, LeafCut, LocalTensors, Op, PlanKey, SavedForBackward, Vjp,
 };
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::op::batched_matmul::BATCHED_MATMUL;
@@ -70,17 +70,17 @@ impl Einsum {
     }
 
     /// The contraction of a signature that is known to be valid.
-    pub(super) fn of(signature: impl Into<Cow<'static, str>>) -> Rc<dyn Op> {
-        Rc::new(Einsum { signature: signature.into() })
+    pub(super) fn of(signature: impl Into<Cow<'static, str>>) -> Einsum {
+        Einsum { signature: signature.into() }
     }
 
     /// [`Einsum::transpose`] of the contraction of a signature that is known to be valid.
-    pub(super) fn transpose_of(signature: Cow<'static, str>, i: usize) -> Rc<dyn Op> {
+    pub(super) fn transpose_of(signature: Cow<'static, str>, i: usize) -> Einsum {
         Einsum { signature }.transpose(i)
     }
 
     /// The contraction that gives the cotangent of argument `i`: the cotangent of the output takes the place of the argument.
-    fn transpose(&self, i: usize) -> Rc<dyn Op> {
+    fn transpose(&self, i: usize) -> Einsum {
         let (inputs, c) = self.signature.split_once("->").expect("checked when the op was made");
         let (a, b) = inputs.split_once(',').expect("checked when the op was made");
         match (&*self.signature, i) {
@@ -104,7 +104,7 @@ const ONE: &str = "1";
 ///
 /// # Errors
 /// `Kind::Shape` if an argument is a scalar. Extents that do not match are refused when the op is applied.
-pub fn product(x: &[usize], w: &[usize]) -> Result<Rc<dyn Op>> {
+pub fn product(x: &[usize], w: &[usize]) -> Result<Einsum> {
     let (x, w) = match (x.len(), w.len()) {
         (0, _) | (_, 0) => return invalid_argument("matmul: a scalar has no dim to sum over; use x.mul(y)"),
         (_, 1) => return Ok(Einsum::of("..m k, k -> ..m")),
@@ -129,19 +129,19 @@ pub fn product(x: &[usize], w: &[usize]) -> Result<Rc<dyn Op>> {
 
 /// Matrix product x w: `..m k, k n -> ..m n`.
 #[must_use]
-pub fn matmul() -> Rc<dyn Op> {
+pub fn matmul() -> Einsum {
     Einsum::of(MATMUL)
 }
 
 /// Matrix product x w^T: `..m n, k n -> ..m k` (a tied output head).
 #[must_use]
-pub fn matmul_nt() -> Rc<dyn Op> {
+pub fn matmul_nt() -> Einsum {
     Einsum::of("..m n, k n -> ..m k")
 }
 
 /// Matrix product x^T y over all leading dims: `..m k, ..m n -> k n` (a weight gradient).
 #[must_use]
-pub fn matmul_tn() -> Rc<dyn Op> {
+pub fn matmul_tn() -> Einsum {
     Einsum::of("..m k, ..m n -> k n")
 }
 
@@ -330,6 +330,13 @@ impl Op for Einsum {
         &self.signature
     }
 
+    fn plan_key(&self) -> Option<PlanKey> {
+        match self.signature {
+            Cow::Borrowed(text) => Some(PlanKey::of::<Einsum>(text)),
+            Cow::Owned(_) => None,
+        }
+    }
+
     fn linear_in(&self) -> &'static [&'static [usize]] {
         &[&[0], &[1]]
     }
@@ -400,17 +407,25 @@ impl Op for Einsum {
 pub(super) fn cases() -> Vec<Case> {
     let real = Input::real;
     let multiply = |x: &[usize], w: &[usize]| {
-        Case::fixed_shape(product(x, w).expect("dims of the case"), vec![real(x), real(w)]).exact()
+        Case::fixed_shape(Rc::new(product(x, w).expect("dims of the case")), vec![real(x), real(w)]).exact()
     };
     vec![
-        Case::new(matmul(), vec![real(&[5, 7]), real(&[7, 4])]).exact(),
-        Case::new(matmul(), vec![real(&[2, 3, 5]), real(&[5, 4])]).exact(),
-        Case::new(matmul_nt(), vec![real(&[5, 7]), real(&[4, 7])]).exact(),
-        Case::new(matmul_tn(), vec![real(&[5, 7]), real(&[5, 4])]).exact(),
-        Case::new(Einsum::of("b m k, b k n -> b m n"), vec![real(&[3, 5, 7]), real(&[3, 7, 4])]).exact(),
-        Case::new(Einsum::of("b t d, d p h c -> b t p h c"), vec![real(&[2, 3, 5]), real(&[5, 3, 2, 4])])
+        Case::new(Rc::new(matmul()), vec![real(&[5, 7]), real(&[7, 4])]).exact(),
+        Case::new(Rc::new(matmul()), vec![real(&[2, 3, 5]), real(&[5, 4])]).exact(),
+        Case::new(Rc::new(matmul_nt()), vec![real(&[5, 7]), real(&[4, 7])]).exact(),
+        Case::new(Rc::new(matmul_tn()), vec![real(&[5, 7]), real(&[5, 4])]).exact(),
+        Case::new(Rc::new(Einsum::of("b m k, b k n -> b m n")), vec![real(&[3, 5, 7]), real(&[3, 7, 4])])
             .exact(),
-        Case::new(Einsum::of("b t h c, h c d -> b t d"), vec![real(&[2, 3, 2, 4]), real(&[2, 4, 5])]).exact(),
+        Case::new(
+            Rc::new(Einsum::of("b t d, d p h c -> b t p h c")),
+            vec![real(&[2, 3, 5]), real(&[5, 3, 2, 4])],
+        )
+        .exact(),
+        Case::new(
+            Rc::new(Einsum::of("b t h c, h c d -> b t d")),
+            vec![real(&[2, 3, 2, 4]), real(&[2, 4, 5])],
+        )
+        .exact(),
         multiply(&[2, 3, 5], &[2, 5, 4]),
         multiply(&[3, 2, 5], &[2, 3, 5, 4]),
         multiply(&[3, 1, 2, 5], &[1, 2, 5, 3]),

@@ -235,7 +235,7 @@ impl Op for GatedScanBackward {
             return inferred;
         }
         // The cotangent of x does not depend on h: where h is a partial sum, its cotangent and that of x are `~`.
-        let mut inference = Rc::unwrap_or_clone(inferred);
+        let mut inference = inferred.into_adjustable();
         let axes = args[1].partial();
         inference.outputs[1] = (axes.iter())
             .fold(inference.outputs[1].clone(), |dx, axis| dx.with_placement(axis, Placement::Replicate));

@@ -101,7 +101,7 @@ impl Linear {
 
     /// The product alone.
     fn product(&self) -> Rc<dyn Op> {
-        Einsum::of(self.product_signature())
+        Rc::new(Einsum::of(self.product_signature()))
     }
 
     fn product_signature(&self) -> Cow<'static, str> {

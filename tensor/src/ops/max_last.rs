@@ -47,7 +47,7 @@ impl Op for MaxLast {
     }
 
     fn adjust_inference(&self, inferred: Rc<Inference>, _: &[&Layout]) -> Rc<Inference> {
-        let mut inference = Rc::unwrap_or_clone(inferred);
+        let mut inference = inferred.into_adjustable();
         let sharding_axes = axes(&inference);
         inference.outputs[0] = invariant_on(sharding_axes, &inference.outputs[0]);
         Rc::new(inference)

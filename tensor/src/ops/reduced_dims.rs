@@ -31,7 +31,7 @@ pub(super) fn invariant_on(axes: AxisSet, layout: &Layout) -> Layout {
 
 /// Makes the results of an inference `=` on the mesh axes that shard the given dims of x, over which the op exchanges itself.
 pub(super) fn with_invariant_outputs(inferred: Rc<Inference>, x: &Layout, dims: &[usize]) -> Rc<Inference> {
-    let mut inference = Rc::unwrap_or_clone(inferred);
+    let mut inference = inferred.into_adjustable();
     let x = inference.targets[0].as_ref().unwrap_or(x);
     let axes: AxisSet = dims.iter().flat_map(|&dim| x.dims()[dim].axes.iter()).collect();
     inference.outputs.iter_mut().for_each(|output| *output = invariant_on(axes, output));
@@ -41,7 +41,7 @@ pub(super) fn with_invariant_outputs(inferred: Rc<Inference>, x: &Layout, dims: 
 /// Drops from the inference of a backward op the steps that make its other arguments `~` on `axes`, which shard the reduced dims:
 /// there x and its cotangent are sharded, and the other arguments stay `=`.
 pub(super) fn keep_invariant_inputs(inferred: Rc<Inference>, axes: AxisSet) -> Rc<Inference> {
-    let mut inference = Rc::unwrap_or_clone(inferred);
+    let mut inference = inferred.into_adjustable();
     inference.steps.retain(|step| !(axes.contains(step.axis) && step.to == Placement::Replicate));
     if inference.steps.is_empty() {
         inference.targets.iter_mut().for_each(|target| *target = None);

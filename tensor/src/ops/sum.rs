@@ -39,7 +39,7 @@ impl Sum {
     ///
     /// # Errors
     /// `Kind::Shape` if a dim is out of range or named twice, or there are more than 12 dims.
-    pub fn over(ndim: usize, dims: &[usize], is_mean: bool) -> Result<Rc<dyn Op>> {
+    pub fn over(ndim: usize, dims: &[usize], is_mean: bool) -> Result<Sum> {
         let name = if is_mean { "mean" } else { "sum" };
         let mut sorted: Dims = dims.into();
         sorted.sort_unstable();
@@ -55,7 +55,7 @@ impl Sum {
 
     /// The sum over the first `count` dims, as in the vjp of a broadcast.
     #[must_use]
-    pub fn leading(ndim: usize, count: usize) -> Rc<dyn Op> {
+    pub fn leading(ndim: usize, count: usize) -> Sum {
         Sum::of(ndim, (0..count).collect(), false)
     }
 
@@ -76,9 +76,9 @@ impl Sum {
         [Scalar::Int(self.dims.len() as i64), Scalar::Real(scale)]
     }
 
-    fn of(ndim: usize, dims: Dims, is_mean: bool) -> Rc<dyn Op> {
+    fn of(ndim: usize, dims: Dims, is_mean: bool) -> Sum {
         let [signature, _] = reduction(ndim, &dims);
-        Rc::new(Sum { signature, ndim, dims, is_mean })
+        Sum { signature, ndim, dims, is_mean }
     }
 }
 
@@ -163,7 +163,7 @@ impl Expand {
     ///
     /// # Errors
     /// `Kind::Shape` if a dim is out of range, the dims do not ascend, or the result has more than 12 dims.
-    pub fn to(shape: &[usize], dims: &[usize]) -> Result<Rc<dyn Op>> {
+    pub fn to(shape: &[usize], dims: &[usize]) -> Result<Expand> {
         check_ndim("expand", shape.len())?;
         for &d in dims {
             check_dim("expand", shape.len(), d)?;
@@ -175,9 +175,9 @@ impl Expand {
     }
 
     /// The same, multiplied with `scale`.
-    fn scaled(shape: &[usize], dims: &[usize], scale: f64) -> Rc<dyn Op> {
+    fn scaled(shape: &[usize], dims: &[usize], scale: f64) -> Expand {
         let [_, signature] = reduction(shape.len(), dims);
-        Rc::new(Expand { signature, shape: shape.into(), dims: dims.into(), scale })
+        Expand { signature, shape: shape.into(), dims: dims.into(), scale }
     }
 }
 
@@ -227,9 +227,9 @@ impl Op for Expand {
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        let op = Sum::of(self.shape.len(), self.dims.clone(), false);
         cx.cotangents(|_| {
-            let sum = Tensor::apply_one(op.clone(), &[&cx.grad(0)]);
+            let op = Sum::of(self.shape.len(), self.dims.clone(), false);
+            let sum = Tensor::apply_one(op, &[&cx.grad(0)]);
             if self.scale == 1.0 { sum } else { scale(&sum, self.scale) }
         })
     }
@@ -237,10 +237,12 @@ impl Op for Expand {
 
 pub(super) fn cases() -> Vec<Case> {
     let sum = |ndim, dims: &[usize], is_mean, shape: &[usize]| {
-        Case::new(Sum::over(ndim, dims, is_mean).expect("dims of the case"), vec![Input::real(shape)])
+        let op = Sum::over(ndim, dims, is_mean).expect("dims of the case");
+        Case::new(Rc::new(op), vec![Input::real(shape)])
     };
     let expand = |shape: &[usize], dims: &[usize], x: &[usize]| {
-        Case::fixed_shape(Expand::to(shape, dims).expect("dims of the case"), vec![Input::real(x)]).exact()
+        let op = Expand::to(shape, dims).expect("dims of the case");
+        Case::fixed_shape(Rc::new(op), vec![Input::real(x)]).exact()
     };
     vec![
         sum(3, &[1], false, &[2, 5, 3]).exact(),
@@ -256,7 +258,7 @@ pub(super) fn cases() -> Vec<Case> {
         expand(&[5, 3], &[0, 1], &[]),
         expand(&[1, 1, 1], &[1], &[1, 1]),
         expand(&[3, 0], &[1], &[3]),
-        Case::fixed_shape(Expand::scaled(&[2, 3], &[0], 1.0), vec![Input::index(&[3], 9)]).exact(),
+        Case::fixed_shape(Rc::new(Expand::scaled(&[2, 3], &[0], 1.0)), vec![Input::index(&[3], 9)]).exact(),
     ]
 }
 

@@ -128,7 +128,8 @@ fn mean_by_the_local_extent() -> Vec<Case> {
         let scale = 1.0 / x[0].numel().max(1) as f64;
         local.launch(&reduce::SUM, &[x[0]], &[Scalar::Int(2), Scalar::Real(scale)])
     };
-    Broken { forward: Some(forward), ..Broken::of(Sum::over(2, &[0, 1], true).unwrap()) }.on(matrix())
+    Broken { forward: Some(forward), ..Broken::of(Rc::new(Sum::over(2, &[0, 1], true).unwrap())) }
+        .on(matrix())
 }
 
 fn dropout_by_the_local_index() -> Vec<Case> {
