@@ -81,13 +81,16 @@ impl Einsum {
 
     /// The contraction that gives the cotangent of argument `i`: the cotangent of the output takes the place of the argument.
     fn transpose(&self, i: usize) -> Einsum {
+        // The usual products, before the text is taken apart: the same as below, with the usual label names.
+        match (&*self.signature, i) {
+            (MATMUL, 0) => return matmul_nt(),
+            (MATMUL, _) => return matmul_tn(),
+            _ => {}
+        }
         let (inputs, c) = self.signature.split_once("->").expect("checked when the op was made");
         let (a, b) = inputs.split_once(',').expect("checked when the op was made");
-        match (&*self.signature, i) {
-            // The same as below, with the usual label names.
-            (MATMUL, 0) => matmul_nt(),
-            (MATMUL, _) => matmul_tn(),
-            (_, 0) => Einsum::of(format!("{c}, {b} -> {a}")),
+        match i {
+            0 => Einsum::of(format!("{c}, {b} -> {a}")),
             _ => Einsum::of(format!("{a}, {c} -> {b}")),
         }
     }
