@@ -185,6 +185,13 @@ pub trait Backend: fmt::Debug + Send + Sync {
         Ok(Vec::new())
     }
 
+    /// Gives up the device, on which work never ends, such as an operation between ranks that a library cannot abort. Every wait of the host
+    /// for this device ends with an error of the call and its reason, and so does every later use of the device by this process. Any thread
+    /// may call this. Waits end only if [`Backend::running_async`] was called before.
+    fn give_up(&self, call: &'static str, why: String) {
+        let _ = (call, why);
+    }
+
     /// Makes later work here, and async work begun later, wait for the async work that writes a buffer.
     ///
     /// # Errors

@@ -11,11 +11,15 @@ use std::ffi::{c_int, c_void};
 use std::ops::Range;
 use std::ptr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::thread::Builder;
+use std::time::{Duration, Instant};
 
 /// How often a wait polls before it pauses between polls.
 const POLLS_MAX: usize = 100;
 const PAUSE: Duration = Duration::from_micros(100);
+
+/// How long the library may take to abort a communicator that is dropped.
+const DROP_TIME: Duration = Duration::from_secs(10);
 
 /// The function that an error names if work was aborted, or needs a communicator that was.
 pub const ABORTED: &str = "ncclCommAbort";
@@ -100,6 +104,8 @@ pub struct Communicator {
     size: usize,
     /// The address of the library's object; `None` once it is aborted. Calls hold the lock, waits do not.
     handle: Mutex<Option<usize>>,
+    /// Where the library writes the handles of splits whose waits were given up.
+    unfinished_splits: Mutex<Vec<usize>>,
 }
 
 /// The address of an object of the library.
@@ -144,17 +150,22 @@ impl Communicator {
         let answer =
             unsafe { (functions.ncclCommInitRankConfig)(new, int(size), id.raw(), int(rank), config) };
         functions.check("ncclCommInitRankConfig", answer)?;
-        let handle = Mutex::new(Some(new.expose_provenance()));
-        let joined = Communicator { nccl: nccl.clone(), rank, size, handle };
+        let joined = Communicator::new(nccl, (rank, size), new.expose_provenance());
         joined.wait("ncclCommInitRankConfig", tick)?;
         Ok(joined)
+    }
+
+    fn new(nccl: &Arc<Nccl>, (rank, size): (usize, usize), handle: usize) -> Communicator {
+        let (handle, unfinished_splits) = (Mutex::new(Some(handle)), Mutex::default());
+        Communicator { nccl: nccl.clone(), rank, size, handle, unfinished_splits }
     }
 
     /// Splits the communicator: ranks with one color join a new one, in the order of their ranks there. All ranks call it, those that join
     /// none without a group.
     ///
     /// # Errors
-    /// The errors of the library and of `tick`, as for [`Communicator::join`].
+    /// The errors of the library and of `tick`, as for [`Communicator::join`]. Then the new communicator, which the library may still make,
+    /// is aborted with this one.
     pub fn split<E: From<KernelError>>(
         &self,
         group: Option<&SplitGroup>,
@@ -168,11 +179,13 @@ impl Communicator {
             // SAFETY: the communicator is alive under the lock; both pointers are valid for ever.
             ("ncclCommSplit", unsafe { (functions.ncclCommSplit)(own, color, key, new, config) })
         })?;
-        self.wait("ncclCommSplit", tick)?;
+        self.wait("ncclCommSplit", tick).inspect_err(|_| {
+            self.unfinished_splits().push(new.expose_provenance());
+        })?;
         let Some(SplitGroup { rank, size, .. }) = group.copied() else { return Ok(None) };
         // SAFETY: the split is no longer in progress, so the library has written the handle and does not write it again.
         let handle = unsafe { new.read() }.expose_provenance();
-        let split = Communicator { nccl: self.nccl.clone(), rank, size, handle: Mutex::new(Some(handle)) };
+        let split = Communicator::new(&self.nccl, (rank, size), handle);
         split.wait("ncclCommSplit", tick)?;
         Ok(Some(split))
     }
@@ -281,6 +294,10 @@ impl Communicator {
         self.handle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn unfinished_splits(&self) -> MutexGuard<'_, Vec<usize>> {
+        self.unfinished_splits.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Makes a call with the library's object.
     fn call(
         &self,
@@ -338,29 +355,73 @@ impl Communicator {
         if is_aborted { Ok(()) } else { self.is_ready("an operation of NCCL").map(|_| ()) }
     }
 
-    /// Aborts the operations of the communicator, so that their streams continue; what they write has any contents then. Every later call
-    /// is an error.
-    pub fn abort(&self) {
-        let Some(own) = self.handle().take() else { return };
-        // SAFETY: the communicator was alive, and nobody has its handle any more.
-        let _ = unsafe { (self.nccl.functions.ncclCommAbort)(raw(own)) };
+    /// Aborts the operations of the communicator, so that their streams continue; what they write has any contents then. Aborts the
+    /// communicators of splits that were given up, too. Every later call is an error.
+    ///
+    /// # Errors
+    /// An error of the library, also if it does not answer within `limit`. Operations may wait on the GPU for ever then.
+    pub fn abort(&self, limit: Duration) -> Result<(), KernelError> {
+        let Some(own) = self.handle().take() else { return Ok(()) };
+        let splits = std::mem::take(&mut *self.unfinished_splits());
+        self.within(limit, ABORTED, move |functions| {
+            let abort = |handle: *mut RawComm| {
+                // SAFETY: the communicator was alive, and nobody has its handle any more.
+                functions.check(ABORTED, unsafe { (functions.ncclCommAbort)(handle) })
+            };
+            abort(raw(own))?;
+            for split in splits {
+                let new: *const *mut RawComm = ptr::with_exposed_provenance(split);
+                // SAFETY: never freed. The library ends a split before it frees the communicator that is split, so it has written the handle,
+                // or never does.
+                let new = unsafe { new.read() };
+                if !new.is_null() {
+                    abort(new)?;
+                }
+            }
+            Ok(())
+        })
     }
 
     /// Destroys the communicator, whose operations are done. All ranks call it.
     ///
     /// # Errors
-    /// An error of the library.
-    pub fn destroy(&self) -> Result<(), KernelError> {
+    /// An error of the library, also if it does not answer within `limit`.
+    pub fn destroy(&self, limit: Duration) -> Result<(), KernelError> {
+        if !self.unfinished_splits().is_empty() {
+            return self.abort(limit);
+        }
         let Some(own) = self.handle().take() else { return Ok(()) };
-        let functions = &self.nccl.functions;
-        // SAFETY: the communicator was alive, and nobody has its handle any more.
-        functions.check("ncclCommDestroy", unsafe { (functions.ncclCommDestroy)(raw(own)) }).map(|_| ())
+        self.within(limit, "ncclCommDestroy", move |functions| {
+            // SAFETY: the communicator was alive, and nobody has its handle any more.
+            functions.check("ncclCommDestroy", unsafe { (functions.ncclCommDestroy)(raw(own)) }).map(|_| ())
+        })
+    }
+
+    /// Makes a call that may wait for ever, on a thread of its own, which it leaves behind then.
+    fn within(
+        &self,
+        limit: Duration,
+        call: &'static str,
+        run: impl FnOnce(&Functions) -> Result<(), KernelError> + Send + 'static,
+    ) -> Result<(), KernelError> {
+        let failed = |why: String| KernelError::Device { call, why, lost_gpu: None };
+        let (nccl, start) = (self.nccl.clone(), Instant::now());
+        let thread = Builder::new().name("nccl-call".to_string()).spawn(move || run(&nccl.functions));
+        let thread = thread.map_err(|error| failed(format!("cannot start a thread: {error}")))?;
+        while !thread.is_finished() {
+            if start.elapsed() >= limit {
+                return Err(failed(format!("no answer within {limit:?}")));
+            }
+            std::thread::sleep(PAUSE);
+        }
+        thread.join().unwrap_or_else(|_| Err(failed("bug: the thread of the call panicked".to_string())))
     }
 }
 
 impl Drop for Communicator {
     fn drop(&mut self) {
-        self.abort();
+        // An error has nobody to go to. What waits for the operations may wait for ever then.
+        let _ = self.abort(DROP_TIME);
     }
 }
 

@@ -3,7 +3,7 @@
 
 mod fake_gpu;
 
-use fake_gpu::{FakeGpu, scenario_of_this_process};
+use fake_gpu::{CALLS, FakeGpu, own_folder, scenario_of_this_process};
 use shardgrad_kernels::cuda::{CudaDevice, SearchPaths};
 use shardgrad_kernels::{
     Backend, BackendConfig, BackendProvider, Buffer, DType, KernelError, ResultCheck, download, upload,
@@ -157,7 +157,7 @@ impl Member {
     /// Makes every call of the library, of which one is refused.
     fn every_call(&self, size: usize) -> Outcome<()> {
         self.all_operations(&self.comm, &(0..size).collect::<Vec<usize>>())?;
-        self.split(0, self.rank, size)?.destroy()
+        self.split(0, self.rank, size)?.destroy(LIMIT)
     }
 
     /// Begins an all-reduce and returns how its result is read: the error of the result check if it is aborted.
@@ -177,7 +177,7 @@ impl Member {
                     thread::sleep(Duration::from_millis(2));
                 }
                 is_valid.0.store(false, Ordering::SeqCst);
-                self.comm.abort();
+                self.comm.abort(LIMIT).unwrap();
             });
             self.down(&y, numel)
         })
@@ -193,6 +193,16 @@ fn arrive(folder: &Path, rank: usize) {
 fn wait_for(folder: &Path, ranks: Range<usize>) -> Outcome<()> {
     let mut tick = until_limit();
     while !ranks.clone().all(|rank| folder.join(format!("arrived{rank}")).exists()) {
+        tick()?;
+        thread::sleep(Duration::from_millis(1));
+    }
+    Ok(())
+}
+
+/// Waits until the library of this process has so many communicators.
+fn wait_for_communicators(count: usize) -> Outcome<()> {
+    let (file, mut tick) = (own_folder().join("communicators.txt"), until_limit());
+    while fs::read_to_string(&file).unwrap_or_default() != count.to_string() {
         tick()?;
         thread::sleep(Duration::from_millis(1));
     }
@@ -234,7 +244,7 @@ fn scenario(name: &str, folder: &Path, rank: usize, size: usize) -> Outcome<()> 
                 let split = member.split(of(&rank), key, members.len())?;
                 member.all_operations(&split, &members)?;
                 member.own.synchronize()?;
-                split.destroy()?;
+                split.destroy(LIMIT)?;
             }
             // Two ranks join a communicator, and others none.
             let (color, size) = (7, 2);
@@ -244,10 +254,10 @@ fn scenario(name: &str, folder: &Path, rank: usize, size: usize) -> Outcome<()> 
             if let Some(pair) = pair {
                 member.all_operations(&pair, &everyone[..2])?;
                 member.own.synchronize()?;
-                pair.destroy()?;
+                pair.destroy(LIMIT)?;
             }
             member.own.synchronize()?;
-            member.comm.destroy()?;
+            member.comm.destroy(LIMIT)?;
         }
         "lost" if rank == 0 => {
             wait_for(folder, 1..size)?;
@@ -275,7 +285,23 @@ fn scenario(name: &str, folder: &Path, rank: usize, size: usize) -> Outcome<()> 
             thread::sleep(Duration::from_millis(200 * rank as u64));
             member.all_operations(&member.comm, &everyone)?;
             member.own.synchronize()?;
-            member.comm.destroy()?;
+            member.comm.destroy(LIMIT)?;
+        }
+        // Rank 0 gives up its wait for a communicator that the library makes all the same, once rank 1 splits too.
+        "unfinished split" => {
+            let group = SplitGroup { color: 0, rank, size, num_blocks_max: 0 };
+            if rank == 0 {
+                let give_up = || KernelError::Device { call: "a wait", why: "enough".into(), lost_gpu: None };
+                let split = member.comm.split(Some(&group), &mut || Err(give_up()));
+                assert_eq!(message(split), "a wait: enough");
+                arrive(folder, 0);
+                wait_for_communicators(2)?;
+            } else {
+                wait_for(folder, 0..1)?;
+                drop(member.comm.split(Some(&group), &mut until_limit())?);
+            }
+            member.comm.abort(LIMIT)?;
+            wait_for_communicators(0)?;
         }
         _ => panic!("no scenario {name}"),
     }
@@ -319,22 +345,15 @@ fn unlike_calls_wait_until_they_are_aborted() {
 }
 
 #[test]
+fn communicator_of_a_split_that_is_given_up_is_aborted_with_its_parent() {
+    let Some(gpu) = FakeGpu::new("unfinished-split", "") else { return };
+    gpu.succeeds("unfinished split", 2);
+}
+
+#[test]
 fn refused_calls_are_errors_with_the_text_of_the_library() {
-    for call in [
-        "ncclGetUniqueId",
-        "ncclCommInitRankConfig",
-        "ncclCommSplit",
-        "ncclCommGetAsyncError",
-        "ncclCommDestroy",
-        "ncclGroupStart",
-        "ncclGroupEnd",
-        "ncclAllReduce",
-        "ncclReduceScatter",
-        "ncclAllGather",
-        "ncclBroadcast",
-        "ncclSend",
-        "ncclRecv",
-    ] {
+    // An abort follows another error only.
+    for call in CALLS.into_iter().filter(|call| *call != "ncclCommAbort") {
         // A rank alone sends to nobody.
         let size = if ["ncclSend", "ncclRecv"].contains(&call) { 2 } else { 1 };
         let Some(gpu) = FakeGpu::new("refused", "") else { return };

@@ -188,7 +188,11 @@ impl World {
         let outcome = outcome.and_then(|result| catch_errors(&self.mesh, index, finish).map(|()| result));
         outcome.map_err(|error| {
             endpoint.fail(error.clone());
-            endpoint.abort(error)
+            let error = endpoint.abort(error);
+            match &session {
+                Some(session) => session.abort(error),
+                None => error,
+            }
         })
     }
 }

@@ -79,6 +79,9 @@ pub(crate) trait TransportSession: fmt::Debug {
     /// Ends the session after all ranks have returned.
     fn finish(&self) -> Result<()>;
 
+    /// Ends the session after the world has failed, and adds to the error of this rank what fails meanwhile.
+    fn abort(&self, error: Error) -> Error;
+
     /// The error of this rank in place of one that only follows from the failure of the world.
     fn explain(&self, error: Error) -> Error;
 }

@@ -6,13 +6,14 @@ mod fake_gpu;
 mod faults;
 mod messages;
 
-use fake_gpu::{FakeGpu, scenario_of_this_process, succeeded};
+use fake_gpu::{FakeGpu, own_folder, refuse_in, scenario_of_this_process, succeeded};
 use shardgrad_dist::{
     AxisSet, Call, Error, Kind, Mesh, Origin, Phase, Process, Rank, ReduceOp, Result, Token, World,
 };
 use shardgrad_kernels::cuda::{CudaDevice, SearchPaths};
 use shardgrad_kernels::{Buffer, DType, download, upload};
 use std::fs;
+use std::hash::{BuildHasher, RandomState};
 use std::net::TcpListener;
 use std::panic::Location;
 use std::path::Path;
@@ -132,20 +133,42 @@ fn compare(mesh: &Mesh, rank: usize, results: &[(String, Vec<u8>)], is_exact: bo
     differing
 }
 
+/// A free port below the range of ephemeral ports, which connections of other tests take.
+fn free_port() -> u16 {
+    loop {
+        let port = 10_000 + (RandomState::new().hash_one(0) % 20_000) as u16;
+        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            return port;
+        }
+    }
+}
+
 fn port(folder: &Path, rank: usize) -> u16 {
     let file = folder.join("port");
     if rank == 0 {
-        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let port = free_port();
         fs::write(folder.join("draft"), port.to_string()).unwrap();
         fs::rename(folder.join("draft"), &file).unwrap();
         return port;
     }
-    loop {
-        match fs::read_to_string(&file) {
-            Ok(port) => return port.parse().unwrap(),
-            Err(_) => thread::sleep(Duration::from_millis(2)),
-        }
+    wait_for(&file);
+    fs::read_to_string(&file).unwrap().parse().unwrap()
+}
+
+/// Waits until a file is there.
+fn wait_for(file: &Path) {
+    let start = Instant::now();
+    while !file.exists() {
+        assert!(start.elapsed() < Duration::from_secs(60), "another rank does not write {}", file.display());
+        thread::sleep(Duration::from_millis(2));
     }
+}
+
+/// Waits until all ranks have come as far.
+fn meet(folder: &Path, rank: usize, size: usize) {
+    let file = |rank: usize| folder.join(format!("arrived-{rank}"));
+    fs::write(file(rank), "").unwrap();
+    (0..size).for_each(|rank| wait_for(&file(rank)));
 }
 
 /// Joins the world of a test as one process on its GPU.
@@ -269,7 +292,7 @@ fn scenario(name: &str, folder: &Path, rank: usize, size: usize) {
     let (name, mesh) = name.rsplit_once(' ').unwrap();
     let mesh = Mesh::parse(mesh).unwrap();
     assert_eq!(mesh.num_ranks(), size);
-    if let Some(name) = name.strip_prefix("lost ") {
+    if let Some(name) = name.strip_prefix("fault ") {
         return faults::scenario(name, folder, &mesh, rank);
     }
     if let Some(name) = name.strip_prefix("messages ") {
@@ -373,8 +396,7 @@ fn scenario(name: &str, folder: &Path, rank: usize, size: usize) {
             let error = joined(&|rank| {
                 sum(rank, 5)?;
                 if rank.index() == 1 {
-                    let own = std::env::var_os("SHARDGRAD_NCCL_PATH").unwrap();
-                    fs::write(Path::new(&own).join("refuse.txt"), "cuMemAlloc_v2 0 1000000 719\n")?;
+                    refuse_in(&own_folder(), "cuMemAlloc_v2", 1_000_000, 719);
                 }
                 sum(rank, 100 << 20 >> 2).map(|_| ())
             });
@@ -440,8 +462,7 @@ fn scenario(name: &str, folder: &Path, rank: usize, size: usize) {
             let error = joined(&|rank| {
                 sum(rank, 5)?;
                 if rank.index() == 1 {
-                    let own = std::env::var_os("SHARDGRAD_NCCL_PATH").unwrap();
-                    fs::write(Path::new(&own).join("refuse.txt"), "ncclCommGetAsyncError 0 1000000 2\n")?;
+                    refuse_in(&own_folder(), "ncclCommGetAsyncError", 1_000_000, 2);
                 }
                 let end = Instant::now() + Duration::from_secs(30);
                 while Instant::now() < end {

@@ -1,10 +1,10 @@
 //! Messages between ranks over NCCL: their order, their contents next to those of threads, and their failures.
 
-use super::fake_gpu::{FakeGpu, refuse_in};
+use super::fake_gpu::{FakeGpu, own_folder, refuse_in};
 use super::{call, contains, elements, join};
 use shardgrad_dist::{Axis, AxisSet, Kind, Mesh, Rank, Record, ReduceOp, Result, World, check_issue_order};
 use shardgrad_kernels::{DType, download, upload};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
@@ -133,8 +133,7 @@ pub(super) fn scenario(name: &str, folder: &Path, mesh: &Mesh, rank: usize) {
         // Elements do not go through TCP.
         "refused" => {
             if rank == 1 {
-                let own = PathBuf::from(std::env::var_os("SHARDGRAD_NCCL_PATH").unwrap());
-                refuse_in(&own, "ncclSend", 1_000_000, 5);
+                refuse_in(&own_folder(), "ncclSend", 1_000_000, 5);
             }
             let error = join(folder, mesh, rank, set_up, one_message).unwrap_err();
             let why = "ncclSend: invalid usage (5)";

@@ -328,6 +328,13 @@ impl Backend for Cuda {
         self.comm_streams.running()
     }
 
+    fn give_up(&self, call: &'static str, why: String) {
+        // The library waits for all work when it is dropped.
+        std::mem::forget(locked(&self.planner).library().clone());
+        let lost_gpu = Some(self.rank.number);
+        self.rank.stream.context().give_up(KernelError::Device { call, why, lost_gpu });
+    }
+
     fn wait_for_writer(&self, buffer: &Buffer) -> Result<(), KernelError> {
         self.comm_streams.wait_for_conflicts(iter::once(buffer), iter::empty())
     }

@@ -185,6 +185,7 @@ impl CommStreams {
     /// Returns for each stream the number of the operation that runs now, for which it is watched from now on.
     pub(super) fn running(&self) -> Result<Vec<Option<u64>>, KernelError> {
         self.rank.is_watched.store(true, Ordering::Relaxed);
+        self.rank.stream.context().poll_waits();
         let mut running = Vec::new();
         // That of collectives has its place before it is created.
         if self.collectives.get().is_none() {

@@ -193,6 +193,11 @@ impl MatmulPlanner {
         MatmulPlanner { library: library.clone(), precision, plans: HashMap::new() }
     }
 
+    /// Returns the library.
+    pub(super) fn library(&self) -> &Arc<CublasLt> {
+        &self.library
+    }
+
     /// Submits a product to a stream. Takes the addresses of a, b, c and of the epilogue operands, and a workspace that only this
     /// stream uses.
     ///

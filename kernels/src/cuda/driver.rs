@@ -12,7 +12,9 @@ use cudarc::driver::sys::{
 use std::ffi::{CStr, c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void};
 use std::path::Path;
 use std::ptr;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::time::Duration;
 
 foreign!(Table {
     // Whose context the caller has made current, in the numbering of this process.
@@ -74,6 +76,9 @@ const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
 const CONNECTIONS_MAX: &str = "32";
 /// Linux lists the threads of this process here.
 const OWN_THREADS: &str = "/proc/self/task";
+/// How often a wait of the host polls before it pauses between polls.
+const POLLS_MAX: usize = 1000;
+const POLL_PAUSE: Duration = Duration::from_micros(20);
 const NON_BLOCKING: c_uint = 1;
 const DISABLE_TIMING: c_uint = 2;
 
@@ -288,6 +293,10 @@ pub(super) struct Context {
     device: CUdevice,
     handle: usize,
     captures: Mutex<Captures>,
+    /// Whether waits of the host poll, so that [`Context::give_up`] ends them.
+    has_polled_waits: AtomicBool,
+    /// The error of every later call.
+    given_up: OnceLock<KernelError>,
 }
 
 impl Context {
@@ -298,8 +307,9 @@ impl Context {
         let mut handle = ptr::null_mut();
         // SAFETY: the out-pointer outlives the call; released once, when this is dropped.
         unsafe { table.cuDevicePrimaryCtxRetain(&mut handle, device) }?;
-        let captures = Mutex::default();
-        let own = Arc::new(Context { table, device, handle: handle.addr(), captures });
+        let (captures, has_polled_waits, given_up) = (Mutex::default(), false.into(), OnceLock::new());
+        let handle = handle.addr();
+        let own = Arc::new(Context { table, device, handle, captures, has_polled_waits, given_up });
         let OpenContexts(open) = OPEN_CONTEXTS.get_or_init(OpenContexts::default);
         let mut open = open.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(shared) = open.iter().filter_map(Weak::upgrade).find(|one| one.handle == own.handle) {
@@ -310,11 +320,28 @@ impl Context {
         Ok(own)
     }
 
-    /// Returns the driver functions, after making the context current on this thread.
+    /// Returns the driver functions, after making the context current on this thread. An error once the context is given up.
     pub(super) fn bound(&self) -> Result<&Table, KernelError> {
+        if let Some(why) = self.given_up.get() {
+            return Err(why.clone());
+        }
         // SAFETY: the context is retained while this lives.
         unsafe { self.table.cuCtxSetCurrent(self.handle as CUcontext) }?;
         Ok(&self.table)
+    }
+
+    /// Lets later waits of the host poll, so that [`Context::give_up`] ends them.
+    pub(super) fn poll_waits(&self) {
+        self.has_polled_waits.store(true, Ordering::Relaxed);
+    }
+
+    /// Gives up the GPU, on which work never ends: polled waits end with this error, and so does every later call. Nothing of the context
+    /// is freed any more, because the driver waits for all work first. The context stays open, so that this process does not use the GPU
+    /// again.
+    pub(super) fn give_up(self: &Arc<Context>, why: KernelError) {
+        if self.given_up.set(why).is_ok() {
+            std::mem::forget(self.clone());
+        }
     }
 
     /// Allocates GPU memory, aligned to 256 bytes; `None` if memory is short.
@@ -388,6 +415,7 @@ impl Context {
 }
 
 impl Drop for Context {
+    /// Not called for a context that is given up.
     fn drop(&mut self) {
         // SAFETY: retained once when this was created. An error at shutdown is ignored.
         let _ = unsafe { self.table.cuDevicePrimaryCtxRelease_v2(self.device) };
@@ -404,6 +432,15 @@ pub(super) struct Event {
 impl Event {
     /// Waits on the host until the event has occurred.
     pub(super) fn wait(&self) -> Result<(), KernelError> {
+        let mut num_polls = 0;
+        while self.context.has_polled_waits.load(Ordering::Relaxed) && !self.has_occurred()? {
+            // The driver spins first too.
+            match num_polls < POLLS_MAX {
+                true => std::thread::yield_now(),
+                false => std::thread::sleep(POLL_PAUSE),
+            }
+            num_polls += 1;
+        }
         // SAFETY: the event is alive.
         unsafe { self.context.bound()?.cuEventSynchronize(self.handle as CUevent) }
     }
@@ -505,6 +542,9 @@ impl Stream {
 
     /// Waits on the host until all submitted work is done.
     pub(super) fn synchronize(&self) -> Result<(), KernelError> {
+        if self.context.has_polled_waits.load(Ordering::Relaxed) {
+            return self.record_event()?.wait();
+        }
         // SAFETY: the stream is alive.
         unsafe { self.context.bound()?.cuStreamSynchronize(self.handle()) }
     }
@@ -544,17 +584,14 @@ impl Stream {
         (by, by_at): (&mut Pinned, usize),
     ) -> Result<Event, KernelError> {
         let (address, _) = device_range(to, at + from.len());
+        // First: the GPU may still write pinned memory of a context that is given up.
+        let table = self.context.bound()?;
         by.memory()[by_at..by_at + from.len()].copy_from_slice(from);
         // SAFETY: both memories have this many bytes, and live until the copy is done: freeing pinned memory waits, and buffers
         // return to an allocator whose chunks outlive the stream's work.
         unsafe {
             let staged: *const c_void = ptr::with_exposed_provenance(by.start + by_at);
-            self.context.bound()?.cuMemcpyHtoDAsync_v2(
-                address + at as u64,
-                staged,
-                from.len(),
-                self.handle(),
-            )?;
+            table.cuMemcpyHtoDAsync_v2(address + at as u64, staged, from.len(), self.handle())?;
         }
         self.record_event()
     }
@@ -569,13 +606,14 @@ impl Stream {
     ) -> Result<(), KernelError> {
         let (address, _) = device_range(from, at + to.len());
         assert!(to.len() <= by.bytes, "bug: a copy is longer than its staging memory");
-        // SAFETY: both memories have this many bytes, and the copy is done before either is used again.
+        // SAFETY: both memories have this many bytes, and the copy is done before either is used again. If the wait fails, the context is lost
+        // or given up, and neither is used or freed any more.
         unsafe {
             let into: *mut c_void = ptr::with_exposed_provenance_mut(by.start);
             let table = self.context.bound()?;
             table.cuMemcpyDtoHAsync_v2(into, address + at as u64, to.len(), self.handle())?;
-            table.cuStreamSynchronize(self.handle())?;
         }
+        self.synchronize()?;
         to.copy_from_slice(&by.memory()[..to.len()]);
         Ok(())
     }

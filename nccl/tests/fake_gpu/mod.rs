@@ -10,6 +10,24 @@ use std::{env, fs, thread};
 
 /// The time after which a process of a test aborts itself: it hangs.
 const LIMIT: Duration = Duration::from_secs(280);
+/// The functions of NCCL that may fail.
+pub(crate) const CALLS: [&str; 14] = [
+    "ncclGetUniqueId",
+    "ncclCommInitRankConfig",
+    "ncclCommSplit",
+    "ncclCommGetAsyncError",
+    "ncclCommAbort",
+    "ncclCommDestroy",
+    "ncclGroupStart",
+    "ncclGroupEnd",
+    "ncclAllReduce",
+    "ncclReduceScatter",
+    "ncclAllGather",
+    "ncclBroadcast",
+    "ncclSend",
+    "ncclRecv",
+];
+
 /// The most ranks of a test.
 const RANKS_MAX: usize = 4;
 /// The variables of a process of a test: what it does, its rank, the number of ranks, and the folder of the test.
@@ -99,6 +117,11 @@ impl FakeGpu {
 /// (`kernels/src/cuda/fake/nccl.h`).
 pub(crate) fn refuse_in(folder: &Path, call: &str, times: usize, code: i32) {
     fs::write(folder.join("refuse.txt"), format!("{call} 0 {times} {code}\n")).unwrap();
+}
+
+/// The folder of the libraries of this process, a rank of a test.
+pub(crate) fn own_folder() -> PathBuf {
+    PathBuf::from(env::var_os("SHARDGRAD_NCCL_PATH").expect("a process of a test has its own libraries"))
 }
 
 impl Drop for FakeGpu {

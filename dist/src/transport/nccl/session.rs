@@ -73,14 +73,20 @@ impl Session {
             let help = "look for warnings of NCCL on the other ranks (NCCL_DEBUG=WARN); raise the timeout with --timeout";
             Err(Error::new(Kind::Timeout, why).detail("help", help))
         };
-        let joined = Joined::of(&nccl, &**backend, &id, (mesh, rank), &mut check);
-        // A process that ends while ranks join makes the library fail too: the cause is reported.
-        let joined = joined.map_err(|error| match is_consequence(endpoint, &error) {
-            true => tcp.check().err().unwrap_or(error),
-            false => error,
+        let (mut communicators, rank_text, limit) = (Vec::new(), mesh.describe(rank), tcp.limit());
+        let joined = Joined::of(&nccl, &**backend, &id, (mesh, rank), &mut communicators, &mut check);
+        let joined = joined.map_err(|error| {
+            // A process that ends while ranks join makes the library fail too: the cause is reported.
+            if is_consequence(endpoint, &error) {
+                return tcp.check().err().unwrap_or(error);
+            }
+            // Before the communicators end, which is an error of the other ranks.
+            let error = error.detail("rank", rank_text.clone());
+            endpoint.fail_everywhere(error.clone());
+            error
         });
-        let Joined { communicators, by_bits, long_axes, links } = joined?;
-        let watched = Arc::new(Watched::new(endpoint, mesh.describe(rank), communicators));
+        let Joined { by_bits, long_axes, links } = joined?;
+        let watched = Arc::new(Watched::new(endpoint, rank_text, communicators, backend, limit));
         let pending = PendingCalls::new(endpoint);
         backend.set_result_check(Arc::new(ComparedResults(pending.clone())));
         // From the first operation on.
@@ -88,10 +94,8 @@ impl Session {
         let messages = Arc::new(Messages::new(links, &watched, backend));
         let (threads, backend) = (Mutex::default(), backend.clone());
         let session = Session { watched, pending, by_bits, long_axes, messages, threads, backend };
-        let (watched, backend, pending) =
-            (session.watched.clone(), session.backend.clone(), session.pending.clone());
-        let limit = tcp.limit();
-        session.spawn_checked("nccl-watchdog", move || watched.watch(&*backend, &pending, limit))?;
+        let (watched, pending) = (session.watched.clone(), session.pending.clone());
+        session.spawn_checked("nccl-watchdog", move || watched.watch(&pending))?;
         let comparer = tcp.comparer(&session.pending);
         session.spawn_checked("nccl-comparer", move || comparer.run())?;
         let (messages, tcp, pending) =
@@ -141,9 +145,8 @@ impl Session {
     }
 }
 
-/// The communicators of a rank.
+/// What the communicators of a rank are for, by their numbers.
 struct Joined {
-    communicators: Vec<Communicator>,
     /// The communicator of the group over some axes, by the bits of the axes with several ranks.
     by_bits: HashMap<u16, usize>,
     /// The axes with several ranks.
@@ -152,7 +155,8 @@ struct Joined {
 }
 
 impl Joined {
-    /// Joins the communicators with all other ranks, which call this too.
+    /// Joins the communicators with all other ranks, which call this too. After an error too, `communicators` has those that the rank has
+    /// joined.
     ///
     /// # Errors
     /// The errors of the library and of `check`.
@@ -161,12 +165,13 @@ impl Joined {
         backend: &dyn Backend,
         id: &UniqueId,
         (mesh, rank): (&Mesh, usize),
+        communicators: &mut Vec<Communicator>,
         check: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Joined> {
         let long_axes: AxisSet = mesh.axes().filter(|axis| mesh.size(*axis) > 1).collect();
         let all = Communicator::join(nccl, backend, id, (rank, mesh.num_ranks()), check)?;
         let mut by_bits = HashMap::from([(long_axes.bits(), 0)]);
-        let mut communicators = vec![all];
+        communicators.push(all);
         // Every rank makes them in this order, and before its function runs: a split is a call of all ranks.
         for bits in 1..long_axes.bits() {
             let axes: AxisSet = mesh.axes().filter(|axis| bits & AxisSet::one(*axis).bits() != 0).collect();
@@ -180,8 +185,8 @@ impl Joined {
             by_bits.insert(bits, communicators.len());
             communicators.push(split.expect("bug: a split without the rank's communicator"));
         }
-        let links = Links::join(mesh, rank, &mut communicators, check)?;
-        Ok(Joined { communicators, by_bits, long_axes, links })
+        let links = Links::join(mesh, rank, communicators, check)?;
+        Ok(Joined { by_bits, long_axes, links })
     }
 }
 
@@ -191,13 +196,25 @@ impl TransportSession for Session {
         self.pending.wait_until(Duration::ZERO, || self.messages.are_sent())?;
         self.backend.synchronize().map_err(|error| self.explain(error.into()))?;
         self.end_threads();
+        let Watched { communicators, rank_text, limit, .. } = &*self.watched;
+        let failed = |error: KernelError| Error::from(error).detail("rank", rank_text.clone());
         // Splits first.
-        self.watched.communicators.iter().rev().try_for_each(|communicator| Ok(communicator.destroy()?))
+        communicators.iter().rev().try_for_each(|communicator| communicator.destroy(*limit).map_err(failed))
+    }
+
+    fn abort(&self, error: Error) -> Error {
+        self.end_threads();
+        self.watched.abort();
+        match self.watched.given_up() {
+            Some(why) => error.detail("GPU", format!("given up, with all operations on it: {why}")),
+            None => error,
+        }
     }
 
     /// The failure of the world in place of an error that says that work of this rank was aborted, which happens after that failure.
     fn explain(&self, error: Error) -> Error {
-        let is_aborted = error.kind() == Kind::Device && error.message().starts_with(ABORTED);
+        // The message names the GPU first if it is given up.
+        let is_aborted = error.kind() == Kind::Device && error.message().contains(ABORTED);
         if is_aborted { self.pending.failure_error() } else { error }
     }
 }

@@ -5,6 +5,7 @@ use crate::transport::tcp::{Endpoint, PendingCalls};
 use shardgrad_kernels::{Backend, KernelError};
 use shardgrad_nccl::Communicator;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 /// The interval at which the watchdog looks whether the world has failed.
@@ -45,6 +46,14 @@ pub(super) struct Watched {
     /// That of all ranks first, then those of groups, then those of messages.
     pub(super) communicators: Vec<Communicator>,
     is_over: AtomicBool,
+    /// How long an operation may run on the GPU, and how long the library may take to end.
+    pub(super) limit: Duration,
+    /// Whether the communicators are aborted. An abort holds the lock.
+    is_aborted: Mutex<bool>,
+    /// Why the GPU is given up.
+    given_up: OnceLock<String>,
+    /// Outlives the communicators.
+    backend: Arc<dyn Backend>,
 }
 
 /// Whether an error follows from the failure of the world, as most errors of the library do. Waits a moment for that failure.
@@ -63,9 +72,16 @@ impl Watched {
         is_consequence(&self.endpoint, error)
     }
 
-    pub(super) fn new(endpoint: &Endpoint, rank_text: String, communicators: Vec<Communicator>) -> Watched {
-        let is_over = AtomicBool::new(false);
-        Watched { endpoint: endpoint.clone(), rank_text, communicators, is_over }
+    pub(super) fn new(
+        endpoint: &Endpoint,
+        rank_text: String,
+        communicators: Vec<Communicator>,
+        backend: &Arc<dyn Backend>,
+        limit: Duration,
+    ) -> Watched {
+        let (endpoint, backend) = (endpoint.clone(), backend.clone());
+        let (is_over, is_aborted, given_up) = (AtomicBool::new(false), Mutex::default(), OnceLock::new());
+        Watched { endpoint, rank_text, communicators, is_over, limit, is_aborted, given_up, backend }
     }
 
     /// Ends the watchdog.
@@ -74,8 +90,9 @@ impl Watched {
     }
 
     /// Aborts the communicators as soon as the world has failed, and fails the world if a communicator has, or if the GPU waits for longer
-    /// than `limit` in a call that is compared.
-    pub(super) fn watch(&self, backend: &dyn Backend, pending: &PendingCalls, limit: Duration) {
+    /// than the limit in a call that is compared.
+    pub(super) fn watch(&self, pending: &PendingCalls) {
+        let limit = self.limit;
         let (mut asked, mut clocks) = (Instant::now(), StreamClocks::default());
         let mut found: Option<(Instant, KernelError)> = None;
         while !self.is_over.load(Ordering::SeqCst) {
@@ -86,7 +103,7 @@ impl Watched {
             if found.is_none() && asked.elapsed() >= ASK_EVERY {
                 asked = Instant::now();
                 let error = self.communicators.iter().find_map(|communicator| communicator.check().err());
-                let stuck = backend.running_async().map(|running| {
+                let stuck = self.backend.running_async().map(|running| {
                     let is_compared = pending.are_compared();
                     clocks.advance(&running, |waited| is_compared && waited > limit)
                 });
@@ -102,9 +119,30 @@ impl Watched {
         }
     }
 
-    /// Aborts all communicators. What their operations write is not read any more: the world has failed before.
+    /// Aborts all communicators. What their operations write is not read any more: the world has failed before. If the library refuses
+    /// that, or does not answer within the limit, operations may stay on the GPU for ever: gives it up, so that no wait of the rank hangs.
     pub(super) fn abort(&self) {
-        self.communicators.iter().rev().for_each(Communicator::abort);
+        let mut is_aborted = self.is_aborted.lock().unwrap_or_else(PoisonError::into_inner);
+        if std::mem::replace(&mut *is_aborted, true) {
+            return;
+        }
+        let mut first = None;
+        for communicator in self.communicators.iter().rev() {
+            // After an error nobody waits for the others.
+            let limit = if first.is_some() { Duration::ZERO } else { self.limit };
+            first = first.or(communicator.abort(limit).err());
+        }
+        if let Some(error) = first {
+            let _ = self.given_up.set(error.to_string());
+            if let KernelError::Device { call, why, .. } = error {
+                self.backend.give_up(call, why);
+            }
+        }
+    }
+
+    /// Why the GPU is given up, if it is.
+    pub(super) fn given_up(&self) -> Option<&str> {
+        self.given_up.get().map(String::as_str)
     }
 }
 

@@ -39,7 +39,8 @@ enum Misbehavior {
     DIES = -1,
     // The call returns late.
     LATE = -2,
-    // What the call begins never ends: an operation, a group of them, a communicator, a question whether it is in progress.
+    // What the call begins never ends: an operation, a group of them, a communicator, a question whether it is in progress. A call that begins
+    // nothing never returns.
     STUCK = -3,
     // The operation has another reduction than the rank has asked for, as if it had made another call than its peers.
     UNLIKE = -4,
@@ -75,12 +76,28 @@ struct NcclComm : Object {
     std::atomic<int> error{NCCL_SUCCESS};
     // Operations that are submitted and not done.
     std::atomic<int> pending{0};
+    // The threads that make it and that split it. An abort waits for them.
+    std::atomic<int> num_setups{0};
+    // That of which it is a split, while it is made.
+    std::atomic<const NcclComm *> parent{nullptr};
 
     NcclComm(std::string name, int rank, int size) : Object(KIND), name(std::move(name)), rank(rank), size(size), sockets(size, -1) {}
 
+    bool is_aborted() const {
+        const NcclComm *maker = parent;
+        return aborted || (maker && maker->aborted);
+    }
     // Waits, as a kernel that spins, until the communicator is aborted.
     void hang() const {
-        while (!aborted) usleep(500);
+        while (!is_aborted()) usleep(500);
+    }
+    // Runs a part of the set-up on a thread.
+    void set_up(std::function<void()> part) {
+        ++num_setups;
+        std::thread([this, part = std::move(part)] {
+            part();
+            --num_setups;
+        }).detach();
     }
     bool lose(int peer) {
         nccl_failed(0, "the connection to rank " + std::to_string(peer) + " is closed");
@@ -105,7 +122,7 @@ struct NcclComm : Object {
                 if (polls[peer].events == 0) polls[peer].fd = -1;
             }
             if (is_done) return true;
-            if (aborted) return false;
+            if (is_aborted()) return false;
             poll(polls.data(), nfds_t(size), 2);
             for (int peer = 0; peer < size; ++peer) {
                 if (polls[peer].revents & POLLOUT) {
@@ -136,7 +153,7 @@ struct NcclComm : Object {
         socklen_t length = address(rank, at);
         if (bind(listener, reinterpret_cast<sockaddr *>(&at), length) != 0 || listen(listener, size) != 0)
             return fail_setup("rank " + std::to_string(rank) + " joined twice");
-        for (int peer = 0; peer < rank && !aborted;) {
+        for (int peer = 0; peer < rank && !is_aborted();) {
             const int connection = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
             length = address(peer, at);
             if (connect(connection, reinterpret_cast<sockaddr *>(&at), length) == 0) {
@@ -148,7 +165,7 @@ struct NcclComm : Object {
             close(connection);
             usleep(1000);
         }
-        for (int missing = size - 1 - rank; missing > 0 && !aborted;) {
+        for (int missing = size - 1 - rank; missing > 0 && !is_aborted();) {
             const int connection = accept4(listener, nullptr, nullptr, SOCK_CLOEXEC);
             if (connection < 0) {
                 usleep(1000);
@@ -160,13 +177,26 @@ struct NcclComm : Object {
             --missing;
         }
         close(listener);
-        if (!aborted) state = NCCL_SUCCESS;
+        if (!is_aborted()) state = NCCL_SUCCESS;
     }
     void fail_setup(const std::string &why) {
         nccl_failed(0, why);
         error = NCCL_SYSTEM_ERROR;
     }
 };
+
+// Leaves in communicators.txt how many communicators are neither aborted nor destroyed. The lock is held.
+void count_communicators() {
+    int count = 0;
+    for (const void *object : objects) {
+        const auto *one = static_cast<const Object *>(object);
+        count += strcmp(one->kind, NcclComm::KIND) == 0 && !one->destroyed;
+    }
+    std::ofstream(folder() + "/communicators.txt") << count;
+}
+void never_returns(int code) {
+    while (code == STUCK) usleep(1000000);
+}
 
 size_t nccl_bytes(int type) {
     switch (type) {
@@ -375,7 +405,8 @@ API int ncclCommInitRankConfig(void **to, int size, NcclUniqueId id, int rank, N
     const Held held(lock);
     auto *comm = new NcclComm(id.internal, rank, size);
     *to = comm;
-    if (code != STUCK) std::thread([comm] { comm->connect_all(); }).detach();
+    if (code != STUCK) comm->set_up([comm] { comm->connect_all(); });
+    count_communicators();
     return NCCL_IN_PROGRESS;
 }
 API int ncclCommSplit(void *handle, int color, int key, void **to, NcclConfig *config) {
@@ -390,7 +421,7 @@ API int ncclCommSplit(void *handle, int color, int key, void **to, NcclConfig *c
     comm->state = NCCL_IN_PROGRESS;
     if (code == STUCK) return NCCL_IN_PROGRESS;
     const std::string name = comm->name + "." + std::to_string(comm->splits++) + "." + std::to_string(color);
-    std::thread([=] {
+    comm->set_up([=] {
         std::vector<std::pair<int, int>> all(comm->size);
         std::pair<int, int> own = {color, key};
         all[comm->rank] = own;
@@ -415,12 +446,17 @@ API int ncclCommSplit(void *handle, int color, int key, void **to, NcclConfig *c
         {
             const Held held(lock);
             made = new NcclComm(name, rank, size);
+            made->parent = comm;
+            ++made->num_setups;
             // As in NCCL, the handle is there once the parent is no longer in progress.
             *to = made;
+            count_communicators();
         }
         comm->state = NCCL_SUCCESS;
         made->connect_all();
-    }).detach();
+        made->parent = nullptr;
+        --made->num_setups;
+    });
     return NCCL_IN_PROGRESS;
 }
 API int ncclCommGetAsyncError(void *handle, int *state) {
@@ -433,21 +469,28 @@ API int ncclCommGetAsyncError(void *handle, int *state) {
     return *state = injected ? injected : comm->error ? int(comm->error) : int(comm->state), NCCL_SUCCESS;
 }
 API int ncclCommAbort(void *handle) {
-    if (const int code = nccl_refused("ncclCommAbort")) return code;
-    const Held held(lock);
-    auto *comm = object_of<NcclComm>(handle, "ncclCommAbort");
-    if (!comm) return NCCL_INVALID_ARGUMENT;
-    comm->aborted = comm->destroyed = true;
-    for (const int connection : comm->sockets) shutdown(connection, SHUT_RDWR);
+    if (const int code = nccl_refused("ncclCommAbort")) return never_returns(code), code;
+    NcclComm *comm;
+    {
+        const Held held(lock);
+        comm = object_of<NcclComm>(handle, "ncclCommAbort");
+        if (!comm) return NCCL_INVALID_ARGUMENT;
+        comm->aborted = comm->destroyed = true;
+        for (const int connection : comm->sockets) shutdown(connection, SHUT_RDWR);
+        count_communicators();
+    }
+    // As in NCCL, no thread makes or splits it any more.
+    while (comm->num_setups != 0) usleep(500);
     return NCCL_SUCCESS;
 }
 API int ncclCommDestroy(void *handle) {
-    if (const int code = nccl_refused("ncclCommDestroy")) return code;
+    if (const int code = nccl_refused("ncclCommDestroy")) return never_returns(code), code;
     const Held held(lock);
     auto *comm = object_of<NcclComm>(handle, "ncclCommDestroy");
     if (!comm) return NCCL_INVALID_ARGUMENT;
     if (comm->pending != 0) return fault("ncclCommDestroy: an operation still runs"), NCCL_INVALID_USAGE;
     comm->destroyed = true;
+    count_communicators();
     for (const int connection : comm->sockets) close(connection);
     return NCCL_SUCCESS;
 }
