@@ -54,7 +54,7 @@ pub(crate) struct StepMetrics {
 }
 
 /// The load of the experts in a step.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct ExpertMetrics {
     /// The tokens of the expert with most tokens divided by the mean over the experts of its layer; mean over the layers.
     pub(crate) expert_imbalance: f64,
@@ -64,6 +64,10 @@ pub(crate) struct ExpertMetrics {
     pub(crate) expert_tokens_min: f64,
     /// The most tokens of an expert of any layer.
     pub(crate) expert_tokens_max: f64,
+    /// The tokens of each expert, a list for each layer in the order of the model; empty in files of earlier versions. Not among the
+    /// scalars of TensorBoard: one for each expert of each layer would be too many.
+    #[serde(default)]
+    pub(crate) tokens_per_expert: Vec<Vec<u64>>,
 }
 
 impl ExpertMetrics {
@@ -72,15 +76,25 @@ impl ExpertMetrics {
         let load = ExpertLoad::of(report)?;
         let [expert_tokens_min, expert_tokens_max] = load.token_range();
         let (expert_imbalance, expert_imbalance_max) = (load.mean_imbalance(), load.max_imbalance());
-        Some(ExpertMetrics { expert_imbalance, expert_imbalance_max, expert_tokens_min, expert_tokens_max })
+        // Sums of ones are whole numbers.
+        let whole = |tokens: &Vec<f64>| tokens.iter().map(|n| *n as u64).collect();
+        let tokens_per_expert = load.layers.iter().map(|(_, tokens)| whole(tokens)).collect();
+        Some(ExpertMetrics {
+            expert_imbalance,
+            expert_imbalance_max,
+            expert_tokens_min,
+            expert_tokens_max,
+            tokens_per_expert,
+        })
     }
 
-    fn scalars(&self) -> [(&'static str, Scalar); 4] {
+    fn scalars(&self) -> [(&'static str, Scalar); 5] {
         [
             ("expert_imbalance", self.expert_imbalance.into()),
             ("expert_imbalance_max", self.expert_imbalance_max.into()),
             ("expert_tokens_min", self.expert_tokens_min.into()),
             ("expert_tokens_max", self.expert_tokens_max.into()),
+            ("tokens_per_expert", self.tokens_per_expert.clone().into()),
         ]
     }
 }
@@ -353,6 +367,7 @@ mod tests {
             expert_imbalance_max: 2.0,
             expert_tokens_min: 0.0,
             expert_tokens_max: 8.0,
+            tokens_per_expert: vec![vec![2, 2], vec![0, 8]],
         });
         StepMetrics {
             step,
@@ -385,7 +400,7 @@ mod tests {
         let text = fs::read_to_string(&path).unwrap();
         let rest = text.strip_prefix(first).unwrap();
         assert!(rest.starts_with("{\"step\":2,\"loss\":null,"), "{rest}");
-        let load = "\"expert_imbalance\":1.5,\"expert_imbalance_max\":2.0,\"expert_tokens_min\":0.0,\"expert_tokens_max\":8.0";
+        let load = "\"expert_imbalance\":1.5,\"expert_imbalance_max\":2.0,\"expert_tokens_min\":0.0,\"expert_tokens_max\":8.0,\"tokens_per_expert\":[[2,2],[0,8]]";
         let hash = "\"state_hash\":\"0123456789abcdef0123456789abcdef\"";
         let end = format!("\"loss_scale\":32768.0,\"skipped\":false,{load},{hash},\"val_loss\":2.5}}\n");
         assert!(rest.ends_with(&end), "{rest}");
@@ -470,7 +485,9 @@ mod tests {
         metrics.begin_step(&known).unwrap();
         metrics.writer.wait().unwrap();
         assert!(
-            text().ends_with("\"expert_tokens_max\":8.0,\"state_hash\":\"0123456789abcdef0123456789abcdef\""),
+            text().ends_with(
+                "\"tokens_per_expert\":[[2,2],[0,8]],\"state_hash\":\"0123456789abcdef0123456789abcdef\""
+            ),
             "{}",
             text()
         );

@@ -214,14 +214,15 @@ fn run_leaves_metrics_plot_and_model_readable_on_another_mesh() {
         line["loss"].as_f64().unwrap()
     });
     assert!(losses.iter().all(|l| relative_eq!(*l, losses[0], max_relative = 1e-5)), "{losses:?}");
-    // Ranks of an axis that a command does not shard over would all do the same work.
-    let generate = ["generate", "--model", &model, "--prompt", "The ", "--mesh", "cp=2"];
-    let (code, message) = exit_code_and_stderr(&generate);
-    let (why, axes) = ("generation does not support cp", "use dp, fsdp, pp, ep or tp; weights");
-    assert!(code == 2 && message.contains(why) && message.contains(axes), "{message}");
     let generate = ["generate", "--model", &model, "--prompt", "The ", "--tokens", "5", "--greedy", "--json"];
-    let texts = ["", "tp=2", "pp=2", "fsdp=2"]
-        .map(|mesh| shardgrad(&[&generate[..], &["--mesh", mesh]].concat()).stdout);
+    let meshes =
+        ["", "tp=2", "pp=2", "fsdp=2", "cp=2", "cp=2 --context ring", "cp=2,tp=2 --context exchange"];
+    let texts = meshes.map(|mesh| {
+        let output =
+            shardgrad(&generate.into_iter().chain(["--mesh"]).chain(mesh.split(' ')).collect::<Vec<_>>());
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        output.stdout
+    });
     assert!(texts.iter().all(|text| *text == texts[0]), "generation does not depend on the mesh");
 }
 

@@ -115,11 +115,18 @@ fn balanced_runs_log_the_load_and_resume_alike_on_other_meshes() {
     };
     let (alone, many) = (lines(&alone), lines(&many));
     assert_eq!((alone.len(), many.len()), (4, 4));
+    let whole = |line: &serde_json::Value, of: &str| {
+        line[format!("expert_tokens_{of}")].as_f64().map(|tokens| tokens as u64)
+    };
     for (a, b) in alone.iter().zip(&many) {
-        for field in ["expert_imbalance", "expert_imbalance_max", "expert_tokens_min", "expert_tokens_max"] {
+        let fields = ["expert_imbalance", "expert_imbalance_max", "expert_tokens_min", "expert_tokens_max"];
+        for field in fields.into_iter().chain(["tokens_per_expert"]) {
             assert_eq!(a[field], b[field], "{field}: {a} {b}");
         }
         assert!(a["expert_imbalance"].as_f64().is_some_and(|x| (1.0..=8.0).contains(&x)), "{a}");
+        let layers = a["tokens_per_expert"].as_array().unwrap();
+        let tokens = layers.iter().flat_map(|layer| layer.as_array().unwrap()).map(|n| n.as_u64().unwrap());
+        assert_eq!((tokens.clone().max(), tokens.min()), (whole(a, "max"), whole(a, "min")), "{a}");
     }
     let config = std::fs::read_to_string(folder.path("many/model/config.json")).unwrap();
     assert!(config.contains("\"router_bias_update_rate\": 0.05"), "{config}");

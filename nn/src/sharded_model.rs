@@ -40,6 +40,8 @@ pub struct Model<M> {
     /// Bytes up to which a pipeline rank keeps gathered parameters for the step; `None` for any number.
     gathered_bytes_max: Option<usize>,
     bucket_bytes: BucketBytes,
+    /// The axes that shard the tokens of batches, outermost first.
+    token_axes: Vec<Axis>,
     hooks: HooksVersion,
 }
 
@@ -139,6 +141,7 @@ impl<M: Module> Model<M> {
         plan.check_all_axes_used(rank.mesh(), &used)?;
         plan.check_one_zero_axis(rank.mesh())?;
         let (mut gather_groups, mut kept_params) = (GroupedParams::new(), Vec::new());
+        let gradient_bytes = gradient_bytes(rank, &layouts);
         for ((name, param), (stored, compute)) in params.iter().zip(layouts) {
             let policy = match &compute {
                 Some(compute) => policy_in_group(plan, &mut gather_groups, (name, param), [&stored, compute]),
@@ -161,7 +164,8 @@ impl<M: Module> Model<M> {
         });
         let params = params.into_iter().map(|(_, param)| param).collect();
         let (rank, hooks) = (rank.clone(), HooksVersion::default());
-        let bucket_bytes = plan.bucket_bytes(rank.mesh());
+        let bucket_bytes = plan.bucket_bytes(rank.world().mesh(), gradient_bytes);
+        let token_axes = plan.token_axes(rank.mesh()).collect();
         Ok(Model {
             module,
             rank,
@@ -174,6 +178,7 @@ impl<M: Module> Model<M> {
             gather_order,
             gathered_bytes_max: plan.gathered_bytes_max,
             bucket_bytes,
+            token_axes,
             hooks,
         })
     }
@@ -231,6 +236,17 @@ impl<M: Module> Model<M> {
             Placement::Shard(_) => layout.with_placement(axis, Placement::Invariant),
             _ => layout,
         })
+    }
+
+    /// Lays ids `[1, t]`, equal on all ranks, out for a forward pass with a KV cache: tokens are sharded as those of batches. Fewer tokens
+    /// than ranks stay copies: each rank computes them without communication where it has all keys.
+    pub(crate) fn shard_new_tokens(&self, ids: Tensor) -> Tensor {
+        let num_ranks: usize = self.token_axes.iter().map(|axis| self.rank.mesh().size(*axis)).product();
+        if ids.shape()[1] < num_ranks {
+            return ids;
+        }
+        let sharded = |layout: Layout, axis: &Axis| layout.with_placement(*axis, Placement::Shard(1));
+        ids.to_layout(&self.token_axes.iter().fold(ids.layout().clone(), sharded))
     }
 
     /// The dtype of computation.
@@ -478,6 +494,18 @@ fn param_layouts(
     let (stored, computed) = make().map_err(name_parameter)?;
     let computed = (computed != stored).then_some(computed);
     Ok((stored, computed))
+}
+
+/// The bytes of the gradients of a rank before they are reduced, from the stored and computed layouts of all parameters: the most of all
+/// ranks, and for a stage of a pipeline the mean of the stages.
+fn gradient_bytes(rank: &Rank, layouts: &[(Layout, Option<Layout>)]) -> usize {
+    let bytes = |(stored, computed): &(Layout, Option<Layout>)| {
+        let dims = computed.as_ref().unwrap_or(stored).dims().iter();
+        let numel: usize = dims.map(|dim| dim.max_local_extent(rank.mesh())).product();
+        numel * stored.dtype().size()
+    };
+    let num_stages = rank.world().mesh().num_ranks() / rank.mesh().num_ranks();
+    layouts.iter().map(bytes).sum::<usize>() / num_stages
 }
 
 /// Returns the placements by rules of a name where there are some for an axis, and else the inherited ones.

@@ -32,7 +32,6 @@ pub(crate) use train::TrainArgs;
 use super::ranks::{Ranks, process};
 use crate::data::{ReadOptions, Split, TokenWidth, is_source_file};
 pub(crate) use axes::check_experts;
-use axes::{EVALUATION, GENERATION, TRAINING};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
 use device_choice::DeviceChoice;
@@ -323,28 +322,18 @@ impl RunArgs {
     /// Returns the ranks of a training run on a mesh.
     ///
     /// # Errors
-    /// As [`RunArgs::evaluation_world`].
+    /// As [`RunArgs::inference_world`].
     pub(crate) fn training_world(&self, mesh: &Mesh, styles: &ParallelismArgs) -> Result<Ranks> {
-        styles.check_axes(mesh, &TRAINING)?;
-        RunArgs { mesh: mesh.clone(), ..self.clone() }.ranks()
+        RunArgs { mesh: mesh.clone(), ..self.clone() }.inference_world(styles)
     }
 
-    /// Returns the ranks of a command that evaluates a model.
+    /// Returns the ranks of a command that evaluates a model or generates with it.
     ///
     /// # Errors
-    /// `Kind::Config` for too many ranks in one process; `Kind::Unsupported` for mesh axes that the command does not shard over, and
-    /// for a device that this machine or build does not have.
-    pub(crate) fn evaluation_world(&self, styles: &ParallelismArgs) -> Result<Ranks> {
-        styles.check_axes(&self.mesh, &EVALUATION)?;
-        self.ranks()
-    }
-
-    /// Returns the ranks of a command that generates token by token.
-    ///
-    /// # Errors
-    /// As [`RunArgs::evaluation_world`].
-    pub(crate) fn generation_world(&self, styles: &ParallelismArgs) -> Result<Ranks> {
-        styles.check_axes(&self.mesh, &GENERATION)?;
+    /// `Kind::Config` for too many ranks in one process; `Kind::Mesh` for unknown mesh axes; `Kind::Unsupported` for a device that this
+    /// machine or build does not have.
+    pub(crate) fn inference_world(&self, styles: &ParallelismArgs) -> Result<Ranks> {
+        styles.check_axes(&self.mesh)?;
         self.ranks()
     }
 
@@ -522,9 +511,9 @@ impl ExplainArgs {
     /// Returns the mesh of the step.
     ///
     /// # Errors
-    /// `Kind::Unsupported` for axes that no plan shards over; `Kind::Config` for too many ranks.
+    /// `Kind::Mesh` for axes that no plan shards over; `Kind::Config` for too many ranks.
     pub(crate) fn mesh(&self) -> Result<&Mesh> {
-        self.parallelism.check_axes(&self.mesh, &TRAINING)?;
+        self.parallelism.check_axes(&self.mesh)?;
         let (num_ranks, most) = (self.mesh.num_ranks(), defaults::EXPLAINED_MAX);
         if num_ranks > most {
             let why = format!("--mesh has {num_ranks} ranks; `explain` supports at most {most}");

@@ -24,7 +24,7 @@ pub(crate) fn run(args: &EvalArgs, startup: &Startup) -> Result<()> {
     end_at_signals("eval", has_launcher())?;
     let config = config_of(&args.model)?;
     let seq = args.seq(&config)?;
-    let ranks = args.run.evaluation_world(&args.parallelism)?.started_by(startup);
+    let ranks = args.run.inference_world(&args.parallelism)?.started_by(startup);
     check_experts(&args.run.mesh, &config)?;
     args.parallelism.check(&args.run.mesh)?;
     let plan = args.parallelism.inference_plan(LanguageModel::plan(&config));

@@ -23,7 +23,7 @@ pub(crate) fn run(args: &GenerateArgs, startup: &Startup) -> Result<()> {
     end_at_signals("generate", has_launcher())?;
     let config = config_of(&args.model)?;
     refuse_encoders(&config)?;
-    let ranks = args.run.generation_world(&args.parallelism)?.started_by(startup);
+    let ranks = args.run.inference_world(&args.parallelism)?.started_by(startup);
     check_experts(&args.run.mesh, &config)?;
     args.parallelism.check(&args.run.mesh)?;
     let plan = args.parallelism.inference_plan(LanguageModel::plan(&config));
@@ -194,7 +194,7 @@ mod tests {
             let ends = [one[6], one[4]];
             let at = one.iter().position(|token| ends.contains(token)).unwrap();
             assert_eq!(results("", &plain, &ends), one[..at]);
-            for mesh in ["tp=2", "dp=2,tp=2", "pp=2", "pp=3,tp=2", "dp=2,pp=2"] {
+            for mesh in ["tp=2", "dp=2,tp=2", "pp=2", "pp=3,tp=2", "dp=2,pp=2", "cp=2", "cp=2,tp=2"] {
                 assert!(
                     results(mesh, &plain, &[]) == one && results(mesh, &sharp, &[]) == other,
                     "{preset} on {mesh}"

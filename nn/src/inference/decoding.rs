@@ -11,6 +11,10 @@ use std::cell::RefCell;
 /// Feeds a text to a causal language model token by token and returns the logits of the next token. Every rank feeds the same
 /// tokens and gets the same logits.
 ///
+/// Under context parallelism a list of tokens is sharded over its axis, as a batch is; a list with fewer tokens than ranks, as one new
+/// token, is computed by every rank. The cache has the keys and values of all tokens on every rank, also under a ring; under an exchange
+/// it is sharded by heads.
+///
 /// A text can grow longer than the model's positions. When the positions are used up, the session keeps the last half of the
 /// text as the new context and feeds that half again, so the amortized cost of a token stays little more than one forward step.
 #[doc(alias = "generate")]
@@ -94,7 +98,8 @@ impl<'a> DecodingSession<'a> {
             new.drain(..new.len() - context_len.min(new.len()));
         }
         self.is_cache_complete = false;
-        let ids = Tensor::from_host(self.decoder.model().rank(), &[1, new.len()], &new)?;
+        let model = self.decoder.model();
+        let ids = model.shard_new_tokens(Tensor::from_host(model.rank(), &[1, new.len()], &new)?);
         let logits = self.decoder.next_token_logits(ids)?.to_f64()?;
         if starts_again {
             self.context.clear();

@@ -29,6 +29,8 @@ pub enum Scalar {
     Hash(StateHash),
     /// A text, which an event file does not have.
     Text(String),
+    /// Lists of counts, as the tokens of the experts of each layer, which an event file does not have.
+    Counts(Vec<Vec<u64>>),
 }
 
 impl From<f64> for Scalar {
@@ -49,6 +51,12 @@ impl From<String> for Scalar {
     }
 }
 
+impl From<Vec<Vec<u64>>> for Scalar {
+    fn from(counts: Vec<Vec<u64>>) -> Scalar {
+        Scalar::Counts(counts)
+    }
+}
+
 impl From<StateHash> for Scalar {
     fn from(hash: StateHash) -> Scalar {
         Scalar::Hash(hash)
@@ -62,6 +70,7 @@ impl Scalar {
             Scalar::Flag(flag) => flag.to_string(),
             Scalar::Hash(hash) => format!("\"{hash}\""),
             Scalar::Text(text) => serde_json::Value::from(text.as_str()).to_string(),
+            Scalar::Counts(counts) => serde_json::Value::from(counts.clone()).to_string(),
         }
     }
 
@@ -70,7 +79,7 @@ impl Scalar {
         match self {
             Scalar::Number(number) => Some(*number),
             Scalar::Flag(flag) => Some(f64::from(u8::from(*flag))),
-            Scalar::Hash(_) | Scalar::Text(_) => None,
+            Scalar::Hash(_) | Scalar::Text(_) | Scalar::Counts(_) => None,
         }
     }
 }

@@ -1,5 +1,6 @@
 //! Steps that the models share: checking ids, and applying all blocks.
 
+use crate::layer::kv_cache::with_all_tokens;
 use shardgrad_autograd::Var;
 use shardgrad_tensor::{Error, Kind, Value, unwind};
 
@@ -31,9 +32,10 @@ pub(super) fn run_blocks<B>(blocks: &[B], x: Var, recompute: bool, forward: impl
     })
 }
 
-/// The last token of `[b, t, d]`: `[b, 1, d]`. Taken after the last norm, where sequence parallelism gathers the tokens.
+/// The last token of `[b, t, d]`: `[b, 1, d]`. Taken after the last norm, where sequence parallelism gathers the tokens; those that are
+/// still sharded, by context parallelism, are gathered here.
 #[track_caller]
 pub(super) fn last_token(x: &Var) -> Var {
     let t = x.shape()[1];
-    x.slice(1, t - 1..t)
+    with_all_tokens(x).slice(1, t - 1..t)
 }

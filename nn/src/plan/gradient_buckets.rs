@@ -5,13 +5,20 @@ use shardgrad_autograd::BucketBytes;
 use shardgrad_tensor::Mesh;
 use std::fmt;
 
+/// In stages 2 and 3 of ZeRO, the buckets that would hold all gradients of a rank: their memory stays a small part of that of the states.
+const BUCKETS_PER_PASS_MIN: usize = 16;
+
+/// The bytes below which that does not make buckets smaller: many small calls would cost more than the memory.
+const SHARE_BYTES_MIN: usize = 64 << 10;
+
 /// Units of bytes, the largest first.
 const UNITS: [(&str, usize); 3] = [("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
 
 impl Plan {
     /// Sets the bytes at which buckets of gradients are closed: of the first bucket of a backward pass, and of all others. The default
     /// is 1 MiB and 25 MiB; on a mesh of several axes and in stage 3 of ZeRO, where a backward pass also makes calls that block, 1 MiB and
-    /// 4 MiB: such a call waits for at most two buckets.
+    /// 4 MiB: such a call waits for at most two buckets. In stages 2 and 3, where a pass holds no whole gradients but those of its buckets,
+    /// a bucket closes at 1 / 16 of a rank's gradients at the latest, but not below 64 KiB.
     ///
     /// Gradients that the same ranks reduce share a collective, in the order in which the backward pass completes them. Large buckets
     /// make few calls, small ones begin early and take less memory; a gradient of at least `others` bytes travels by itself, so that
@@ -24,14 +31,22 @@ impl Plan {
         self
     }
 
-    /// The sizes of the buckets of gradients on a mesh.
-    pub(crate) fn bucket_bytes(&self, mesh: &Mesh) -> BucketBytes {
+    /// The sizes of the buckets of gradients on a mesh with all axes, for gradients of so many bytes on a rank.
+    pub(crate) fn bucket_bytes(&self, mesh: &Mesh, gradient_bytes: usize) -> BucketBytes {
+        if let Some(stated) = self.gradient_buckets {
+            return stated;
+        }
+        let stage = self.zero_on(mesh).map_or(0, |(stage, _)| stage);
         let num_axes = mesh.axes().filter(|axis| mesh.size(*axis) > 1).count();
-        let has_blocking_calls = num_axes > 1 || self.zero_on(mesh).is_some_and(|(stage, _)| stage == 3);
-        self.gradient_buckets.unwrap_or_else(|| match has_blocking_calls {
+        let BucketBytes { first, others } = match num_axes > 1 || stage == 3 {
             true => BucketBytes::between_blocking_calls(),
             false => BucketBytes::default(),
-        })
+        };
+        let most = match stage {
+            2 | 3 => (gradient_bytes / BUCKETS_PER_PASS_MIN).max(SHARE_BYTES_MIN),
+            _ => usize::MAX,
+        };
+        BucketBytes { first: first.min(most), others: others.min(most) }
     }
 
     /// Writes the line of the plan, if sizes are stated.
@@ -72,7 +87,7 @@ mod tests {
     use super::*;
 
     fn on(plan: &Plan, mesh: &str) -> BucketBytes {
-        plan.bucket_bytes(&Mesh::parse(mesh).unwrap())
+        plan.bucket_bytes(&Mesh::parse(mesh).unwrap(), 1 << 30)
     }
 
     #[test]
@@ -102,6 +117,21 @@ mod tests {
         assert_eq!(others(Plan::new(), "pp=2,dp=2"), 4);
         assert_eq!(others(Plan::fsdp("fsdp"), "fsdp=2"), 4);
         assert_eq!(on(&Plan::new(), "dp=2").first, on(&Plan::new(), "dp=2,tp=2").first);
+    }
+
+    #[test]
+    fn buckets_of_sharded_gradients_are_a_share_of_them() {
+        let on = |plan: Plan, mesh: &str, mib: usize| {
+            let bytes = plan.bucket_bytes(&Mesh::parse(mesh).unwrap(), mib << 20);
+            (bytes.first >> 10, bytes.others >> 10)
+        };
+        assert_eq!(on(Plan::zero(1, "dp"), "dp=4", 32), (1024, 25 << 10), "gradients are whole");
+        assert_eq!(on(Plan::zero(2, "dp"), "dp=4", 32), (1024, 2048));
+        assert_eq!(on(Plan::fsdp("fsdp"), "dp=2,fsdp=2", 8), (512, 512));
+        assert_eq!(on(Plan::zero(3, "dp"), "dp=4", 640), (1024, 4096), "no larger than between other calls");
+        assert_eq!(on(Plan::zero(2, "dp"), "dp=2", 0), (64, 64));
+        let stated = Plan::zero(2, "dp").gradient_buckets(3 << 20, 5 << 20);
+        assert_eq!(on(stated, "dp=2", 8), (3072, 5120));
     }
 
     #[test]

@@ -200,8 +200,17 @@ impl Plan {
 
     /// The axes of several ranks that shard the rows of batches, outermost first.
     pub(crate) fn row_axes<'a>(&'a self, mesh: &'a Mesh) -> impl Iterator<Item = Axis> + 'a {
-        let rows = self.batch.iter().filter(|(_, dim)| *dim == 0);
-        rows.filter_map(|(name, _)| mesh.axis(name)).filter(|axis| mesh.size(*axis) > 1)
+        self.batch_axes(0, mesh)
+    }
+
+    /// The axes of several ranks that shard the tokens of batches, outermost first.
+    pub(crate) fn token_axes<'a>(&'a self, mesh: &'a Mesh) -> impl Iterator<Item = Axis> + 'a {
+        self.batch_axes(1, mesh)
+    }
+
+    fn batch_axes<'a>(&'a self, dim: usize, mesh: &'a Mesh) -> impl Iterator<Item = Axis> + 'a {
+        let of_dim = self.batch.iter().filter(move |(_, d)| *d == dim);
+        of_dim.filter_map(|(name, _)| mesh.axis(name)).filter(|axis| mesh.size(*axis) > 1)
     }
 
     /// Whether a rule places activations on an axis.

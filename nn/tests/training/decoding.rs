@@ -2,12 +2,13 @@
 
 use crate::llama;
 use crate::support::{VOCAB, config, max_difference, run};
+use crate::traces::traced;
 use shardgrad_autograd::Var;
 use shardgrad_nn::{
     DecodingSession, InferenceModel, LanguageModel, LlamaConfig, LlamaKind, Model, ModelConfig, Param, Plan,
     ResultRanks,
 };
-use shardgrad_tensor::{DType, Error, Kind, Layout, Mesh, Phase, Rank, Result, Tensor, Value, World};
+use shardgrad_tensor::{DType, Error, Kind, Mesh, Phase, Rank, Record, Result, Tensor, Value, World};
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;
@@ -55,6 +56,47 @@ fn plans_of_sequence_parallelism_decode_as_one_rank() {
             }
         }
     }
+}
+
+/// Tokens sharded over `cp`, in the forms in which queries meet keys, with lists shorter than the ranks, and more ranks than heads.
+#[test]
+fn plans_of_context_parallelism_decode_as_one_rank() {
+    for config in configs() {
+        // Longer than the 8 positions, so that the context is truncated and the cache starts anew.
+        let (text, parts) = (text(15), [5, 1, 2, 3, 1, 1, 2]);
+        let alone = run("", |rank| fed(&mut DecodingSession::new(&model(rank, &config)?), &text, &parts));
+        for form in [Plan::clone, |plan: &Plan| plan.clone().ring(), |plan: &Plan| plan.clone().exchange()] {
+            let plan = form(&LanguageModel::plan(&config));
+            for mesh in ["cp=2", "cp=3", "cp=2,tp=2", "dp=2,cp=2", "pp=2,cp=2"] {
+                let ranks = run(mesh, |rank| {
+                    let model = inference_model_of(rank, &config, &plan)?;
+                    fed(&mut DecodingSession::in_stages(&model), &text, &parts)
+                });
+                for found in &ranks {
+                    assert!(*found == ranks[0], "{mesh}: ranks disagree under\n{plan}");
+                    for (n, (one, other)) in alone[0].iter().zip(found).enumerate() {
+                        assert!(max_difference(one, other) < 1e-12, "{mesh}: part {n} differs under\n{plan}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// A list of tokens is sharded over the ranks of `cp`, and one new token is computed without communication.
+#[test]
+fn ranks_of_context_parallelism_share_a_prompt() {
+    let config = ModelConfig::from(config());
+    run("cp=2", |rank| {
+        let model = model(rank, &config)?;
+        let mut session = DecodingSession::new(&model);
+        let records = traced(rank, || session.feed(&text(6)).map(drop))?;
+        let gathered = |r: &&Record| r.op == "all_gather" && r.path.ends_with(".keys");
+        assert_eq!(records.iter().filter(gathered).count(), model.new_kv_cache().layers().count());
+        let records = traced(rank, || session.feed(&[1]).map(drop))?;
+        assert!(records.iter().all(|r| r.bytes == 0), "{records:?}");
+        Ok(())
+    });
 }
 
 /// The logits after the last token of a text, by one forward pass without a cache.
@@ -343,10 +385,17 @@ fn fed(session: &mut DecodingSession<'_>, text: &[i64], parts: &[usize]) -> Resu
 }
 
 fn inference_model(rank: &Rank, config: &ModelConfig) -> Result<InferenceModel<LanguageModel>> {
-    let ids = |rank: &Rank| Ok(vec![Layout::invariant(rank.mesh(), DType::I64, &[1, 8])]);
+    inference_model_of(rank, config, &LanguageModel::plan(config))
+}
+
+fn inference_model_of(
+    rank: &Rank,
+    config: &ModelConfig,
+    plan: &Plan,
+) -> Result<InferenceModel<LanguageModel>> {
+    let ids = |rank: &Rank| Ok(vec![plan.batch_layout(rank.mesh(), DType::I64, &[1, 8])?]);
     let logits = |model: &LanguageModel, x: &[Var]| Ok(vec![model.forward(&x[0])]);
-    let plan = LanguageModel::plan(config);
-    InferenceModel::new(rank, LanguageModel::new(config), &plan, 5, DType::F64, ids, logits)
+    InferenceModel::new(rank, LanguageModel::new(config), plan, 5, DType::F64, ids, logits)
 }
 
 /// Results of an inference model have the bits of one rank, wherever they are requested, and a stage holds its own parameters only.

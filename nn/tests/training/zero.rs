@@ -433,12 +433,12 @@ fn forward_pass_goes_on_while_the_next_group_waits_for_other_ranks() {
 }
 
 /// Bytes that a rank holds, counted by its allocator: between two microbatches of a step, and at the peak of the step.
-fn held(plan: &Plan, mesh: &str) -> (usize, usize) {
-    // A bucket would hold gradients of all layers of so small a model.
-    let plan = Plan::data_parallel("dp").and(plan.clone()).gradient_buckets(0, 0);
+fn held(plan: &Plan, mesh: &str, num_layers: usize) -> (usize, usize) {
+    let plan = Plan::data_parallel("dp").and(plan.clone());
     let held = |rank: &Rank| {
         let before = rank.backend().memory().in_use_bytes;
-        let model = deep(rank, &plan, Precision::mixed(DType::BF16))?;
+        let module = Deep::with_layers(num_layers);
+        let model = Model::with_precision(rank, module, &plan, 1, Precision::mixed(DType::BF16))?;
         let mut optim = AdamW::new(1e-3);
         let mut between = 0;
         for _ in 0..2 {
@@ -461,11 +461,13 @@ fn bytes_per_rank_follow_closed_formulas() {
     let near = |bytes: usize, formula: usize| bytes >= formula && bytes < formula + 2048;
     let p = PARAMS;
     for (mesh, n) in [("dp=2", 2), ("dp=4", 4)] {
+        // A bucket would hold gradients of all layers of so small a model.
+        let held = |plan: Plan| held(&plan.gradient_buckets(0, 0), mesh, LAYERS);
         let [none, one, two, three] = [
-            held(&Plan::new(), mesh),
-            held(&Plan::zero(1, "dp"), mesh),
-            held(&Plan::zero(2, "dp"), mesh),
-            held(&Plan::zero(3, "dp"), mesh),
+            held(Plan::new()),
+            held(Plan::zero(1, "dp")),
+            held(Plan::zero(2, "dp")),
+            held(Plan::zero(3, "dp")),
         ];
         let formulas = [18 * p, 6 * p + 12 * p / n, 2 * p + 16 * p / n, 16 * p / n];
         for ((bytes, _), formula) in [none, one, two, three].into_iter().zip(formulas) {
@@ -480,5 +482,25 @@ fn bytes_per_rank_follow_closed_formulas() {
             assert!(*peak < formula + passing, "{mesh}: {peaks:?}, by formula {formula} and {passing}");
         }
         assert!(peaks.is_sorted_by(|a, b| a > b), "{mesh}: {peaks:?}");
+    }
+}
+
+/// With the default buckets of gradients, whose gradients, packed copies and results take at most P bytes more than the states, and the
+/// gradients that exceed a bucket.
+#[test]
+fn peaks_with_buckets_stay_near_the_formulas() {
+    let num_layers = 16 * LAYERS;
+    let (p, gradient) = (num_layers * GROUP, WIDTH * WIDTH * 4);
+    for (mesh, n) in [("dp=2", 2), ("dp=4", 4)] {
+        let formulas = [2 * p + 16 * p / n, 16 * p / n + 2 * 2 * GROUP];
+        for (stage, formula) in [2, 3].into_iter().zip(formulas) {
+            let (_, peak) = held(&Plan::zero(stage, "dp"), mesh, num_layers);
+            let bound = formula + p + 5 * gradient + 8192;
+            println!("stage {stage}, {mesh}: peak {peak}, formula {formula}, P {p}, bound {bound}");
+            assert!(
+                peak < bound,
+                "stage {stage}, {mesh}: {peak} bytes, by formula {formula} and at most {bound}"
+            );
+        }
     }
 }

@@ -49,7 +49,7 @@ fn train_defaults_match_the_readme() {
     let config = args.model.config().unwrap();
     assert!(args.seq(&config).unwrap() <= config.max_positions());
     assert_eq!(config.vocab_size(), crate::data::Corpus::VOCAB);
-    args.run.evaluation_world(&args.parallelism).unwrap();
+    args.run.inference_world(&args.parallelism).unwrap();
 }
 
 #[test]
@@ -259,7 +259,7 @@ fn seq_is_bounded_by_model_positions() {
 #[test]
 fn number_of_rank_threads_is_limited() {
     let args = train("--mesh dp=1000,tp=1000");
-    let error = args.run.evaluation_world(&args.parallelism).unwrap_err();
+    let error = args.run.inference_world(&args.parallelism).unwrap_err();
     assert_eq!(error.message(), "--mesh has 1000000 ranks; one process runs at most 256");
     assert!(
         matches!(parse("explain --mesh dp=1000,tp=1000").unwrap(), Command::Explain(a) if a.mesh.num_ranks() == 1_000_000)
