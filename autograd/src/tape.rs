@@ -601,7 +601,7 @@ impl Tape {
 /// A buffer that a tape keeps for the backward pass.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SavedBuffer {
-    /// The path in the model of the op that saved it first: the name of the parameter or activation point used last.
+    /// The path in the model of the op that saved the buffer first: that of the parameter or activation point that was used last before the op.
     pub path: String,
     /// The name of the op; `checkpoint` for a checkpointed block.
     pub op: &'static str,

@@ -21,7 +21,7 @@ use apply::apply_with_options;
 pub use apply::{OpHandle, apply, meta, run};
 pub(crate) use apply::{OutputOptions, apply_first};
 pub use canonical_sum::{CanonicalForm, LeafCut, NodeLeaves};
-pub(crate) use canonical_sum::{leaves_of_elements, refuse_order_of_ranks, sum_leaves};
+pub(crate) use canonical_sum::{refuse_order_of_ranks, sum_leaves, sum_nodes, sum_ranges};
 pub use decomposition::{Decomposition, Operand, Point, decomposition};
 pub use error_text::suggested_repairs;
 pub use forward_context::ForwardContext;

@@ -3,7 +3,7 @@
 //!
 //! Nodes save the number of a leaf in place of its gathered tensor, so that the leaf alone holds it. When the group of a parameter
 //! comes into use, the gathers of the next group begin: on a communication stream or thread they run while the group in use is computed
-//! with. Small parameters of a group share a collective. In the backward pass the recorded nodes tell which group is next, in
+//! with. Small parameters of a group share a collective. In the backward pass the recorded nodes determine the next group, in
 //! a forward pass the forward pass before. All ranks run the same ops, so that all gather in the same order.
 //!
 //! Microbatches of a pipeline are in flight together, each on a tape of its own: a forward pass frees its groups at its end, so that

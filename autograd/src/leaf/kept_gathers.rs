@@ -1,6 +1,6 @@
-//! Small parameters whose gathered form is kept for the step (ZeRO 1 and 2, stages of pipelines): the first use of one gathers all of
-//! them, in shared collectives. They are needed in any case, and kept until the gradients are taken: gathering them early takes no more
-//! memory.
+//! Small parameters whose gathered form is kept for the step (ZeRO 1 and 2, stages of pipelines): the first use of such a
+//! parameter gathers all of them, in shared collectives. The step needs and holds all of them until the gradients are taken, so that to
+//! gather early takes no more memory.
 
 use super::gather_groups::{GatherMember, GatheredLifetime, Place};
 use super::{Leaves, largest_numel};

@@ -18,7 +18,7 @@ use std::time::Instant;
 const TABLE: &str = include_str!("canonical_meshes.txt");
 
 /// The rows that run with every `cargo test`, and those that are refused.
-const NUM_IN_GATE: usize = 10;
+const NUM_IN_GATE: usize = 11;
 
 /// The steps of a run in the gate, and of all runs with `SHARDGRAD_MESHES=all`.
 const STEPS: [u64; 2] = [4, 100];
@@ -58,6 +58,8 @@ fn config(model: &str, tokens: usize) -> ModelConfig {
         // Without dropout of attention weights attention is one kernel.
         "gpt2-fused" => gpt2(0.0).into(),
         "llama" => llama(LlamaKind::Llama).into(),
+        // With norms of heads.
+        "qwen3" => llama(LlamaKind::Qwen3).into(),
         "mixtral" => LlamaConfig {
             experts: Some(ExpertsConfig {
                 output_router_logits: true,
@@ -121,12 +123,13 @@ impl Row {
         self.run().train_as(&self.plan, &self.mesh, self.microbatches, steps, [None, None])
     }
 
-    /// What the error of a trainer on the mesh says.
+    /// What the error of a trainer on the mesh, or of its first step, says.
     fn refusal_found(&self) -> String {
         let run = self.run();
         let world = World::new(Mesh::parse(&self.mesh).unwrap());
-        let made = world.launch(|rank| run.trainer(rank, &self.plan, self.microbatches).map(|_| ()));
-        made.map_or_else(|error| error.to_string(), |_| "nothing is refused".to_string())
+        let trained =
+            world.launch(|rank| run.trainer(rank, &self.plan, self.microbatches)?.step().map(|_| ()));
+        trained.map_or_else(|error| error.to_string(), |_| "nothing is refused".to_string())
     }
 }
 

@@ -115,33 +115,53 @@ fn cut_dims(op: &dyn Op, label: u8, local: &ForwardContext<'_>) -> Result<(Vec<O
     Ok((dims, summed))
 }
 
-/// Returns the leaf of each element of argument `i` of this rank, flattened, for an op that joins the leaves of the label itself that would
-/// be cut for it ([`CanonicalForm::Own`]): i64.
+/// Sums over the leaves of this rank of the label that is cut, for an op that joins the leaves of a node itself
+/// ([`CanonicalForm::Own`]): as [`sum_leaves`], with one output. `node` gets the parts of the arguments that have the elements of the
+/// node, and the leaf of each element of the first one, flattened: i64. The first argument has the label.
 ///
 /// # Errors
-/// As [`sum_leaves`].
-pub(crate) fn leaves_of_elements(
+/// `Kind::Unsupported` if another label that the op sums over is sharded; as [`sum_leaves`].
+pub(crate) fn sum_nodes(
     op: &dyn Op,
     tree: SumTree,
     local: &ForwardContext<'_>,
-    (i, x): (usize, &LocalTensor),
-) -> Result<LocalTensor> {
+    x: &[&LocalTensor],
+    node: impl Fn(&[LocalTensor], &LocalTensor) -> Result<LocalTensors>,
+) -> Result<LocalTensors> {
     let signature = Context::of(local.rank).signature(op.signature());
-    let mut leaves = vec![0i64; x.numel()];
-    if let Some(label) = cut_label(&signature, local.inference.labels()) {
-        let (dims, summed) = cut_dims(op, label, local)?;
-        if let (Some(dim), false) = (dims[i], leaves.is_empty()) {
-            let shape = &x.view.shape;
-            let inner: usize = shape[dim + 1..].iter().product();
-            let (_, held) = local_leaves(local.rank, tree, &summed)?;
+    let upload = |leaves: &[i64]| LocalTensor::upload(local.rank, &[leaves.len()], leaves);
+    let of_one_leaf = || {
+        let parts: Vec<LocalTensor> = x.iter().map(|x| (*x).clone()).collect();
+        node(&parts, &upload(&vec![0; x[0].numel()])?)
+    };
+    let Some(label) = cut_label(&signature, local.inference.labels()) else { return of_one_leaf() };
+    let (dims, summed) = cut_dims(op, label, local)?;
+    if summed.extent == 0 {
+        return of_one_leaf();
+    }
+    let dim = dims[0].expect("the first argument has the label that is cut");
+    let outputs = || Ok([local.output(0)?].into_iter().collect());
+    sum_leaves(local, x, (tree, &summed), outputs, |held| {
+        let range = held.range();
+        let parts = parts_of(x, &dims, &range);
+        let mut leaves = vec![0i64; parts[0].numel()];
+        let inner: usize = x[0].view.shape[dim + 1..].iter().product();
+        for block in leaves.chunks_exact_mut((range.len() * inner).max(1)) {
             for (leaf, pair) in (held.first..).zip(held.borders.windows(2)) {
-                for block in leaves.chunks_exact_mut(shape[dim] * inner) {
-                    block[pair[0] * inner..pair[1] * inner].fill(leaf as i64);
-                }
+                block[(pair[0] - range.start) * inner..(pair[1] - range.start) * inner].fill(leaf as i64);
             }
         }
-    }
-    LocalTensor::upload(local.rank, &[leaves.len()], &leaves)
+        node(&parts, &upload(&leaves)?)
+    })
+}
+
+/// Returns the parts of arguments with a range of the label that is cut, at these dims.
+fn parts_of(x: &[&LocalTensor], dims: &[Option<usize>], range: &Range<usize>) -> Vec<LocalTensor> {
+    let part = |(x, dim): (&&LocalTensor, &Option<usize>)| match dim {
+        Some(dim) => x.with_view(x.view.narrow(*dim, range.start, range.end)),
+        None => (*x).clone(),
+    };
+    x.iter().zip(dims).map(part).collect()
 }
 
 /// Runs the forward once for each leaf of a label, or for all leaves of a node at once, and joins the outputs.
@@ -170,20 +190,13 @@ fn leaves_joined(
         .enumerate()
         .map(|(i, dim)| dim.map(|_| local.output(i)).transpose())
         .collect::<Result<_>>()?;
-    let parts_of = |range: &Range<usize>| -> Vec<LocalTensor> {
-        let part = |(x, dim): (&&LocalTensor, &Option<usize>)| match dim {
-            Some(dim) => x.with_view(x.view.narrow(*dim, range.start, range.end)),
-            None => (*x).clone(),
-        };
-        x.iter().zip(&dims).map(part).collect()
-    };
     let sum_outputs = || {
         let sums = outputs.iter().enumerate().filter(|(_, dim)| dim.is_none());
         sums.map(|(i, _)| local.output(i)).collect::<Result<LocalTensors>>()
     };
     let sums = sum_leaves(local, x, (tree, &summed), sum_outputs, |leaves| {
         leaves.sum_each(rank, |range| {
-            let parts = parts_of(&range);
+            let parts = parts_of(x, &dims, &range);
             let leaf = start + range.start..start + range.end;
             let local = ForwardContext { leaf: Some((label, leaf)), ..*local };
             let mut results = op.forward(&local, &parts.iter().collect::<Vec<_>>())?;
@@ -323,6 +336,25 @@ pub(crate) fn sum_leaves(
     zeros.into_iter().enumerate().map(join).collect()
 }
 
+/// [`sum_leaves`] of one output like `like`, of which `part` sums the range of a leaf.
+///
+/// # Errors
+/// As [`sum_leaves`]; errors of `part`.
+pub(crate) fn sum_ranges(
+    local: &ForwardContext<'_>,
+    x: &LocalTensor,
+    (tree, dim): (SumTree, &Dim),
+    like: &LocalTensor,
+    part: impl Fn(Range<usize>) -> Result<LocalTensor>,
+) -> Result<LocalTensor> {
+    let outputs =
+        || Ok([LocalTensor::alloc(local.rank, like.dtype, &like.view.shape)?].into_iter().collect());
+    let mut sums = sum_leaves(local, &[x], (tree, dim), outputs, |leaves| {
+        leaves.sum_each(local.rank, |range| Ok([part(range)?].into_iter().collect()))
+    })?;
+    Ok(sums.pop().expect("one sum"))
+}
+
 /// Returns the axes that shard a dim, and the leaves of this rank.
 fn local_leaves(rank: &Rank, tree: SumTree, dim: &Dim) -> Result<(AxisSet, NodeLeaves)> {
     let (mesh, coordinates) = (rank.mesh(), rank.coordinates());
@@ -420,6 +452,7 @@ mod tests {
     use crate::methods::value::Value;
     use crate::op::{DTypes, apply};
     use crate::ops::einsum::Einsum;
+    use crate::ops::layer_norm::NormBackward;
     use crate::ops::sum::Sum;
     use crate::tensor::Tensor;
     use crate::tensor::redistribute::redistribute_cached;
@@ -542,6 +575,14 @@ mod tests {
                         for op in [Sum::leading(3, 1), Sum::leading(3, 2), Sum::over(3, &[0, 2], true)?] {
                             compare(Rc::new(op), &[&x])?;
                         }
+                        // Leaves of the second dim of rows, of three.
+                        let (x, g, w) =
+                            (tensor(&[2, 13, 3, 8], 3)?, tensor(&[2, 13, 3, 8], 4)?, tensor(&[8], 5)?);
+                        let statistic = |seed| tensor(&[2, 13, 3], seed)?.into_dtype(dtype.accumulator());
+                        let (mean, rstd) = (statistic(6)?, statistic(7)?);
+                        let layer_norm = Rc::new(NormBackward::of_layer_norm(false));
+                        compare(layer_norm, &[&x, &w, &mean, &rstd, &g])?;
+                        compare(Rc::new(NormBackward::of_rms_norm(false)), &[&x, &w, &rstd, &g])?;
                         Ok(())
                     });
                     tested.unwrap();

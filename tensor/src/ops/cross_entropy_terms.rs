@@ -10,7 +10,7 @@ use crate::layout::Layout;
 use crate::layout::infer::Inference;
 use crate::op::{
     CanonicalForm, Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, common_float,
-    sum_leaves, unwind,
+    sum_ranges, unwind,
 };
 use crate::tensor::Tensor;
 use crate::tensor::redistribute::all_reduce;
@@ -74,17 +74,13 @@ fn canonical_sum(
 ) -> Result<LocalTensor> {
     let v = local.inference.label_dim("v").expect("the signature has the label v");
     let last = z.view.ndim() - 1;
-    let outputs = || Ok([LocalTensor::alloc(local.rank, max.dtype, &max.view.shape)?].into_iter().collect());
-    let mut sums = sum_leaves(local, &[z], (tree, &v), outputs, |leaves| {
-        leaves.sum_each(local.rank, |range| {
-            let part = z.with_view(z.view.narrow(last, range.start, range.end)).contiguous(local.rank)?;
-            let mut sum = local.output(0)?;
-            let length = Scalar::Int(range.len() as i64);
-            launch(local.rank, &SUM_EXP, &[&part, max], &mut [&mut sum], &[length])?;
-            Ok([sum].into_iter().collect())
-        })
-    })?;
-    Ok(sums.pop().expect("one sum"))
+    sum_ranges(local, z, (tree, &v), max, |range| {
+        let part = z.with_view(z.view.narrow(last, range.start, range.end)).contiguous(local.rank)?;
+        let mut sum = local.output(0)?;
+        let length = Scalar::Int(range.len() as i64);
+        launch(local.rank, &SUM_EXP, &[&part, max], &mut [&mut sum], &[length])?;
+        Ok(sum)
+    })
 }
 
 impl Op for CrossEntropyTerms {

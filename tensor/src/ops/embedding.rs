@@ -6,7 +6,7 @@ use crate::execution::local_tensor::LocalTensor;
 use crate::layout::Layout;
 use crate::op::{
     CanonicalForm, Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, common_float,
-    leaves_of_elements,
+    sum_nodes,
 };
 use shardgrad_dist::{Error, Kind, Result};
 use shardgrad_kernels::op::embedding::{BACKWARD, BACKWARD_IN_LEAVES, FORWARD};
@@ -117,14 +117,16 @@ impl Op for EmbeddingBackward {
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
-        let x = local.contiguous(x)?;
         let Some(tree) = Context::of(local.rank).sum_tree() else {
+            let x = local.contiguous(x)?;
             return local.launch(&BACKWARD, &[&x[0], &x[1]], &rows(local));
         };
-        let leaves = leaves_of_elements(self, tree, local, (0, &x[0]))?;
         let [v_start, v_global] = rows(local);
         let scalars = [v_start, v_global, Scalar::Int(tree.num_leaves() as i64)];
-        local.launch(&BACKWARD_IN_LEAVES, &[&x[0], &leaves, &x[1]], &scalars)
+        sum_nodes(self, tree, local, x, |x, leaves| {
+            let x = local.contiguous(&x.iter().collect::<SmallVec<[_; 2]>>())?;
+            local.launch(&BACKWARD_IN_LEAVES, &[&x[0], leaves, &x[1]], &scalars)
+        })
     }
 }
 
@@ -139,9 +141,11 @@ pub(super) fn cases() -> Vec<Case> {
 
 #[cfg(test)]
 mod tests {
+    use super::EmbeddingBackward;
     use crate::execution::context::Context;
     use crate::layout::Layout;
     use crate::methods::value::Value;
+    use crate::op::{OutputOptions, apply_with_options};
     use crate::tensor::Tensor;
     use crate::tensor::redistribute::redistribute_cached;
     use shardgrad_dist::{Mesh, World};
@@ -188,6 +192,53 @@ mod tests {
                 }
             }
         }
+    }
+
+    /// The bits of the gradient of a table of 7 rows from 3 rows of tokens, sharded over `cp`, or the messages of all ranks.
+    fn gradient(mesh: &str, dtype: DType, tokens: usize) -> Result<Vec<u64>, Vec<String>> {
+        let ranks = World::run(Mesh::parse(mesh).unwrap(), |rank| {
+            let _tree = Context::of(rank).set_sum_tree(Some(SumTree::new(12)));
+            let axis = if mesh.is_empty() { "" } else { "@cp" };
+            let layout = |text: String| Layout::parse(&text, rank.mesh());
+            let index: Vec<i64> = (0..3 * tokens).map(|i| (i * i + i / 5) as i64 % 7).collect();
+            let g: Vec<f32> = (0..15 * tokens).map(|i| ((i * 7919) % 1009) as f32 / 37.0 - 13.0).collect();
+            let index = Tensor::from_global(rank, &layout(format!("i64[3, {tokens}{axis}]"))?, &index)?;
+            let g = Tensor::from_global(rank, &layout(format!("f32[3, {tokens}{axis}, 5]"))?, &g)?;
+            let table = Layout::invariant(rank.mesh(), dtype, &[7, 5]);
+            let args = [&index, &g.into_dtype(dtype)?];
+            let options = OutputOptions { layouts: &[Some(table.clone())], ..OutputOptions::default() };
+            let found = apply_with_options(&EmbeddingBackward, &args, options, Location::caller());
+            let found = match found {
+                Ok(mut outputs) => outputs.remove(0),
+                Err(error) => return Ok(Err(error.to_string())),
+            };
+            let found = redistribute_cached(&found, &table, Location::caller())?;
+            Ok(Ok(found.to_f64()?.iter().map(|x| x.to_bits()).collect::<Vec<_>>()))
+        });
+        let ranks = ranks.unwrap_or_else(|e| panic!("{mesh}: {e}"));
+        match ranks.iter().all(Result::is_ok) {
+            true => ranks.into_iter().next().expect("a mesh has a rank").map_err(|e| vec![e]),
+            false => Err(ranks.into_iter().map(|rank| rank.err().unwrap_or_default()).collect()),
+        }
+    }
+
+    /// Ranks hold 6, 4, 3, 2 and 1 leaves, one node or two; of 3 tokens some ranks hold none.
+    #[test]
+    fn gradient_has_the_same_bits_for_every_number_of_ranks_that_share_the_tokens() {
+        for dtype in [DType::F32, DType::BF16, DType::F64] {
+            for tokens in [3, 17, 101] {
+                let alone = gradient("", dtype, tokens);
+                for mesh in ["cp=2", "cp=3", "cp=4", "cp=6", "cp=12"] {
+                    assert_eq!(gradient(mesh, dtype, tokens), alone, "{tokens} tokens in {dtype} on {mesh}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn ranks_without_tokens_refuse_leaves_that_cannot_be_shared_as_their_peers_do() {
+        let errors = gradient("cp=5", DType::F32, 3).unwrap_err();
+        assert!(errors.iter().all(|error| error.contains("cannot share")), "{errors:?}");
     }
 
     #[test]

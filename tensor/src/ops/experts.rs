@@ -15,7 +15,7 @@ use crate::layout::infer::Inference;
 use crate::layout::refusal::Refusal;
 use crate::op::{
     CanonicalForm, Cotangents, DTypes, ForwardContext, LocalTensors, Op, PlanKey, SavedForBackward, Vjp,
-    common_float, sum_leaves,
+    common_float, refuse_order_of_ranks, sum_leaves,
 };
 use crate::tensor::Tensor;
 use exchange::Exchange;
@@ -47,7 +47,8 @@ use token_expert_pairs::{TokenExpertPairs, flatten_rows, transposed};
 /// - Where the axes of the experts also shard rows, pairs are exchanged: the ranks exchange the number of pairs of each
 ///   expert, then rows, and the results travel back, three all-to-alls in all. The rank of a token adds its experts in the
 ///   same order, so that the bits are those of one rank. Only local shapes inside of the op depend on the routing. The
-///   backward exchanges rows, cotangents and weights in one all-to-all, and the cotangents of rows and weights in another.
+///   backward exchanges rows, cotangents and weights in one all-to-all, and the cotangents of rows and weights in another. Refused
+///   where sums are canonical: the gradients of the matrices would be sums over the tokens of all ranks, which have no leaves there.
 ///
 /// Gradient, with h = silu(x wg) * (x wu) of a pair and g' = g wd^T: dp = g' h; dwd = the sum of p h^T g; dh = p g',
 /// from which the cotangents of both products follow as for [`SwiGlu`](super::swiglu::SwiGlu), and from these dx, dwg
@@ -179,6 +180,11 @@ impl Op for Experts {
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         self.site.set(Some(local.site));
+        let exchange_axes = exchange_axes(&local.inputs.iter().collect::<SmallVec<[&Layout; 6]>>());
+        if exchange_axes.is_some() {
+            // Before any collective, and by the layouts alone: on all ranks. The backward has the same layouts.
+            refuse_order_of_ranks("experts with an exchange of tokens", local.rank)?;
+        }
         let (own, stacks) = (TokenExpertPairs::of(local, x[1])?, [x[3], x[4], x[5]]);
         let rows = own.gather_rows(&flatten_rows(local.rank, x[0])?)?;
         let combine = |results: &LocalTensor| -> Result<LocalTensors> {
@@ -186,7 +192,7 @@ impl Op for Experts {
             own.combine(&own.scale_rows(results, &own.permute(x[2])?)?, &mut y)?;
             Ok(smallvec![y])
         };
-        match exchange_axes(&local.inputs.iter().collect::<SmallVec<[&Layout; 6]>>()) {
+        match exchange_axes {
             None => sum_over_hidden(local, stacks, |stacks| combine(&expert_results(&own, &rows, stacks)?)),
             Some(axes) => {
                 let exchange = Exchange::of(local, x, axes, &own)?;
@@ -389,6 +395,7 @@ mod tests {
     use crate::op;
     use approx::assert_abs_diff_eq;
     use shardgrad_dist::{Kind, Mesh, Rank, World};
+    use shardgrad_kernels::SumTree;
 
     /// Two rows of width 1 and three experts of one hidden unit with gate ln 3: silu(ln 3) = 3/4 ln 3.
     fn by_hand(rank: &Rank) -> Result<[Tensor; 6]> {
@@ -448,6 +455,27 @@ mod tests {
         let right = slots("", true);
         for mesh in ["", "ep=2", "ep=4"] {
             assert_eq!(slots(mesh, false), right, "{mesh}: other bits");
+        }
+    }
+
+    #[test]
+    fn exchange_of_tokens_is_refused_where_sums_are_canonical() {
+        let errors = World::run(Mesh::parse("ep=2").unwrap(), |rank| {
+            let _tree = Context::of(rank).set_sum_tree(Some(SumTree::new(8)));
+            let tensor =
+                |text: &str, value: f64| Tensor::full(rank, &Layout::parse(text, rank.mesh())?, value);
+            let (x, p) = (tensor("f32[1@ep, 3]", 0.5)?, tensor("f32[1@ep, 2]", 0.5)?);
+            let (index, stack) = (tensor("i64[1@ep, 2]", 1.0)?, tensor("f32[4@ep, 3, 3]", 0.5)?);
+            let args = [&x, &index, &p, &stack, &stack, &stack];
+            let error = op::apply(&Experts::default(), &args, Location::caller()).unwrap_err();
+            Ok((error.kind(), error.to_string()))
+        });
+        for (kind, text) in errors.unwrap() {
+            assert_eq!(kind, Kind::Unsupported);
+            assert!(
+                text.contains("experts with an exchange of tokens adds terms of several ranks"),
+                "{text}"
+            );
         }
     }
 

@@ -33,7 +33,7 @@ pub struct LayerNorm {
 
 /// Backward of a norm: dx, then the gradients of the parameters, from the saved values and the cotangent g. One kernel computes all.
 #[derive(Debug)]
-pub(super) struct NormBackward {
+pub(crate) struct NormBackward {
     pub(super) name: &'static str,
     /// The rows of x come first, g last.
     pub(super) signature: &'static str,
@@ -89,16 +89,23 @@ impl Op for LayerNorm {
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        let op = NormBackward {
+        let op = NormBackward::of_layer_norm(cx.widens_partial_sums(1));
+        let args = [cx.input(0), cx.input(1), cx.output(1), cx.output(2), &cx.grad(0)];
+        let grads = cx.apply(&op, &args, &[cx.accumulator(0)]);
+        cx.cotangents(|i| grads[i].clone())
+    }
+}
+
+impl NormBackward {
+    /// dx, dw and db, linear in g.
+    pub(crate) fn of_layer_norm(is_wide: bool) -> NormBackward {
+        NormBackward {
             name: "layer_norm_backward",
             signature: "..m d!, d!, ..m, ..m, ..m d! -> ..m d!, d!, d!",
             linear_in: &[&[4]],
             kernel: &BACKWARD,
-            is_wide: cx.widens_partial_sums(1),
-        };
-        let args = [cx.input(0), cx.input(1), cx.output(1), cx.output(2), &cx.grad(0)];
-        let grads = cx.apply(&op, &args, &[cx.accumulator(0)]);
-        cx.cotangents(|i| grads[i].clone())
+            is_wide,
+        }
     }
 }
 
@@ -132,15 +139,19 @@ impl Op for NormBackward {
         local.launch(self.kernel, &inputs.iter().collect::<SmallVec<[_; 6]>>(), &[])
     }
 
-    /// The leaves are those of the last dim of rows.
     fn forward_of_leaves(
         &self,
         local: &ForwardContext<'_>,
         x: &[&LocalTensor],
         cut: &LeafCut,
     ) -> Option<Result<LocalTensors>> {
+        let labels = &local.inference.labels().inputs()[0];
+        let dim = labels.iter().position(|label| *label == cut.label).expect("x has the label that is cut");
+        // The kernel counts rows: one element of the dim that is cut has the rows of all later dims.
+        let shape = &x[0].view.shape;
+        let rows = shape[dim + 1..shape.len() - 1].iter().product();
         let launch = |inputs: SmallVec<[LocalTensor; 6]>| {
-            local.launch(self.kernel, &inputs.iter().collect::<SmallVec<[_; 6]>>(), &cut.leaves.scalars(1))
+            local.launch(self.kernel, &inputs.iter().collect::<SmallVec<[_; 6]>>(), &cut.leaves.scalars(rows))
         };
         Some(local.contiguous(x).and_then(launch))
     }

@@ -186,7 +186,8 @@ impl Linear {
         format!("..m{k}, ..m{n} ->{k}{n}")
     }
 
-    /// The leaves of the first dim of k, as the product alone has, for `LEAF_MATMUL`.
+    /// The leaves of the first dim of k, which the product alone cuts too where the layer is one kernel ([`Op::decompose_canonical`]), for
+    /// `LEAF_MATMUL`.
     fn leaf_scalars(&self, tree: SumTree, x: &Layout) -> SmallVec<[Scalar; 12]> {
         let [first, others @ ..] = &x.dims()[x.ndim() - self.num_in..] else { return SmallVec::new() };
         NodeLeaves::of_whole(tree, first).scalars(others.iter().map(|dim| dim.extent).product())
@@ -357,6 +358,12 @@ impl Op for Linear {
         self.parts(args, points, self.has_complete_sums(args[0], args[1]))
     }
 
+    /// Without rows the product alone cuts the second dim of k, and without k there are no leaves: neither is one kernel.
+    fn decompose_canonical(&self, args: &[&Layout], points: &[bool]) -> Option<Decomposition> {
+        let cuts_first = self.num_in == 1 || self.num_in > 0 && args[0].ndim() > self.num_in;
+        self.parts(args, points, cuts_first && self.has_complete_sums(args[0], args[1]))
+    }
+
     fn canonical_form(&self) -> CanonicalForm {
         CanonicalForm::Own
     }
@@ -472,6 +479,43 @@ mod tests {
     use super::*;
     use crate::methods::value::Value;
     use shardgrad_dist::{Mesh, World};
+
+    #[test]
+    fn canonical_sums_of_a_layer_are_those_of_the_product_and_an_addition() {
+        let numbers = |count: usize, seed: usize| -> Vec<f32> {
+            (0..count).map(|i| (((i * 7919 + seed * 104_729) % 1009) as f32 - 504.0) / 37.0).collect()
+        };
+        World::run(Mesh::single(), |rank| {
+            let _tree = Context::of(rank).set_sum_tree(Some(SumTree::new(8)));
+            for (num_in, num_out, x, w) in [
+                (1, 1, &[5, 70][..], &[70, 4][..]),
+                (1, 2, &[2, 3, 70], &[70, 3, 2]),
+                (2, 1, &[3, 13, 7], &[13, 7, 4]),
+                // No rows.
+                (1, 1, &[70], &[70, 4]),
+                (2, 1, &[13, 7], &[13, 7, 4]),
+                (3, 2, &[5, 13, 7], &[5, 13, 7, 2, 2]),
+                (0, 1, &[5], &[4]),
+            ] {
+                for dtype in DType::FLOATS {
+                    let tensor = |shape: &[usize], seed: usize| {
+                        Tensor::from_host(rank, shape, &numbers(shape.iter().product(), seed))?
+                            .into_dtype(dtype)
+                    };
+                    let layer = Linear::new(num_in, num_out);
+                    let (x, w, b) = (tensor(x, 0)?, tensor(w, 1)?, tensor(&w[num_in..], 2)?);
+                    let product = Tensor::apply_one(layer.product(), &[&x, &w]);
+                    let add = Add::between(product.layout().extents(), b.layout().extents());
+                    let expected = Tensor::apply_one(add, &[&product, &b]);
+                    let found = Tensor::apply_one(layer, &[&x, &w, &b]);
+                    let shapes = [x.layout().shape(), w.layout().shape()];
+                    assert_eq!(found.to_f64()?, expected.to_f64()?, "{dtype}, {shapes:?}");
+                }
+            }
+            Ok(())
+        })
+        .unwrap();
+    }
 
     #[test]
     fn matches_layers_computed_by_hand() {

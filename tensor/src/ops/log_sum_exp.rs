@@ -9,7 +9,7 @@ use crate::layout::Layout;
 use crate::layout::infer::Inference;
 use crate::op::{
     CanonicalForm, Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, common_float,
-    sum_leaves,
+    sum_ranges,
 };
 use crate::tensor::Tensor;
 use crate::tensor::redistribute::all_reduce;
@@ -65,15 +65,9 @@ impl LogSumExp {
             Ok(sum)
         };
         let Some(dim) = self.over.last_dim(&local.inputs[0])? else { return sum_exp(x) };
-        let outputs =
-            || Ok([LocalTensor::alloc(local.rank, max.dtype, &max.view.shape)?].into_iter().collect());
-        let mut sums = sum_leaves(local, &[x], (tree, &local.inputs[0].dims()[dim]), outputs, |leaves| {
-            leaves.sum_each(local.rank, |range| {
-                let part = x.with_view(x.view.narrow(dim, range.start, range.end));
-                Ok([sum_exp(&part)?].into_iter().collect())
-            })
-        })?;
-        Ok(sums.pop().expect("one sum"))
+        sum_ranges(local, x, (tree, &local.inputs[0].dims()[dim]), max, |range| {
+            sum_exp(&x.with_view(x.view.narrow(dim, range.start, range.end)))
+        })
     }
 }
 

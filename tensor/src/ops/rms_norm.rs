@@ -67,16 +67,23 @@ impl Op for RmsNorm {
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        let op = NormBackward {
+        let op = NormBackward::of_rms_norm(cx.widens_partial_sums(1));
+        let args = [cx.input(0), cx.input(1), cx.output(1), &cx.grad(0)];
+        let grads = cx.apply(&op, &args, &[cx.accumulator(0)]);
+        cx.cotangents(|i| grads[i].clone())
+    }
+}
+
+impl NormBackward {
+    /// dx and dw, linear in g.
+    pub(crate) fn of_rms_norm(is_wide: bool) -> NormBackward {
+        NormBackward {
             name: "rms_norm_backward",
             signature: "..m d!, d!, ..m, ..m d! -> ..m d!, d!",
             linear_in: &[&[3]],
             kernel: &BACKWARD,
-            is_wide: cx.widens_partial_sums(1),
-        };
-        let args = [cx.input(0), cx.input(1), cx.output(1), &cx.grad(0)];
-        let grads = cx.apply(&op, &args, &[cx.accumulator(0)]);
-        cx.cotangents(|i| grads[i].clone())
+            is_wide,
+        }
     }
 }
 
