@@ -224,13 +224,13 @@ def run_of_peer(split, name, microbatches, seconds):
     return statistics.median(found["rates"]), found["mib"]
 
 
-def ours(binary, name, rows, steps, options, core=None):
-    """Starts `shardgrad train`; returns the process and its output folder."""
+def ours(binary, name, rows, steps, options, core=None, threads=1):
+    """Starts `shardgrad train` with some threads a rank; returns the process and its output folder."""
     seq = SHAPES[name][3]
     out = tempfile.TemporaryDirectory()
     command = [
         binary, "train", "--preset", name, "--seq", str(seq), "--batch", str(rows), "--steps", str(steps),
-        "--eval-every", "0", "--lr", "1e-3", "--threads", "1", "--json", "--out", out.name, *options,
+        "--eval-every", "0", "--lr", "1e-3", "--threads", str(threads), "--json", "--out", out.name, *options,
     ]
     pinned = (lambda: os.sched_setaffinity(0, {core})) if core is not None else None
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=pinned), out
