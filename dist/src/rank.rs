@@ -336,8 +336,9 @@ impl Rank {
 
     /// Sends `numel` elements to the member with group rank `to`, without waiting for its recv (buffered send). A process that sends more
     /// than the receiver's queue holds (65 MiB) waits while the receiver computes; ranks that send to each other before they receive go
-    /// on. Over NCCL the sender holds `x` on its GPU until the receiver asks for it, and never waits. Messages of a pair of ranks over the same axes are received in the order in which they were sent. A message that is never
-    /// received is an error of the launch.
+    /// on. Between GPUs that NCCL connects, the sender holds `x` on its GPU until the receiver asks for it; 16,384 messages that no rank
+    /// has asked for are an error. Messages of a pair of ranks over the same axes are received in the order in which they were sent. A
+    /// message that is never received is an error of the launch.
     ///
     /// # Errors
     /// See [`Rank`].

@@ -485,18 +485,17 @@ fn bytes_per_rank_follow_closed_formulas() {
     }
 }
 
-/// With the default buckets of gradients, whose gradients, packed copies and results take at most P bytes more than the states, and the
-/// gradients that exceed a bucket.
+/// With the default buckets of gradients. Three of P / 4 bytes exist at a time, two of them with a packed copy and a result: with the
+/// activations less than 3 P bytes. A bucket of all gradients would take 4 P, and its packed copy as much.
 #[test]
 fn peaks_with_buckets_stay_near_the_formulas() {
     let num_layers = 16 * LAYERS;
-    let (p, gradient) = (num_layers * GROUP, WIDTH * WIDTH * 4);
+    let p = num_layers * GROUP;
     for (mesh, n) in [("dp=2", 2), ("dp=4", 4)] {
         let formulas = [2 * p + 16 * p / n, 16 * p / n + 2 * 2 * GROUP];
         for (stage, formula) in [2, 3].into_iter().zip(formulas) {
             let (_, peak) = held(&Plan::zero(stage, "dp"), mesh, num_layers);
-            let bound = formula + p + 5 * gradient + 8192;
-            println!("stage {stage}, {mesh}: peak {peak}, formula {formula}, P {p}, bound {bound}");
+            let bound = formula + 3 * p;
             assert!(
                 peak < bound,
                 "stage {stage}, {mesh}: {peak} bytes, by formula {formula} and at most {bound}"

@@ -217,10 +217,12 @@ impl Messages {
             self.communicator(channel).submit(on, None, Some(&mut y), &parts, &mut check)?;
             Ok(y)
         };
-        let y = receive();
+        let received = receive();
         // After an error too.
-        stream.end()?;
-        y
+        let ended = stream.end();
+        let y = received?;
+        ended?;
+        Ok(y)
     }
 
     /// Submits the messages that their receivers ask for, until the world is over or has failed.
@@ -248,8 +250,9 @@ impl Messages {
         let parts = [Part::Send { range: 0..message.bytes, to: channel.peer }];
         let mut check = tcp.message_check(&message.call);
         let sent = self.communicator(channel).submit(on, Some(&message.x), None, &parts, &mut check);
-        stream.end()?;
-        sent
+        let ended = stream.end();
+        sent?;
+        Ok(ended?)
     }
 }
 

@@ -178,7 +178,7 @@ impl Submission<'_> {
                 }
                 self.submit_to_new(counts[0], None, &[part]).map(Some)
             }
-            Op::Send { .. } | Op::Recv { .. } | Op::Barrier => unreachable!("bug: TCP carries them"),
+            Op::Send { .. } | Op::Recv { .. } | Op::Barrier => unreachable!("bug: not a collective of NCCL"),
         }
     }
 

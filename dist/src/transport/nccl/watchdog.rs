@@ -20,19 +20,26 @@ const CAUSE_TIME: Duration = Duration::from_secs(1);
 struct StreamClocks(Vec<Option<(u64, Instant)>>);
 
 impl StreamClocks {
-    /// Compares the operations that run with those of the last time. Returns a stream, and its operation, that `is_late` after this time.
+    /// Compares the operations that run with those of the last time. Returns a stream, and its operation, that runs for longer than
+    /// `limit`. While calls are not compared, no time counts: an operation may wait for the calls of other ranks, which have a timeout of
+    /// their own.
     fn advance(
         &mut self,
         running: &[Option<u64>],
-        is_late: impl Fn(Duration) -> bool,
+        are_compared: bool,
+        limit: Duration,
     ) -> Option<(usize, u64)> {
+        if !are_compared {
+            self.0.clear();
+            return None;
+        }
         self.0.resize(running.len(), None);
         for (clock, op) in self.0.iter_mut().zip(running) {
             let since = clock.filter(|(before, _)| Some(*before) == *op).map(|(_, since)| since);
             *clock = op.map(|op| (op, since.unwrap_or_else(Instant::now)));
         }
         let late = |clock: &Option<(u64, Instant)>| {
-            clock.filter(|(_, since)| is_late(since.elapsed())).map(|(op, _)| op)
+            clock.filter(|(_, since)| since.elapsed() > limit).map(|(op, _)| op)
         };
         self.0.iter().enumerate().find_map(|(stream, clock)| Some((stream, late(clock)?)))
     }
@@ -103,10 +110,8 @@ impl Watched {
             if found.is_none() && asked.elapsed() >= ASK_EVERY {
                 asked = Instant::now();
                 let error = self.communicators.iter().find_map(|communicator| communicator.check().err());
-                let stuck = self.backend.running_async().map(|running| {
-                    let is_compared = pending.are_compared();
-                    clocks.advance(&running, |waited| is_compared && waited > limit)
-                });
+                let stuck = self.backend.running_async();
+                let stuck = stuck.map(|running| clocks.advance(&running, pending.are_compared(), limit));
                 if let Ok(Some((stream, op))) = stuck {
                     let call = if stream == 0 { pending.describe_collective(op) } else { "a message".into() };
                     self.endpoint.fail_everywhere(self.endpoint.stuck(&call, limit));
@@ -155,7 +160,7 @@ mod tests {
         let (mut clocks, now, later) = (StreamClocks::default(), Duration::ZERO, Duration::from_secs(60));
         let mut late = |running: &[Option<u64>], limit: Duration| {
             std::thread::sleep(Duration::from_millis(2));
-            clocks.advance(running, |waited| waited > limit)
+            clocks.advance(running, true, limit)
         };
         assert_eq!(late(&[Some(1)], later), None);
         assert_eq!(late(&[Some(1)], later), None);
@@ -165,5 +170,9 @@ mod tests {
         assert_eq!(late(&[Some(2), None], some), None);
         assert_eq!(late(&[None, Some(7)], some), None);
         assert_eq!(late(&[None, Some(7)], Duration::from_millis(1)), Some((1, 7)));
+        // The time counts from the comparison on.
+        assert_eq!(clocks.advance(&[None, Some(7)], false, now), None);
+        std::thread::sleep(Duration::from_millis(2));
+        assert_eq!(clocks.advance(&[None, Some(7)], true, Duration::from_millis(1)), None);
     }
 }

@@ -258,15 +258,22 @@ impl TcpTransport {
 
     /// A check during the submission of a call: an error if the world fails or the submission takes too long.
     pub(crate) fn submission_check(&self, request: &Request<'_>) -> impl FnMut() -> Result<()> {
+        self.check_of(move || {
+            let mut issued = IssuedCall::none();
+            issued.set(request);
+            issued
+        })
+    }
+
+    /// A check during the submission of a call, which `issued` describes.
+    pub(super) fn check_of(&self, issued: impl Fn() -> IssuedCall) -> impl FnMut() -> Result<()> {
         let start = Instant::now();
         move || {
             self.check()?;
             if start.elapsed() <= self.limit() {
                 return Ok(());
             }
-            let mut issued = IssuedCall::none();
-            issued.set(request);
-            Err(report::unfinished(&self.endpoint.view.mesh, self.rank(), &issued, self.limit()))
+            Err(report::unfinished(&self.endpoint.view.mesh, self.rank(), &issued(), self.limit()))
         }
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! A sender keeps its message and announces it over TCP, once all its calls before are compared. The receiver, in its recv and with all its
 //! calls before compared, compares the message and asks for it. Then both ends submit it, the sender in a thread of its own. So a send
-//! waits for nobody, and both ends submit messages in the order in which the receivers ask for them.
+//! does not wait for its recv, and both ends submit messages in the order in which the receivers ask for them.
 
 use super::TcpTransport;
 use super::agreement::PendingCalls;
@@ -10,11 +10,10 @@ use super::assemble::upload;
 use super::frame::{CallId, Frame};
 use crate::call::{IssuedCall, Request};
 use crate::error::{Error, Result};
-use crate::report;
 use crate::transport::Transport;
 use shardgrad_kernels::{Backend, Buffer};
 use std::panic::Location;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// A message between this rank and another one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -95,14 +94,7 @@ impl TcpTransport {
 
     /// A check during the submission of a message by its sender: an error if the world fails or the submission takes too long.
     pub(crate) fn message_check(&self, call: &SentCall) -> impl FnMut() -> Result<()> {
-        let start = Instant::now();
-        move || {
-            self.check()?;
-            if start.elapsed() <= self.limit() {
-                return Ok(());
-            }
-            Err(report::unfinished(&self.endpoint.view.mesh, self.rank(), &call.issued, self.limit()))
-        }
+        self.check_of(|| call.issued.clone())
     }
 
     /// Fails the world with the error of a message that this rank has sent.
