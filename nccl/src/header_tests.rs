@@ -83,7 +83,7 @@ fn messages(program: &str, header: &PathBuf) -> String {
     // CUDA's headers are not needed for these types.
     fs::write(
         folder.join("cuda_runtime.h"),
-        "#include <cstddef>\ntypedef struct CUstream_st *cudaStream_t;\n",
+        "#include <cstddef>\ntypedef struct CUstream_st *cudaStream_t;\ntypedef struct CUevent_st *cudaEvent_t;\n",
     )
     .unwrap();
     fs::write(folder.join("cuda_fp16.h"), "").unwrap();

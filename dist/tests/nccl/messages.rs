@@ -107,6 +107,24 @@ pub(super) fn scenario(name: &str, folder: &Path, mesh: &Mesh, rank: usize) {
             });
             outcome.unwrap();
         }
+        // A received buffer is sent on before the host of its rank knows that it has arrived.
+        "forwarded" => {
+            let outcome = join(folder, mesh, rank, set_up, |rank| {
+                let (backend, call) = (&**rank.backend(), call(AxisSet::one(Axis(0)), DType::F32));
+                if rank.index() == 1 {
+                    let y = rank.recv(&call, 300, 0)?;
+                    rank.send(&call, &y, 300, 0)?;
+                    // Until the buffer has been read, no other work of this rank orders the two messages.
+                    return rank.recv(&call, 300, 0).map(drop);
+                }
+                let x = upload(backend, &[7.0f32; 300])?;
+                rank.send(&call, &x, 300, 1)?;
+                let y = rank.recv(&call, 300, 1)?;
+                assert_eq!(download::<f32>(backend, &y, 300)?, [7.0; 300]);
+                rank.send(&call, &y, 300, 1)
+            });
+            outcome.unwrap();
+        }
         "unreceived" => {
             let outcome = join(folder, mesh, rank, set_up, |rank| {
                 let (backend, call) = (&**rank.backend(), call(rank.mesh().all_axes(), DType::F32));
@@ -154,6 +172,12 @@ fn messages_have_the_contents_and_the_order_of_threads() {
         };
         gpu.succeeds(&format!("messages exchange {mesh}"), Mesh::parse(mesh).unwrap().num_ranks());
     }
+}
+
+#[test]
+fn messages_have_the_contents_of_buffers_that_have_arrived() {
+    let Some(gpu) = FakeGpu::new("dist-messages-forwarded", "") else { return };
+    gpu.succeeds("messages forwarded pp=2", 2);
 }
 
 #[test]

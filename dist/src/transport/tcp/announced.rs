@@ -10,7 +10,6 @@ use super::assemble::upload;
 use super::frame::{CallId, Frame};
 use crate::call::{IssuedCall, Request};
 use crate::error::{Error, Result};
-use crate::transport::Transport;
 use shardgrad_kernels::{Backend, Buffer};
 use std::panic::Location;
 use std::time::Duration;
