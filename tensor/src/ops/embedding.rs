@@ -145,7 +145,7 @@ mod tests {
     use crate::execution::context::Context;
     use crate::layout::Layout;
     use crate::methods::value::Value;
-    use crate::op::{OutputOptions, apply_first};
+    use crate::op::{OutputOptions, apply_with_options};
     use crate::tensor::Tensor;
     use crate::tensor::redistribute::redistribute_cached;
     use shardgrad_dist::{Mesh, World};
@@ -207,12 +207,13 @@ mod tests {
             let table = Layout::invariant(rank.mesh(), dtype, &[7, 5]);
             let args = [&index, &g.into_dtype(dtype)?];
             let options = OutputOptions { layouts: &[Some(table.clone())], ..OutputOptions::default() };
-            let found = apply_first(&EmbeddingBackward, &args, options, Location::caller());
-            let found =
-                redistribute_cached(&found, &table, Location::caller()).and_then(|found| found.to_f64());
-            Ok(found
-                .map_err(|error| error.to_string())
-                .map(|found| found.into_iter().map(f64::to_bits).collect()))
+            let mut outputs = match apply_with_options(&EmbeddingBackward, &args, options, Location::caller())
+            {
+                Ok(outputs) => outputs,
+                Err(error) => return Ok(Err(error.to_string())),
+            };
+            let found = redistribute_cached(&outputs.remove(0), &table, Location::caller())?;
+            Ok(Ok(found.to_f64()?.iter().map(|x| x.to_bits()).collect::<Vec<_>>()))
         });
         let ranks = ranks.unwrap_or_else(|e| panic!("{mesh}: {e}"));
         match ranks.iter().all(Result::is_ok) {
