@@ -129,8 +129,11 @@ impl Case {
                 }
             }
             (_, Fault::Late) => succeeds(),
-            // The other rank has its results, and needs nothing of this one.
-            ("ncclCommDestroy", _) if !is_faulty => succeeds(),
+            // The other rank needs nothing of this one, but may still read its results when it hears of the error.
+            ("ncclCommDestroy", _) if !is_faulty && outcome.is_ok() => {}
+            ("ncclCommDestroy", _) if !is_faulty => {
+                fails(&[Kind::PeerLost], &["rank 1 failed: ncclCommDestroy: "]);
+            }
             ("ncclCommDestroy", Fault::Stuck) => {
                 fails(&[Kind::Device], &["ncclCommDestroy: no answer within 4s", "rank       1 (dp=1) of"]);
             }
