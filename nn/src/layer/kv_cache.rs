@@ -1,7 +1,7 @@
 //! KV cache: the keys and values of the tokens that a model has read, so that decoding computes each new token alone.
 
 use shardgrad_autograd::Var;
-use shardgrad_tensor::{GrowableTensor, Placement, Resharding, Value, unwind};
+use shardgrad_tensor::{GrowableTensor, Resharding, Value, unwind};
 
 /// KV cache of one layer: keys and values, `[b, s, .., c]` each, in the layout in which the layer computes them, but with all positions
 /// on each rank. Sharded heads stay sharded.
@@ -85,8 +85,7 @@ impl LayerKvCache {
     #[track_caller]
     #[must_use]
     pub fn extend(&mut self, keys: &Var, values: &Var) -> (Var, Var) {
-        let [keys, values] = [keys, values].map(with_all_tokens);
-        let [keys, values] = [&keys, &values];
+        let [keys, values] = [&keys.whole_along(1), &values.whole_along(1)];
         match &mut self.storage {
             Storage::Growable([all_keys, all_values]) => {
                 let (k, v) =
@@ -103,14 +102,6 @@ impl LayerKvCache {
             }
         }
     }
-}
-
-/// Activations `[b, t, ..]` with all tokens on each rank.
-#[track_caller]
-pub(crate) fn with_all_tokens(x: &Var) -> Var {
-    let axes = x.layout().dims().get(1).map(|dim| dim.axes.iter()).into_iter().flatten();
-    let gathered = axes.fold(x.layout().clone(), |to, axis| to.with_placement(axis, Placement::Replicate));
-    x.to_layout(&gathered)
 }
 
 /// KV cache of a model, for one sequence or a batch of sequences of equal length.

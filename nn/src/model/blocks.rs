@@ -1,8 +1,7 @@
 //! Steps that the models share: checking ids, and applying all blocks.
 
-use crate::layer::kv_cache::with_all_tokens;
 use shardgrad_autograd::Var;
-use shardgrad_tensor::{Error, Kind, Value, unwind};
+use shardgrad_tensor::{Error, Kind, Resharding, Value, unwind};
 
 /// Rejects ids that are not `[b, t]` with at least one token, or that, after `read` cached tokens, exceed the positions of the
 /// model.
@@ -37,5 +36,5 @@ pub(super) fn run_blocks<B>(blocks: &[B], x: Var, recompute: bool, forward: impl
 #[track_caller]
 pub(super) fn last_token(x: &Var) -> Var {
     let t = x.shape()[1];
-    with_all_tokens(x).slice(1, t - 1..t)
+    x.whole_along(1).slice(1, t - 1..t)
 }
