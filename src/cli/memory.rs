@@ -26,8 +26,9 @@ struct MemoryNeed {
     num_threads: u64,
 }
 
-/// Fragmentation of the allocator: gaps of up to 1/8 of the buffers.
-const FRAGMENTATION: u64 = 8;
+/// Fragmentation of the allocator: gaps of up to 1/6 of the buffers. How large they are depends on the instruction set, which decides the
+/// sizes of prepacked operands.
+const FRAGMENTATION: u64 = 6;
 
 /// Address space per thread: its malloc arena and its stack.
 const THREAD_BYTES: u64 = (64 + 8) << 20;
@@ -156,7 +157,7 @@ fn with_fragmentation(bytes: u64) -> u64 {
 
 /// Returns the bytes of buffers that fit a limit including fragmentation.
 fn without_fragmentation(limit: u64) -> u64 {
-    limit - limit / (FRAGMENTATION + 1)
+    limit - limit.div_ceil(FRAGMENTATION + 1)
 }
 
 #[cfg(test)]
@@ -187,7 +188,7 @@ mod tests {
     #[test]
     fn threads_and_fragmentation_count_against_process_limits() {
         let need = MemoryNeed { machine: 8 << 30, process: 1 << 30, one: 1 << 30, num_threads: 4 };
-        let tensors = (1u64 << 30) + (1 << 27) + MARGIN_BYTES;
+        let tensors = (1u64 << 30) + (1 << 30) / FRAGMENTATION + MARGIN_BYTES;
         for (source, bytes) in [
             (LimitSource::AddressSpace, tensors + 4 * THREAD_BYTES),
             (LimitSource::DataSize, tensors + 4 * STACK_BYTES),
