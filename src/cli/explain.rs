@@ -148,10 +148,13 @@ fn in_flight_bytes(rank: &Rank, records: &[Record]) -> u64 {
     sends.map(|record| record.bytes).max().unwrap_or(0) * num_stages
 }
 
-/// The bytes of the packed gradients and of the sum of the largest bucket.
+/// The bytes of the packed gradients and of the sums of the two largest buckets: one fills while the other is reduced.
 fn bucket_bytes(records: &[Record]) -> u64 {
     let buckets = records.iter().filter(|record| record.op != "all_gather" && record.members().count() > 1);
-    buckets.map(|record| 2 * (record.numel() * record.dtype.size()) as u64).max().unwrap_or(0)
+    let mut bytes: Vec<u64> =
+        buckets.map(|record| 2 * (record.numel() * record.dtype.size()) as u64).collect();
+    bytes.sort_unstable_by(|a, b| b.cmp(a));
+    bytes.iter().take(2).sum()
 }
 
 /// How the parameters of a rank are gathered from shards (ZeRO).

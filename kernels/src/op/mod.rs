@@ -168,8 +168,6 @@ pub static KERNELS: &[&Kernel] = &[
     &attention::FORWARD,
     &attention::BACKWARD,
     &attention::BACKWARD_JOINED,
-    &attention::LEAF_BACKWARD,
-    &attention::LEAF_BACKWARD_JOINED,
     &attention::MERGE,
     &cross_entropy::FORWARD,
     &cross_entropy::BACKWARD,

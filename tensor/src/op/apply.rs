@@ -236,6 +236,8 @@ fn run_and_take<R>(
     take: impl FnOnce(&Rank, &Rc<Inference>, &mut LocalTensors) -> R,
 ) -> Result<R> {
     let sum_tree = context.sum_tree();
+    // An accumulator would be one more term of the sum of a leaf.
+    let accumulators = if sum_tree.is_some() { &[] } else { accumulators };
     let local =
         ForwardContext { rank, inputs: inference.inputs(), inference, site, accumulators, leaf: None };
     // The outputs stay in place and are not moved: moving memory that was just written is slow.

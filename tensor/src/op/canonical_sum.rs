@@ -198,8 +198,7 @@ fn leaves_joined(
         leaves.sum_each(rank, |range| {
             let parts = parts_of(x, &dims, &range);
             let leaf = start + range.start..start + range.end;
-            // An accumulator would be one more term of the sum of a leaf.
-            let local = ForwardContext { leaf: Some((label, leaf)), accumulators: &[], ..*local };
+            let local = ForwardContext { leaf: Some((label, leaf)), ..*local };
             let mut results = op.forward(&local, &parts.iter().collect::<Vec<_>>())?;
             for ((result, whole), dim) in results.iter().zip(&mut whole).zip(&outputs) {
                 if let (Some(whole), Some(dim)) = (whole, dim) {

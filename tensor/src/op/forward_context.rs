@@ -1,7 +1,6 @@
 //! The context of a forward on one rank: label ranges, output memory, kernel launches.
 
 use super::{GradAccumulator, LocalTensors};
-use crate::execution::context::Context;
 use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::layout::Layout;
 use crate::layout::infer::Inference;
@@ -65,15 +64,7 @@ impl ForwardContext<'_> {
     /// The op must then return the sum plus the output. The caller adds a sum that no op takes.
     pub(crate) fn take_accumulator(&self, i: usize) -> Option<LocalTensor> {
         let view = self.inference.view(i, self.rank.coordinates());
-        let (accumulator, output) =
-            (self.accumulators.get(i).copied().flatten()?, &self.inference.outputs[i]);
-        // Where sums are canonical, a partial sum is completed before another is added.
-        if Context::of(self.rank).sum_tree().is_some()
-            && !(output.partial().is_empty() && accumulator.is_complete())
-        {
-            return None;
-        }
-        accumulator.accumulate_for(output.dtype(), view)
+        self.accumulators.get(i).copied().flatten()?.accumulate_for(self.inference.outputs[i].dtype(), view)
     }
 
     /// [`ForwardContext::take_accumulator`] for a matrix product, which must round its result before the addition. `None` on GPUs,

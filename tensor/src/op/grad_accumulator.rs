@@ -43,11 +43,6 @@ impl GradAccumulator {
         }
     }
 
-    /// Whether there is a sum, and no partial one.
-    pub(super) fn is_complete(&self) -> bool {
-        matches!(&*self.0.borrow(), State::Available(sum) if sum.layout().partial().is_empty())
-    }
-
     /// Takes the sum for an output of this dtype and view. `None` for a sum of another shape or dtype or with gaps.
     pub(super) fn accumulate_for(&self, dtype: DType, view: &View) -> Option<LocalTensor> {
         let mut state = self.0.borrow_mut();

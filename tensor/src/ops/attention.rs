@@ -9,21 +9,18 @@
 use super::attention_mask::{AttentionLaunch, DocumentIds, Mask, check_documents, forward_dtypes};
 use super::ring_attention::RingAttention;
 use super::{Case, Input};
-use crate::execution::context::Context;
 use crate::execution::local_tensor::LocalTensor;
 use crate::layout::Layout;
 use crate::layout::dim::Dim;
 use crate::op::{
-    CanonicalForm, Cotangents, DTypes, Decomposition, ForwardContext, LeafCut, LocalTensors, NodeLeaves, Op,
-    Operand, PlanKey, SavedForBackward, Vjp,
+    CanonicalForm, Cotangents, DTypes, Decomposition, ForwardContext, LocalTensors, Op, Operand, PlanKey,
+    SavedForBackward, Vjp,
 };
 use crate::ops::unbind::Unbind;
 use crate::tensor::Tensor;
 use shardgrad_dist::{Error, Kind, Result};
-use shardgrad_kernels::op::attention::{
-    BACKWARD, BACKWARD_JOINED, FORWARD, LEAF_BACKWARD, LEAF_BACKWARD_JOINED,
-};
-use shardgrad_kernels::{DType, Kernel, Scalar};
+use shardgrad_kernels::op::attention::{BACKWARD, BACKWARD_JOINED, FORWARD};
+use shardgrad_kernels::{DType, Kernel};
 use smallvec::SmallVec;
 use std::rc::Rc;
 
@@ -112,18 +109,6 @@ impl Attention {
     }
 }
 
-impl AttentionBackward {
-    fn launch(
-        &self,
-        local: &ForwardContext<'_>,
-        x: &[&LocalTensor],
-        (kernel, leaves): (&Kernel, &[Scalar]),
-    ) -> Result<LocalTensors> {
-        let options = (self.mask, documents_after(6, x), leaves);
-        launch_with_groups(local, kernel, &x[..6], options, |i| i != 1 && i != 2, |i| i == 0)
-    }
-}
-
 impl QkvPackedAttention {
     /// The point of the keys, before attention.
     pub const KEYS: usize = 0;
@@ -168,15 +153,12 @@ fn split_qkv(qkv: &LocalTensor) -> [LocalTensor; 3] {
     [0, 1, 2].map(|i| qkv.with_view(qkv.view.select(2, i)))
 }
 
-/// What an attention kernel takes besides tensors: the mask, documents, and leaves of the queries, if sums over queries are canonical.
-type Options<'a> = (Mask, Option<DocumentIds<'a>>, &'a [Scalar]);
-
 /// Runs an attention kernel, which takes five dims: tensors of queries without groups get a dim of r = 1 heads per group.
 fn launch_with_groups(
     local: &ForwardContext<'_>,
     kernel: &Kernel,
     x: &[&LocalTensor],
-    (mask, documents, leaves): Options<'_>,
+    (mask, documents): (Mask, Option<DocumentIds<'_>>),
     per_query: impl Fn(usize) -> bool,
     output_per_query: impl Fn(usize) -> bool,
 ) -> Result<LocalTensors> {
@@ -206,7 +188,7 @@ fn launch_with_groups(
         None => None,
     };
     let documents = documents.as_ref().map(|[segments, positions]| [segments, positions]);
-    AttentionLaunch { rank, mask, c, queries, keys, documents, leaves }.run(
+    AttentionLaunch { rank, mask, c, queries, keys, documents }.run(
         kernel,
         &inputs,
         &mut outputs.iter_mut().collect::<Vec<&mut LocalTensor>>(),
@@ -268,8 +250,8 @@ impl Op for Attention {
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
-        let options = (self.mask, documents_after(3, x), &[][..]);
-        launch_with_groups(local, &FORWARD, &x[..3], options, |i| i == 0, |_| true)
+        let mask = (self.mask, documents_after(3, x));
+        launch_with_groups(local, &FORWARD, &x[..3], mask, |i| i == 0, |_| true)
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
@@ -320,16 +302,8 @@ impl Op for AttentionBackward {
     }
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
-        self.launch(local, x, (&BACKWARD, &[]))
-    }
-
-    fn forward_of_leaves(
-        &self,
-        local: &ForwardContext<'_>,
-        x: &[&LocalTensor],
-        cut: &LeafCut,
-    ) -> Option<Result<LocalTensors>> {
-        Some(self.launch(local, x, (&LEAF_BACKWARD, &cut.leaves.scalars(1))))
+        let mask = (self.mask, documents_after(6, x));
+        launch_with_groups(local, &BACKWARD, &x[..6], mask, |i| i != 1 && i != 2, |i| i == 0)
     }
 }
 
@@ -346,6 +320,10 @@ impl Op for QkvPackedAttention {
         let are_tokens_whole = args[0].dims().get(1).is_none_or(Dim::is_unsharded);
         let is_one_kernel = are_tokens_whole && points.iter().all(|is_identity| *is_identity);
         (!is_one_kernel).then(|| self.parts(points.len()))
+    }
+
+    fn decompose_canonical(&self, _: &[&Layout], points: &[bool]) -> Option<Decomposition> {
+        Some(self.parts(points.len()))
     }
 
     fn signature(&self) -> &str {
@@ -371,7 +349,7 @@ impl Op for QkvPackedAttention {
 
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         let [q, k, v] = split_qkv(x[0]);
-        launch_with_groups(local, &FORWARD, &[&q, &k, &v], (self.mask, None, &[]), |i| i == 0, |_| true)
+        launch_with_groups(local, &FORWARD, &[&q, &k, &v], (self.mask, None), |i| i == 0, |_| true)
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
@@ -390,11 +368,6 @@ impl Op for QkvPackedAttentionBackward {
         "b t! p! h c!, b t! h c!, b t! h, b t! h c! -> b t! p! h c!"
     }
 
-    /// dk and dv are sums over leaves of queries.
-    fn canonical_form(&self) -> CanonicalForm {
-        CanonicalForm::Own
-    }
-
     fn linear_in(&self) -> &'static [&'static [usize]] {
         &[&[3]]
     }
@@ -406,15 +379,8 @@ impl Op for QkvPackedAttentionBackward {
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
         let [q, k, v] = split_qkv(x[0]);
         let args = [&q, &k, &v, x[1], x[2], x[3]];
-        let leaves = Context::of(local.rank)
-            .sum_tree()
-            .map(|tree| NodeLeaves::of_whole(tree, &local.inputs[0].dims()[1]).scalars(1));
-        let (kernel, leaves) = match &leaves {
-            Some(leaves) => (&LEAF_BACKWARD_JOINED, &leaves[..]),
-            None => (&BACKWARD_JOINED, &[][..]),
-        };
-        let options = (self.mask, None, leaves);
-        launch_with_groups(local, kernel, &args, options, |i| i != 1 && i != 2, |_| false)
+        let mask = (self.mask, None);
+        launch_with_groups(local, &BACKWARD_JOINED, &args, mask, |i| i != 1 && i != 2, |_| false)
     }
 }
 

@@ -52,8 +52,6 @@ pub(super) struct AttentionLaunch<'a> {
     pub(super) keys: Range<i64>,
     /// The documents of all keys, if rows are packed; contiguous.
     pub(super) documents: Option<DocumentIds<'a>>,
-    /// The leaves of the queries, for kernels whose sums are canonical ([`NodeLeaves::scalars`](crate::op::NodeLeaves)).
-    pub(super) leaves: &'a [Scalar],
 }
 
 impl AttentionLaunch<'_> {
@@ -74,7 +72,6 @@ impl AttentionLaunch<'_> {
         };
         let [causal, start, window] = [causal, self.queries.start - self.keys.start, window].map(Scalar::Int);
         let scalars = [Scalar::Real(1.0 / (self.c as f64).sqrt()), causal, start, window];
-        let scalars: SmallVec<[Scalar; 16]> = scalars.iter().chain(self.leaves).copied().collect();
         let ids =
             self.documents.map(|ids| [&self.queries, &self.keys].map(|range| ids.map(|x| narrow(x, range))));
         let ids: SmallVec<[LocalTensor; 4]> = ids.into_iter().flatten().flatten().collect();

@@ -139,8 +139,6 @@ impl Op for NormBackward {
         local.launch(self.kernel, &inputs.iter().collect::<SmallVec<[_; 6]>>(), &[])
     }
 
-    /// Adds dx to the sum that output 0 may be added to, if that has the bits of a separate addition: not of 16-bit floats, which the
-    /// kernel rounds once.
     fn forward_of_leaves(
         &self,
         local: &ForwardContext<'_>,
@@ -152,10 +150,7 @@ impl Op for NormBackward {
         // The kernel counts rows: one element of the dim that is cut has the rows of all later dims.
         let shape = &x[0].view.shape;
         let rows = shape[dim + 1..shape.len() - 1].iter().product();
-        let launch = |mut inputs: SmallVec<[LocalTensor; 6]>| {
-            if inputs[0].dtype == inputs[0].dtype.accumulator() {
-                inputs.extend(local.take_accumulator(0));
-            }
+        let launch = |inputs: SmallVec<[LocalTensor; 6]>| {
             local.launch(self.kernel, &inputs.iter().collect::<SmallVec<[_; 6]>>(), &cut.leaves.scalars(rows))
         };
         Some(local.contiguous(x).and_then(launch))

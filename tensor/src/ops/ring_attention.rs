@@ -92,7 +92,7 @@ impl<'a> RingCall<'a> {
             [0, hops].map(|hops| self.ring.range(hops)).map(|range| range.start as i64..range.end as i64);
         let c = self.tensors[0].view.shape[4];
         let documents = self.documents.as_ref().map(|[segments, positions]| [segments, positions]);
-        AttentionLaunch { rank: self.rank, mask: self.op.mask, c, queries, keys, documents, leaves: &[] }
+        AttentionLaunch { rank: self.rank, mask: self.op.mask, c, queries, keys, documents }
     }
 
     /// Whether some query of this rank sees some key of the shard `hops` before its own, as far as shapes tell.

@@ -5,10 +5,9 @@
 
 use crate::cpu::simd::blocked_gemm::MatrixPtrMut;
 use crate::cpu::simd::leaf_schedule::{BlockRule, LeafSchedule, Slot, StepBlock, TileOp};
-use crate::cpu::simd::microkernel::SumTile;
 use crate::cpu::simd::pack_bf16::{DotOperand, K_STEP, PANEL, PairLayout, STEP_WORDS, padded};
 use crate::cpu::simd::scratch::Scratch;
-use crate::cpu::simd::tile_sums::TileSums;
+use crate::cpu::simd::tile_sums::{Tile, TileSums};
 use crate::cpu::simd::vectorized;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::simd::{Level, amx, avx512_bf16, level, limit};
@@ -91,7 +90,7 @@ struct Sums([f32; PANEL * PANEL]);
 impl Sums {
     const ZERO: Sums = Sums([0.0; PANEL * PANEL]);
 
-    fn tile(&mut self) -> SumTile<f32> {
+    fn tile(&mut self) -> Tile<f32> {
         (self.0.as_mut_ptr(), PANEL)
     }
 }
@@ -267,7 +266,7 @@ unsafe fn macro_kernel<T: Float<Acc = f32>>(
             }
             let starts = [(block, first_row), (panel, first_col)];
             let [a, b] = starts.map(|(panels, first)| panels.start.wrapping_add(first * steps * STEP_WORDS));
-            let dot = |first: usize, some: usize, to: SumTile<f32>| {
+            let dot = |first: usize, some: usize, to: Tile<f32>| {
                 let [a, b] = [(a, extents[0]), (b, extents[1])]
                     .map(|(start, lines)| start.wrapping_add(first * lines * STEP_WORDS));
                 // SAFETY: as promised by the caller.
@@ -318,7 +317,7 @@ unsafe fn macro_kernel<T: Float<Acc = f32>>(
 #[inline(always)]
 unsafe fn run_ops<T: Float<Acc = f32>>(
     block: &StepBlock,
-    dot: &impl Fn(usize, usize, SumTile<f32>),
+    dot: &impl Fn(usize, usize, Tile<f32>),
     cached: &mut [Sums],
     [sums, later]: [&mut Sums; 2],
 ) {
@@ -333,20 +332,18 @@ unsafe fn run_ops<T: Float<Acc = f32>>(
         // SAFETY: each tile has so many elements.
         unsafe {
             match *op {
-                TileOp::Multiply { first, depth, to, addends } => {
-                    let addends = block.addends(addends);
-                    let product = if addends.is_empty() { place(to) } else { later };
-                    dot(first / K_STEP, depth.div_ceil(K_STEP), product);
-                    // The terms of one leaf, and whole leaves where nothing is rounded.
-                    for (number, addend) in addends.iter().enumerate() {
-                        let sum = if number + 1 == addends.len() { place(to) } else { later };
-                        (TileSums::<f32>::of::<f32>().join)([PANEL; 2], sum, [place(*addend), later]);
+                TileOp::Multiply { first, depth, to, add } => {
+                    dot(first / K_STEP, depth.div_ceil(K_STEP), if add { later } else { place(to) });
+                    if add {
+                        // The terms of one leaf, and whole leaves where nothing is rounded.
+                        (TileSums::<f32>::of::<f32>().join)([PANEL; 2], place(to), [place(to), later]);
                     }
                 }
                 TileOp::Round { to, from } => (arithmetic.round)([PANEL; 2], place(to), place(from)),
                 TileOp::Join { to, left, right } => {
                     (arithmetic.join)([PANEL; 2], place(to), [place(left), place(right)]);
                 }
+                TileOp::Copy { to, from } => (arithmetic.copy)([PANEL; 2], place(to), place(from)),
             }
         }
     }

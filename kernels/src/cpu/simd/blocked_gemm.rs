@@ -457,15 +457,13 @@ unsafe fn run_tile<R: Real>(
     let (microkernel, prefetch) =
         (table[height - 1][width / kernels.lanes - 1], prefetch.unwrap_or((b.0, 0)));
     if used == width && c.col_stride == 1 {
-        let c = (c.start, c.row_stride);
-        let addends: &[_] = if add { &[c] } else { &[] };
         // SAFETY: as promised by the caller; `kernels` fits this CPU.
-        unsafe { microkernel(depth, a, b, c, addends, prefetch) };
+        unsafe { microkernel(depth, a, b, (c.start, c.row_stride), add, prefetch) };
         return;
     }
     let mut full = [R::ZERO; MR_MAX * NR_MAX];
     // SAFETY: no tile is larger than `full`.
-    unsafe { microkernel(depth, a, b, (full.as_mut_ptr(), width), &[], prefetch) };
+    unsafe { microkernel(depth, a, b, (full.as_mut_ptr(), width), false, prefetch) };
     for i in 0..height {
         for j in 0..used {
             // SAFETY: (i, j) is within the tile of c.

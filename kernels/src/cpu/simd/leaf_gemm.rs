@@ -3,11 +3,10 @@
 
 use crate::cpu::simd::blocked_gemm::{APanels, BPanels, BlockedGemm, MC_PANELS, pack_rows};
 use crate::cpu::simd::leaf_schedule::{LeafSchedule, Slot, StepBlock, TileOp};
-use crate::cpu::simd::microkernel::{MR_MAX, NR_MAX, SumTile};
+use crate::cpu::simd::microkernel::{MR_MAX, NR_MAX};
 use crate::cpu::simd::scratch::Scratch;
-use crate::cpu::simd::tile_sums::TileSums;
+use crate::cpu::simd::tile_sums::{Tile, TileSums};
 use crate::dtype::Real;
-use smallvec::SmallVec;
 use std::ops::Range;
 
 /// Elements of a slot in the cache.
@@ -175,7 +174,7 @@ impl<'t, R: Real> LeafGemm<'t, R> {
             let extents = [height, used.next_multiple_of(lanes)];
             let c = gemm.c.submatrix(first_row, columns.first + first_col);
             let is_direct = used == extents[1] && c.col_stride == 1;
-            let place = |slot: Slot| -> SumTile<R> {
+            let place = |slot: Slot| -> Tile<R> {
                 match slot {
                     Slot::Cached(slot) => (room.cached.wrapping_add(slot * TILE), extents[1]),
                     Slot::Held(0) if is_direct => (c.start, c.row_stride),
@@ -193,21 +192,20 @@ impl<'t, R: Real> LeafGemm<'t, R> {
                 // SAFETY: the steps are within the packed block, and tiles within c and the room; `kernels` fits this CPU.
                 unsafe {
                     match *op {
-                        TileOp::Multiply { first, depth, to, addends } => {
-                            let addends: SmallVec<[SumTile<R>; 8]> =
-                                block.addends(addends).iter().map(|slot| place(*slot)).collect();
+                        TileOp::Multiply { first, depth, to, add } => {
                             let a = (a_start.wrapping_add(first * a_col), a_row, a_col);
                             let b = (b_start.wrapping_add(first * b_step), b_step);
                             let later = (
                                 later.wrapping_add(first * lanes),
                                 if prefetch.is_some() { lanes } else { 0 },
                             );
-                            microkernel(depth, a, b, place(to), &addends, later);
+                            microkernel(depth, a, b, place(to), add, later);
                         }
                         TileOp::Round { to, from } => (self.sums.round)(extents, place(to), place(from)),
                         TileOp::Join { to, left, right } => {
                             (self.sums.join)(extents, place(to), [place(left), place(right)]);
                         }
+                        TileOp::Copy { to, from } => (self.sums.copy)(extents, place(to), place(from)),
                     }
                 }
             }

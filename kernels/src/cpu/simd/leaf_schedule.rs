@@ -29,11 +29,6 @@ impl SumLeaves {
             _ => 0,
         }
     }
-
-    /// Returns the extent in k1 of the longest leaf.
-    pub(crate) fn longest(&self) -> usize {
-        self.borders.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap_or(0)
-    }
 }
 
 /// How blocks of steps are formed.
@@ -59,34 +54,46 @@ pub(crate) enum Slot {
 /// An operation on partial tiles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum TileOp {
-    /// Writes the product of some packed steps of the block, plus addends ([`StepBlock::addends`]): the first is added to the product,
-    /// the next to that sum.
-    Multiply { first: usize, depth: usize, to: Slot, addends: Addends },
+    /// Writes, or adds to, the product of some packed steps of the block.
+    Multiply {
+        first: usize,
+        depth: usize,
+        to: Slot,
+        add: bool,
+    },
     /// Rounds the sum of a leaf.
-    Round { to: Slot, from: Slot },
+    Round {
+        to: Slot,
+        from: Slot,
+    },
     /// Adds the sums of two nodes, and rounds.
-    Join { to: Slot, left: Slot, right: Slot },
-}
-
-/// The addends of a product: their place among those of the block.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Addends {
-    start: usize,
-    len: usize,
+    Join {
+        to: Slot,
+        left: Slot,
+        right: Slot,
+    },
+    Copy {
+        to: Slot,
+        from: Slot,
+    },
 }
 
 impl TileOp {
     fn target(&self) -> Slot {
         match *self {
-            TileOp::Multiply { to, .. } | TileOp::Round { to, .. } | TileOp::Join { to, .. } => to,
+            TileOp::Multiply { to, .. }
+            | TileOp::Round { to, .. }
+            | TileOp::Join { to, .. }
+            | TileOp::Copy { to, .. } => to,
         }
     }
 
     fn with_target(self, to: Slot) -> TileOp {
         match self {
-            TileOp::Multiply { first, depth, addends, .. } => TileOp::Multiply { first, depth, to, addends },
+            TileOp::Multiply { first, depth, add, .. } => TileOp::Multiply { first, depth, to, add },
             TileOp::Round { from, .. } => TileOp::Round { to, from },
             TileOp::Join { left, right, .. } => TileOp::Join { to, left, right },
+            TileOp::Copy { from, .. } => TileOp::Copy { to, from },
         }
     }
 }
@@ -110,15 +117,9 @@ pub(crate) struct StepBlock {
     pub(crate) depth: usize,
     pub(crate) segments: Vec<Segment>,
     pub(crate) ops: Vec<TileOp>,
-    addends: Vec<Slot>,
 }
 
 impl StepBlock {
-    /// Returns the addends of a product of the block.
-    pub(crate) fn addends(&self, addends: Addends) -> &[Slot] {
-        &self.addends[addends.start..][..addends.len]
-    }
-
     /// Adds a segment, to the last one if they are contiguous in k1 and packed.
     fn add_segment(&mut self, next: Segment) {
         match self.segments.last_mut() {
@@ -145,14 +146,14 @@ pub(crate) struct LeafSchedule {
 /// An operation on slots by number, before it is known where they are.
 #[derive(Clone, Copy, Debug)]
 enum Step {
-    /// `terms` of a leaf from term `first` on; `start` is the position of the leaf in k1. The slots from the last to `to` are added to the
-    /// product, and replaced by the sum.
+    /// `terms` of a leaf from term `first` on; `start` is the position of the leaf in k1.
     Multiply {
         start: usize,
         len: usize,
         first: usize,
         terms: usize,
-        to: usize,
+        slot: usize,
+        add: bool,
         opens_block: bool,
     },
     Round {
@@ -190,7 +191,7 @@ fn steps(leaves: &SumLeaves, rule: BlockRule) -> Vec<Step> {
     let mut steps = Vec::new();
     let mut sums = TreeSums::new(leaves.tree);
     let mut num_live = 0;
-    let longest = leaves.outer * leaves.longest();
+    let longest = leaves.borders.windows(2).map(|pair| leaves.outer * (pair[1] - pair[0])).max().unwrap_or(0);
     // A block has the leaves of a node, so that few slots outlive it.
     let fitting = rule.depth_max / longest.max(1).next_multiple_of(rule.alignment);
     let leaves_per_block = 1 << fitting.max(1).ilog2();
@@ -203,15 +204,17 @@ fn steps(leaves: &SumLeaves, rule: BlockRule) -> Vec<Step> {
             for first in (0..leaves.outer * len).step_by(rule.part) {
                 let terms = rule.part.min(leaves.outer * len - first);
                 let opens_block = first == 0 && leaf.is_multiple_of(leaves_per_block);
-                steps.push(Step::Multiply { start, len, first, terms, to: slot, opens_block });
+                steps.push(Step::Multiply { start, len, first, terms, slot, add: first > 0, opens_block });
             }
             steps.extend(rule.rounds.then_some(Step::Round { slot }));
         }
         let Ok(()) = sums.add(SumTree::leaf(leaf), slot, |left, right| {
             num_live -= 1;
             match steps.last_mut() {
-                // The last product of a leaf is added to the sums to its left.
-                Some(Step::Multiply { to, .. }) if *to == right => *to = left,
+                // The product of a whole leaf is added to the sum to its left.
+                Some(Step::Multiply { slot, add: add @ false, .. }) if *slot == right => {
+                    (*slot, *add) = (left, true);
+                }
                 _ => steps.push(Step::Join { left, right }),
             }
             Ok::<_, Infallible>(left)
@@ -232,7 +235,7 @@ struct Builder {
 impl Builder {
     fn add(&mut self, step: Step, rule: BlockRule) {
         let op = match step {
-            Step::Multiply { start, len, first, terms, to, opens_block } => {
+            Step::Multiply { start, len, first, terms, slot, add, opens_block } => {
                 let fits = self.block.depth.next_multiple_of(rule.alignment) + terms <= rule.depth_max;
                 if opens_block || !fits {
                     self.finish_block();
@@ -250,15 +253,11 @@ impl Builder {
                     done += count;
                 }
                 self.block.depth = (at + terms).next_multiple_of(rule.alignment);
-                let start = self.block.addends.len();
-                self.block.addends.extend(self.slots[to..].iter().rev());
-                let addends = Addends { start, len: self.slots.len() - to };
-                self.slots.truncate(to + 1);
-                if to == self.slots.len() {
-                    self.slots.push(Slot::Cached(to));
-                    self.schedule.num_cached = self.schedule.num_cached.max(to + 1);
+                if slot == self.slots.len() {
+                    self.slots.push(Slot::Cached(slot));
+                    self.schedule.num_cached = self.schedule.num_cached.max(slot + 1);
                 }
-                TileOp::Multiply { first: at, depth: terms, to: self.slots[to], addends }
+                TileOp::Multiply { first: at, depth: terms, to: self.slots[slot], add }
             }
             Step::Round { slot } => TileOp::Round { to: self.slots[slot], from: self.slots[slot] },
             Step::Join { left, right } => {
@@ -285,10 +284,11 @@ impl Builder {
             if from == held {
                 continue;
             }
-            // The last write of the slot goes to memory at once.
-            let last = block.ops.iter_mut().rfind(|op| op.target() == from);
-            let last = last.expect("nothing in the cache outlives a block");
-            *last = last.with_target(held);
+            // The last write of the slot goes to memory at once, unless it adds to what is in the cache.
+            match block.ops.iter_mut().rfind(|op| op.target() == from) {
+                Some(op) if !matches!(op, TileOp::Multiply { add: true, .. }) => *op = op.with_target(held),
+                _ => block.ops.push(TileOp::Copy { to: held, from }),
+            }
         }
         self.schedule.num_held = self.schedule.num_held.max(self.slots.len());
         let first = self.schedule.num_steps();
@@ -313,7 +313,7 @@ mod tests {
             assert!(block.depth <= rule.depth_max, "{block:?}");
             for op in &block.ops {
                 let (to, value) = match *op {
-                    TileOp::Multiply { first, depth, to, addends } => {
+                    TileOp::Multiply { first, depth, to, add } => {
                         let of = |step: usize| {
                             let segment =
                                 block.segments.iter().find(|s| (s.at..s.at + s.len).contains(&step));
@@ -325,14 +325,14 @@ mod tests {
                             )
                         };
                         let part = (first..first + depth).map(of).collect::<Vec<_>>().join("");
-                        let add = |sum: String, addend: &Slot| format!("({} {sum})", get(&tiles, *addend));
-                        (to, block.addends(addends).iter().fold(part, add))
+                        (to, if add { format!("({} {part})", get(&tiles, to)) } else { part })
                     }
                     TileOp::Round { to, from } => (to, format!("~{}", get(&tiles, from))),
                     TileOp::Join { to, left, right } => {
                         let sum = format!("({} {})", get(&tiles, left), get(&tiles, right));
                         (to, if rule.rounds { format!("~{sum}") } else { sum })
                     }
+                    TileOp::Copy { to, from } => (to, get(&tiles, from)),
                 };
                 tiles.push((to, value));
             }

@@ -13,17 +13,14 @@ pub(crate) type APanel<R> = (*const R, usize, usize);
 /// allowed.
 pub(crate) type PrefetchPtr<R> = (*const R, usize);
 
-/// A tile of sums: pointer and row stride.
-pub(crate) type SumTile<R> = (*mut R, usize);
-
-/// A micro-kernel: c = a b, plus addends, for a tile of c. Arguments: k; the panel of a; b and its row stride (columns are contiguous); c
-/// and its row stride; the addends, of which c may be one: the first is added to the product, the next to that sum; memory to prefetch,
-/// which only kernels in [`MicroKernels::prefetching`] heed. Sums start at 0 and take one fused multiply-add per step of k.
+/// A micro-kernel: c = a b or c += a b for a tile of c. Arguments: k; the panel of a; b and its row stride (columns are contiguous); c
+/// and its row stride; whether to add to c; memory to prefetch, which only kernels in [`MicroKernels::prefetching`] heed. Sums start at 0
+/// and take one fused multiply-add per step of k.
 ///
 /// # Safety
-/// The extents are within the memory, no other thread reads c or writes an addend, and the CPU has the instruction set of the [`MicroKernels`].
+/// The extents are within the memory, no other thread reads c, and the CPU has the instruction set of the [`MicroKernels`].
 pub(crate) type MicroKernel<R> =
-    unsafe fn(usize, APanel<R>, (*const R, usize), SumTile<R>, &[SumTile<R>], PrefetchPtr<R>);
+    unsafe fn(usize, APanel<R>, (*const R, usize), (*mut R, usize), bool, PrefetchPtr<R>);
 
 /// The most rows of a tile on any instruction set.
 pub(crate) const MR_MAX: usize = 14;
@@ -93,8 +90,8 @@ unsafe fn microkernel<V: Vector, const H: usize, const W: usize, const PREFETCHE
     depth: usize,
     (a, a_row, a_col): APanel<V::Item>,
     (mut b, b_step): (*const V::Item, usize),
-    (c, c_step): SumTile<V::Item>,
-    addends: &[SumTile<V::Item>],
+    (c, c_step): (*mut V::Item, usize),
+    add: bool,
     (mut later, later_step): PrefetchPtr<V::Item>,
 ) {
     // One pointer for three rows: this saves registers, and an addressing mode reaches each row.
@@ -130,18 +127,11 @@ unsafe fn microkernel<V: Vector, const H: usize, const W: usize, const PREFETCHE
             later = later.wrapping_add(later_step);
         }
     }
-    for &(addend, step) in addends {
-        for (h, sums) in sums.iter_mut().enumerate() {
-            for (w, sum) in sums.iter_mut().enumerate() {
-                // SAFETY: the caller guarantees H rows of W vectors of an addend.
-                *sum = unsafe { V::load(addend.wrapping_add(h * step + w * V::LANES)) }.plus(*sum);
-            }
-        }
-    }
     for (h, sums) in sums.into_iter().enumerate() {
         for (w, sum) in sums.into_iter().enumerate() {
+            let to = c.wrapping_add(h * c_step + w * V::LANES);
             // SAFETY: the caller guarantees H rows of W vectors of c.
-            unsafe { sum.store(c.wrapping_add(h * c_step + w * V::LANES)) };
+            unsafe { if add { V::load(to).plus(sum) } else { sum }.store(to) };
         }
     }
 }
@@ -236,12 +226,12 @@ macro_rules! microkernels {
                 depth: usize,
                 a: APanel<$t>,
                 b: (*const $t, usize),
-                c: SumTile<$t>,
-                addends: &[SumTile<$t>],
+                c: (*mut $t, usize),
+                add: bool,
                 later: PrefetchPtr<$t>,
             ) {
                 // SAFETY: as promised by the caller.
-                unsafe { microkernel::<$v, H, W, PREFETCHES>(depth, a, b, c, addends, later) }
+                unsafe { microkernel::<$v, H, W, PREFETCHES>(depth, a, b, c, add, later) }
             }
             const TABLE: &[[MicroKernel<$t>; 2]] = &[$([compiled::<$height, 1, false>, compiled::<$height, 2, false>]),*];
             const PREFETCHING: &[[MicroKernel<$t>; 2]] = &[$([compiled::<$height, 1, true>, compiled::<$height, 2, true>]),*];

@@ -16,7 +16,7 @@ pub fn multiply_adds(depth: usize) -> (usize, f32) {
     // SAFETY: with strides of 0, one row of b and one element of a are read again and again; c has room for the highest and widest tile;
     // `level` has detected what the micro-kernels need.
     unsafe {
-        (kernels.by_height[rows - 1][1])(depth, a, (operands.as_ptr(), 0), c, &[], (operands.as_ptr(), 0))
+        (kernels.by_height[rows - 1][1])(depth, a, (operands.as_ptr(), 0), c, false, (operands.as_ptr(), 0))
     };
     (2 * depth * rows * 2 * kernels.lanes, sums[0])
 }

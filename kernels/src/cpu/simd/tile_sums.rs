@@ -1,17 +1,21 @@
 //! Sums of partial tiles of a matrix product: rounding to the dtype of the operands, and joins of two tiles.
 
-use crate::cpu::simd::microkernel::SumTile;
 use crate::cpu::simd::vectorized;
 use crate::dtype::{Element, Float, Real};
+
+/// A tile: pointer and row stride.
+pub(crate) type Tile<R> = (*mut R, usize);
 
 /// The arithmetic of partial tiles for operands of one dtype, whose accumulator is R. Tiles have rows of 4, 8, 16 or 32 elements.
 #[derive(Clone, Copy)]
 pub(crate) struct TileSums<R> {
     /// Writes the sums of the elements of two tiles, rounded. Arguments: rows and columns; the result, which may be one of the tiles;
     /// the tiles.
-    pub(crate) join: unsafe fn([usize; 2], SumTile<R>, [SumTile<R>; 2]),
+    pub(crate) join: unsafe fn([usize; 2], Tile<R>, [Tile<R>; 2]),
     /// Writes the elements of a tile, rounded.
-    pub(crate) round: unsafe fn([usize; 2], SumTile<R>, SumTile<R>),
+    pub(crate) round: unsafe fn([usize; 2], Tile<R>, Tile<R>),
+    /// Copies the elements of a tile. Arguments as for `round`.
+    pub(crate) copy: unsafe fn([usize; 2], Tile<R>, Tile<R>),
     /// Whether rounding changes anything.
     pub(crate) rounds: bool,
 }
@@ -20,7 +24,7 @@ impl<R: Real> TileSums<R> {
     /// Returns the arithmetic for operands of type T.
     pub(crate) fn of<T: Float<Acc = R>>() -> TileSums<R> {
         let rounds = T::DTYPE != <R as Element>::DTYPE;
-        TileSums { join: join::<T>, round: round::<T>, rounds }
+        TileSums { join: join::<T>, round: round::<T>, copy: round::<R>, rounds }
     }
 }
 
@@ -44,7 +48,7 @@ macro_rules! by_width {
 ///
 /// # Safety
 /// The tiles are within their memory, and no other thread uses the result.
-unsafe fn join<T: Float>([rows, cols]: [usize; 2], to: SumTile<T::Acc>, from: [SumTile<T::Acc>; 2]) {
+unsafe fn join<T: Float>([rows, cols]: [usize; 2], to: Tile<T::Acc>, from: [Tile<T::Acc>; 2]) {
     vectorized(
         #[inline(always)]
         || by_width!(cols, join_rows::<T>(rows, to, from)),
@@ -58,8 +62,8 @@ unsafe fn join<T: Float>([rows, cols]: [usize; 2], to: SumTile<T::Acc>, from: [S
 #[inline(always)]
 unsafe fn join_rows<T: Float, const N: usize>(
     rows: usize,
-    to: SumTile<T::Acc>,
-    [left, right]: [SumTile<T::Acc>; 2],
+    to: Tile<T::Acc>,
+    [left, right]: [Tile<T::Acc>; 2],
 ) {
     for row in 0..rows {
         // SAFETY: the caller guarantees rows of N elements.
@@ -74,7 +78,7 @@ unsafe fn join_rows<T: Float, const N: usize>(
 ///
 /// # Safety
 /// As for [`join`].
-unsafe fn round<T: Float>([rows, cols]: [usize; 2], to: SumTile<T::Acc>, from: SumTile<T::Acc>) {
+unsafe fn round<T: Float>([rows, cols]: [usize; 2], to: Tile<T::Acc>, from: Tile<T::Acc>) {
     vectorized(
         #[inline(always)]
         || by_width!(cols, round_rows::<T>(rows, to, from)),
@@ -86,7 +90,7 @@ unsafe fn round<T: Float>([rows, cols]: [usize; 2], to: SumTile<T::Acc>, from: S
 /// # Safety
 /// As for [`join`].
 #[inline(always)]
-unsafe fn round_rows<T: Float, const N: usize>(rows: usize, to: SumTile<T::Acc>, from: SumTile<T::Acc>) {
+unsafe fn round_rows<T: Float, const N: usize>(rows: usize, to: Tile<T::Acc>, from: Tile<T::Acc>) {
     for row in 0..rows {
         // SAFETY: the caller guarantees rows of N elements.
         let from = unsafe { row_of::<_, N>(from, row) };
@@ -101,7 +105,7 @@ unsafe fn round_rows<T: Float, const N: usize>(rows: usize, to: SumTile<T::Acc>,
 /// # Safety
 /// The row is within its memory.
 #[inline(always)]
-unsafe fn row_of<R: Copy, const N: usize>(tile: SumTile<R>, row: usize) -> [R; N] {
+unsafe fn row_of<R: Copy, const N: usize>(tile: Tile<R>, row: usize) -> [R; N] {
     // SAFETY: as promised by the caller; arrays are aligned like their elements.
     unsafe { *tile.0.wrapping_add(row * tile.1).cast::<[R; N]>() }
 }

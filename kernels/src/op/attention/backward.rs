@@ -4,18 +4,15 @@
 use super::documents::{DocumentRow, Documents, visible_tiles};
 use super::strips::{Queries, in_strips, transpose_strips};
 use super::tile::{KEYS, Operand, Pairs, QUERIES, rows, with_operand};
-use super::{Head, OutputRow, Problem, leaves_of_queries, output_rows};
+use super::{Head, OutputRow, Problem, output_rows};
 use crate::cpu::math::Maths;
-use crate::cpu::simd::leaf_schedule::SumLeaves;
 use crate::cpu::simd::scratch::Scratch;
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{Float, Real};
 use crate::error::KernelError;
-use crate::host_vec::filled_or_unwind;
 use crate::kernel::{Arg, ArgMut, Kernel, Launch};
 use crate::match_float;
-use crate::op::rows::{LANES, join_leaves, sum_pairs};
-use std::ops::Range;
+use crate::op::rows::{LANES, sum_pairs};
 
 /// The outputs of one key head: a row of channels per query (in the order (t, r)), key and value.
 struct Outputs<'a, T: Float> {
@@ -24,24 +21,11 @@ struct Outputs<'a, T: Float> {
     dv: Vec<OutputRow<'a, T>>,
 }
 
-/// The operands of one key head.
-struct HeadInputs<'a, T> {
-    b: usize,
-    g: usize,
-    k: Head<'a, T>,
-    v: Head<'a, T>,
-    inputs: &'a [Arg<'a>; 6],
-    documents: Option<DocumentRow<'a>>,
-    /// Whether tiles of queries are taken by strips.
-    by_strips: bool,
-}
-
 /// Writes three outputs, or one joined output.
 pub(super) fn backward(kernel: &Kernel, pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let (inputs, rest) = launch.inputs.split_first_chunk().expect("a launch has the inputs of its contract");
     let problem = Problem::new(launch.inputs, inputs.len(), launch.scalars);
     let documents = Documents::new(rest, launch.scalars);
-    let leaves = leaves_of_queries(launch.scalars);
     if problem.c == 0 {
         return Ok(());
     }
@@ -53,7 +37,7 @@ pub(super) fn backward(kernel: &Kernel, pool: &Pool, launch: &mut Launch<'_>) ->
         with_operand!(T, P => pool.chunks_on_threads(&mut tasks, 1, |thread, task, outputs| {
             let mut own = pool.scratch_array_for(thread);
             let own = own.each_mut().map(|scratch| &mut **scratch);
-            backward_head::<T, P>(&problem, (documents, leaves.as_ref()), own, inputs, task, &mut outputs[0]);
+            backward_head::<T, P>(&problem, documents, own, inputs, task, &mut outputs[0]);
         }));
         Ok(())
     }, else Err(KernelError::DType { kernel: kernel.name, dtype: inputs[0].dtype }))
@@ -95,97 +79,51 @@ fn by_key_head<O>(
 
 fn backward_head<T: Float<Acc: Maths>, P: Operand<Acc = T::Acc>>(
     problem: &Problem,
-    (documents, leaves): (Option<Documents<'_>>, Option<&SumLeaves>),
+    documents: Option<Documents<'_>>,
     [operands, rooms, packs]: [&mut Scratch; 3],
-    inputs: &[Arg<'_>; 6],
+    [q, k, v, o, lse, d_out]: &[Arg<'_>; 6],
     task: usize,
     outputs: &mut Outputs<'_, T>,
 ) {
     let (b, g) = (task / problem.g, task % problem.g);
-    let longest = leaves.map_or(problem.t, SumLeaves::longest);
-    let head = HeadInputs {
-        b,
-        g,
-        k: Head::<T>::new(&inputs[1], b, &[g]),
-        v: Head::<T>::new(&inputs[2], b, &[g]),
-        inputs,
-        documents: documents.map(|documents| documents.row(b)),
-        by_strips: in_strips::<P>(longest) > 0,
-    };
-    let mut state = State::<P>::new(rooms, operands, problem, longest);
-    if head.by_strips {
+    let (k, v) = (Head::<T>::new(k, b, &[g]), Head::<T>::new(v, b, &[g]));
+    let documents = documents.map(|documents| documents.row(b));
+    let documents = documents.as_ref();
+    let mut state = State::<P>::new(rooms, operands, problem);
+    let by_strips = in_strips::<P>(problem.t) > 0;
+    if by_strips {
         vectorized(
             #[inline(always)]
             || {
-                head.k.gather(0, problem.c, T::Acc::ONE, state.keys[0]);
-                head.v.gather(0, problem.c, T::Acc::ONE, state.keys[1]);
+                k.gather(0, problem.c, T::Acc::ONE, state.keys[0]);
+                v.gather(0, problem.c, T::Acc::ONE, state.keys[1]);
             },
         );
     }
-    // Scale dk by the factor that queries were not multiplied by.
-    let factors = [P::factors(problem.scale)[1], T::Acc::ONE];
-    let Some(leaves) = leaves else {
-        head.add_queries(problem, &mut state, packs, 0..problem.t, &mut outputs.dq);
-        for (out, (sums, factor)) in [&mut outputs.dk, &mut outputs.dv]
-            .into_iter()
-            .zip([&state.dk, &state.dv].into_iter().zip(factors))
-        {
-            store(sums, problem.c, factor, out.iter_mut());
-        }
-        return;
-    };
-    // dk, then dv.
-    let of_keys = problem.s * problem.c;
-    let mut sums = filled_or_unwind(T::default(), 2 * of_keys);
-    join_leaves(leaves, &mut sums, |number, of_leaf| {
-        state.clear_sums();
-        let queries = leaves.borders[number]..leaves.borders[number + 1];
-        head.add_queries(problem, &mut state, packs, queries, &mut outputs.dq);
-        for (to, (sums, factor)) in
-            of_leaf.chunks_exact_mut(of_keys.max(1)).zip([&state.dk, &state.dv].into_iter().zip(factors))
-        {
+    for r in 0..problem.r {
+        let [q, o, d_out] = [q, o, d_out].map(|arg| Head::<T>::new(arg, b, &[g, r]));
+        let lse = Head::<T::Acc>::new(lse, b, &[g, r]);
+        for first in (0..problem.t).step_by(QUERIES) {
+            let queries = QUERIES.min(problem.t - first);
             vectorized(
                 #[inline(always)]
-                || OutputRow::<T>::Own(to).store(sums, factor),
+                || state.load(problem, [&q, &o, &d_out], &lse, [first, queries]),
             );
-        }
-    });
-    let (dk, dv) = sums.split_at(of_keys);
-    for (out, sums) in [(&mut outputs.dk, dk), (&mut outputs.dv, dv)] {
-        out.iter_mut().zip(sums.chunks_exact(problem.c)).for_each(|(out, sums)| out.copy_from(sums));
-    }
-}
-
-impl<T: Float<Acc: Maths>> HeadInputs<'_, T> {
-    /// Adds the terms of a range of queries to dk and dv, and writes the dq of these queries.
-    fn add_queries<P: Operand<Acc = T::Acc>>(
-        &self,
-        problem: &Problem,
-        state: &mut State<'_, P>,
-        packs: &mut Scratch,
-        range: Range<usize>,
-        dq: &mut [OutputRow<'_, T>],
-    ) {
-        let [q, _, _, o, lse, d_out] = self.inputs;
-        let documents = self.documents.as_ref();
-        for r in 0..problem.r {
-            let [q, o, d_out] = [q, o, d_out].map(|arg| Head::<T>::new(arg, self.b, &[self.g, r]));
-            let lse = Head::<T::Acc>::new(lse, self.b, &[self.g, r]);
-            for first in range.clone().step_by(QUERIES) {
-                let queries = QUERIES.min(range.end - first);
-                vectorized(
-                    #[inline(always)]
-                    || state.load(problem, [&q, &o, &d_out], &lse, [first, queries]),
-                );
-                if self.by_strips {
-                    state.walk_strips(problem, documents, packs, [first, queries]);
-                } else {
-                    state.walk(problem, documents, packs, [&self.k, &self.v], [first, queries]);
-                }
-                let rows = dq[first * problem.r..].iter_mut().skip(r).step_by(problem.r).take(queries);
-                store(state.dq, problem.c, T::Acc::lit(problem.scale), rows);
+            if by_strips {
+                state.walk_strips(problem, documents, packs, [first, queries]);
+            } else {
+                state.walk(problem, documents, packs, [&k, &v], [first, queries]);
             }
+            let rows = outputs.dq[first * problem.r..].iter_mut().skip(r).step_by(problem.r).take(queries);
+            store(state.dq, problem.c, T::Acc::lit(problem.scale), rows);
         }
+    }
+    // Scale dk by the factor that queries were not multiplied by.
+    let missing = P::factors(problem.scale)[1];
+    for (out, sums, factor) in
+        [(&mut outputs.dk, &state.dk, missing), (&mut outputs.dv, &state.dv, T::Acc::ONE)]
+    {
+        store(sums, problem.c, factor, out.iter_mut());
     }
 }
 
@@ -227,14 +165,8 @@ struct State<'s, P: Operand> {
 }
 
 impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
-    /// The state of a head whose queries come in runs of at most `longest`.
-    fn new(
-        rooms: &'s mut Scratch,
-        operands: &'s mut Scratch,
-        problem: &Problem,
-        longest: usize,
-    ) -> State<'s, P> {
-        let queries = QUERIES.min(longest);
+    fn new(rooms: &'s mut Scratch, operands: &'s mut Scratch, problem: &Problem) -> State<'s, P> {
+        let queries = QUERIES.min(problem.t);
         let row_len = queries.next_multiple_of(LANES);
         let (of_keys, of_queries, tile) = (problem.s * problem.c, queries * problem.c, row_len * KEYS);
         let transposed = in_strips::<P>(queries) * problem.c;
@@ -249,11 +181,6 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
         }
         let (transposed, keys, weights) = ([q_turned, d_out_turned], [k, v], [probs, d_scores]);
         State { dk, dv, q, d_out, transposed, keys, dq, lse, delta, prob, d_score, weights }
-    }
-
-    fn clear_sums(&mut self) {
-        self.dk.fill(R::ZERO);
-        self.dv.fill(R::ZERO);
     }
 
     /// Loads a tile of queries.

@@ -20,12 +20,11 @@ mod gpu;
 pub use merge::MERGE;
 
 use crate::cpu::Pool;
-use crate::cpu::simd::leaf_schedule::SumLeaves;
 use crate::dtype::{Element, Float};
 use crate::error::KernelError;
 use crate::kernel::{Arg, ArgMut, Bound, GpuCode, Kernel, Launch, Scalar};
 use crate::match_float;
-use crate::op::rows::{join_leaves, leaves_of, write};
+use crate::op::rows::write;
 use documents::Documents;
 use std::ops::Range;
 
@@ -98,34 +97,6 @@ pub static BACKWARD_JOINED: Kernel = Kernel {
     bound: Bound { ulps: 256.0 },
 };
 
-/// [`BACKWARD`] whose sums over queries are canonical: dk and dv of each leaf of the queries, rounded, are joined in a tree.
-///
-/// - in, out: as for [`BACKWARD`], all outputs in the dtype of q
-/// - scalars: as for [`FORWARD`]; then Int leaves of the tree, Int first leaf, then the borders of the leaves: from 0 to t, not decreasing
-///
-/// The bits are those of one [`BACKWARD`] for each leaf and of additions, each rounded. Counted: 10 c operations per visible pair of query
-/// and key; with documents, per pair.
-pub static LEAF_BACKWARD: Kernel = Kernel {
-    name: "leaf_attention_backward",
-    reference: backward,
-    cpu: Some(|pool, launch| backward::backward(&LEAF_BACKWARD, pool, launch)),
-    gpu: None,
-    flops: |launch| 10 * multiply_adds(launch),
-    bytes: Some(bytes),
-    bound: Bound { ulps: 256.0 },
-};
-
-/// [`LEAF_BACKWARD`] into one joined tensor, as [`BACKWARD_JOINED`]. Counted: 10 c operations per visible pair of query and key.
-pub static LEAF_BACKWARD_JOINED: Kernel = Kernel {
-    name: "leaf_attention_backward_joined",
-    reference: backward_joined,
-    cpu: Some(|pool, launch| backward::backward(&LEAF_BACKWARD_JOINED, pool, launch)),
-    gpu: None,
-    flops: |launch| 10 * multiply_adds(launch),
-    bytes: Some(bytes),
-    bound: Bound { ulps: 256.0 },
-};
-
 /// The parameters of a launch, forward or backward.
 #[derive(Clone, Copy, Debug)]
 struct Problem {
@@ -182,12 +153,6 @@ impl Problem {
 /// Returns how many operands of a launch are not documents: three forward, six backward.
 fn own_operands(launch: &Launch<'_>) -> usize {
     if matches!(launch.inputs.len(), 3 | 7) { 3 } else { 6 }
-}
-
-/// Returns the leaves of the queries that follow the scalars of a launch, if sums over queries are canonical.
-fn leaves_of_queries(scalars: &[Scalar]) -> Option<SumLeaves> {
-    let leaves = scalars.get(4..).filter(|leaves| !leaves.is_empty())?;
-    Some(leaves_of(leaves, 1))
 }
 
 /// Returns channels times visible pairs.
@@ -276,14 +241,6 @@ impl<T: Float> OutputRow<'_, T> {
         }
     }
 
-    /// Stores rounded sums.
-    fn copy_from(&mut self, sums: &[T]) {
-        match self {
-            OutputRow::Own(row) => row.copy_from_slice(sums),
-            OutputRow::Wide(row) => row.iter_mut().zip(sums).for_each(|(out, sum)| *out = sum.widen()),
-        }
-    }
-
     fn clear(&mut self) {
         match self {
             OutputRow::Own(row) => row.fill(T::default()),
@@ -333,55 +290,29 @@ fn forward(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
 }
 
 fn backward(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
-    let leaves = leaves_of_queries(launch.scalars);
     let (inputs, documents, outputs, p) = operands::<6, 3>(launch);
     match_float!(inputs[0].dtype, T => {
-        let sums = cotangents::<T>(p, documents, inputs, leaves.as_ref());
+        let sums = cotangents::<T>(p, documents, inputs);
         outputs.into_iter().zip(&sums).for_each(|(out, sums)| store_sums::<T>(out, sums));
         Ok(())
     }, else Err(KernelError::DType { kernel: BACKWARD.name, dtype: inputs[0].dtype }))
 }
 
 fn backward_joined(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
-    let leaves = leaves_of_queries(launch.scalars);
     let (inputs, documents, [out], p) = operands::<6, 1>(launch);
     match_float!(inputs[0].dtype, T => {
-        let (parts, row) = (cotangents::<T>(p, documents, inputs, leaves.as_ref()), (p.g * p.c).max(1));
+        let (parts, row) = (cotangents::<T>(p, documents, inputs), (p.g * p.c).max(1));
         let rows = (0..out.view.numel() / row).flat_map(|at| &parts[at % 3][at / 3 * row..][..row]);
         store_sums::<T>(out, &rows.copied().collect::<Vec<f64>>());
         Ok(())
     }, else Err(KernelError::DType { kernel: BACKWARD_JOINED.name, dtype: inputs[0].dtype }))
 }
 
-/// Returns dq, dk and dv, the last two joined over leaves of the queries if there are leaves.
+/// The destinations of dq, dk and dv.
 fn cotangents<T: Float>(
     p: Problem,
     documents: Option<Documents<'_>>,
-    inputs: &[Arg<'_>; 6],
-    leaves: Option<&SumLeaves>,
-) -> [Vec<f64>; 3] {
-    let Some(leaves) = leaves else { return cotangents_of_queries::<T>(p, documents, inputs, 0..p.t) };
-    let of_keys = p.b * p.s * p.g * p.c;
-    let mut dq = vec![0.0; p.b * p.t * p.g * p.r * p.c];
-    let mut sums = vec![T::default(); 2 * of_keys];
-    join_leaves(leaves, &mut sums, |number, to| {
-        let queries = leaves.borders[number]..leaves.borders[number + 1];
-        let [dq_of_leaf, dk, dv] = cotangents_of_queries::<T>(p, documents, inputs, queries);
-        // Those of other queries are zeros.
-        dq.iter_mut().zip(dq_of_leaf).for_each(|(dq, x)| *dq += x);
-        to.iter_mut().zip(dk.iter().chain(&dv)).for_each(|(to, x)| *to = T::from_f64(*x));
-    });
-    let mut sums = sums.into_iter().map(T::to_f64);
-    let dk = sums.by_ref().take(of_keys).collect();
-    [dq, dk, sums.collect()]
-}
-
-/// Returns dq, dk and dv of a range of queries.
-fn cotangents_of_queries<T: Float>(
-    p: Problem,
-    documents: Option<Documents<'_>>,
     [q, k, v, o, lse, d_out]: &[Arg<'_>; 6],
-    queries: Range<usize>,
 ) -> [Vec<f64>; 3] {
     let of_keys = || vec![0.0; p.b * p.s * p.g * p.c];
     let (mut dq, mut dk, mut dv) = (vec![0.0; p.b * p.t * p.g * p.r * p.c], of_keys(), of_keys());
@@ -390,7 +321,7 @@ fn cotangents_of_queries<T: Float>(
         let [q, o, d_out] = [q, o, d_out].map(|arg| Head::<T>::new(arg, b, &[g, r]));
         let lse = Head::<T::Acc>::new(lse, b, &[g, r]);
         let documents = documents.map(|documents| documents.row(b));
-        for i in queries.clone() {
+        for i in 0..p.t {
             let row = ((b * p.t + i) * p.g + g) * p.r + r;
             let delta = d_out.dot(i, &o, i, p.c);
             let is_visible = |j: &usize| documents.is_none_or(|documents| documents.sees(i, *j));

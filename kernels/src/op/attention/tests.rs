@@ -3,10 +3,8 @@
 use super::*;
 use crate::dtype::DType;
 use crate::op::finite_difference::{Value, check_gradients, dot, evaluate};
-use crate::op::kernel_check::{Case, Kind, places, round, values};
+use crate::op::kernel_check::{Case, Kind, places, values};
 use crate::strides::Strides;
-use crate::sum_tree::{SumTree, TreeSums};
-use std::convert::Infallible;
 
 fn scalars(scale: f64, causal: bool, t_start: i64) -> [Scalar; 4] {
     [Scalar::Real(scale), Scalar::Int(i64::from(causal)), Scalar::Int(t_start), Scalar::Int(0)]
@@ -14,13 +12,6 @@ fn scalars(scale: f64, causal: bool, t_start: i64) -> [Scalar; 4] {
 
 fn windowed(scale: f64, t_start: i64, window: i64) -> [Scalar; 4] {
     [Scalar::Real(scale), Scalar::Int(1), Scalar::Int(t_start), Scalar::Int(window)]
-}
-
-/// The scalars of a canonical backward: those of a launch, and leaves of t queries.
-fn with_leaves(scalars: &[Scalar], num_leaves: usize, t: usize) -> Vec<Scalar> {
-    let ends = (0..num_leaves).map(|leaf| SumTree::new(num_leaves).leaf_range(t, leaf).end);
-    let leaves = [num_leaves, 0, 0].into_iter().chain(ends).map(|x| Scalar::Int(x as i64));
-    scalars.iter().copied().chain(leaves).collect()
 }
 
 /// q, k and v for b, t, s, g, r, c.
@@ -78,20 +69,18 @@ fn check_fast_path(shape: [usize; 6], scalars: &[Scalar], dtypes: &[DType]) {
     case.allow(ALLOWANCE).run_for(dtypes);
     let saved = attend(&inputs, scalars);
     let d_out = values(4, q.len());
-    for (kernel, scalars) in [(&BACKWARD, scalars.to_vec()), (&LEAF_BACKWARD, with_leaves(scalars, 3, t))] {
-        let case = Case::new(kernel).input(&of_queries, q).input(&of_keys, k).input(&of_keys, v);
-        case.input(&of_queries, &saved[0])
-            .input_as(Kind::Accumulator, &of_queries[..4], &saved[1])
-            .input(&of_queries, &d_out)
-            .output(&of_queries)
-            .output(&of_keys)
-            .output(&of_keys)
-            .scalars(&scalars)
-            .strided()
-            .scale(4.0)
-            .allow(ALLOWANCE)
-            .run_for(dtypes);
-    }
+    let case =
+        Case::new(&BACKWARD).input(&of_queries, q).input(&of_keys, k).input(&of_keys, v).scalars(scalars);
+    case.input(&of_queries, &saved[0])
+        .input_as(Kind::Accumulator, &of_queries[..4], &saved[1])
+        .input(&of_queries, &d_out)
+        .output(&of_queries)
+        .output(&of_keys)
+        .output(&of_keys)
+        .strided()
+        .scale(4.0)
+        .allow(ALLOWANCE)
+        .run_for(dtypes);
 }
 
 /// Checks the joined backward, where q, k and v are parts of one tensor: the bits of separate cotangents, and the bound of GPU code.
@@ -103,88 +92,23 @@ fn check_joined_backward([b, t, g, c]: [usize; 4], scalars: &[Scalar], dtypes: &
     let [q, k, v] = [taken(0), taken(1), taken(2)];
     let apart = [Value::real(&of_queries, &q), Value::real(&of_keys, &k), Value::real(&of_keys, &v)];
     let saved = attend(&apart, scalars);
-    let with = |kernel: &'static Kernel, scalars: &[Scalar]| {
+    let with = |kernel: &'static Kernel| {
         let case = Case::new(kernel).input_view(Kind::Tested, part(0).unsqueeze(3), &qkv);
         let case = case.input_view(Kind::Tested, part(1), &qkv).input_view(Kind::Tested, part(2), &qkv);
         let case = case.input(&of_queries, &saved[0]);
         let case = case.input_as(Kind::Accumulator, &of_queries[..4], &saved[1]);
         case.input(&of_queries, &values(4, q.len())).scalars(scalars).scale(4.0).allow(ALLOWANCE)
     };
-    for (joined, apart, scalars) in [
-        (&BACKWARD_JOINED, &BACKWARD, scalars.to_vec()),
-        (&LEAF_BACKWARD_JOINED, &LEAF_BACKWARD, with_leaves(scalars, 4, t)),
-    ] {
-        let joined = with(joined, &scalars).output(&all);
-        joined.run_for(dtypes);
-        let apart = with(apart, &scalars).output(&of_queries).output(&of_keys).output(&of_keys);
-        for dtype in dtypes {
-            let (joined, apart) = (joined.fast(*dtype).remove(0), apart.fast(*dtype));
-            for (i, of_part) in apart.iter().enumerate() {
-                let found: Vec<f64> = places(&part(i)).into_iter().map(|at| joined[at]).collect();
-                assert_eq!(&found, of_part, "part {i} of {all:?} in {dtype}");
-            }
+    let joined = with(&BACKWARD_JOINED).output(&all);
+    joined.run_for(dtypes);
+    let apart = with(&BACKWARD).output(&of_queries).output(&of_keys).output(&of_keys);
+    for dtype in dtypes {
+        let (joined, apart) = (joined.fast(*dtype).remove(0), apart.fast(*dtype));
+        for (i, of_part) in apart.iter().enumerate() {
+            let found: Vec<f64> = places(&part(i)).into_iter().map(|at| joined[at]).collect();
+            assert_eq!(&found, of_part, "part {i} of {all:?} in {dtype}");
         }
     }
-}
-
-/// Checks that the canonical backward has the bits of one backward for each leaf of the queries, joined in the tree.
-fn check_leaves([b, t, s, g, r, c]: [usize; 6], scalars: &[Scalar], num_leaves: usize) {
-    let (of_queries, of_keys) = ([b, t, g, r, c], [b, s, g, c]);
-    let inputs = inputs([b, t, s, g, r, c]);
-    let [q, k, v] = inputs.each_ref().map(|value| &value.data[..]);
-    let (saved, d_out) = (attend(&inputs, scalars), values(4, q.len()));
-    let with = |kernel: &'static Kernel, range: Range<usize>, scalars: &[Scalar]| {
-        let rows = |ndim: usize| Strides::contiguous(&of_queries[..ndim]).narrow(1, range.start, range.end);
-        let case =
-            Case::new(kernel).input_view(Kind::Tested, rows(5), q).input(&of_keys, k).input(&of_keys, v);
-        let case = case.input_view(Kind::Tested, rows(5), &saved[0]);
-        let case =
-            case.input_view(Kind::Accumulator, rows(4), &saved[1]).input_view(Kind::Tested, rows(5), &d_out);
-        let case = case.output(&[b, range.len(), g, r, c]).output(&of_keys).output(&of_keys);
-        case.scalars(scalars).scale(4.0)
-    };
-    let tree = SumTree::new(num_leaves);
-    for dtype in DType::FLOATS {
-        let [mut sums, mut of_dq] = [TreeSums::new(tree), TreeSums::new(tree)];
-        for leaf in 0..num_leaves {
-            let range = tree.leaf_range(t, leaf);
-            let of_leaf = (!range.is_empty()).then(|| {
-                let mut scalars = scalars.to_vec();
-                scalars[2] = Scalar::Int(scalars[2].int() + range.start as i64);
-                with(&BACKWARD, range.clone(), &scalars).fast(dtype)
-            });
-            let dq = of_leaf.as_ref().map(|all| {
-                let mut dq = vec![0.0; q.len()];
-                let view = Strides::contiguous(&of_queries).narrow(1, range.start, range.end);
-                places(&view).into_iter().zip(&all[0]).for_each(|(at, x)| dq[at] = *x);
-                vec![dq]
-            });
-            let join = |left: Vec<Vec<f64>>, right: Vec<Vec<f64>>| {
-                let add = |(x, y): (Vec<f64>, Vec<f64>)| -> Vec<f64> {
-                    x.iter().zip(y).map(|(x, y)| round(dtype, x + y)).collect()
-                };
-                Ok::<_, Infallible>(left.into_iter().zip(right).map(add).collect())
-            };
-            let Ok(()) = sums.add(SumTree::leaf(leaf), of_leaf.map(|all| all[1..].to_vec()), join);
-            let Ok(()) = of_dq.add(SumTree::leaf(leaf), dq, join);
-        }
-        let expected: Vec<Vec<f64>> =
-            [of_dq, sums].into_iter().flat_map(|sums| sums.into_roots().next().unwrap().1.unwrap()).collect();
-        let found = with(&LEAF_BACKWARD, 0..t, &with_leaves(scalars, num_leaves, t)).fast(dtype);
-        for (i, (found, expected)) in found.iter().zip(&expected).enumerate() {
-            assert_eq!(found, expected, "output {i} of {t} queries in {num_leaves} leaves in {dtype}");
-        }
-    }
-}
-
-#[test]
-fn canonical_backward_has_the_bits_of_the_leaves() {
-    // Fewer queries than leaves; leaves of a part of a strip, of strips, of several tiles; groups; a window.
-    check_leaves([2, 3, 5, 2, 2, 4], &scalars(0.5, true, 2), 8);
-    check_leaves([1, 50, 50, 2, 1, 16], &scalars(0.25, true, 0), 8);
-    check_leaves([1, 130, 150, 1, 2, 8], &scalars(0.3, false, 0), 3);
-    check_leaves([1, 300, 300, 1, 1, 8], &scalars(0.3, true, 0), 2);
-    check_leaves([1, 140, 140, 2, 1, 9], &windowed(0.3, 0, 40), 4);
 }
 
 #[test]
