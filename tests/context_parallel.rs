@@ -82,7 +82,7 @@ fn rank_holds_only_activations_of_its_tokens() {
     let [one, two, four] = ["dp=1", "cp=2", "cp=4"].map(peak);
     assert!(two < one * 7 / 10 && four < two * 7 / 10, "{one}, {two}, {four} bytes");
     let folder = Folder::new("context-memory");
-    let (data, out, limit) = (text(&folder), folder.path("out"), ((one + two) / 2).to_string());
+    let (data, out, limit) = (text(&folder), folder.path("out"), one.to_string());
     let train = |mesh: &str| {
         let args =
             ["train", "--data", &data, "--out", &out, "--preset", "tiny", "--seq", "64", "--batch", "32"];
