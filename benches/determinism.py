@@ -6,8 +6,7 @@ ranks of one thread each.
 
 Prints a table of tokens per second: the median over rounds of each round's median, with minimum and maximum; the time of a step in the mode over
 that of a run; and the peak resident size of all ranks together. Both modes have the same options otherwise: each pipeline has as many
-microbatches as there are leaves of rows. Presets s, m and l with two rounds take about six minutes on two cores. Run it on an otherwise idle
-machine: alternating programs share slow and fast phases of the machine, but not its cores.
+microbatches as there are leaves of rows. Run it on an otherwise idle machine: alternating programs share slow and fast phases of the machine, but not its cores.
 """
 
 import argparse
