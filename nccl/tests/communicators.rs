@@ -149,7 +149,9 @@ impl Member {
         Ok(())
     }
 
+    /// Splits the communicator once its operations are done, as NCCL demands.
     fn split(&self, color: usize, rank: usize, size: usize) -> Outcome<Communicator> {
+        self.own.synchronize()?;
         let group = SplitGroup { color, rank, size, num_blocks_max: 0 };
         Ok(self.comm.split(Some(&group), &mut until_limit())?.expect("the rank joins"))
     }
