@@ -314,7 +314,12 @@ pub(crate) fn sum_rows_of_leaves<T: Float, const N: usize>(
         let (rows, sums) = &mut task[0];
         vectorized(
             #[inline(always)]
-            || rows.for_each(|row| add_row(row, sums.each_mut().map(|sums| &mut **sums))),
+            || {
+                // `for_each` is not always inlined, and compiled on its own its body would have no vectors.
+                for row in rows {
+                    add_row(row, sums.each_mut().map(|sums| &mut **sums));
+                }
+            },
         );
     });
     drop(tasks);
@@ -348,8 +353,9 @@ pub(crate) fn write_and_sum_rows<T: Float, const N: usize>(
             vectorized(
                 #[inline(always)]
                 || {
-                    let places = out.chunks_exact_mut(width).enumerate();
-                    places.for_each(|(row, out)| write_row(i * rows + row, out));
+                    for (row, out) in out.chunks_exact_mut(width).enumerate() {
+                        write_row(i * rows + row, out);
+                    }
                 },
             );
         });
