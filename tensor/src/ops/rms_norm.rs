@@ -67,7 +67,7 @@ impl Op for RmsNorm {
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        let op = NormBackward::of_rms_norm(cx.widens_partial_sums(1));
+        let op = NormBackward::of_rms_norm(cx.widens_partial_sums(1)).with_ndim(cx.input(0).layout().ndim());
         let args = [cx.input(0), cx.input(1), cx.output(1), &cx.grad(0)];
         let grads = cx.apply(&op, &args, &[cx.accumulator(0)]);
         cx.cotangents(|i| grads[i].clone())
@@ -83,6 +83,7 @@ impl NormBackward {
             linear_in: &[&[3]],
             kernel: &BACKWARD,
             is_wide,
+            has_heads: false,
         }
     }
 }
