@@ -145,7 +145,8 @@ fn selected_rows() -> (Vec<(usize, Row)>, u64) {
         Err(_) => (rows.take(NUM_IN_GATE).collect(), STEPS[0]),
         Ok("all") => (rows.collect(), STEPS[1]),
         Ok(numbers) => {
-            let number = |text: &str| -> usize { text.parse().expect("SHARDGRAD_MESHES has numbers of rows") };
+            let number =
+                |text: &str| -> usize { text.parse().expect("SHARDGRAD_MESHES has numbers of rows") };
             let numbers: Vec<usize> = numbers.split(',').map(number).collect();
             (rows.filter(|(number, _)| numbers.contains(number)).collect(), STEPS[1])
         }
@@ -172,8 +173,7 @@ fn canonical_meshes_have_the_bits_of_one_rank() {
             let Row { model, dtype, microbatches, mesh, .. } = row;
             let (seconds, hash) = (started.elapsed().as_secs_f64(), one.1);
             let dtype = dtype.name();
-            let text =
-                format!("{number}: {model} {dtype} {microbatches} {mesh}: {hash:?}, same: {is_same}");
+            let text = format!("{number}: {model} {dtype} {microbatches} {mesh}: {hash:?}, same: {is_same}");
             let _ = writeln!(std::io::stderr(), "{text}, {seconds:.1} s, {alone:.1} s of them on one rank");
         }
     }

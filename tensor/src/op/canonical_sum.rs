@@ -432,9 +432,9 @@ fn check_sums_nothing_sharded(op: &dyn Op, local: &ForwardContext<'_>) -> Result
 pub(crate) fn refuse_order_of_ranks(op: &str, rank: &Rank) -> Result<()> {
     match Context::of(rank).sum_tree() {
         None => Ok(()),
-        Some(_) => {
-            Err(unsupported_sum(format!("{op} adds terms of several ranks in an order that follows the ranks")))
-        }
+        Some(_) => Err(unsupported_sum(format!(
+            "{op} adds terms of several ranks in an order that follows the ranks"
+        ))),
     }
 }
 
@@ -579,9 +579,9 @@ mod tests {
                         let (x, g, w) = (tensor(&[2, 37, 8], 3)?, tensor(&[2, 37, 8], 4)?, tensor(&[8], 5)?);
                         let statistic = |seed| tensor(&[2, 37], seed)?.into_dtype(dtype.accumulator());
                         let (mean, rstd) = (statistic(6)?, statistic(7)?);
-                        let layer_norm = Rc::new(NormBackward::of_layer_norm(false));
+                        let layer_norm = Rc::new(NormBackward::of_layer_norm(false, 3));
                         compare(layer_norm, &[&x, &w, &mean, &rstd, &g])?;
-                        compare(Rc::new(NormBackward::of_rms_norm(false)), &[&x, &w, &rstd, &g])?;
+                        compare(Rc::new(NormBackward::of_rms_norm(false, 3)), &[&x, &w, &rstd, &g])?;
                         Ok(())
                     });
                     tested.unwrap();

@@ -55,6 +55,11 @@ pub(super) fn norm_dtypes(inputs: &[DType], num_outputs: usize) -> Result<DTypes
     Ok((0..num_outputs).map(|i| if i == 0 { dtype } else { dtype.accumulator() }).collect())
 }
 
+/// Whether the rows of a norm of an x of `ndim` dims have dims after rows and tokens: heads.
+pub(super) fn has_heads(ndim: usize) -> bool {
+    ndim > 3
+}
+
 impl Op for LayerNorm {
     fn name(&self) -> &'static str {
         "layer_norm"
@@ -94,7 +99,7 @@ impl Op for LayerNorm {
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        let op = NormBackward::of_layer_norm(cx.widens_partial_sums(1)).with_ndim(cx.input(0).layout().ndim());
+        let op = NormBackward::of_layer_norm(cx.widens_partial_sums(1), cx.input(0).layout().ndim());
         let args = [cx.input(0), cx.input(1), cx.output(1), cx.output(2), &cx.grad(0)];
         let grads = cx.apply(&op, &args, &[cx.accumulator(0)]);
         cx.cotangents(|i| grads[i].clone())
@@ -102,21 +107,16 @@ impl Op for LayerNorm {
 }
 
 impl NormBackward {
-    /// dx, dw and db, linear in g.
-    pub(crate) fn of_layer_norm(is_wide: bool) -> NormBackward {
+    /// dx, dw and db, linear in g, for an x of `ndim` dims.
+    pub(crate) fn of_layer_norm(is_wide: bool, ndim: usize) -> NormBackward {
         NormBackward {
             name: "layer_norm_backward",
             signature: "..m d!, d!, ..m, ..m, ..m d! -> ..m d!, d!, d!",
             linear_in: &[&[4]],
             kernel: &BACKWARD,
             is_wide,
-            has_heads: false,
+            has_heads: has_heads(ndim),
         }
-    }
-
-    /// The same op for an x of `ndim` dims.
-    pub(crate) fn with_ndim(self, ndim: usize) -> NormBackward {
-        NormBackward { has_heads: heads::has_heads(ndim), ..self }
     }
 }
 

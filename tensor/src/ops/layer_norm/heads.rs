@@ -18,11 +18,6 @@ use std::ops::Range;
 /// The dims of rows and tokens, before those of heads.
 const NUM_LEADING: usize = 2;
 
-/// Whether the rows of a norm of an argument with `ndim` dims are those of heads.
-pub(super) fn has_heads(ndim: usize) -> bool {
-    ndim > NUM_LEADING + 1
-}
-
 /// Returns dx, and the gradient of each parameter as a term of the sum over the ranks that share tokens or heads.
 ///
 /// # Errors
@@ -36,7 +31,8 @@ pub(super) fn backward(
     let rank = local.rank;
     let [rows, tokens, heads @ .., _] = local.inputs[0].dims() else { unreachable!("x has dims of heads") };
     if !sharding_axes(rank, rows).is_empty() {
-        let why = "a norm of heads sums over rows that are sharded, but its leaves are those of tokens and heads";
+        let why =
+            "a norm of heads sums over rows that are sharded, but its leaves are those of tokens and heads";
         return Err(unsupported_sum(why.to_string()));
     }
     let sums = |shape: &[usize]| -> Result<LocalTensors> {
@@ -44,7 +40,7 @@ pub(super) fn backward(
         params.map(|layout| LocalTensor::alloc(rank, layout.dtype(), shape)).collect()
     };
     let mut dx = local.output(0)?;
-    let mut shape: Dims = x[0].view.shape[NUM_LEADING..].into();
+    let mut shape = Dims::from_slice(&x[0].view.shape[NUM_LEADING..]);
     let of_heads = || sums(&shape);
     let mut terms = sum_leaves(local, x, (tree, tokens), of_heads, |leaves| {
         sum_tokens(kernel, local, x, leaves, (&mut dx, of_heads()?))
@@ -53,14 +49,14 @@ pub(super) fn backward(
     let (mut alike, mut summed) = (AxisSet::EMPTY, tokens);
     for (d, dim) in heads.iter().enumerate().rev() {
         let axes = sharding_axes(rank, summed);
-        let complete = |term| {
-            all_reduce(rank, local.with_lineage(x, term), axes, ReduceOp::Sum, local.site)
-        };
+        let complete = |term| all_reduce(rank, local.with_lineage(x, term), axes, ReduceOp::Sum, local.site);
         let complete: LocalTensors = terms.into_iter().map(complete).collect::<Result<_>>()?;
         shape.remove(d);
-        terms = sum_leaves(local, x, (tree, dim), || sums(&shape), |leaves| {
-            leaves.sum_each(rank, |range| complete.iter().map(|x| sum_range(rank, x, d, &range)).collect())
-        })?;
+        let of_range = |range: Range<usize>| -> Result<LocalTensors> {
+            complete.iter().map(|x| sum_range(rank, x, d, &range)).collect()
+        };
+        let node = |leaves: &NodeLeaves| leaves.sum_each(rank, of_range);
+        terms = sum_leaves(local, x, (tree, dim), || sums(&shape), node)?;
         alike = alike.iter().chain(axes.iter()).collect();
         summed = dim;
     }
@@ -100,7 +96,7 @@ fn sum_tokens(
     let borders = leaves.borders.iter().map(|border| border - range.start).collect();
     let scalars = NodeLeaves { borders, ..leaves.clone() }.scalars(1);
     let mut dx_part = LocalTensor::alloc(rank, dx.dtype, &parts[0].view.shape)?;
-    for head in 0..parts[0].view.shape[..num_heads].iter().product() {
+    for head in 0..parts[0].view.shape[..num_heads].iter().product::<usize>() {
         let of_head = |x: &LocalTensor| {
             let shape = &x.view.shape[num_heads..];
             Strides::contiguous(shape).at(x.view.offset + head * shape.iter().product::<usize>())
@@ -110,7 +106,8 @@ fn sum_tokens(
             _ => x.with_view(of_head(x)),
         };
         let inputs: SmallVec<[LocalTensor; 5]> = parts.iter().map(input).collect();
-        let mut outputs: SmallVec<[&mut LocalTensor; 3]> = iter::once(&mut dx_part).chain(&mut sums).collect();
+        let mut outputs: SmallVec<[&mut LocalTensor; 3]> =
+            iter::once(&mut dx_part).chain(&mut sums).collect();
         let narrow = |output: &mut &mut LocalTensor| {
             let view = of_head(output).into();
             mem::replace(&mut output.view, view)
@@ -155,7 +152,13 @@ mod tests {
     }
 
     /// dx and the gradients of the parameters of a norm, whole, of 2 rows of 13 tokens of 6 heads or 3 groups of 2 heads with 8 channels.
-    fn gradients(mesh: &str, tree: Option<SumTree>, dtype: DType, heads: &[usize], has_mean: bool) -> Vec<Vec<f64>> {
+    fn gradients(
+        mesh: &str,
+        tree: Option<SumTree>,
+        dtype: DType,
+        heads: &[usize],
+        has_mean: bool,
+    ) -> Vec<Vec<f64>> {
         let ranks = World::run(Mesh::parse(mesh).unwrap(), |rank| {
             let _tree = Context::of(rank).set_sum_tree(tree);
             let axis = |name: &str| if mesh.contains(name) { format!("@{name}") } else { String::new() };
@@ -172,12 +175,14 @@ mod tests {
             let (x, g) = (tensor(&[8], dtype, 2)?, tensor(&[8], dtype, 3)?);
             let [mean, rstd] = [4, 5].map(|seed| tensor(&[], dtype.accumulator(), seed));
             let (mean, rstd) = (mean?, rstd?);
+            let ndim = x.layout().ndim();
             let op = match has_mean {
-                true => NormBackward::of_layer_norm(false),
-                false => NormBackward::of_rms_norm(false),
+                true => NormBackward::of_layer_norm(false, ndim),
+                false => NormBackward::of_rms_norm(false, ndim),
             };
-            let args: Vec<&Tensor> = [&x, &w].into_iter().chain(has_mean.then_some(&mean)).chain([&rstd, &g]).collect();
-            let outputs = apply(&op.with_ndim(x.layout().ndim()), &args, Location::caller())?;
+            let args: Vec<&Tensor> =
+                [&x, &w].into_iter().chain(has_mean.then_some(&mean)).chain([&rstd, &g]).collect();
+            let outputs = apply(&op, &args, Location::caller())?;
             let whole = |output: &Tensor| {
                 let layout = Layout::invariant(rank.mesh(), dtype, &output.shape());
                 redistribute_cached(output, &layout, Location::caller())?.to_f64()
@@ -212,13 +217,16 @@ mod tests {
                     assert_eq!(alone[0], plain[0], "dx has no leaves");
                     let epsilon = if dtype == DType::F32 { 1e-5 } else { 0.1 };
                     for (sum, plain) in alone[1..].concat().iter().zip(&plain[1..].concat()) {
-                        assert_relative_eq!(sum, plain, epsilon = 10.0 * epsilon, max_relative = epsilon);
+                        assert_relative_eq!(*sum, *plain, epsilon = 10.0 * epsilon, max_relative = epsilon);
                     }
                 }
             }
         }
         let plain = |mesh| bits(&gradients(mesh, None, DType::F32, &[6], false));
-        assert!(plain("tp=2") != plain("") && plain("cp=2") != plain(""), "without leaves the ranks decide the order");
+        assert!(
+            plain("tp=2") != plain("") && plain("cp=2") != plain(""),
+            "without leaves the ranks decide the order"
+        );
     }
 
     #[test]
@@ -228,7 +236,7 @@ mod tests {
             let tensor = |text: &str| Tensor::full(rank, &Layout::parse(text, rank.mesh())?, 0.5);
             let (x, w) = (tensor("f32[2@dp, 3, 4, 8]")?, tensor("f32[8]")?);
             let rstd = tensor("f32[2@dp, 3, 4]")?;
-            let op = NormBackward::of_rms_norm(false).with_ndim(4);
+            let op = NormBackward::of_rms_norm(false, 4);
             Ok(apply(&op, &[&x, &w, &rstd, &x], Location::caller()).unwrap_err().to_string())
         });
         assert!(refused.unwrap()[0].contains("sums over rows that are sharded"));
