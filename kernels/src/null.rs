@@ -215,8 +215,7 @@ mod tests {
     fn in_use_by_leaves(backend: &dyn Backend, numbers: &[usize]) -> usize {
         let [x, weight] = [64 * 300 * 4, 300 * 100 * 4].map(|bytes| backend.alloc(bytes).unwrap());
         let mut y = backend.alloc(64 * 100 * 4).unwrap();
-        let [a, b, c] =
-            [&[1, 64, 1, 300][..], &[1, 1, 300, 100], &[1, 64, 100]].map(|shape| Strides::contiguous(shape));
+        let [a, b, c] = [&[1, 64, 1, 300][..], &[1, 1, 300, 100], &[1, 64, 100]].map(Strides::contiguous);
         let arg = |buffer, view| Arg { buffer, dtype: DType::F32, view };
         let _guard = backend.cache_packed(&weight);
         for &num_leaves in numbers {
