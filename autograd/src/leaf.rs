@@ -2,13 +2,13 @@
 
 mod gathered;
 mod gather_groups;
-mod kept_gathers;
+mod step_gathers;
 mod reductions;
 
 pub(crate) use gather_groups::GatherGroups;
 pub use gather_groups::{GatherMember, GatherOrder, GatherPolicy, GatheredLifetime};
 pub(crate) use gathered::{Regather, largest_numel, layout_of_sums};
-pub(crate) use kept_gathers::KeptGather;
+pub(crate) use step_gathers::StepGather;
 use reductions::Reductions;
 
 use crate::id::{Id, Key, KeyMap};
@@ -129,7 +129,7 @@ pub(crate) struct Leaves {
     are_reused: bool,
     groups: GatherGroups,
     /// Small parameters that are kept for the step, until they are gathered.
-    kept: Vec<GatherMember>,
+    step_gathers: Vec<GatherMember>,
     /// Whether a leaf is gathered with a group.
     has_groups: bool,
     /// Whether a leaf has its gradient reduced in each round.
@@ -146,7 +146,7 @@ impl Leaves {
             self.reductions = Reductions::default();
         }
         (self.are_reused, self.has_groups, self.reduces_each_round) = (false, false, false);
-        (self.groups, self.kept) = (GatherGroups::default(), Vec::new());
+        (self.groups, self.step_gathers) = (GatherGroups::default(), Vec::new());
     }
 
     /// Sets the groups in which parameters are gathered.
@@ -311,7 +311,7 @@ impl Leaves {
             GatheredLifetime::Group(group) if !is_meta => {
                 self.use_group(group, (rank, context), round, site);
             }
-            _ if !is_meta => self.gather_kept(lifetime, (rank, context), round, site),
+            _ if !is_meta => self.gather_for_step(lifetime, (rank, context), round, site),
             _ => {}
         }
         // Only leaves without a lifetime of their own belong to a checkpointed block.

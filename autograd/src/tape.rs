@@ -24,8 +24,8 @@ use crate::accumulate::{add, backward_node};
 use crate::gathers_ahead::GathersAhead;
 use crate::id::{Gradients, Id, Key, Noise, NoiseState, UseCounts};
 use crate::leaf::{
-    GatherGroups, GatherMember, GatherOrder, GatherPolicy, GatheredLifetime, KeptGather, Leaves, Parameter,
-    Regather,
+    GatherGroups, GatherMember, GatherOrder, GatherPolicy, GatheredLifetime, Leaves, Parameter, Regather,
+    StepGather,
 };
 use crate::node::{Node, with_backward_site};
 use crate::program::{AccumulationDType, Recorder, RecordingCache};
@@ -167,13 +167,13 @@ impl Tape {
     /// gathers all that take at most [`SHARED_BYTES_MAX`](shardgrad_tensor::tensor::gather_ahead::SHARED_BYTES_MAX), in shared
     /// collectives.
     #[must_use]
-    pub fn with_kept_gathers(self, members: Vec<GatherMember>) -> Tape {
-        self.0.arena.borrow_mut().leaves.set_kept(members);
+    pub fn with_step_gathers(self, members: Vec<GatherMember>) -> Tape {
+        self.0.arena.borrow_mut().leaves.set_step_gathers(members);
         self
     }
 
     /// Gathers the small ones of some leaves in shared collectives, and keeps them: [`Var::to_layout_at`] finds them in these layouts.
-    pub(crate) fn gather_together(&self, gathers: Vec<KeptGather>) {
+    pub(crate) fn gather_together(&self, gathers: Vec<StepGather>) {
         self.0.arena.borrow_mut().leaves.gather_together(gathers, (self.rank(), self.context()));
     }
 

@@ -9,6 +9,7 @@ use crate::device::Device;
 use crate::error::{KernelError, MemoryStats};
 use crate::kernel::{Kernel, Launch};
 use crate::match_float;
+use crate::op::leaf_matmul;
 use crate::strides::Strides;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -111,7 +112,8 @@ fn form(launch: &Launch<'_>) -> Option<(usize, OperandView, usize)> {
     let last_two = |view: &Strides| [view.strides[view.ndim() - 2], view.strides[view.ndim() - 1]];
     let strides = [[a.view.strides[1], last_two(a.view)[1]], last_two(b.view), last_two(c.view)];
     let bytes = match_float!(b.dtype, T => prepacked_bytes::<T>([m, *n, *k], strides), else None)?;
-    let view = OperandView { extents: [*k, *n], strides: strides[1], dtype: b.dtype, cut: None };
+    let cut = if a.view.ndim() == 4 { leaf_matmul::packed_cut(launch) } else { None };
+    let view = OperandView { extents: [*k, *n], strides: strides[1], dtype: b.dtype, cut };
     Some((b.view.offset * b.dtype.size(), view, bytes))
 }
 
@@ -177,8 +179,10 @@ mod tests {
     use super::*;
     use crate::cpu_backend::Cpu;
     use crate::dtype::DType;
-    use crate::kernel::{Arg, ArgMut};
+    use crate::kernel::{Arg, ArgMut, Scalar};
     use crate::op::batched_matmul::BATCHED_MATMUL;
+    use crate::op::leaf_matmul::LEAF_MATMUL;
+    use crate::sum_tree::SumTree;
 
     /// Returns the memory in use after two products of 64 rows by a cached weight, and after the guard is dropped.
     fn in_use(backend: &dyn Backend) -> [usize; 2] {
@@ -205,5 +209,32 @@ mod tests {
         assert!(counted[0] > counted[1] + 100 * 300 * 4);
         let limited = in_use(&*Null::with_limit(counted[1]));
         assert_eq!(limited, [counted[1]; 2], "evicted: the limit leaves no room");
+    }
+
+    /// Returns the memory in use after products of 64 rows by a cached weight over these numbers of leaves of 300 steps.
+    fn in_use_by_leaves(backend: &dyn Backend, numbers: &[usize]) -> usize {
+        let [x, weight] = [64 * 300 * 4, 300 * 100 * 4].map(|bytes| backend.alloc(bytes).unwrap());
+        let mut y = backend.alloc(64 * 100 * 4).unwrap();
+        let [a, b, c] = [&[1, 64, 1, 300][..], &[1, 1, 300, 100], &[1, 64, 100]].map(Strides::contiguous);
+        let arg = |buffer, view| Arg { buffer, dtype: DType::F32, view };
+        let _guard = backend.cache_packed(&weight);
+        for &num_leaves in numbers {
+            let borders = (0..=num_leaves).map(|leaf| SumTree::new(num_leaves).leaf_range(300, leaf).start);
+            let scalars: Vec<Scalar> =
+                [num_leaves, 0].into_iter().chain(borders).map(|n| Scalar::Int(n as i64)).collect();
+            let outputs = &mut [ArgMut { buffer: &mut y, dtype: DType::F32, view: &c }];
+            let inputs = &[arg(&x, &a), arg(&weight, &b)];
+            backend.launch(&LEAF_MATMUL, &mut Launch { inputs, outputs, scalars: &scalars }).unwrap();
+        }
+        backend.memory().in_use_bytes
+    }
+
+    #[test]
+    fn packed_forms_of_other_leaves_are_counted_as_the_cpu_allocates_them() {
+        let counted = |numbers: &[usize]| in_use_by_leaves(&*Null::backend(), numbers);
+        for numbers in [&[8][..], &[8, 8], &[8, 3]] {
+            assert_eq!(counted(numbers), in_use_by_leaves(&*Cpu::backend(1), numbers), "{numbers:?} leaves");
+        }
+        assert!(counted(&[8, 3]) >= counted(&[8, 8]) + 300 * 100 * 4, "leaves that cut blocks otherwise");
     }
 }

@@ -35,7 +35,7 @@ pub struct Model<M> {
     unmatched_rules: Vec<String>,
     gather_groups: GroupedParams,
     /// The parameters whose gathered form is kept for the step.
-    kept_params: Vec<Param>,
+    step_params: Vec<Param>,
     gather_order: Rc<GatherOrder>,
     /// Bytes up to which a pipeline rank keeps gathered parameters for the step; `None` for any number.
     gathered_bytes_max: Option<usize>,
@@ -140,7 +140,7 @@ impl<M: Module> Model<M> {
         plan.check_repeated_blocks(&param_uses(&params, &uses))?;
         plan.check_all_axes_used(rank.mesh(), &used)?;
         plan.check_one_zero_axis(rank.mesh())?;
-        let (mut gather_groups, mut kept_params) = (GroupedParams::new(), Vec::new());
+        let (mut gather_groups, mut step_params) = (GroupedParams::new(), Vec::new());
         let gradient_bytes = gradient_bytes(rank, &layouts);
         for ((name, param), (stored, compute)) in params.iter().zip(layouts) {
             let policy = match &compute {
@@ -148,7 +148,7 @@ impl<M: Module> Model<M> {
                 None => GatherPolicy::default(),
             };
             if policy.lifetime == GatheredLifetime::Step {
-                kept_params.push(param.clone());
+                step_params.push(param.clone());
             }
             param.bind(name, next_key(rank), stored, compute, policy)?;
         }
@@ -174,7 +174,7 @@ impl<M: Module> Model<M> {
             params,
             unmatched_rules,
             gather_groups,
-            kept_params,
+            step_params,
             gather_order,
             gathered_bytes_max: plan.gathered_bytes_max,
             bucket_bytes,
@@ -278,7 +278,7 @@ impl<M: Module> Model<M> {
         }
         let members = |params: &[Param]| params.iter().filter_map(Param::gather_member).collect();
         let groups = self.gather_groups.iter().map(|(_, params)| members(params)).collect();
-        tape.with_gather_groups(groups, &self.gather_order).with_kept_gathers(members(&self.kept_params))
+        tape.with_gather_groups(groups, &self.gather_order).with_step_gathers(members(&self.step_params))
     }
 
     /// The sizes of the buckets in which gradients are reduced.

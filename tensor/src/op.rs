@@ -20,7 +20,7 @@ use crate::tensor::Tensor;
 pub use apply::{OpHandle, apply, meta, run};
 pub(crate) use apply::{OutputOptions, apply_first, apply_with_options};
 pub use canonical_sum::{CanonicalForm, LeafCut, NodeLeaves};
-pub(crate) use canonical_sum::{refuse_order_of_ranks, sum_leaves, sum_nodes, sum_ranges};
+pub(crate) use canonical_sum::{refuse_order_of_ranks, sum_leaves, sum_nodes, sum_ranges, unsupported_sum};
 pub use decomposition::{Decomposition, Operand, Point, decomposition};
 pub use error_text::suggested_repairs;
 pub use forward_context::ForwardContext;

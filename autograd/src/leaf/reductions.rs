@@ -118,7 +118,7 @@ impl Leaves {
     /// route runs here, once.
     pub(crate) fn take_gradients(&mut self, place: (&Rank, &Context)) -> Gradients {
         self.groups.release();
-        self.kept.clear();
+        self.step_gathers.clear();
         self.leaves.iter_mut().for_each(Leaf::release_tensor);
         self.take_cotangents(place)
     }

@@ -36,8 +36,7 @@ pub enum Deterministic {
     /// The rows of the batch are cut into leaves, equally many for each rank, and each leaf is a pass of its own, a microbatch on a
     /// pipeline. Sums over rows are joined in a tree over the leaves, and so are the sums over leaves of every other label that a mesh
     /// may shard. Supported on the CPU for axes that shard rows, pipelines, tensor parallelism and context parallelism without a ring;
-    /// other meshes and plans are refused ([`Deterministic::row_ranges`]), and a model with QK-norm over tensor-parallel ranks in its first
-    /// step, because its gradient sums over tokens and over heads. A loss must not depend on rows of other leaves: it sees one leaf at a time, as it sees
+    /// other meshes and plans are refused ([`Deterministic::row_ranges`]). A loss must not depend on rows of other leaves: it sees one leaf at a time, as it sees
     /// one microbatch otherwise.
     Mesh {
         /// The number of leaves: it divides the rows of the batch, and the ranks times the microbatches divide it. Not a function of

@@ -20,7 +20,7 @@ const TABLE: &str = include_str!("canonical_meshes.txt");
 /// The rows that run with every `cargo test`, and those that are refused.
 const NUM_IN_GATE: usize = 11;
 
-/// The steps of a run in the gate, and of all runs with `SHARDGRAD_MESHES=all`.
+/// The steps of a run in the gate, and of a run with `SHARDGRAD_MESHES`.
 const STEPS: [u64; 2] = [4, 100];
 
 /// The tokens of a row where tokens are sharded.
@@ -137,14 +137,29 @@ fn rows() -> Vec<Row> {
     TABLE.lines().skip(1).map(Row::parse).collect()
 }
 
+/// The rows to run and their steps, each with its number, from 1: those of the gate, or with `SHARDGRAD_MESHES` all, or the numbers in
+/// it, as in `3,17`.
+fn selected_rows() -> (Vec<(usize, Row)>, u64) {
+    let rows = (1..).zip(rows()).filter(|(_, row)| row.refusal.is_none());
+    match std::env::var("SHARDGRAD_MESHES").as_deref() {
+        Err(_) => (rows.take(NUM_IN_GATE).collect(), STEPS[0]),
+        Ok("all") => (rows.collect(), STEPS[1]),
+        Ok(numbers) => {
+            let number =
+                |text: &str| -> usize { text.parse().expect("SHARDGRAD_MESHES has numbers of rows") };
+            let numbers: Vec<usize> = numbers.split(',').map(number).collect();
+            (rows.filter(|(number, _)| numbers.contains(number)).collect(), STEPS[1])
+        }
+    }
+}
+
 #[test]
 fn canonical_meshes_have_the_bits_of_one_rank() {
-    let is_full = std::env::var("SHARDGRAD_MESHES").is_ok_and(|rows| rows == "all");
-    let (num_rows, steps) = if is_full { (usize::MAX, STEPS[1]) } else { (NUM_IN_GATE, STEPS[0]) };
-    let rows: Vec<Row> = rows().into_iter().filter(|row| row.refusal.is_none()).take(num_rows).collect();
+    let (rows, steps) = selected_rows();
+    assert!(!rows.is_empty(), "SHARDGRAD_MESHES has no number of a row that has the bits of one rank");
     let mut alone: BTreeMap<(&str, &str, usize), Bits> = BTreeMap::new();
     let mut others = Vec::new();
-    for row in &rows {
+    for (number, row) in &rows {
         let started = Instant::now();
         let one = alone.entry((row.model, row.dtype.name(), row.tokens)).or_insert_with(|| {
             let run = row.run();
@@ -154,10 +169,11 @@ fn canonical_meshes_have_the_bits_of_one_rank() {
         if !is_same {
             others.push(row);
         }
-        if is_full {
+        if steps == STEPS[1] {
             let Row { model, dtype, microbatches, mesh, .. } = row;
             let (seconds, hash) = (started.elapsed().as_secs_f64(), one.1);
-            let text = format!("{model} {} {microbatches} {mesh}: {hash:?}, same: {is_same}", dtype.name());
+            let dtype = dtype.name();
+            let text = format!("{number}: {model} {dtype} {microbatches} {mesh}: {hash:?}, same: {is_same}");
             let _ = writeln!(std::io::stderr(), "{text}, {seconds:.1} s, {alone:.1} s of them on one rank");
         }
     }

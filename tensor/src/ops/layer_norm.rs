@@ -1,6 +1,9 @@
 //! Layer normalization over the last dim: y = (x - mean) rstd w + b with rstd = 1 / sqrt(mean((x - mean)^2) + eps).
 
+mod heads;
+
 use super::{Case, Input};
+use crate::execution::context::Context;
 use crate::execution::local_tensor::LocalTensor;
 use crate::op::{
     CanonicalForm, Cotangents, DTypes, ForwardContext, LeafCut, LocalTensors, Op, PlanKey, SavedForBackward,
@@ -42,12 +45,19 @@ pub(crate) struct NormBackward {
     pub(super) kernel: &'static Kernel,
     /// Whether the gradients of the parameters are in the accumulator dtype.
     pub(super) is_wide: bool,
+    /// Whether rows have dims after the second, tokens: heads. Canonical sums over both have a form of their own.
+    pub(super) has_heads: bool,
 }
 
 /// The dtypes of a norm of one float dtype that saves statistics of rows in the accumulator dtype.
 pub(super) fn norm_dtypes(inputs: &[DType], num_outputs: usize) -> Result<DTypes> {
     let dtype = common_float(inputs)?;
     Ok((0..num_outputs).map(|i| if i == 0 { dtype } else { dtype.accumulator() }).collect())
+}
+
+/// Whether the rows of a norm of an x of `ndim` dims have dims after rows and tokens: heads.
+pub(super) fn has_heads(ndim: usize) -> bool {
+    ndim > 3
 }
 
 impl Op for LayerNorm {
@@ -89,7 +99,7 @@ impl Op for LayerNorm {
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        let op = NormBackward::of_layer_norm(cx.widens_partial_sums(1));
+        let op = NormBackward::of_layer_norm(cx.widens_partial_sums(1), cx.input(0).layout().ndim());
         let args = [cx.input(0), cx.input(1), cx.output(1), cx.output(2), &cx.grad(0)];
         let grads = cx.apply(&op, &args, &[cx.accumulator(0)]);
         cx.cotangents(|i| grads[i].clone())
@@ -97,14 +107,15 @@ impl Op for LayerNorm {
 }
 
 impl NormBackward {
-    /// dx, dw and db, linear in g.
-    pub(crate) fn of_layer_norm(is_wide: bool) -> NormBackward {
+    /// dx, dw and db, linear in g, for an x of `ndim` dims.
+    pub(crate) fn of_layer_norm(is_wide: bool, ndim: usize) -> NormBackward {
         NormBackward {
             name: "layer_norm_backward",
             signature: "..m d!, d!, ..m, ..m, ..m d! -> ..m d!, d!, d!",
             linear_in: &[&[4]],
             kernel: &BACKWARD,
             is_wide,
+            has_heads: has_heads(ndim),
         }
     }
 }
@@ -129,11 +140,16 @@ impl Op for NormBackward {
     }
 
     fn canonical_form(&self) -> CanonicalForm {
-        CanonicalForm::Leaves
+        if self.has_heads { CanonicalForm::Own } else { CanonicalForm::Leaves }
     }
 
     /// Adds dx to the sum that output 0 may be added to, and rounds once.
     fn forward(&self, local: &ForwardContext<'_>, x: &[&LocalTensor]) -> Result<LocalTensors> {
+        if self.has_heads
+            && let Some(tree) = Context::of(local.rank).sum_tree()
+        {
+            return heads::backward(self.kernel, tree, local, x);
+        }
         let mut inputs = local.contiguous(x)?;
         inputs.extend(local.take_accumulator(0));
         local.launch(self.kernel, &inputs.iter().collect::<SmallVec<[_; 6]>>(), &[])
@@ -145,13 +161,9 @@ impl Op for NormBackward {
         x: &[&LocalTensor],
         cut: &LeafCut,
     ) -> Option<Result<LocalTensors>> {
-        let labels = &local.inference.labels().inputs()[0];
-        let dim = labels.iter().position(|label| *label == cut.label).expect("x has the label that is cut");
-        // The kernel counts rows: one element of the dim that is cut has the rows of all later dims.
-        let shape = &x[0].view.shape;
-        let rows = shape[dim + 1..shape.len() - 1].iter().product();
+        // The kernel counts rows, of whose last dim the leaves are.
         let launch = |inputs: SmallVec<[LocalTensor; 6]>| {
-            local.launch(self.kernel, &inputs.iter().collect::<SmallVec<[_; 6]>>(), &cut.leaves.scalars(rows))
+            local.launch(self.kernel, &inputs.iter().collect::<SmallVec<[_; 6]>>(), &cut.leaves.scalars(1))
         };
         Some(local.contiguous(x).and_then(launch))
     }

@@ -1,6 +1,6 @@
 //! Root-mean-square normalization over the last dim: y = x rstd w with rstd = 1 / sqrt(mean(x^2) + eps).
 
-use super::layer_norm::{NormBackward, norm_dtypes};
+use super::layer_norm::{NormBackward, has_heads, norm_dtypes};
 use super::{Case, Input};
 use crate::execution::local_tensor::LocalTensor;
 use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, PlanKey, SavedForBackward, Vjp};
@@ -67,7 +67,7 @@ impl Op for RmsNorm {
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        let op = NormBackward::of_rms_norm(cx.widens_partial_sums(1));
+        let op = NormBackward::of_rms_norm(cx.widens_partial_sums(1), cx.input(0).layout().ndim());
         let args = [cx.input(0), cx.input(1), cx.output(1), &cx.grad(0)];
         let grads = cx.apply(&op, &args, &[cx.accumulator(0)]);
         cx.cotangents(|i| grads[i].clone())
@@ -75,14 +75,15 @@ impl Op for RmsNorm {
 }
 
 impl NormBackward {
-    /// dx and dw, linear in g.
-    pub(crate) fn of_rms_norm(is_wide: bool) -> NormBackward {
+    /// dx and dw, linear in g, for an x of `ndim` dims.
+    pub(crate) fn of_rms_norm(is_wide: bool, ndim: usize) -> NormBackward {
         NormBackward {
             name: "rms_norm_backward",
             signature: "..m d!, d!, ..m, ..m d! -> ..m d!, d!",
             linear_in: &[&[3]],
             kernel: &BACKWARD,
             is_wide,
+            has_heads: has_heads(ndim),
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use super::Step;
 use crate::id::Key;
-use crate::leaf::{GatherMember, GatherOrder, GatherPolicy, GatheredLifetime, KeptGather, layout_of_sums};
+use crate::leaf::{GatherMember, GatherOrder, GatherPolicy, GatheredLifetime, StepGather, layout_of_sums};
 use crate::tape::{Tape, Var};
 use shardgrad_dist::Result;
 use shardgrad_tensor::{Context, PackCacheGuard, Value};
@@ -89,7 +89,7 @@ impl Step<'_> {
             let Some(leaf) = summed.id() else { continue };
             let (tensor, computed, path) = (summed.tensor().clone(), declared.layout.clone(), context.path());
             let site = stages.first_use(stage, external);
-            gathers.push(KeptGather { leaf, tensor, computed, path, site });
+            gathers.push(StepGather { leaf, tensor, computed, path, site });
         }
         self.tape.gather_together(gathers);
         context.set_path(&before);

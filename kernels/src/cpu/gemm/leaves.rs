@@ -101,6 +101,22 @@ pub(crate) fn batched_gemm_of_leaves<T: Float>(
     }
 }
 
+/// Returns the schedule of a product by FMA micro-kernels.
+fn fma_schedule<T: Float>(leaves: &SumLeaves) -> LeafSchedule {
+    let rounds = TileSums::<T::Acc>::of::<T>().rounds;
+    LeafSchedule::new(leaves, BlockRule { part: KC, depth_max: KC, alignment: 1, rounds })
+}
+
+/// Returns the first step of each block of a schedule.
+fn cut_of_blocks(schedule: &LeafSchedule) -> Arc<[usize]> {
+    schedule.blocks.iter().map(|block| block.first).collect()
+}
+
+/// Returns the first step of each block in which b is packed, at the highest precision.
+pub(crate) fn packed_cut_of_leaves<T: Float>(leaves: &SumLeaves) -> Arc<[usize]> {
+    cut_of_blocks(&fma_schedule::<T>(leaves))
+}
+
 /// [`batched_gemm_of_leaves`] by FMA micro-kernels, after its bounds checks.
 fn fma_gemm_of_leaves<T: Float>(
     pool: &Pool,
@@ -111,8 +127,7 @@ fn fma_gemm_of_leaves<T: Float>(
 ) {
     let [g, m, n, k] = dims;
     let (kernels, sums) = (MicroKernels::for_level(level()), TileSums::<T::Acc>::of::<T>());
-    let rule = BlockRule { part: KC, depth_max: KC, alignment: 1, rounds: sums.rounds };
-    let schedule = LeafSchedule::new(leaves, rule);
+    let schedule = fma_schedule::<T>(leaves);
     let outer_strides = (leaves.outer > 1).then_some([a.strides[2], b.strides[2]]);
     let (left, right) = (a.left(), b.right());
     let source = |x: BatchedMatrixRef<'_, T>| MatrixPtr::new(x.data, x.strides[1], x.strides[2]);
@@ -121,7 +136,7 @@ fn fma_gemm_of_leaves<T: Float>(
     let packed_b = (g == 1 && outer_strides.is_none()).then(|| {
         // SAFETY: only `packs_b` is called and nothing is run; for k = 0 nothing is packed, so that it is not called.
         let packs = || unsafe { BlockedGemm::new(&kernels, [m, n, k], sa, sb, false, sc.cast()) }.packs_b();
-        let cut: Arc<[usize]> = schedule.blocks.iter().map(|block| block.first).collect();
+        let cut = cut_of_blocks(&schedule);
         let blocks = || schedule.blocks.iter().map(packed_steps).collect();
         prepack_steps(pool, [m, n, k], right, PackedBlocks { cut: Some(cut), blocks: &blocks }, packs)
     });

@@ -1,7 +1,7 @@
 //! Matrix products whose sums are canonical: joined over leaves of the summed dims in a tree.
 
 use crate::cpu::Pool;
-use crate::cpu::gemm::leaves::{LeafMatrixRef, batched_gemm_of_leaves};
+use crate::cpu::gemm::leaves::{LeafMatrixRef, batched_gemm_of_leaves, packed_cut_of_leaves};
 use crate::cpu::gemm::{BatchedMatrixMut, Epilogue};
 use crate::cpu::vectorized;
 use crate::dtype::{Element, Float};
@@ -13,6 +13,7 @@ use crate::op::strided_iter::element_offset;
 use crate::strides::Strides;
 use crate::sum_tree::{SumTree, TreeSums};
 use std::convert::Infallible;
+use std::sync::Arc;
 
 /// c_gij = (the sum of a_gipl b_gplj over p and l, in the order of a [`SumTree`]) + bias_j + r_gij.
 ///
@@ -34,6 +35,14 @@ pub static LEAF_MATMUL: Kernel = Kernel {
     bytes: None,
     bound: Bound { ulps: 64.0 },
 };
+
+/// Returns where the packed form of b is cut ([`OperandView::cut`](crate::cpu::pack_cache::OperandView::cut)) that a launch on one matrix
+/// caches if b is a cached operand.
+pub(crate) fn packed_cut(launch: &Launch<'_>) -> Option<Arc<[usize]>> {
+    let a = &launch.inputs[0];
+    let leaves = leaves_of(launch.scalars, a.view.shape[2]);
+    match_float!(a.dtype, T => Some(packed_cut_of_leaves::<T>(&leaves)), else None)
+}
 
 /// Returns bias and r of a launch.
 fn addends<'a>(launch: &Launch<'a>) -> [Option<&'a Arg<'a>>; 2] {

@@ -11,7 +11,7 @@ use std::panic::Location;
 use std::rc::Rc;
 
 /// A leaf to gather with others.
-pub(crate) struct KeptGather {
+pub(crate) struct StepGather {
     pub(crate) leaf: Id,
     pub(crate) tensor: Tensor,
     /// The layout to bring it to.
@@ -29,32 +29,32 @@ fn is_small(computed: &Layout) -> bool {
 
 impl Leaves {
     /// Sets the parameters whose gathered form is kept for the step. Small ones are gathered together.
-    pub(crate) fn set_kept(&mut self, members: Vec<GatherMember>) {
-        self.kept = members.into_iter().filter(|member| is_small(&member.computed)).collect();
+    pub(crate) fn set_step_gathers(&mut self, members: Vec<GatherMember>) {
+        self.step_gathers = members.into_iter().filter(|member| is_small(&member.computed)).collect();
     }
 
     /// Gathers the small parameters that are kept for the step, at the first use of a parameter with this lifetime.
-    pub(super) fn gather_kept(
+    pub(super) fn gather_for_step(
         &mut self,
         lifetime: GatheredLifetime,
         place: Place<'_>,
         round: u32,
         site: &'static Location<'static>,
     ) {
-        if lifetime != GatheredLifetime::Step || self.kept.is_empty() {
+        if lifetime != GatheredLifetime::Step || self.step_gathers.is_empty() {
             return;
         }
-        let members = std::mem::take(&mut self.kept);
+        let members = std::mem::take(&mut self.step_gathers);
         let leaves: Vec<usize> =
             members.iter().filter_map(|member| self.leaf_of_member(member, place, round, site)).collect();
         self.gather_leaves(&leaves, place, site);
     }
 
     /// Gathers the small ones of some leaves in shared collectives. A later use of the same layout finds the tensor.
-    pub(crate) fn gather_together(&mut self, gathers: Vec<KeptGather>, place: Place<'_>) {
+    pub(crate) fn gather_together(&mut self, gathers: Vec<StepGather>, place: Place<'_>) {
         let Some(site) = gathers.first().map(|gather| gather.site) else { return };
         let mut leaves = Vec::new();
-        for KeptGather { leaf, tensor, computed, path, site } in gathers {
+        for StepGather { leaf, tensor, computed, path, site } in gathers {
             let Some(origin) = leaf.leaf() else { continue };
             if is_small(&computed) && largest_numel(&computed) > largest_numel(tensor.layout()) {
                 leaves.push(self.ungathered_leaf((origin, &tensor), &computed, place.0, (path, site)));
