@@ -27,6 +27,7 @@ mod processes;
 mod canonical_sums;
 mod moved_run_folder;
 mod context_parallel;
+mod ring_order;
 mod expert_parallel;
 mod pipeline_schedules;
 mod issue_order;

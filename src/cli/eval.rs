@@ -4,7 +4,7 @@ use super::args::{EvalArgs, check_experts, check_tokens, config_of};
 use super::consistency;
 use super::memory::check_model;
 use super::ranks::{Startup, has_launcher, is_rank_zero};
-use crate::data::{RowOrder, Sampler};
+use crate::data::{RowOrder, Sampler, TokenOrder};
 use crate::interrupt::end_at_signals;
 use crate::outputs::check_target;
 use crate::train::{Evaluation, batch, mean_loss_by_groups};
@@ -45,6 +45,9 @@ pub(crate) fn run(args: &EvalArgs, startup: &Startup) -> Result<()> {
             (Sampler::of_text(corpus, args.split, seq, RowOrder::Sequential)?, what)
         }
     };
+    // Nothing is dropped in inference.
+    let order = TokenOrder::without_dropout(&config, &plan, &args.run.mesh).on_host(args.run.is_on_host());
+    let windows = windows.with_token_order(order);
     check_tokens(args.batch.min(windows.num_windows() as usize), windows.seq())?;
     if let Some(path) = args.logits.as_ref().filter(|_| is_rank_zero()) {
         check_target(
@@ -95,7 +98,7 @@ pub(crate) fn run(args: &EvalArgs, startup: &Startup) -> Result<()> {
     Ok(())
 }
 
-/// Writes the logits of the first rows as `logits`, f32 `[B, T, V]`. Collective.
+/// Writes the logits of the first rows as `logits`, f32 `[B, T, V]`, tokens in the order of the row. Collective.
 fn write_logits(
     model: &InferenceModel<LanguageModel>,
     plan: &Plan,
@@ -104,6 +107,7 @@ fn write_logits(
     path: &Path,
 ) -> Result<()> {
     let rows = rows.min(windows.num_windows() as usize);
+    let windows = windows.clone().with_token_order(TokenOrder::Sequential);
     let read = |own: Range<usize>| windows.batch(own.start as u64..own.end as u64);
     let x = batch(model.rank(), plan, [rows, windows.seq()], read)?;
     let forward = |model: &LanguageModel, x: &[Var]| Ok(vec![model.forward_from_batch(x).cast(DType::F32)]);

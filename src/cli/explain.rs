@@ -1,11 +1,13 @@
 //! `explain`: layouts, collectives, memory and FLOPs of one training step on a mesh, from a dry run.
 
 mod plan_diff;
+mod ring_balance;
 
 use plan_diff::PlanDiff;
+use ring_balance::RingBalance;
 
 use super::args::{CHECK_EVERY, ExplainArgs, check_experts, check_tokens};
-use crate::data::Batch;
+use crate::data::{Batch, TokenOrder};
 use crate::train::{RunFlags, batch};
 use serde_json::json;
 use shardgrad::dist::{Phase, Record, check_issue_order};
@@ -41,6 +43,7 @@ pub(super) struct StepSpec<'a> {
     /// Sequences in the global batch, and tokens in each.
     pub(super) batch: usize,
     pub(super) seq: usize,
+    pub(super) token_order: TokenOrder,
     pub(super) microbatches: usize,
     pub(super) precision: Precision,
     /// Which changes of the run leave its bits as they are.
@@ -49,8 +52,8 @@ pub(super) struct StepSpec<'a> {
 
 impl<'a> StepSpec<'a> {
     /// The same step under another plan.
-    fn with_plan(self, plan: &'a Plan) -> StepSpec<'a> {
-        StepSpec { plan, ..self }
+    fn with_plan(self, plan: &'a Plan, mesh: &Mesh) -> StepSpec<'a> {
+        StepSpec { plan, token_order: TokenOrder::of_training(self.config, plan, mesh), ..self }
     }
 
     /// Builds a trainer for the step on one rank of a mesh, without memory and arithmetic, and returns what `f` computes from it. With
@@ -62,13 +65,16 @@ impl<'a> StepSpec<'a> {
         limit: u64,
         f: impl FnOnce(&Rank, &mut Trainer<'_, LanguageModel>) -> Result<T>,
     ) -> Result<T> {
-        let StepSpec { config, plan, seq, microbatches, precision, deterministic, .. } = *self;
+        let StepSpec { config, plan, seq, token_order, microbatches, precision, deterministic, .. } = *self;
         let limit = usize::try_from(limit).unwrap_or(0);
         World::new(mesh.clone()).memory_limit(limit).dry_run(rank, |rank| {
             let blank = |own: Range<usize>| vec![0; own.len() * seq];
             let read = |rank: &Rank, _: u64, rows: Range<usize>| {
                 let read = |own: Range<usize>| {
-                    Ok(Batch { inputs: blank(own.clone()), targets: blank(own), extra: Vec::new() })
+                    let mut rows =
+                        Batch { inputs: blank(own.clone()), targets: blank(own), extra: Vec::new() };
+                    token_order.apply(&mut rows, seq);
+                    Ok(rows)
                 };
                 batch(rank, plan, [rows.len(), seq], read)
             };
@@ -261,10 +267,20 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
     }
     let microbatches = args.pipeline.microbatches(&mesh, args.batch);
     let (batch, deterministic) = (args.batch, args.deterministic.promise(args.batch));
-    let spec = StepSpec { config: &config, plan: &plan, batch, seq, microbatches, precision, deterministic };
+    let token_order = TokenOrder::of_training(&config, &plan, &mesh);
+    let spec = StepSpec {
+        config: &config,
+        plan: &plan,
+        batch,
+        seq,
+        token_order,
+        microbatches,
+        precision,
+        deterministic,
+    };
     if let Some([before, after]) = args.compared_plans() {
         let [before, after] = [before, after].map(|plan| args.pipeline.plan(plan.plan_or(&family)));
-        let specs = [&before, &after].map(|plan| spec.with_plan(plan));
+        let specs = [&before, &after].map(|plan| spec.with_plan(plan, &mesh));
         specs.iter().try_for_each(|spec| spec.check_issue_order(&mesh))?;
         return diff(args, &mesh, specs.each_ref());
     }
@@ -274,7 +290,9 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
         |rank: usize| spec.dry_run(&mesh, rank, 1, |rank, trainer| summarize(rank, trainer, &plan));
     let steps: Vec<StepSummary> = largest_ranks(&mesh).into_iter().map(summary_of).collect::<Result<_>>()?;
     let extra = extra_of_canonical_sums(&spec, &mesh, &steps)?;
+    let ring = RingBalance::of(&spec, &mesh);
     if args.json {
+        ring.iter().for_each(|ring| println!("{}", ring.as_json()));
         steps.iter().for_each(|step| print_json(&mesh, step));
         extra.iter().for_each(|diff| println!("{}", diff.as_json("canonical_sums")));
         return Ok(());
@@ -292,6 +310,9 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
     }
     if steps.iter().flat_map(|step| &step.records).any(depends_on_routing) {
         println!("{BALANCED}");
+    }
+    if let Some(ring) = &ring {
+        println!("{}", ring.text());
     }
     if let Deterministic::Mesh { batch_leaves, sum_leaves } = deterministic {
         println!(

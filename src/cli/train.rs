@@ -20,7 +20,7 @@ use super::Failure;
 use super::args::TrainArgs;
 use super::consistency;
 use super::ranks::{Ranks, Startup, is_rank_zero};
-use crate::data::Sampler;
+use crate::data::{Sampler, TokenOrder};
 use crate::interrupt::{Interrupt, StopReason};
 use crate::metrics::Metrics;
 use crate::outputs::{OutFolder, StdoutWriter};
@@ -71,6 +71,14 @@ struct Dataset {
     unit: &'static str,
     /// Description of the text, if the data is text.
     description: Option<String>,
+}
+
+impl Dataset {
+    /// The same data with the tokens of each row in another order.
+    fn with_token_order(self, order: TokenOrder) -> Dataset {
+        let held_out = self.held_out.map(|rows| rows.with_token_order(order));
+        Dataset { rows: self.rows.with_token_order(order), held_out, ..self }
+    }
 }
 
 /// Where the run starts.

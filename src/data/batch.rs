@@ -9,7 +9,8 @@ pub(crate) struct Batch {
     pub(crate) inputs: Vec<i64>,
     /// i64 [rows, seq]: target token ids: the next tokens, or the labels of an encoder.
     pub(crate) targets: Vec<i64>,
-    /// i64 [rows, seq] each: attention mask and token types of an encoder, or empty.
+    /// i64 [rows, seq] each: attention mask and token types of an encoder; segment ids and positions of tokens that are not in the order
+    /// of the row; or empty.
     pub(crate) extra: Vec<Vec<i64>>,
 }
 

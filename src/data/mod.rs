@@ -12,6 +12,7 @@ mod tokenize;
 mod files;
 mod token_file;
 mod sampler;
+mod token_order;
 
 pub(crate) use batch::Batch;
 pub(crate) use content_hash::ContentHash;
@@ -20,6 +21,7 @@ pub(crate) use files::{ReadOptions, refuse_written};
 pub(crate) use sampler::{RowOrder, Sampler};
 pub(crate) use sources::is_source_file;
 pub(crate) use token_file::{TokenFile, Vocabulary};
+pub(crate) use token_order::TokenOrder;
 
 #[cfg(test)]
 pub(crate) mod scratch {

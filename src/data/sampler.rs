@@ -4,6 +4,7 @@ use super::batch::Batch;
 use super::content_hash::ContentHash;
 use super::corpus::{Corpus, Split};
 use super::token_file::TokenFile;
+use super::token_order::TokenOrder;
 use shardgrad::Result;
 use shardgrad::kernels::op::random::philox;
 use shardgrad::nn::checkpoint::Digest;
@@ -41,6 +42,7 @@ enum Source {
 pub(crate) struct Sampler {
     source: Source,
     order: RowOrder,
+    token_order: TokenOrder,
 }
 
 impl Sampler {
@@ -50,13 +52,23 @@ impl Sampler {
     /// `Kind::Data` if the split is too short for one row ([`Corpus::check_length`]).
     pub(crate) fn of_text(corpus: Arc<Corpus>, split: Split, seq: usize, order: RowOrder) -> Result<Sampler> {
         corpus.check_length(split, seq)?;
-        Ok(Sampler { source: Source::Text { corpus, split, seq }, order })
+        Ok(Sampler {
+            source: Source::Text { corpus, split, seq },
+            order,
+            token_order: TokenOrder::Sequential,
+        })
     }
 
     /// Samples the rows of a token file.
     #[must_use]
     pub(crate) fn of_tokens(file: Arc<TokenFile>, order: RowOrder) -> Sampler {
-        Sampler { source: Source::Tokens(file), order }
+        Sampler { source: Source::Tokens(file), order, token_order: TokenOrder::Sequential }
+    }
+
+    /// Returns the same sampler with the tokens of each row in another order.
+    #[must_use]
+    pub(crate) fn with_token_order(self, token_order: TokenOrder) -> Sampler {
+        Sampler { token_order, ..self }
     }
 
     /// Returns the global row numbers of a step (counted from 0) with `batch` rows per step.
@@ -138,6 +150,7 @@ impl Sampler {
             batch.inputs.extend_from_slice(&row_tokens[..seq]);
             batch.targets.extend_from_slice(&row_tokens[1..]);
         }
+        self.token_order.apply(&mut batch, self.seq());
         Ok(batch)
     }
 
@@ -160,7 +173,8 @@ impl Sampler {
     /// # Errors
     /// As [`Sampler::batch`].
     pub(crate) fn fingerprint(&self) -> Result<String> {
-        let mut in_order = Sampler { order: RowOrder::Sequential, ..self.clone() };
+        let mut in_order =
+            Sampler { order: RowOrder::Sequential, ..self.clone() }.with_token_order(TokenOrder::Sequential);
         if let Source::Text { split, .. } = &mut in_order.source {
             // The validation split is part of the run too.
             *split = Split::All;

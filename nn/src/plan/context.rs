@@ -12,7 +12,7 @@
 
 use super::rule::{Presence, Rule};
 use super::{Plan, RuleTarget};
-use shardgrad_tensor::Placement;
+use shardgrad_tensor::{Mesh, Placement};
 
 /// Activation points and their placements: attention reads the keys and values of all tokens, and the masks of all tokens.
 const GATHER_POINTS: [(&str, &str); 5] =
@@ -68,6 +68,16 @@ impl Plan {
         self.with_context_points("exchange", &EXCHANGE_POINTS)
     }
 
+    /// The number of ranks of a mesh over which causal attention may be unbalanced, because keys and values travel around them and the
+    /// tokens of batches are sharded over them: 1 without [`Plan::ring`]. [`zigzag_order`](crate::zigzag_order) for so many shards balances.
+    #[must_use]
+    pub fn num_ring_shards(&self, mesh: &Mesh) -> usize {
+        match self.token_axes(mesh).any(|axis| self.has_ring(mesh.name(axis))) {
+            true => self.token_axes(mesh).map(|axis| mesh.size(axis)).product(),
+            false => 1,
+        }
+    }
+
     /// Whether keys stay sharded by tokens over an axis, so that attention merges terms of several ranks.
     pub(crate) fn has_ring(&self, axis: &str) -> bool {
         let is_sharded = |rule: &Rule| rule.placement(None, 1) == Some(Placement::Shard(1));
@@ -96,7 +106,7 @@ impl Plan {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use shardgrad_tensor::{DType, Mesh};
+    use shardgrad_tensor::DType;
 
     #[test]
     fn context_parallelism_shards_tokens_besides_rows() {
@@ -142,6 +152,9 @@ mod tests {
         let has_ring = |plan: Plan| plan.has_ring("cp");
         assert!(has_ring(plan.clone().exchange().ring()) && !has_ring(plan.clone().exchange()));
         assert!(!has_ring(plan.clone()) && !plan.clone().ring().has_ring("dp"));
+        let num_shards = |plan: &Plan, mesh: &str| plan.num_ring_shards(&Mesh::parse(mesh).unwrap());
+        assert_eq!(num_shards(&plan.clone().ring(), "dp=2,cp=3"), 3);
+        assert_eq!([num_shards(&plan, "cp=3"), num_shards(&plan.clone().ring(), "dp=2")], [1, 1]);
         let own = plan.clone().point("keys", "tp@2").ring();
         assert!(points(&own).contains(&"keys tp@2".to_string()), "rules of other axes stay: {own}");
         assert!(Plan::gpt2().ring().check().is_ok() && Plan::llama_moe().exchange().check().is_ok());

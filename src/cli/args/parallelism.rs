@@ -22,7 +22,8 @@ enum ExpertsArg {
 enum ContextArg {
     /// Every rank gathers the keys and values of all tokens
     Gather,
-    /// Keys and values travel around the ranks
+    /// Keys and values travel around the ranks; on CPUs tokens are permuted so that ranks share causal attention equally, unless the
+    /// model trains with dropout, whose masks follow the order of tokens
     Ring,
     /// An all-to-all shards heads in place of tokens during attention
     Exchange,

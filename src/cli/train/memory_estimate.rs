@@ -4,6 +4,7 @@ use crate::cli::args::{Command, config};
 use crate::cli::explain::{PeakMemory, StepSpec};
 use crate::cli::memory::bytes_under_limit;
 use crate::cli::train::{Job, launch, prepare, run_steps};
+use crate::data::TokenOrder;
 use crate::data::scratch::Scratch;
 use shardgrad::Result;
 use shardgrad::dist::Mesh;
@@ -11,11 +12,12 @@ use std::sync::{Arc, Mutex};
 
 /// Options of the runs, mostly of preset tiny: along each axis, in 16 bits, with microbatches (whose matmuls keep prepacked weights), with
 /// evaluation and checkpoints between steps.
-const RUNS: [&str; 18] = [
+const RUNS: [&str; 19] = [
     "--mesh dp=1 --batch 4",
     "--mesh dp=2 --batch 8",
     "--mesh tp=2 --batch 4",
     "--mesh cp=2 --batch 4",
+    "--mesh cp=2 --context ring --batch 4",
     "--mesh pp=2 --batch 8",
     "--mesh pp=2,dp=2 --batch 8",
     "--mesh dp=2 --batch 8 --dtype bf16",
@@ -52,12 +54,13 @@ fn job(dir: &Scratch, given: &str, limit: Option<u64>) -> (Mesh, crate::cli::ran
 }
 
 /// Calls a function with the step specification of a job.
-fn with_spec<T>(job: &Job, f: impl FnOnce(&StepSpec<'_>) -> Result<T>) -> T {
+fn with_spec<T>(job: &Job, mesh: &Mesh, f: impl FnOnce(&StepSpec<'_>) -> Result<T>) -> T {
     let train_config = &job.spec.train_config;
     let (batch, seq, microbatches) = (train_config.batch, train_config.seq, train_config.microbatches);
     let (precision, deterministic) = (train_config.precision, train_config.deterministic);
     let (config, plan) = (&job.spec.config, &job.spec.plan);
-    f(&StepSpec { config, plan, batch, seq, microbatches, precision, deterministic }).unwrap()
+    let token_order = TokenOrder::of_training(config, plan, mesh);
+    f(&StepSpec { config, plan, batch, seq, token_order, microbatches, precision, deterministic }).unwrap()
 }
 
 #[test]
@@ -74,7 +77,7 @@ fn memory_estimate_matches_measured_peak() {
         });
         assert!(failed.is_none(), "{given}: {failed:?}");
         for (rank, backend) in std::mem::take(&mut *backends.lock().unwrap()) {
-            let peak = with_spec(&job, |step| step.dry_run(&mesh, rank, 0, PeakMemory::measure));
+            let peak = with_spec(&job, &mesh, |step| step.dry_run(&mesh, rank, 0, PeakMemory::measure));
             let estimate = (peak.buffers + peak.in_flight) as f64;
             let measured = backend.memory().peak_bytes as f64;
             let outcome = format!("{given}, rank {rank}: estimate {estimate}, measured {measured}");
@@ -88,7 +91,7 @@ fn run_fits_the_smallest_accepted_memory_limit() {
     let dir = Scratch::new();
     for given in RUNS {
         let (mesh, _, outline) = job(&dir, given, None);
-        let least = with_spec(&outline, |step| bytes_under_limit(&mesh, step, 1));
+        let least = with_spec(&outline, &mesh, |step| bytes_under_limit(&mesh, step, 1));
         drop(outline);
         let (_, ranks, job) = job(&dir, given, Some(least));
         let (_, failed) = launch(&ranks, &job, &run_steps);

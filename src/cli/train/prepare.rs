@@ -8,7 +8,7 @@ use crate::cli::args::{TrainArgs, check_experts, check_tokens};
 use crate::cli::explain::StepSpec;
 use crate::cli::memory::check_training;
 use crate::cli::ranks::{has_launcher, is_rank_zero, process};
-use crate::data::{Corpus, RowOrder, Sampler, Split, TokenFile, refuse_written};
+use crate::data::{Corpus, RowOrder, Sampler, Split, TokenFile, TokenOrder, refuse_written};
 use crate::interrupt::Interrupt;
 use crate::metrics::{Metrics, PreviousMetrics};
 use crate::outputs::{OutFolder, StdoutWriter, check_target, output_paths, resolve_path};
@@ -85,7 +85,17 @@ pub(super) fn prepare(args: &TrainArgs) -> Result<Option<Job>> {
     let TrainConfig { batch, seq, microbatches, precision, deterministic, .. } = train_config;
     check_tokens(batch, seq)?;
     let plan = args.pipeline.plan(args.parallelism.plan(LanguageModel::plan(&config)));
-    let step = StepSpec { config: &config, plan: &plan, batch, seq, microbatches, precision, deterministic };
+    let token_order = TokenOrder::of_training(&config, &plan, &args.mesh()).on_host(args.run.is_on_host());
+    let step = StepSpec {
+        config: &config,
+        plan: &plan,
+        batch,
+        seq,
+        token_order,
+        microbatches,
+        precision,
+        deterministic,
+    };
     check_training(&args.run, &args.mesh(), &args.model.name(), &step)?;
     if is_rank_zero() {
         step.check_issue_order(&args.mesh())?;
@@ -93,7 +103,7 @@ pub(super) fn prepare(args: &TrainArgs) -> Result<Option<Job>> {
     let out = if is_rank_zero() { OutFolder::open(&args.out)? } else { OutFolder::of_rank_zero(&args.out) };
     let (sidecars, in_place) = sidecars(args, &out)?;
     check_trace(args)?;
-    let data = read_dataset(args, &config, found)?;
+    let data = read_dataset(args, &config, found)?.with_token_order(token_order);
     if let Some(corpus) = data.description.as_ref().filter(|_| !args.json && is_rank_zero()) {
         lines.print_line(format_args!("reading {corpus}"));
     }

@@ -227,6 +227,17 @@ impl ModelConfig {
         self
     }
 
+    /// Whether training drops elements at random anywhere.
+    #[must_use]
+    pub fn has_dropout(&self) -> bool {
+        let all: &[f64] = match self {
+            ModelConfig::Gpt2(config) => &[config.embd_pdrop, config.attn_pdrop, config.resid_pdrop],
+            ModelConfig::Llama(config) => &[config.attention_dropout],
+            ModelConfig::Bert(config) => &[config.hidden_dropout_prob, config.attention_probs_dropout_prob],
+        };
+        all.iter().any(|p| *p > 0.0)
+    }
+
     /// Returns the same config with one dropout probability everywhere.
     #[must_use]
     pub fn with_dropout(self, p: f64) -> ModelConfig {
