@@ -10,6 +10,8 @@ use std::net::TcpListener;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_shardgrad");
 
@@ -69,6 +71,12 @@ impl Machine {
         args: &[&str],
         set_up: impl Fn(usize, &mut Command),
     ) -> Vec<Output> {
+        let started = self.start_ranks(count, args, set_up);
+        started.into_iter().map(|child| child.wait_with_output().unwrap()).collect()
+    }
+
+    /// Starts the processes of [`Machine::run_ranks_with`].
+    fn start_ranks(&self, count: usize, args: &[&str], set_up: impl Fn(usize, &mut Command)) -> Vec<Child> {
         let port = free_port().to_string();
         let start = |rank: usize| -> Child {
             let numbers =
@@ -78,8 +86,7 @@ impl Machine {
             set_up(rank, &mut command);
             command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &port).spawn().unwrap()
         };
-        let started: Vec<Child> = (0..count).map(start).collect();
-        started.into_iter().map(|child| child.wait_with_output().unwrap()).collect()
+        (0..count).map(start).collect()
     }
 }
 
@@ -260,6 +267,72 @@ fn training_with_messages_over_nccl_has_the_bits_of_threads() {
         assert_eq!(bits(&got), bits(&due), "{mesh} {options:?}");
     }
     let _ = writeln!(std::io::stderr(), "{count} combinations of messages over NCCL");
+}
+
+/// How a process of a failed run ends: its exit code, and the line of its error.
+type Ending = (Option<i32>, String);
+
+impl Machine {
+    /// Trains until a signal has been sent to rank 1, after which rank 0 fails. Returns how both end.
+    fn train_until(&self, signal: &str, device: &str) -> Vec<Ending> {
+        let (data, out) = (self.data(), self.0.join(format!("{signal}-{device}")));
+        let fixed =
+            "train --mesh dp=2 --seq 16 --batch 4 --threads 1 --eval-every 0 --steps 100000 --timeout 4";
+        let mut args: Vec<&str> = fixed.split(' ').collect();
+        args.extend(["--data", &data, "--out", out.to_str().unwrap(), "--device", device]);
+        let started = self.start_ranks(2, &args, |_, _| {});
+        let [first, mut second]: [Child; 2] = started.try_into().unwrap();
+        let begun = Instant::now();
+        while fs::read_to_string(out.join("metrics.jsonl")).unwrap_or_default().lines().count() < 2 {
+            assert!(begun.elapsed() < Duration::from_secs(120), "no step was taken");
+            thread::sleep(Duration::from_millis(20));
+        }
+        let sent = Command::new("kill").args([signal, &second.id().to_string()]).status().unwrap();
+        assert!(sent.success());
+        let first = first.wait_with_output().unwrap();
+        second.kill().unwrap();
+        [first, second.wait_with_output().unwrap()].iter().map(ending).collect()
+    }
+
+    /// Evaluates a model with logits on rank 0 only, which makes other calls for them. Returns how both ranks end.
+    fn evaluate_with_unlike_calls(&self, model: &str, device: &str) -> Vec<Ending> {
+        let (data, logits) = (self.data(), self.0.join(format!("logits-{device}")));
+        let fixed = "eval --mesh tp=2 --seq 16 --batch 2 --threads 1";
+        let mut args: Vec<&str> = fixed.split(' ').collect();
+        args.extend(["--data", &data, "--model", model, "--device", device]);
+        let outputs = self.run_ranks_with(2, &args, |rank, command| {
+            if rank == 0 {
+                command.arg("--logits").arg(&logits);
+            }
+        });
+        outputs.iter().map(ending).collect()
+    }
+}
+
+fn ending(output: &Output) -> Ending {
+    let text = stderr(output);
+    let error = text.lines().find(|line| line.starts_with("error: ")).unwrap_or_default();
+    // A timeout is in one of many calls, and of a GPU if all calls of the rank are compared.
+    let late = " waited more than 4s ";
+    (output.status.code(), if error.contains(late) { late } else { error }.to_string())
+}
+
+#[test]
+fn failed_runs_over_nccl_end_with_the_codes_and_sentences_of_tcp() {
+    let Some(machine) = Machine::new("failed", 2) else { return };
+    let on_both = |run: &dyn Fn(&str) -> Vec<Ending>, rank_0: &str| {
+        let (tcp, nccl) = (run("cpu"), run("cuda"));
+        assert_eq!(nccl, tcp);
+        let (code, error) = &nccl[0];
+        assert!(*code == Some(1) && error.contains(rank_0), "{nccl:?}");
+    };
+    let lost = "rank 1's process ended (killed or crashed); rank 0 stops too";
+    on_both(&|device| machine.train_until("-KILL", device), lost);
+    on_both(&|device| machine.train_until("-STOP", device), "waited more than 4s");
+    machine.train("model", 0, "dp=1", &["--device", "cpu"]);
+    let model = machine.0.join("model/model");
+    let unlike = "collective mismatch: rank 0 called #";
+    on_both(&|device| machine.evaluate_with_unlike_calls(model.to_str().unwrap(), device), unlike);
 }
 
 #[test]

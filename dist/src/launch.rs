@@ -16,6 +16,7 @@ use crate::transport::tcp::{ConsistentValues, WaitHook};
 use crate::transport::thread::{Shared, ThreadTransport};
 use crate::world_state::{Failure, RankStatus, WorldState};
 use shardgrad_kernels::cpu::cores;
+use shardgrad_kernels::cpu::simd::{LIMIT_VARIABLE, requested_limit};
 use shardgrad_kernels::{BackendConfig, BackendProvider, CpuProvider, MatmulPrecision, Null};
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -180,11 +181,12 @@ impl World {
     /// a collective failed: that rank's error, with the rank as a detail; a panic as `Kind::Panic`
     /// with its message. The other ranks stop at once if they wait, and at the next [`Rank::check`] if they compute. Also
     /// `Kind::Collective` if a message was sent and never received, and `Kind::Config` if threads are to be
-    /// [pinned](World::pin_threads) and there are too few cores.
+    /// [pinned](World::pin_threads) and there are too few cores, or if `SHARDGRAD_CPU_ISA` names no instruction set.
     #[doc(alias = "spawn")]
     #[doc(alias = "mp.spawn")]
     pub fn launch<T: Send>(self, f: impl Fn(&Rank) -> Result<T> + Sync) -> Result<Vec<T>> {
         self.warn_if_unoptimized();
+        check_instruction_set()?;
         let num_ranks = self.mesh.num_ranks();
         let cores = thread::available_parallelism().map_or(1, usize::from);
         let num_threads = self.num_threads.unwrap_or((cores / num_ranks).max(1));
@@ -285,6 +287,14 @@ impl World {
         rank.trace().enable();
         catch_errors(&self.mesh, index, || f(&rank))
     }
+}
+
+/// Checks the environment variable that limits the instruction sets of kernels, which panic on an invalid value.
+fn check_instruction_set() -> Result<()> {
+    requested_limit().map(drop).map_err(|why| {
+        let help = format!("unset {LIMIT_VARIABLE} to use the best instruction set of this CPU");
+        Error::new(Kind::Config, why).detail("help", help)
+    })
 }
 
 /// Chooses a core for each thread of each rank.

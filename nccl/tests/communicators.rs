@@ -298,9 +298,13 @@ fn scenario(name: &str, folder: &Path, rank: usize, size: usize) -> Outcome<()> 
                 assert_eq!(message(split), "a wait: enough");
                 arrive(folder, 0);
                 wait_for_communicators(2)?;
+                // An abort on this rank would keep rank 1 from finishing its own.
+                wait_for(folder, 1..2)?;
             } else {
                 wait_for(folder, 0..1)?;
-                drop(member.comm.split(Some(&group), &mut until_limit())?);
+                let split = member.comm.split(Some(&group), &mut until_limit())?;
+                arrive(folder, 1);
+                drop(split);
             }
             member.comm.abort(LIMIT)?;
             wait_for_communicators(0)?;

@@ -1,6 +1,6 @@
 //! Joining a world of processes: one rank per process, connected over TCP.
 
-use super::{SPIN, STACK_BYTES, World, assign_cores, catch_errors};
+use super::{SPIN, STACK_BYTES, World, assign_cores, catch_errors, check_instruction_set};
 use crate::encoding::printable;
 use crate::error::{Error, Kind, Result, host_name};
 use crate::process::Process;
@@ -111,6 +111,7 @@ impl World {
         rendezvous: &Rendezvous,
         f: impl FnOnce(&Rank) -> Result<T> + Send,
     ) -> Result<T> {
+        check_instruction_set()?;
         let process = rendezvous.process();
         let (num_ranks, there) = (self.mesh.num_ranks(), process.num_ranks());
         if num_ranks != there {

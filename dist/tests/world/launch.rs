@@ -1,9 +1,12 @@
 //! Launching worlds: coordinates, threads, pinning, memory limits, nesting, and rejected calls.
 
 use crate::support::{down, mesh, on, over, up};
-use shardgrad_dist::{Error, Kind, Mesh, Rank, ReduceOp, Result, World};
+use shardgrad_dist::{Error, Kind, Mesh, Process, Rank, ReduceOp, Result, World};
 use shardgrad_kernels::DType;
+use shardgrad_kernels::cpu::simd::LIMIT_VARIABLE;
 use std::cell::Cell;
+use std::env;
+use std::process::Command;
 
 #[test]
 fn ranks_know_their_coordinates() {
@@ -135,4 +138,27 @@ fn invalid_calls_are_rejected_with_their_line() {
         rank.barrier(&call)
     })
     .unwrap();
+}
+
+/// In a process of its own: a test must not change the environment of others.
+#[test]
+fn unknown_instruction_set_is_an_error_before_ranks_start() {
+    const UNKNOWN: &str = "sse9";
+    if env::var_os(LIMIT_VARIABLE).is_none_or(|limit| limit != UNKNOWN) {
+        let name = "launch::unknown_instruction_set_is_an_error_before_ranks_start";
+        let mut process = Command::new(env::current_exe().unwrap());
+        let output = process.args(["--exact", name]).env(LIMIT_VARIABLE, UNKNOWN).output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && text.contains("1 passed"), "{text}");
+        return;
+    }
+    let start = |_: &Rank| -> Result<()> { panic!("a rank starts") };
+    let alone = Process::new(0, 1, "nowhere.invalid", 1).unwrap();
+    for outcome in [World::run(mesh("dp=2"), start).map(drop), World::new(Mesh::single()).join(&alone, start)]
+    {
+        let error = outcome.unwrap_err();
+        assert_eq!(error.kind(), Kind::Config);
+        assert_eq!(error.message(), "SHARDGRAD_CPU_ISA=sse9 is not one of baseline, avx2, avx512");
+        assert!(error.to_string().contains("unset SHARDGRAD_CPU_ISA"), "{error}");
+    }
 }

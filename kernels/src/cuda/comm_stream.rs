@@ -15,6 +15,7 @@ use crate::gpu::{GridArg, LaunchPlan, Step};
 use crate::kernel::{Kernel, Launch};
 use smallvec::SmallVec;
 use std::collections::{HashMap, VecDeque};
+use std::iter;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak};
 
@@ -26,6 +27,9 @@ const ASYNC_SHARE: usize = 16;
 const ASYNC_BYTES_MIN: usize = 256 << 20;
 /// The most pending collectives when the next one begins.
 const ASYNC_OPS_MAX: usize = 64;
+/// A stream with more watched operations than this drops those that are done whenever a submission ends: [`Backend::running_async`] may
+/// not be called any more.
+const WATCHED_OPS_MAX: usize = 64;
 
 /// The state of a rank on its GPU that both of its streams share.
 #[derive(Debug)]
@@ -103,6 +107,17 @@ impl PendingOps {
     /// The last operation whose submission has ended.
     fn last_ended(&self) -> u64 {
         self.ended.back().map_or(self.waited_for, |(op, _)| *op)
+    }
+
+    /// Drops the watched operations that are done. Operations of a stream are done in their order.
+    fn drop_watched(&mut self) -> Result<(), KernelError> {
+        while let Some(first) = self.watched.front() {
+            if !first.end.has_occurred()? {
+                break;
+            }
+            self.watched.pop_front();
+        }
+        Ok(())
     }
 
     /// Releases the blocks that only operations up to `op` use.
@@ -186,16 +201,10 @@ impl CommStreams {
     pub(super) fn running(&self) -> Result<Vec<Option<u64>>, KernelError> {
         self.rank.is_watched.store(true, Ordering::Relaxed);
         self.rank.stream.context().poll_waits();
-        let mut running = Vec::new();
-        // That of collectives has its place before it is created.
-        if self.collectives.get().is_none() {
-            running.push(None);
-        }
-        self.try_for_each(|stream| {
-            running.push(stream.running()?);
-            Ok(())
-        })?;
-        Ok(running)
+        // That of collectives has its place before it is created. Looked up once: another thread may create it now.
+        let collectives = self.collectives.get().map_or(Ok(None), |stream| stream.running());
+        let others = self.others.read().unwrap_or_else(PoisonError::into_inner);
+        iter::once(collectives).chain(others.iter().map(|stream| stream.running())).collect()
     }
 
     /// Waits on the host until all operations are done. The compute stream is done already.
@@ -276,26 +285,24 @@ impl CommStream {
     pub(super) fn end_now(&self) -> Result<(), KernelError> {
         let mut pending = self.pending();
         let (op, end) = (pending.last, Arc::new(self.stream.record_event()?));
+        pending.ended.push_back((op, end.clone()));
         if self.rank.is_watched.load(Ordering::Relaxed) {
-            let (after, end) = (pending.after.clone(), end.clone());
+            let after = pending.after.clone();
             pending.watched.push_back(WatchedOp { op, after, end });
+            if pending.watched.len() > WATCHED_OPS_MAX {
+                pending.drop_watched()?;
+            }
         }
-        pending.ended.push_back((op, end));
         Ok(())
     }
 
     /// Returns the number of the operation that runs now.
     fn running(&self) -> Result<Option<u64>, KernelError> {
         let mut pending = self.pending();
-        while let Some(first) = pending.watched.front() {
-            if first.end.has_occurred()? {
-                pending.watched.pop_front();
-                continue;
-            }
-            let has_begun = first.after.downcast_ref::<Event>().map_or(Ok(true), Event::has_occurred)?;
-            return Ok(has_begun.then_some(first.op));
-        }
-        Ok(None)
+        pending.drop_watched()?;
+        let Some(first) = pending.watched.front() else { return Ok(None) };
+        let has_begun = first.after.downcast_ref::<Event>().map_or(Ok(true), Event::has_occurred)?;
+        Ok(has_begun.then_some(first.op))
     }
 
     /// Makes the compute stream wait for the operations that conflict with reads and writes of these buffers.

@@ -17,7 +17,7 @@ use crate::strides::Strides;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const N: usize = 300;
 
@@ -342,6 +342,57 @@ fn what_one_stream_writes_another_reads_after_it() {
     let w = start_copy(&*compute, &open, &y);
     gate.open();
     assert_eq!((floats(&*compute, &z), floats(&*compute, &w)), (vec![9.0; N], vec![9.0; N]));
+}
+
+/// Waits until the operations that run are these.
+fn wait_for_running(compute: &dyn Backend, due: &[Option<u64>]) {
+    let start = Instant::now();
+    while compute.running_async().unwrap() != due {
+        assert!(start.elapsed() < Duration::from_secs(30), "{:?}", compute.running_async());
+        thread::sleep(Duration::from_millis(2));
+    }
+}
+
+#[test]
+fn running_operations_are_listed_at_the_places_of_their_streams() {
+    let Some(folder) = fake::gpu("") else { return };
+    let (compute, mut gate) = rank(&folder);
+    let x = upload(&*compute, &[9f32; N]).unwrap();
+    // The first place is that of collectives, whose stream the first one creates.
+    assert_eq!(compute.running_async().unwrap(), [None]);
+    let [first, second] = open_streams(&*compute);
+    let y = start_copy_on(&*second, &second.back_end_event().unwrap(), &gate, &x);
+    wait_for_running(&*compute, &[None, None, Some(1)]);
+    let z = start_copy(&*compute, &gate, &x);
+    wait_for_running(&*compute, &[Some(1), None, Some(1)]);
+    // The second operation of a stream runs after its first.
+    let w = start_copy_on(&*first, &first.back_end_event().unwrap(), &gate, &x);
+    let v = start_copy_on(&*first, &first.back_end_event().unwrap(), &gate, &x);
+    wait_for_running(&*compute, &[Some(1); 3]);
+    gate.open();
+    for copy in [y, z, w, v] {
+        assert_eq!(floats(&*compute, &copy), [9.0; N]);
+    }
+    wait_for_running(&*compute, &[None; 3]);
+}
+
+#[test]
+fn operations_that_are_done_are_dropped_though_none_are_asked_for() {
+    let Some(folder) = fake::gpu("") else { return };
+    let (compute, _gate) = rank(&folder);
+    let [stream, _] = open_streams(&*compute);
+    compute.running_async().unwrap();
+    // Every watched operation holds the event after which it begins.
+    let event = Arc::new(());
+    let after = SyncEvent::new(event.clone());
+    for number in 0..500 {
+        stream.begin(&after).unwrap();
+        stream.end().unwrap();
+        if number % 10 == 9 {
+            compute.synchronize().unwrap();
+        }
+    }
+    assert!(Arc::strong_count(&event) < 100, "{} handles", Arc::strong_count(&event));
 }
 
 /// A block that one stream reads is given to another one: after its event, because memory is short.
