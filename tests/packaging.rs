@@ -1,5 +1,6 @@
 //! Package metadata: Rust version, third-party licences, resolved features.
 
+use crate::cli::Folder;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -92,6 +93,38 @@ fn libraries_need_few_packages() {
         let is_there = |packages: BTreeMap<String, _>| packages.keys().any(|name| name.starts_with(package));
         let with = ["-p", "shardgrad", "--no-default-features", "--features", feature];
         assert!(!is_there(libraries.clone()) && is_there(resolved_features("normal", &with)), "{feature}");
+    }
+}
+
+/// `World` warns where [`IS_OPTIMIZED`](shardgrad::kernels::IS_OPTIMIZED) is false: in a package with the same build script as the kernels.
+#[test]
+fn kernels_state_whether_cargo_optimizes_them() {
+    let folder = Folder::new("optimization");
+    let root = Path::new(ROOT);
+    fs::copy(root.join("kernels/build.rs"), folder.path("build.rs")).unwrap();
+    fs::create_dir(folder.path("src")).unwrap();
+    let kernels = fs::read_to_string(root.join("kernels/src/lib.rs")).unwrap();
+    let constant = kernels.lines().find(|line| line.starts_with("pub const IS_OPTIMIZED: bool")).unwrap();
+    fs::write(
+        folder.path("src/main.rs"),
+        format!("{constant}\nfn main() {{ print!(\"{{IS_OPTIMIZED}}\") }}"),
+    )
+    .unwrap();
+    let manifest = "[package]\nname = \"optimization\"\nedition = \"2024\"\n[workspace]\n";
+    fs::write(folder.path("Cargo.toml"), manifest).unwrap();
+    for (options, is_optimized) in [
+        (&[][..], "false"),
+        (&["--config", "profile.dev.opt-level=1"], "true"),
+        (&["--config", "profile.dev.package.optimization.opt-level=3"], "true"),
+        (&["--release"], "true"),
+        (&["--release", "--config", "profile.release.opt-level=0"], "false"),
+    ] {
+        let mut cargo = Command::new(std::env::var("CARGO").unwrap_or_else(|_| "cargo".into()));
+        cargo.args(["run", "--quiet", "--offline"]).args(options).current_dir(&folder.0);
+        cargo.env("CARGO_TARGET_DIR", folder.path("target")).env_remove("CARGO_PROFILE_DEV_OPT_LEVEL");
+        let output = cargo.output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        assert_eq!(String::from_utf8_lossy(&output.stdout), is_optimized, "{options:?}");
     }
 }
 

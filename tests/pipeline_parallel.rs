@@ -1,5 +1,6 @@
 //! Pipeline parallelism: losses and parameters match one rank, transfers are counted, models are saved and loaded.
 
+use crate::cli::Folder;
 use crate::training_run::{ROWS, Run, SEQ, gpt2, same};
 use approx::{abs_diff_ne, relative_eq};
 use shardgrad::autograd::pipeline::Cut;
@@ -114,7 +115,8 @@ fn gradients_are_reduced_once_per_step_over_dp() {
 
 #[test]
 fn pipelined_model_is_saved_and_loaded_on_another_mesh() {
-    let dir = std::env::temp_dir().join(format!("shardgrad-pipelines-{}", std::process::id()));
+    let folder = Folder::new("pipelines");
+    let dir = folder.0.join("model");
     let run = Run { microbatches: 2, ..Run::new(2) };
     let saved = World::run(Mesh::parse("pp=2,tp=2").unwrap(), |rank| {
         let mut trainer = run.trainer(rank)?;
@@ -133,13 +135,13 @@ fn pipelined_model_is_saved_and_loaded_on_another_mesh() {
         });
         same(&saved[..1], &loaded.unwrap()[..1], 1e-12, mesh);
     }
-    std::fs::remove_dir_all(&dir).unwrap();
 }
 
 /// The tied embedding is on the first and the last stage.
 #[test]
 fn tied_parameters_on_two_stages_are_compared() {
-    let dir = std::env::temp_dir().join(format!("shardgrad-copies-{}", std::process::id()));
+    let folder = Folder::new("copies");
+    let dir = folder.0.join("model");
     let run = Run::new(1);
     for (mesh, odd) in [("pp=2", 1), ("pp=2,tp=2", 3), ("pp=3,dp=2,tp=2", 10), ("pp=2,tp=2", 9)] {
         let num_ranks = Mesh::parse(mesh).unwrap().num_ranks();
@@ -170,7 +172,8 @@ fn tied_parameters_on_two_stages_are_compared() {
 
 #[test]
 fn stages_stream_weights_to_the_saving_rank() {
-    let dir = std::env::temp_dir().join(format!("shardgrad-asked-{}", std::process::id()));
+    let folder = Folder::new("streamed-weights");
+    let dir = folder.0.join("model");
     let run = Run::new(1);
     let saved = World::run(Mesh::parse("pp=3,tp=2").unwrap(), |rank| {
         let trainer = run.trainer(rank)?;
@@ -179,7 +182,6 @@ fn stages_stream_weights_to_the_saving_rank() {
         let held = trainer.model().params().iter().filter(|p| p.is_primary_owner()).count();
         Ok((held, rank.trace().take()))
     });
-    std::fs::remove_dir_all(&dir).unwrap();
     // The first rank of each later stage.
     for (held, records) in [2, 4].map(|rank| saved.as_ref().unwrap()[rank].clone()) {
         let moved = records.iter().filter(|r| ["send", "recv"].contains(&r.op));

@@ -141,6 +141,14 @@ fn recomputation_and_dropout_work_with_every_schedule_shape() {
         let many = Run { plan: Plan::gpt2().pipeline_schedule(schedule), ..run.clone() };
         same(&one, &many.losses(mesh), 1e-10, &format!("{schedule} on {mesh}"));
     }
+    let llama = LlamaConfig {
+        head_dim: 4,
+        attention_dropout: 0.3,
+        ..LlamaConfig::new(LlamaKind::Llama, 19, 8, [12, 17], 4, [6, 3])
+    };
+    let plan = Plan::llama().pipeline_schedule("zb-h1");
+    let run = Run { config: llama.into(), plan, microbatches: 3, ..Run::new(3) };
+    same(&run.losses(""), &run.losses("pp=2,tp=3"), 1e-10, "llama");
 }
 
 /// Long test of `.ci/full`: `PROPTEST_CASES` runs of every schedule on every mesh in both model families.

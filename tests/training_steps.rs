@@ -1,7 +1,6 @@
 //! Invariants of training steps: bounded stack, no new memory in steady state, results independent of timing, threads and mesh.
 
 use crate::training_run::same;
-use approx::abs_diff_ne;
 use shardgrad::kernels::MatmulPrecision;
 use shardgrad::kernels::cpu::gemm::rounds_to_bf16;
 use shardgrad::nn::model::{Gpt2, Gpt2Config};
@@ -95,17 +94,6 @@ fn losses_do_not_depend_on_the_mesh_in_f32() {
         let many = train(mesh(text), DType::F32, 100, 1, 0.0);
         same(&one.losses[..20], &many.losses[..20], 1e-5, text);
         same(&one.losses[20..], &many.losses[20..], 1e-3, text);
-    }
-}
-
-#[test]
-fn dropout_and_microbatches_do_not_depend_on_the_mesh() {
-    let one = train(mesh(""), DType::F64, 10, 1, 0.2);
-    let without = train(mesh(""), DType::F64, 10, 1, 0.0);
-    assert!(abs_diff_ne!(one.losses[9], without.losses[9], epsilon = 1e-6), "dropout has an effect");
-    for (text, rounds) in [("", 2), ("", 3), ("dp=2", 1), ("dp=2", 3), ("tp=2", 2), ("dp=3,tp=2", 2)] {
-        let many = train(mesh(text), DType::F64, 10, rounds, 0.2);
-        same(&one.losses, &many.losses, 1e-10, &format!("{text} in {rounds} rounds"));
     }
 }
 

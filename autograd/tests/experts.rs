@@ -5,21 +5,12 @@ use shardgrad_autograd::{Tape, Var};
 use shardgrad_dist::{Mesh, Phase, Rank, Record, Result, World};
 use shardgrad_tensor::op::Point;
 use shardgrad_tensor::{Contraction, DType, Element, Layout, Resharding, RowsToExperts, Tensor, Value};
+use shardgrad_testing::random_numbers;
 
 /// Widths of rows, hidden units and results.
 const D: usize = 4;
 const H: usize = 6;
 const O: usize = 5;
-
-/// Reproducible numbers in -1..1.
-fn numbers(seed: u64, count: usize) -> Vec<f64> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut next = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 11) as f64 / (1u64 << 53) as f64
-    };
-    (0..count).map(|_| 2.0 * next() - 1.0).collect()
-}
 
 /// Rows, experts and the experts of each row.
 #[derive(Clone, Debug)]
@@ -51,7 +42,7 @@ impl Problem {
     fn inputs(&self) -> [Vec<f64>; 6] {
         let (n, e) = (self.num_rows(), self.num_experts);
         let counts = [n * D, n * self.per_row, e * D * H, e * D * H, e * H * O, n * O];
-        std::array::from_fn(|i| numbers(i as u64 + 1, counts[i]))
+        std::array::from_fn(|i| random_numbers(i as u64 + 1, counts[i]))
     }
 
     /// The result and the gradients of rows, weights and stacks, pair by pair.

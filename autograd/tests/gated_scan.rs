@@ -4,19 +4,10 @@ use approx::relative_eq;
 use shardgrad_autograd::{Tape, Var};
 use shardgrad_dist::{Mesh, Rank, Result, World};
 use shardgrad_tensor::{DType, Layout, Reduction, Resharding, Tensor, Value};
+use shardgrad_testing::random_numbers;
 
 const ROWS: usize = 3;
 const CHANNELS: usize = 4;
-
-/// Reproducible numbers in -1..1.
-fn numbers(seed: u64, count: usize) -> Vec<f64> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut next = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 11) as f64 / (1u64 << 53) as f64
-    };
-    (0..count).map(|_| 2.0 * next() - 1.0).collect()
-}
 
 /// h, da and dx of the recurrence over the middle dim for the cotangent g, by loops.
 fn oracle(steps: usize, a: &[f64], x: &[f64], g: &[f64]) -> [Vec<f64>; 3] {
@@ -65,7 +56,7 @@ fn values_and_gradients_match_loops_on_every_layout() {
             let text = text.replace("{s}", &steps.to_string());
             let text = if text.starts_with('@') { format!("{ROWS}{text}") } else { text };
             let numel = ROWS * steps * CHANNELS;
-            let [a, x, w] = [1, 2, 3].map(|seed| numbers(seed, numel));
+            let [a, x, w] = [1, 2, 3].map(|seed| random_numbers(seed, numel));
             let right = oracle(steps, &a, &x, &w);
             for (dtype, partial) in [("f64", ""), ("f32", ""), ("f64", " +u")] {
                 let is_free = mesh.axis("u").is_some() && !text.contains("@u");
@@ -99,7 +90,7 @@ fn values_and_gradients_match_loops_on_every_layout() {
 #[test]
 fn constant_gates_save_no_result() {
     let mesh = Mesh::parse("t=3").unwrap();
-    let [a, x, w] = [1, 2, 3].map(|seed| numbers(seed, ROWS * 7 * CHANNELS));
+    let [a, x, w] = [1, 2, 3].map(|seed| random_numbers(seed, ROWS * 7 * CHANNELS));
     let right = oracle(7, &a, &x, &w);
     World::run(mesh.clone(), |rank| {
         let layout = Layout::parse("f64[3, 7@t, 4]", &mesh)?;

@@ -5,19 +5,10 @@ use shardgrad_autograd::{Tape, Var};
 use shardgrad_dist::{Mesh, Rank, Record, Result, World};
 use shardgrad_tensor::training_step::canonical_sum::SumTree;
 use shardgrad_tensor::{Context, DType, Layout, Resharding, Tensor, Value};
+use shardgrad_testing::random_numbers;
 
 /// Rows, key heads, query heads per key head, channels.
 const SIZES: [usize; 4] = [2, 2, 2, 3];
-
-/// Reproducible numbers in -1..1.
-fn numbers(seed: u64, count: usize) -> Vec<f64> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut next = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 11) as f64 / (1u64 << 53) as f64
-    };
-    (0..count).map(|_| 2.0 * next() - 1.0).collect()
-}
 
 /// Which keys a query sees.
 #[derive(Clone, Debug)]
@@ -60,10 +51,10 @@ impl Problem {
         let (of_queries, of_keys) = (b * t * g * r * c, b * t * g * c);
         Problem {
             t,
-            q: numbers(1, of_queries).iter().map(|x| 2.0 * x).collect(),
-            k: numbers(2, of_keys).iter().map(|x| 2.0 * x).collect(),
-            v: numbers(3, of_keys),
-            weights: numbers(4, of_queries),
+            q: random_numbers(1, of_queries).iter().map(|x| 2.0 * x).collect(),
+            k: random_numbers(2, of_keys).iter().map(|x| 2.0 * x).collect(),
+            v: random_numbers(3, of_keys),
+            weights: random_numbers(4, of_queries),
         }
     }
 

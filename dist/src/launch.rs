@@ -20,7 +20,7 @@ use shardgrad_kernels::cpu::simd::{LIMIT_VARIABLE, requested_limit};
 use shardgrad_kernels::{BackendConfig, BackendProvider, CpuProvider, MatmulPrecision, Null};
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::Duration;
 
@@ -61,8 +61,12 @@ pub struct World {
     is_over_tcp: bool,
     #[cfg(feature = "nccl")]
     has_tree_sums: bool,
-    warns_if_unoptimized: bool,
+    /// Whether to warn that kernels are compiled without optimization.
+    warns_of_slow_kernels: bool,
 }
+
+/// Set by the first world of the process that warns that kernels are compiled without optimization: later worlds do not repeat the warning.
+static WARNED_OF_SLOW_KERNELS: OnceLock<()> = OnceLock::new();
 
 impl World {
     /// A world with one rank per position of the mesh, and the defaults that the methods below name.
@@ -88,7 +92,7 @@ impl World {
             is_over_tcp: false,
             #[cfg(feature = "nccl")]
             has_tree_sums: false,
-            warns_if_unoptimized: true,
+            warns_of_slow_kernels: !shardgrad_kernels::IS_OPTIMIZED,
         }
     }
 
@@ -166,10 +170,10 @@ impl World {
         self
     }
 
-    /// Omits the line on stderr that a build with `opt-level = 0` prints when ranks start.
+    /// Omits the warning on stderr that a build with `opt-level = 0` prints once per process when ranks start.
     #[must_use]
     pub fn allow_unoptimized(mut self) -> World {
-        self.warns_if_unoptimized = false;
+        self.warns_of_slow_kernels = false;
         self
     }
 
@@ -185,7 +189,7 @@ impl World {
     #[doc(alias = "spawn")]
     #[doc(alias = "mp.spawn")]
     pub fn launch<T: Send>(self, f: impl Fn(&Rank) -> Result<T> + Sync) -> Result<Vec<T>> {
-        self.warn_if_unoptimized();
+        self.warn_of_slow_kernels();
         check_instruction_set()?;
         let num_ranks = self.mesh.num_ranks();
         let cores = thread::available_parallelism().map_or(1, usize::from);
@@ -249,18 +253,20 @@ impl World {
         Err(Error::new(Kind::Unsupported, text).detail("help", help))
     }
 
-    /// Prints a line on stderr if kernels are compiled without optimization.
+    /// Warns on stderr, once per process, if kernels are compiled without optimization.
     #[expect(
         clippy::print_stderr,
         reason = "a slow build is no error, but its user must learn why it is slow"
     )]
-    fn warn_if_unoptimized(&self) {
-        if self.warns_if_unoptimized && !shardgrad_kernels::IS_OPTIMIZED {
-            eprintln!(
-                "warning: shardgrad is compiled without optimization and runs many times slower; use `cargo run --release`, or add \
-                 to Cargo.toml:\n\n[profile.dev.package]\n\"*\" = {{ opt-level = 1 }}\nshardgrad-kernels = {{ opt-level = 3, \
-                 codegen-units = 1 }}\n\n(World::allow_unoptimized omits this warning)"
-            );
+    fn warn_of_slow_kernels(&self) {
+        if self.warns_of_slow_kernels {
+            WARNED_OF_SLOW_KERNELS.get_or_init(|| {
+                eprintln!(
+                    "warning: shardgrad is compiled without optimization and runs many times slower; use `cargo run --release`, or \
+                     add to Cargo.toml:\n\n[profile.dev.package]\n\"*\" = {{ opt-level = 1 }}\nshardgrad-kernels = {{ opt-level = \
+                     3, codegen-units = 1 }}\n\n(World::allow_unoptimized omits this warning)"
+                );
+            });
         }
     }
 
@@ -368,10 +374,11 @@ fn text(payload: &(dyn Any + Send)) -> &str {
         .unwrap_or("a payload that is not a string")
 }
 
-#[cfg(all(test, not(feature = "processes")))]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
 
+    #[cfg(not(feature = "processes"))]
     #[test]
     fn joining_without_the_feature_names_the_feature() {
         let process = Process::new(1, 2, "127.0.0.1", 29500).unwrap();
@@ -384,5 +391,38 @@ mod tests {
             )
         );
         assert!(error.details()[0].1.contains("features = [\"processes\"]"), "{error}");
+    }
+
+    /// Set in the process of the test below that starts ranks without optimization.
+    const IS_CHILD: &str = "SHARDGRAD_TEST_SLOW_KERNELS";
+
+    #[test]
+    fn builds_without_optimization_warn_once_per_process_unless_allowed() {
+        let slow = || World { warns_of_slow_kernels: true, ..World::new(Mesh::single()) };
+        let launch = |world: World| world.launch(|_| Ok(())).unwrap();
+        if let Some(which) = std::env::var_os(IS_CHILD) {
+            launch(slow().allow_unoptimized());
+            if which == "warned" {
+                launch(slow());
+                launch(slow());
+            }
+            return;
+        }
+        let warnings = |which: &str| {
+            let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+            let test = "launch::tests::builds_without_optimization_warn_once_per_process_unless_allowed";
+            let output = child.args(["--exact", test, "--nocapture"]).env(IS_CHILD, which).output().unwrap();
+            let stdout = String::from_utf8(output.stdout).unwrap();
+            assert!(output.status.success() && stdout.contains("1 passed"), "{stdout}");
+            String::from_utf8(output.stderr).unwrap()
+        };
+        assert_eq!(
+            warnings("warned"),
+            "warning: shardgrad is compiled without optimization and runs many times slower; use `cargo run --release`, or add to \
+             Cargo.toml:\n\n[profile.dev.package]\n\"*\" = { opt-level = 1 }\nshardgrad-kernels = { opt-level = 3, codegen-units \
+             = 1 }\n\n(World::allow_unoptimized omits this warning)\n"
+        );
+        assert_eq!(warnings("allowed"), "");
+        assert_eq!(World::new(Mesh::single()).warns_of_slow_kernels, !shardgrad_kernels::IS_OPTIMIZED);
     }
 }

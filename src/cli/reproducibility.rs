@@ -6,7 +6,7 @@ use shardgrad::kernels::cpu::simd::{LIMIT_VARIABLE, limit};
 use shardgrad::kernels::{DType, MatmulPrecision};
 use shardgrad::nn::Deterministic;
 
-/// The ops that every x86-64 CPU computes alike: `tests/canonical_sums.rs` trains on each instruction set.
+/// The ops that every x86-64 CPU computes alike: `tests/deterministic_option.rs` trains on each instruction set.
 const ALIKE_ON_X86_64: &str = "f32 and f16 with AVX-512, AVX2 or neither";
 /// The functions that the C library computes.
 const C_LIBRARY_FUNCTIONS: &str = "powers, sines and cosines (RoPE, learning rate, bias correction) and functions of f64 are those of the C library";

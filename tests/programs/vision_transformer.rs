@@ -1,4 +1,4 @@
-//! A ViT that tells apart images with bright halves.
+//! A ViT that classifies images by their brighter half.
 
 use shardgrad::prelude::*;
 

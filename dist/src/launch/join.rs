@@ -94,9 +94,6 @@ impl World {
     #[doc(alias = "init_process_group")]
     #[doc(alias = "jax.distributed.initialize")]
     pub fn join<T: Send>(self, process: &Process, f: impl FnOnce(&Rank) -> Result<T> + Send) -> Result<T> {
-        if process.rank() == 0 {
-            self.warn_if_unoptimized();
-        }
         let rendezvous = Rendezvous::open(process)?;
         self.join_at(&rendezvous, f).inspect_err(|error| rendezvous.fail(error))
     }
@@ -113,6 +110,9 @@ impl World {
     ) -> Result<T> {
         check_instruction_set()?;
         let process = rendezvous.process();
+        if process.rank() == 0 {
+            self.warn_of_slow_kernels();
+        }
         let (num_ranks, there) = (self.mesh.num_ranks(), process.num_ranks());
         if num_ranks != there {
             let why = format!("{} has {num_ranks} ranks, but {there} processes were started", self.mesh);

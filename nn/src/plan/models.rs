@@ -7,6 +7,18 @@
 use super::rule::Presence::{self, Optional};
 use super::{Plan, RuleTarget};
 
+/// Parameters of a model by pattern, their stored placements, and whether a model of the family has them.
+type Table = [(&'static str, &'static str, Presence)];
+
+impl Plan {
+    /// Adds the rules of a table.
+    fn with_table(self, table: &Table) -> Plan {
+        table.iter().fold(self, |plan, (pattern, placement, presence)| {
+            plan.rule(RuleTarget::Store, pattern, placement, presence.clone())
+        })
+    }
+}
+
 /// The axes of all families besides `tp`. `dp` is the outermost axis of the rows, before `fsdp` and `ep`.
 fn family_axes() -> Plan {
     let rows = Plan::data_parallel("dp").and(Plan::fsdp("fsdp"));
@@ -31,10 +43,7 @@ impl Plan {
     /// `tp` (heads, hidden units, vocabulary).
     #[must_use]
     pub fn gpt2() -> Plan {
-        let start = family_axes();
-        GPT2_TENSOR.iter().fold(start, |plan, (pattern, placement, presence)| {
-            plan.rule(RuleTarget::Store, pattern, placement, presence.clone())
-        })
+        family_axes().with_table(&GPT2_TENSOR)
     }
 }
 
@@ -89,11 +98,8 @@ impl Plan {
 
     /// The plan of a dense model of the family, for one with experts.
     pub(crate) fn with_experts(self) -> Plan {
-        let plan = LLAMA_EXPERTS.iter().fold(self, |plan, (pattern, placement, presence)| {
-            plan.rule(RuleTarget::Store, pattern, placement, presence.clone())
-        });
-        // After the other batch axes, because `ep` leaves the rows first.
-        plan.and(Plan::expert_parallel("ep"))
+        // `ep` after the other batch axes, because it leaves the rows first.
+        self.with_table(&LLAMA_EXPERTS).and(Plan::expert_parallel("ep"))
     }
 
     /// Plan of the Llama family on axes `pp` (layers), `dp` (rows of the batch), `fsdp` (rows, with sharded storage), `cp` (tokens of a
@@ -148,9 +154,6 @@ impl Plan {
     /// `tp` (heads, hidden units, vocabulary).
     #[must_use]
     pub fn bert() -> Plan {
-        let start = family_axes();
-        BERT_TENSOR.iter().fold(start, |plan, (pattern, placement, presence)| {
-            plan.rule(RuleTarget::Store, pattern, placement, presence.clone())
-        })
+        family_axes().with_table(&BERT_TENSOR)
     }
 }

@@ -2,7 +2,7 @@
 //! that sees the whole batch.
 
 use crate::support::{max_difference, run};
-use approx::abs_diff_eq;
+use approx::{abs_diff_eq, abs_diff_ne};
 use proptest::prelude::*;
 use shardgrad_autograd::Var;
 use shardgrad_nn::loss::IGNORE_INDEX;
@@ -313,7 +313,7 @@ fn an_empty_microbatch_and_an_empty_rank_count_nothing() {
         }
         Ok(sum)
     });
-    assert!((mean_of_means[0] - exact).abs() > 1e-3, "{mean_of_means:?} and {exact}");
+    assert!(abs_diff_ne!(mean_of_means[0], exact, epsilon = 1e-3), "{mean_of_means:?} and {exact}");
 }
 
 #[test]

@@ -2,6 +2,7 @@
 //! load becomes even.
 
 use crate::llama;
+use crate::save_and_load::Folder;
 use crate::support::{ROWS, SEQ, VOCAB, max_difference, run};
 use shardgrad_autograd::Var;
 use shardgrad_nn::checkpoint::{self, RunState};
@@ -108,20 +109,19 @@ fn bias_update_needs_a_count_for_each_expert() {
 
 #[test]
 fn checkpoints_hold_the_bias() {
-    let folder = std::env::temp_dir().join(format!("shardgrad-expert-bias-{}", std::process::id()));
+    let folder = Folder::new("expert-bias");
     let tokens =
         |rank: &Rank| Tensor::from_host(rank, &[EXPERTS], &[9.0f64, 1.0, 5.0, 5.0, 5.0, 5.0, 2.0, 8.0]);
     run("ep=2", |rank| {
         let model = model(rank, layer().with_bias_balancing(STEP))?;
         model.update_bias(&tokens(rank)?)?;
-        checkpoint::save_weights(&folder, &model, &Sgd::new(0.1), &RunState::default())
+        checkpoint::save_weights(&folder.0, &model, &Sgd::new(0.1), &RunState::default())
     });
     let loaded = run("dp=3", |rank| {
         let model = model(rank, layer().with_bias_balancing(STEP))?;
-        checkpoint::load_weights(&folder, &model, &mut Sgd::new(0.1))?;
+        checkpoint::load_weights(&folder.0, &model, &mut Sgd::new(0.1))?;
         model.param("e_score_correction_bias")?.tensor().to_f64()
     });
-    std::fs::remove_dir_all(&folder).unwrap();
     assert!(
         loaded.iter().all(|bias| bias[..] == [-STEP, STEP, 0.0, 0.0, 0.0, 0.0, STEP, -STEP]),
         "{loaded:?}"
@@ -246,13 +246,13 @@ fn a_trainer_moves_the_biases_and_reports_the_load_alike_on_every_mesh() {
 
 #[test]
 fn a_resumed_run_continues_with_its_biases() {
-    let folder = std::env::temp_dir().join(format!("shardgrad-balanced-{}", std::process::id()));
+    let folder = Folder::new("balanced-experts");
     let plan = Plan::llama_moe();
     let straight = run("ep=2", |rank| {
         let mut trainer = trainer(rank, &plan, 1)?;
         for step in 0..4 {
             if step == 2 {
-                checkpoint::save(&folder, trainer.model(), trainer.optim(), &trainer.state(), &[])?;
+                checkpoint::save(&folder.0, trainer.model(), trainer.optim(), &trainer.state(), &[])?;
             }
             trainer.step()?;
         }
@@ -260,13 +260,12 @@ fn a_resumed_run_continues_with_its_biases() {
     });
     let resumed = run("dp=2", |rank| {
         let mut trainer = trainer(rank, &plan, 1)?;
-        trainer.resume(&folder)?;
+        trainer.resume(&folder.0)?;
         assert!(biases(trainer.model())?.iter().any(|(_, bias)| bias.iter().any(|b| *b != 0.0)));
         trainer.step()?;
         trainer.step()?;
         biases(trainer.model())
     });
-    std::fs::remove_dir_all(&folder).unwrap();
     assert_eq!(straight[0], resumed[0]);
 }
 

@@ -1,10 +1,13 @@
-//! The Llama family: identical results on every mesh, and the collectives of a tensor-parallel block.
+//! The Llama family: identical results on every mesh, also of a saved model, and the collectives of a tensor-parallel block.
 
-use crate::support::{Outcome, ROWS, VOCAB, batch, near, run};
+use crate::save_and_load::Folder;
+use crate::support::{Outcome, ROWS, SEQ, VOCAB, batch, max_difference, near, run};
 use crate::traces::{counts, traced};
 use shardgrad_autograd::Noise;
-use shardgrad_nn::{Init, Llama, LlamaConfig, LlamaKind, Model, Param, Plan, model::LlamaBlock, module};
-use shardgrad_tensor::{DType, Kind, Mesh, Phase, Result, Value, World};
+use shardgrad_nn::{
+    Init, Llama, LlamaConfig, LlamaKind, Model, ModelConfig, Param, Plan, model::LlamaBlock, module,
+};
+use shardgrad_tensor::{DType, Kind, Mesh, Phase, Rank, Result, Value, World};
 
 /// Two groups of two heads of 4 channels, rows of width 10, 11 tokens, 2 blocks.
 pub(crate) fn config(kind: LlamaKind) -> LlamaConfig {
@@ -135,6 +138,35 @@ fn dropout_and_activation_checkpointing_are_independent_of_the_mesh() {
     let again = outcome(&config, "tp=2", true, true);
     again.assert_near(&alone, "recomputed");
     assert!(again.saved_bytes < alone.saved_bytes / 2);
+}
+
+#[test]
+fn model_saved_on_one_mesh_loads_on_another() {
+    let folder = Folder::new("llama");
+    let config = config(LlamaKind::Llama);
+    let model = |rank: &Rank, config: &LlamaConfig, seed: u64| {
+        Model::with_dtype(rank, Llama::new(config), &Llama::plan(config), seed, DType::F64)
+    };
+    let logits = |rank: &Rank, model: &Model<Llama>| {
+        let ids = batch(rank, &Llama::plan(&config), 0..ROWS, 0)?;
+        model.forward(&model.inference_tape().constant(ids)).tensor().to_f64()
+    };
+    // Two groups over three ranks.
+    let saved = run("tp=3", |rank| {
+        let model = model(rank, &config, 5)?;
+        model.save(&folder.0)?;
+        logits(rank, &model)
+    });
+    for mesh in ["", "tp=2", "dp=3", "dp=2,tp=3"] {
+        let loaded = run(mesh, |rank| {
+            let ModelConfig::Llama(read) = ModelConfig::read(&folder.0)? else { panic!("a Llama") };
+            let model = model(rank, &read, 99)?;
+            model.load(&folder.0)?;
+            logits(rank, &model)
+        });
+        let far = max_difference(&saved[0], &loaded[0]);
+        assert!(saved[0].len() == ROWS * SEQ * VOCAB && far < 1e-12, "{mesh}: {far:e}");
+    }
 }
 
 module! {

@@ -44,7 +44,7 @@ impl Deep {
 
 /// All parameters whole on every rank, or as shards where they have rows to shard.
 fn plan(sharded: bool) -> Plan {
-    // Weights are told apart by their size.
+    // Weights are distinguished by their size.
     let plan = Plan::data_parallel("dp").gradient_buckets(0, 0);
     if sharded { plan.store("*", "dp@0|=") } else { plan }
 }

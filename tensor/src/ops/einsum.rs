@@ -81,11 +81,8 @@ impl Einsum {
 
     /// The contraction that gives the cotangent of argument `i`: the cotangent of the output takes the place of the argument.
     fn transpose(&self, i: usize) -> Einsum {
-        // The usual products, before the text is taken apart: the same as below, with the usual label names.
-        match (&*self.signature, i) {
-            (MATMUL, 0) => return matmul_nt(),
-            (MATMUL, _) => return matmul_tn(),
-            _ => {}
+        if let Some([_, transposes @ ..]) = TRANSPOSES.iter().find(|[known, ..]| *known == &*self.signature) {
+            return Einsum::of(transposes[i]);
         }
         let (inputs, c) = self.signature.split_once("->").expect("checked when the op was made");
         let (a, b) = inputs.split_once(',').expect("checked when the op was made");
@@ -97,6 +94,23 @@ impl Einsum {
 }
 
 pub(super) const MATMUL: &str = "..m k, k n -> ..m n";
+
+/// Usual contractions, each with the contractions of its cotangents ([`Einsum::transpose`]): constant texts, so that their plans are
+/// cached.
+const TRANSPOSES: [[&str; 3]; 7] = [
+    [MATMUL, "..m n, k n -> ..m k", "..m k, ..m n -> k n"],
+    ["..m n, k n -> ..m k", MATMUL, "..m n, ..m k -> k n"],
+    ["..m k, k -> ..m", "..m, k -> ..m k", "..m k, ..m -> k"],
+    ["..b m k, ..b k n -> ..b m n", "..b m n, ..b k n -> ..b m k", "..b m k, ..b m n -> ..b k n"],
+    // Linear layers to and from several dims, such as heads.
+    ["..m i0, i0 o0 o1 -> ..m o0 o1", "..m o0 o1, i0 o0 o1 -> ..m i0", "..m i0, ..m o0 o1 -> i0 o0 o1"],
+    [
+        "..m i0, i0 o0 o1 o2 -> ..m o0 o1 o2",
+        "..m o0 o1 o2, i0 o0 o1 o2 -> ..m i0",
+        "..m i0, ..m o0 o1 o2 -> i0 o0 o1 o2",
+    ],
+    ["..m i0 i1, i0 i1 o0 -> ..m o0", "..m o0, i0 i1 o0 -> ..m i0 i1", "..m i0 i1, ..m o0 -> i0 i1 o0"],
+];
 
 /// The term of a dim of extent 1 without a label.
 const ONE: &str = "1";
@@ -475,6 +489,18 @@ mod tests {
         })
         .unwrap();
         assert!(product(&[], &[2]).is_err());
+    }
+
+    #[test]
+    fn constant_transposes_are_those_of_their_text() {
+        for [text, transposes @ ..] in TRANSPOSES {
+            let (inputs, c) = text.split_once(" -> ").unwrap();
+            let (a, b) = inputs.split_once(", ").unwrap();
+            assert_eq!(transposes, [format!("{c}, {b} -> {a}"), format!("{a}, {c} -> {b}")]);
+            for i in 0..2 {
+                assert!(Einsum::of(text).transpose(i).plan_key().is_some(), "{text}");
+            }
+        }
     }
 
     #[test]

@@ -54,11 +54,12 @@ pub struct Linear {
 /// Backward of [`Linear`] for its parameters: dw and db, linear in g.
 #[derive(Debug)]
 struct LinearParameterGrads {
-    signature: String,
     num_in: usize,
     num_out: usize,
     /// Whether db is in the accumulator dtype.
     is_wide: bool,
+    /// Written at its first use: a cached plan needs no text.
+    signature: OnceCell<String>,
 }
 
 impl Linear {
@@ -101,17 +102,18 @@ impl Linear {
 
     /// The product alone.
     fn product(&self) -> Rc<dyn Op> {
-        Rc::new(Einsum::of(self.product_signature()))
+        Rc::new(Einsum::of(self.product_signature(self.num_packed)))
     }
 
-    fn product_signature(&self) -> Cow<'static, str> {
-        if (self.num_in, self.num_out, self.num_packed) == (1, 1, 0) {
-            return einsum::MATMUL.into();
+    /// The signature of the product, of whose output dims the first `num_packed` are never sharded; constant for usual layers.
+    fn product_signature(&self, num_packed: usize) -> Cow<'static, str> {
+        match (self.num_in, self.num_out, num_packed) {
+            (1, 1, 0) => einsum::MATMUL.into(),
+            (1, 2, 0) => "..m i0, i0 o0 o1 -> ..m o0 o1".into(),
+            (1, 3, 0) => "..m i0, i0 o0 o1 o2 -> ..m o0 o1 o2".into(),
+            (2, 1, 0) => "..m i0 i1, i0 i1 o0 -> ..m o0".into(),
+            (num_in, num_out, num_packed) => format_product(num_in, num_out, num_packed).into(),
         }
-        let num_packed = self.num_packed.min(self.num_out);
-        let (i, packed) = (labels("i", self.num_in, ""), labels("p", num_packed, "!"));
-        let o = format!("{packed}{}", labels("o", self.num_out - num_packed, ""));
-        format!("..m{i},{i}{o} -> ..m{o}").into()
     }
 
     /// Whether the product has no partial sums.
@@ -174,18 +176,6 @@ impl Linear {
         Some(parts)
     }
 
-    /// The signature of dx = g w^T.
-    fn input_grad_signature(&self) -> String {
-        let (k, n) = (labels("k", self.num_in, ""), labels("n", self.num_out, ""));
-        format!("..m{n},{k}{n} -> ..m{k}")
-    }
-
-    /// The signature of dw = x^T g, for a layer without bias.
-    fn weight_grad_signature(&self) -> String {
-        let (k, n) = (labels("k", self.num_in, ""), labels("n", self.num_out, ""));
-        format!("..m{k}, ..m{n} ->{k}{n}")
-    }
-
     /// The leaves of the first dim of k, which the product alone cuts too where the layer is one kernel ([`Op::decompose_canonical`]), for
     /// `LEAF_MATMUL`.
     fn leaf_scalars(&self, tree: SumTree, x: &Layout) -> SmallVec<[Scalar; 12]> {
@@ -195,7 +185,7 @@ impl Linear {
 
     /// The cotangents where sums are canonical, with the bits of the decomposition.
     fn canonical_vjp(&self, cx: &Vjp<'_>, g: &Tensor) -> Cotangents {
-        let product = |i: usize| Einsum::transpose_of(self.product_signature(), i);
+        let product = |i: usize| Einsum::transpose_of(self.product_signature(self.num_packed), i);
         cx.cotangents(|i| match i {
             0 => cx.cotangent(0, product(0), &[g, cx.input(1)]),
             1 => cx.cotangent(1, product(1), &[cx.input(0), g]),
@@ -214,14 +204,21 @@ impl Linear {
     /// The op for dw and db; `is_wide` if db is in the accumulator dtype.
     fn parameter_grads(&self, is_wide: bool) -> LinearParameterGrads {
         let &Linear { num_in, num_out, .. } = self;
-        let (k, n) = (labels("k", num_in, "!"), labels("n", num_out, ""));
-        LinearParameterGrads { signature: format!("..m{k}, ..m{n} ->{k}{n},{n}"), num_in, num_out, is_wide }
+        LinearParameterGrads { num_in, num_out, is_wide, signature: OnceCell::new() }
     }
 }
 
 /// ` k0 k1` for the letter `k` and two dims, each with `mark` appended.
 fn labels(letter: &str, count: usize, mark: &str) -> String {
     (0..count).map(|i| format!(" {letter}{i}{mark}")).collect()
+}
+
+/// The signature of the product of a layer, of whose output dims the first `num_packed` are never sharded.
+fn format_product(num_in: usize, num_out: usize, num_packed: usize) -> String {
+    let num_packed = num_packed.min(num_out);
+    let (i, packed) = (labels("i", num_in, ""), labels("p", num_packed, "!"));
+    let o = format!("{packed}{}", labels("o", num_out - num_packed, ""));
+    format!("..m{i},{i}{o} -> ..m{o}")
 }
 
 /// A tensor as one matrix whose columns are the last `num_columns` dims; copied if the strides do not allow a view.
@@ -409,12 +406,11 @@ impl Op for Linear {
             let grads = self.parameter_grads(!cx.input_layouts[2].replicate().is_empty());
             cx.apply(&grads, &[cx.input(0), &g], &[cx.accumulator(1)])
         });
-        let apply =
-            |i: usize, signature: String, args: &[&Tensor]| cx.cotangent(i, Einsum::of(signature), args);
+        let product = |i: usize| Einsum::transpose_of(self.product_signature(0), i);
         cx.cotangents(|i| match (i, &parameters) {
-            (0, _) => apply(0, self.input_grad_signature(), &[&g, cx.input(1)]),
+            (0, _) => cx.cotangent(0, product(0), &[&g, cx.input(1)]),
             (1 | 2, Some(both)) => both[i - 1].clone(),
-            (1, None) => apply(1, self.weight_grad_signature(), &[cx.input(0), &g]),
+            (1, None) => cx.cotangent(1, product(1), &[cx.input(0), &g]),
             _ => g.clone(),
         })
     }
@@ -426,7 +422,15 @@ impl Op for LinearParameterGrads {
     }
 
     fn signature(&self) -> &str {
-        &self.signature
+        self.signature.get_or_init(|| {
+            let (k, n) = (labels("k", self.num_in, "!"), labels("n", self.num_out, ""));
+            format!("..m{k}, ..m{n} ->{k}{n},{n}")
+        })
+    }
+
+    fn plan_key(&self) -> Option<PlanKey> {
+        let first = 2 * self.num_in + usize::from(self.is_wide);
+        Some(PlanKey::of_fields::<LinearParameterGrads>(first, self.num_out))
     }
 
     fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
@@ -515,6 +519,15 @@ mod tests {
             Ok(())
         })
         .unwrap();
+    }
+
+    #[test]
+    fn constant_signatures_of_products_are_those_of_their_dims() {
+        for (num_in, num_out) in [(1, 2), (1, 3), (2, 1)] {
+            let signature = Linear::new(num_in, num_out).product_signature(0);
+            assert_eq!(signature, format_product(num_in, num_out, 0));
+            assert!(matches!(signature, Cow::Borrowed(_)) && Einsum::of(signature).plan_key().is_some());
+        }
     }
 
     #[test]

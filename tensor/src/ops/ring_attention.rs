@@ -375,6 +375,7 @@ pub(super) fn cases() -> Vec<Case> {
 mod tests {
     use super::*;
     use crate::methods::value::Value;
+    use approx::abs_diff_eq;
     use shardgrad_dist::{Kind, Mesh, World};
 
     /// Attention of three tokens of one channel on a mesh `a`.
@@ -419,7 +420,7 @@ mod tests {
     fn matches_three_tokens_computed_by_hand() {
         for mesh in ["a=1", "a=2", "a=3", "a=4"] {
             let near = |found: Vec<f64>, expected: [f64; 3]| {
-                assert!(found.iter().zip(expected).all(|(f, e)| (f - e).abs() < 1e-12), "{mesh}: {found:?}");
+                assert!(abs_diff_eq!(found[..], expected[..], epsilon = 1e-12), "{mesh}: {found:?}");
             };
             near(attend(mesh, Mask::Causal, None), [4.0, 7.0, 9.5]);
             near(attend(mesh, Mask::None, None), [9.5; 3]);
