@@ -137,7 +137,6 @@ mod tests {
     use super::super::NormBackward;
     use super::*;
     use crate::layout::Layout;
-    use crate::methods::value::Value;
     use crate::op::apply;
     use crate::tensor::Tensor;
     use crate::tensor::redistribute::redistribute_cached;
