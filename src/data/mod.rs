@@ -11,8 +11,8 @@ mod sources;
 mod tokenize;
 mod files;
 mod token_file;
-mod sampler;
 mod token_order;
+mod sampler;
 
 pub(crate) use batch::Batch;
 pub(crate) use content_hash::ContentHash;
