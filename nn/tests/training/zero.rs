@@ -485,8 +485,9 @@ fn bytes_per_rank_follow_closed_formulas() {
     }
 }
 
-/// With the default buckets of gradients. Three of P / 4 bytes exist at a time, two of them with a packed copy and a result: with the
-/// activations less than 3 P bytes. A bucket of all gradients would take 4 P, and its packed copy as much.
+/// With the default buckets of P / 4 bytes of gradients: one is filled while two are packed or reduced, and each has a result. On many
+/// ranks the first forward pass is the peak of stage 2: the shared gather of all parameters takes 2 P before it is taken apart, and the
+/// sums of gradients do not exist yet. Sums that held the buckets that they arrived in would take 4 P / N more.
 #[test]
 fn peaks_with_buckets_stay_near_the_formulas() {
     let num_layers = 16 * LAYERS;
@@ -495,7 +496,7 @@ fn peaks_with_buckets_stay_near_the_formulas() {
         let formulas = [2 * p + 16 * p / n, 16 * p / n + 2 * 2 * GROUP];
         for (stage, formula) in [2, 3].into_iter().zip(formulas) {
             let (_, peak) = held(&Plan::zero(stage, "dp"), mesh, num_layers);
-            let bound = formula + 3 * p;
+            let bound = formula + 5 * p / 4;
             assert!(
                 peak < bound,
                 "stage {stage}, {mesh}: {peak} bytes, by formula {formula} and at most {bound}"

@@ -313,8 +313,8 @@ impl Tensor {
         self.0.other_layouts.get_or_init(Box::default).borrow_mut().push(other);
     }
 
-    /// Adds another tensor of the same layout, in place if this handle is the only owner of its memory (gradient
-    /// accumulation).
+    /// Adds another tensor of the same layout, in place if this handle is the only owner of its memory and fills it (gradient
+    /// accumulation). The last view of a larger buffer, such as the sum of a bucket, is copied: in place it would hold the whole buffer.
     ///
     /// # Errors
     /// `Kind::OutOfMemory`.
@@ -323,7 +323,8 @@ impl Tensor {
     #[track_caller]
     pub fn accumulate(mut self, other: &Tensor) -> Result<Tensor> {
         debug_assert_eq!(self.layout(), other.layout(), "cotangents of one value share a layout");
-        let (is_unique, rank) = (self.is_unique_contiguous(), self.rank().clone());
+        let fills_buffer = self.local().buffer.bytes() == self.local().numel() * self.dtype().size();
+        let (is_unique, rank) = (fills_buffer && self.is_unique_contiguous(), self.rank().clone());
         let lineage = self.local().lineage.plus(other.local().lineage);
         if is_unique && !Context::of(&rank).detects_anomalies() {
             return self.update(|sum| {
