@@ -8,8 +8,8 @@ mod reductions;
 pub(crate) use gather_groups::GatherGroups;
 pub use gather_groups::{GatherMember, GatherOrder, GatherPolicy, GatheredLifetime};
 pub(crate) use gathered::{Regather, largest_numel, layout_of_sums};
-pub(crate) use step_gathers::StepGather;
 use reductions::Reductions;
+pub(crate) use step_gathers::StepGather;
 
 use crate::id::{Id, Key, KeyMap};
 use crate::node::{Node, add_cotangent};
