@@ -24,7 +24,7 @@ fn ranks_of_every_style_issue_their_calls_in_one_order() {
     let pipeline = |schedule: &str| Plan::gpt2().pipeline_schedule(schedule);
     let mixtral = LlamaConfig {
         experts: Some(ExpertsConfig::new(4, 2, 9)),
-        ..LlamaConfig::new(LlamaKind::Mixtral, 19, 8, [12, 20], 2, [4, 2])
+        ..LlamaConfig::new(LlamaKind::Mixtral, 19, 8, [16, 20], 2, [4, 2])
     };
     let experts = |mesh, plan| (mesh, Run { config: mixtral.clone().into(), plan, ..Run::new(2) });
     let dense = [

@@ -249,7 +249,7 @@ fn sigstopped_run_continues() {
     let (data, out) = (text(&folder, 2000), folder.path("out"));
     // One stage waits while the other computes, almost all of the time.
     let long = ["train", "--batch", "32", "--seq", "64", "--mesh", "pp=2", "--microbatches", "1"];
-    let more = ["--data", &data, "--out", &out, "--steps", "12", "--eval-every", "0", "--timeout", "2"];
+    let more = ["--data", &data, "--out", &out, "--steps", "12", "--eval-every", "0", "--timeout", "4"];
     let mut run = Command::new(env!("CARGO_BIN_EXE_shardgrad"));
     let child =
         run.args([&long[..], &more].concat()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
@@ -257,7 +257,7 @@ fn sigstopped_run_continues() {
         wait_for(&Path::new(&out).join("metrics.jsonl"), step);
         std::thread::sleep(Duration::from_millis(60));
         signal(&child, "-STOP");
-        std::thread::sleep(Duration::from_millis(2500));
+        std::thread::sleep(Duration::from_millis(4500));
         signal(&child, "-CONT");
     }
     let (code, message) = end_of(child);
