@@ -26,8 +26,8 @@ pub mod kernel;
 pub mod device;
 pub mod backend;
 pub mod provider;
-pub mod null;
 pub mod op;
+pub mod null;
 pub mod cpu_backend;
 #[cfg(feature = "cuda")]
 pub mod cuda;
