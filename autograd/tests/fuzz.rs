@@ -10,11 +10,11 @@ use shardgrad_testing::fuzz_model;
 use std::io::Write as _;
 use std::rc::Rc;
 
-/// 2,000 programs, or as many as SHARDGRAD_PROGRAMS says, distributed over the cores.
+/// 1,000 programs, or as many as SHARDGRAD_PROGRAMS says, distributed over the cores.
 #[test]
 fn random_programs_match_one_rank() {
     let count =
-        std::env::var("SHARDGRAD_PROGRAMS").map_or(2000, |n| n.parse().expect("a number of programs"));
+        std::env::var("SHARDGRAD_PROGRAMS").map_or(1000, |n| n.parse().expect("a number of programs"));
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get() as u64).min(count);
     let reports: Vec<Result<Report>> = std::thread::scope(|scope| {
         let part = |core: u64| (core * count / cores, (core + 1) * count / cores);
