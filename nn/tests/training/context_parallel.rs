@@ -1,7 +1,8 @@
-//! Context parallelism: losses and gradients equal those of one rank, and the collectives of a block are counted.
+//! Context parallelism by gather, by ring and by exchange: losses and gradients equal those of one rank, and the collectives of a step are
+//! counted.
 
 use crate::llama;
-use crate::support::{Outcome, Setup, VOCAB, config, run};
+use crate::support::{Outcome, VOCAB, config, run};
 use crate::traces::{counts, traced};
 use approx::abs_diff_ne;
 use shardgrad_autograd::{Noise, Var};
@@ -13,7 +14,15 @@ use shardgrad_tensor::{DType, Kind, Mesh, Phase, Rank, Record, Result, Tensor, V
 pub(crate) const ROWS: usize = 2;
 
 /// Even, uneven and empty shards of 7 tokens, with and without data and tensor parallelism.
-const MESHES: [&str; 7] = ["cp=2", "cp=4", "cp=9", "dp=2,cp=2", "cp=2,tp=2", "cp=3,tp=3", "dp=2,cp=3,tp=2"];
+const MESHES: [&str; 8] =
+    ["cp=2", "cp=3", "cp=4", "cp=9", "dp=2,cp=2", "cp=2,tp=2", "cp=3,tp=3", "dp=2,cp=3,tp=2"];
+
+/// Gives a plan a form of context parallelism.
+pub(crate) type WithForm = fn(Plan) -> Plan;
+
+/// The forms of context parallelism, the gather first.
+pub(crate) const FORMS: [(&str, WithForm); 3] =
+    [("gather", |plan| plan), ("ring", Plan::ring), ("exchange", Plan::exchange)];
 
 /// A model and the batches that it trains on.
 pub(crate) struct TrainingCase {
@@ -64,20 +73,33 @@ impl TrainingCase {
     }
 
     pub(crate) fn outcome(&self, mesh: &str) -> Outcome {
-        let plan = LanguageModel::plan(&self.config);
-        Outcome::of_ranks(run(mesh, |rank| self.on(rank, &plan)), mesh)
+        self.outcome_by(&LanguageModel::plan(&self.config), mesh)
+    }
+
+    /// The results by a plan, on which all ranks must agree.
+    pub(crate) fn outcome_by(&self, plan: &Plan, mesh: &str) -> Outcome {
+        Outcome::of_ranks(run(mesh, |rank| self.on(rank, plan)), mesh)
     }
 
     /// Fails if the loss or a gradient on a mesh differs from one rank by more than f64 rounding.
     pub(crate) fn assert_matches_one_rank_on(&self, meshes: &[&str]) -> Outcome {
+        self.assert_matches_one_rank_by(&FORMS[..1], meshes)
+    }
+
+    /// [`TrainingCase::assert_matches_one_rank_on`] for each form of the plan of the model.
+    pub(crate) fn assert_matches_one_rank_by(&self, forms: &[(&str, WithForm)], meshes: &[&str]) -> Outcome {
         let alone = self.outcome("");
         for (name, gradient) in &alone.gradients {
             // A key bias shifts all scores of a query equally, so its gradient is zero.
             let is_zero = name.ends_with("k_proj.bias") || name.ends_with("key.bias");
             assert!(is_zero || gradient.iter().any(|g| g.abs() > 1e-9), "{name} is not reached");
         }
-        for mesh in meshes {
-            self.outcome(mesh).assert_within(1e-11, &alone, &format!("{mesh} and one rank"));
+        for (form, with_form) in forms {
+            let plan = with_form(LanguageModel::plan(&self.config));
+            for mesh in meshes {
+                let what = format!("{:?} by {form} on {mesh}", self.config);
+                self.outcome_by(&plan, mesh).assert_within(1e-11, &alone, &what);
+            }
         }
         alone
     }
@@ -92,32 +114,71 @@ pub(crate) fn windowed(kind: LlamaKind) -> LlamaConfig {
     LlamaConfig { windows: vec![Some(3), None], ..llama::config(kind) }
 }
 
-fn bert(head: BertHead) -> BertConfig {
+/// Three heads of 4 channels, 2 blocks.
+fn bert_with(head: BertHead) -> BertConfig {
     BertConfig { head, initializer_range: 0.3, ..BertConfig::new(VOCAB, 9, [12, 10], 2, 3) }
 }
 
+pub(crate) fn bert() -> BertConfig {
+    bert_with(BertHead::MaskedLm)
+}
+
+/// A Qwen2 with these numbers of query and key heads.
+fn with_heads(heads: [usize; 2]) -> LlamaConfig {
+    LlamaConfig {
+        head_dim: 4,
+        initializer_range: 0.3,
+        ..LlamaConfig::new(LlamaKind::Qwen2, VOCAB, 8, [10, 7], 2, heads)
+    }
+}
+
 #[test]
-fn gpt2_matches_one_rank_under_context_parallelism() {
-    TrainingCase::new(config(), 7).assert_matches_one_rank_on(&MESHES);
+fn models_match_one_rank_in_every_form() {
+    let of = |config: ModelConfig| TrainingCase::new(config, 7);
+    of(config().into()).assert_matches_one_rank_by(&FORMS, &MESHES);
+    of(bert().into()).assert_matches_one_rank_by(&FORMS, &MESHES);
+    TrainingCase { padded: true, ..of(bert().into()) }.assert_matches_one_rank_on(&MESHES);
     let untied = Gpt2Config { tie_word_embeddings: false, ..config() };
     TrainingCase::new(untied, 8).assert_matches_one_rank_on(&["cp=2", "cp=4,tp=2"]);
-}
-
-#[test]
-fn llama_family_matches_one_rank_under_context_parallelism() {
-    for kind in LlamaKind::ALL {
-        TrainingCase::new(windowed(kind), 7).assert_matches_one_rank_on(&MESHES);
-    }
     // More ranks than key heads: every rank of `tp` has all keys.
-    TrainingCase::new(llama::few_keys(LlamaKind::Qwen3, 1), 7)
-        .assert_matches_one_rank_on(&["cp=2,tp=2", "cp=3,tp=4"]);
+    of(llama::few_keys(LlamaKind::Qwen3, 1).into()).assert_matches_one_rank_by(&FORMS, &MESHES);
+    for kind in LlamaKind::ALL {
+        let forms =
+            if [LlamaKind::Llama, LlamaKind::Qwen3].contains(&kind) { &FORMS[..] } else { &FORMS[..1] };
+        of(windowed(kind).into()).assert_matches_one_rank_by(forms, &MESHES);
+    }
 }
 
 #[test]
-fn bert_matches_one_rank_with_and_without_padding() {
-    for padded in [false, true] {
-        TrainingCase { padded, ..TrainingCase::new(bert(BertHead::MaskedLm), 7) }
-            .assert_matches_one_rank_on(&MESHES);
+fn ranks_without_heads_match_one_rank_in_every_form() {
+    // Groups as large as their number, of one head, and larger than their number.
+    let llamas = [[4, 2], [3, 3], [6, 2], [3, 1]].map(|heads| ModelConfig::from(with_heads(heads)));
+    for config in [config().into(), bert().into()].into_iter().chain(llamas) {
+        TrainingCase::new(config, 7).assert_matches_one_rank_by(&FORMS, &["tp=4", "cp=2,tp=3", "cp=3,tp=4"]);
+    }
+}
+
+#[test]
+fn an_exchange_without_the_config_matches_one_rank_or_is_refused() {
+    let plan = Plan::llama().exchange();
+    for [query, key] in [[4, 2], [6, 2], [3, 3], [3, 1], [8, 4]] {
+        let case = TrainingCase::new(with_heads([query, key]), 7);
+        let alone = case.outcome("");
+        for (mesh, tp) in [("cp=2,tp=3", 3), ("cp=3,tp=4", 4)] {
+            let what = format!("{query} query and {key} key heads on {mesh}");
+            let is_refused = tp > key && query / key <= key;
+            match World::run(Mesh::parse(mesh).unwrap(), |rank| case.on(rank, &plan)) {
+                Ok(ranks) => {
+                    assert!(!is_refused, "{what}");
+                    ranks.iter().for_each(|many| many.assert_within(1e-11, &alone, &what));
+                }
+                // Queries are sharded by groups and keys are copies, which `LanguageModel::plan` avoids.
+                Err(error) => {
+                    assert!(is_refused && error.kind() == Kind::Layout, "{what}: {error}");
+                    assert!(error.to_string().contains("label `g` is sharded as @tp@cp"), "{what}: {error}");
+                }
+            }
+        }
     }
 }
 
@@ -134,27 +195,25 @@ fn long_rows_can_be_sharded_unevenly() {
 }
 
 #[test]
-fn activation_checkpointing_gives_the_same_bits() {
-    let again = |config: ModelConfig| {
-        let [kept, again] = [false, true].map(|recompute| {
-            TrainingCase { recompute, ..TrainingCase::new(config.clone(), 7) }.outcome("cp=2")
-        });
-        assert_eq!((kept.loss, &kept.gradients), (again.loss, &again.gradients), "the same to the bit");
-        assert!(again.saved_bytes < kept.saved_bytes, "{} and {}", again.saved_bytes, kept.saved_bytes);
-    };
-    again(config().into());
-    again(windowed(LlamaKind::Llama).into());
-    TrainingCase { recompute: true, ..TrainingCase::new(config(), 7) }
-        .assert_matches_one_rank_on(&["cp=4", "cp=2,tp=2"]);
+fn activation_checkpointing_gives_the_same_bits_in_every_form() {
+    for config in [ModelConfig::from(config()), windowed(LlamaKind::Llama).into()] {
+        for (form, with_form) in FORMS {
+            let plan = with_form(LanguageModel::plan(&config));
+            for mesh in ["cp=3", "cp=4", "cp=2,tp=2"] {
+                let [kept, again] = [false, true].map(|recompute| {
+                    TrainingCase { recompute, ..TrainingCase::new(config.clone(), 7) }.outcome_by(&plan, mesh)
+                });
+                let what = format!("{config:?} by {form} on {mesh}");
+                assert_eq!((kept.loss, &kept.gradients), (again.loss, &again.gradients), "{what}");
+                assert!(again.saved_bytes < kept.saved_bytes, "{what}");
+            }
+        }
+    }
 }
 
 #[test]
 fn dropout_masks_match_one_rank() {
-    let bert = BertConfig {
-        hidden_dropout_prob: 0.3,
-        attention_probs_dropout_prob: 0.3,
-        ..bert(BertHead::MaskedLm)
-    };
+    let bert = BertConfig { hidden_dropout_prob: 0.3, attention_probs_dropout_prob: 0.3, ..bert() };
     let llama = LlamaConfig { attention_dropout: 0.3, ..windowed(LlamaKind::Qwen2) };
     for config in [ModelConfig::from(dropped(0.3)), llama.into(), bert.into()] {
         let text = |noise| TrainingCase { noise, ..TrainingCase::new(config.clone(), 7) };
@@ -167,13 +226,14 @@ fn dropout_masks_match_one_rank() {
 }
 
 #[test]
-fn gradients_of_microbatches_match_one_batch() {
-    let alone = Setup::new().outcome("");
-    for mesh in ["cp=2", "dp=2,cp=4"] {
-        for microbatches in [2, 4] {
-            Setup { microbatches, ..Setup::new() }.outcome(mesh).assert_near(&alone, mesh);
-        }
-    }
+fn exchange_supports_dropout_on_attention_weights_and_ring_refuses_it() {
+    let dropped = Gpt2Config { attn_pdrop: 0.3, ..config() };
+    let case = TrainingCase { noise: true, ..TrainingCase::new(dropped, 7) };
+    let alone = case.outcome("");
+    case.outcome_by(&Plan::gpt2().exchange(), "cp=2").assert_within(1e-11, &alone, "dropout by exchange");
+    let mesh = Mesh::parse("cp=2").unwrap();
+    let error = World::run(mesh, |rank| case.on(rank, &Plan::gpt2().ring()).map(drop)).unwrap_err();
+    assert!(error.kind() == Kind::Layout && error.to_string().contains("gather"), "{error}");
 }
 
 /// Forward and backward of a step of two microbatches, on the first rank, by the plan of the model.
@@ -240,6 +300,36 @@ fn a_block_all_gathers_keys_and_values_and_reduce_scatters_their_gradients() {
 }
 
 #[test]
+fn a_block_sends_chunks_by_ring_and_exchanges_heads() {
+    // Two microbatches of two blocks.
+    let records =
+        |with_form: WithForm, mesh: &str| trace_of_plan(&config().into(), &with_form(Plan::gpt2()), mesh);
+    let ring = records(Plan::ring, "cp=2");
+    assert_eq!(
+        counts(&ring),
+        [
+            "backward all_reduce 28",
+            // k and v, then dk and dv.
+            "backward recv 8",
+            "backward send 8",
+            "forward recv 4",
+            "forward send 4"
+        ]
+    );
+    // Rows, tokens, heads and channels: half of k and v each time.
+    let chunk = ROWS * 8 * 15;
+    assert!(ring.iter().filter(|r| r.op == "send").all(|r| r.numel() == chunk && r.phase != Phase::Control));
+    let exchange = records(Plan::exchange, "cp=2");
+    assert_eq!(
+        counts(&exchange),
+        ["backward all_reduce 28", "backward all_to_all 16", "forward all_to_all 16"]
+    );
+    let points: Vec<&str> =
+        exchange.iter().filter(|r| r.op == "all_to_all").map(|r| r.path.as_str()).take(4).collect();
+    assert_eq!(points, ["h.0.attn.queries", "h.0.attn.keys", "h.0.attn.values", "h.0.attn.heads"]);
+}
+
+#[test]
 fn attention_of_all_queries_on_sharded_keys_is_an_error_that_suggests_a_gather() {
     let error = World::run(Mesh::parse("cp=2").unwrap(), |rank| {
         let tokens = Plan::context_parallel("cp").ring().point("queries", "cp~");
@@ -253,7 +343,7 @@ fn attention_of_all_queries_on_sharded_keys_is_an_error_that_suggests_a_gather()
 
 #[test]
 fn the_pooler_on_sharded_tokens_is_an_error_that_suggests_a_gather() {
-    let (config, plan) = (bert(BertHead::Pooler), Plan::bert());
+    let (config, plan) = (bert_with(BertHead::Pooler), Plan::bert());
     let error = World::run(Mesh::parse("cp=2").unwrap(), |rank| {
         let model = Model::with_dtype(rank, Bert::new(&config), &plan, 5, DType::F64)?;
         let ids = TrainingCase::new(config.clone(), 7).arguments(rank, &plan)?.remove(0);

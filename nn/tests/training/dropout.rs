@@ -1,9 +1,11 @@
 //! Dropout masks: the same in a plain loop, on every mesh, and in a replayed recording.
 
-use crate::support::run;
+use crate::support::{Setup, run};
 use approx::{abs_diff_eq, abs_diff_ne};
 use shardgrad_autograd::{Noise, Var};
-use shardgrad_nn::{AdamW, Deterministic, Dropout, Linear, Model, Plan, Trainer, TrainerConfig, module};
+use shardgrad_nn::{
+    AdamW, Deterministic, Dropout, Gpt2Config, Linear, Model, Plan, Trainer, TrainerConfig, module,
+};
 use shardgrad_tensor::training_step::control::world_sum;
 use shardgrad_tensor::{DType, Layout, Rank, Result, Tensor, Value};
 use std::ops::Range;
@@ -108,4 +110,19 @@ fn activation_checkpointing_draws_the_same_mask_again() {
         assert!(outcome(true)? == outcome(false)?);
         Ok(())
     });
+}
+
+#[test]
+fn dropout_of_a_model_is_independent_of_mesh_and_microbatches() {
+    let config = Gpt2Config { embd_pdrop: 0.1, attn_pdrop: 0.2, resid_pdrop: 0.3, ..Setup::new().config };
+    let noisy = Setup { config, noise: true, ..Setup::new() };
+    let alone = noisy.outcome("");
+    for (mesh, microbatches) in [("", 2), ("dp=2", 1), ("dp=2,tp=2", 2), ("tp=3", 1)] {
+        Setup { microbatches, ..noisy.clone() }
+            .outcome(mesh)
+            .assert_near(&alone, &format!("{microbatches} microbatches on {mesh}"));
+    }
+    let without_noise = Setup { noise: false, ..noisy.clone() }.outcome("");
+    without_noise.assert_near(&Setup::new().outcome(""), "a tape without noise");
+    assert!(abs_diff_ne!(without_noise.loss, alone.loss, epsilon = 1e-3), "dropout does something");
 }

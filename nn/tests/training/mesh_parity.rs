@@ -1,7 +1,7 @@
-//! Losses and gradients are the same on every mesh and under every plan.
+//! Losses and gradients of GPT-2 are the same on every mesh.
 
 use crate::support::{MESHES, Outcome, Setup};
-use shardgrad_nn::{Gpt2Config, Plan};
+use shardgrad_nn::Gpt2Config;
 
 fn same_everywhere(setup: &Setup, meshes: &[&str]) -> Outcome {
     let alone = setup.outcome("");
@@ -20,37 +20,6 @@ fn losses_and_gradients_do_not_depend_on_the_mesh() {
     let untied = same_everywhere(&Setup { config: untied, ..Setup::new() }, &["tp=2", "dp=2,tp=3"]);
     assert!(untied.gradients.contains_key("lm_head.weight"));
     assert_ne!(untied.loss, tied.loss);
-}
-
-/// Sequence parallelism: inputs and outputs of norms sharded by tokens, gathered where heads or hidden units are sharded.
-fn sequence_parallel() -> Plan {
-    Plan::gpt2()
-        .point("wte.out", "tp@1")
-        .point("c_attn.input", "tp~")
-        .point("c_fc.input", "tp~")
-        .point("c_proj.out", "tp@1")
-        .point("ln_f.out", "tp~")
-}
-
-/// FSDP: every parameter stored sharded over the batch axis, gathered for use.
-fn fully_sharded() -> Plan {
-    Plan::gpt2().store("*.weight", "dp@0").store("*.bias", "dp@0").compute("*", "dp~")
-}
-
-#[test]
-fn sequence_parallelism_matches_one_rank() {
-    let alone = Setup::new().outcome("");
-    for mesh in ["tp=2", "tp=3", "dp=2,tp=2"] {
-        Setup { plan: sequence_parallel(), ..Setup::new() }.outcome(mesh).assert_near(&alone, mesh);
-    }
-}
-
-#[test]
-fn fully_sharded_parameters_match_one_rank() {
-    let alone = Setup::new().outcome("");
-    for (mesh, microbatches) in [("dp=2", 1), ("dp=3", 1), ("dp=2,tp=2", 2)] {
-        Setup { plan: fully_sharded(), microbatches, ..Setup::new() }.outcome(mesh).assert_near(&alone, mesh);
-    }
 }
 
 #[test]

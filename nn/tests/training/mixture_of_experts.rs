@@ -1,33 +1,8 @@
-//! Mixtures of experts: results against a token-by-token reference; expert parallelism with the losses and gradients of one rank; and
-//! the collectives of a block.
+//! Mixtures of experts on one rank: results against a token-by-token reference, and the load-balancing loss.
 
-use crate::context_parallel::{ROWS, TrainingCase, trace};
-use crate::llama;
 use crate::support::{max_difference, run};
-use crate::traces::counts;
-use approx::assert_abs_diff_eq;
-use shardgrad_nn::ExpertsConfig;
-use shardgrad_nn::{Init, LlamaConfig, LlamaKind, MixtureOfExperts, Model, Plan, load_balancing_loss};
-use shardgrad_tensor::{DType, Layout, Mesh, Phase, Tensor, Value};
-
-const KINDS: [LlamaKind; 2] = [LlamaKind::Mixtral, LlamaKind::Qwen3Moe];
-
-/// Even, uneven and empty shards of 8 experts, with and without data, context and tensor parallelism.
-const MESHES: [&str; 9] = [
-    "ep=2",
-    "ep=3",
-    "ep=9",
-    "dp=2,ep=2",
-    "ep=2,dp=3",
-    "ep=2,tp=2",
-    "ep=3,cp=2",
-    "dp=2,ep=2,tp=3",
-    "ep=2,cp=2,tp=2",
-];
-
-fn of(kind: LlamaKind, experts: ExpertsConfig) -> LlamaConfig {
-    LlamaConfig { experts: Some(experts), ..llama::config(kind) }
-}
+use shardgrad_nn::{Init, MixtureOfExperts, Model, Plan, load_balancing_loss};
+use shardgrad_tensor::{DType, Layout, Tensor, Value};
 
 /// The rows of a matrix.
 fn rows(x: &[f64], width: usize) -> Vec<&[f64]> {
@@ -90,49 +65,6 @@ fn mixture_of_experts_matches_a_token_by_token_reference() {
 }
 
 #[test]
-fn expert_parallelism_matches_one_rank() {
-    for kind in KINDS {
-        TrainingCase::new(llama::config(kind), 7).assert_matches_one_rank_on(&MESHES);
-    }
-    // One expert per token, and most experts without a token.
-    let lonely = ExpertsConfig { norm_topk_prob: false, ..ExpertsConfig::new(40, 1, 6) };
-    let lonely = of(LlamaKind::Mixtral, lonely);
-    TrainingCase::new(lonely, 5).assert_matches_one_rank_on(&["ep=2", "ep=7", "dp=2,ep=4,tp=2"]);
-    // All experts for all tokens.
-    TrainingCase::new(of(LlamaKind::Mixtral, ExpertsConfig::new(3, 3, 6)), 5)
-        .assert_matches_one_rank_on(&["ep=2", "ep=4"]);
-    // Blocks with experts and without.
-    let some = ExpertsConfig { decoder_sparse_step: 2, ..ExpertsConfig::new(4, 2, 9) };
-    TrainingCase::new(of(LlamaKind::Qwen3Moe, some), 7).assert_matches_one_rank_on(&[
-        "ep=2",
-        "dp=2,ep=2",
-        "ep=3,tp=2",
-    ]);
-    let last = ExpertsConfig { mlp_only_layers: vec![1], ..ExpertsConfig::new(4, 2, 9) };
-    TrainingCase::new(of(LlamaKind::Qwen3Moe, last), 7).assert_matches_one_rank_on(&["ep=2,cp=2"]);
-}
-
-#[test]
-fn load_balancing_loss_is_that_of_the_whole_batch() {
-    let balanced = ExpertsConfig {
-        output_router_logits: true,
-        router_aux_loss_coef: 0.7,
-        ..ExpertsConfig::new(5, 2, 9)
-    };
-    for kind in KINDS {
-        let [without, with_balance] = [false, true].map(|output_router_logits| {
-            let experts = ExpertsConfig { output_router_logits, ..balanced.clone() };
-            TrainingCase::new(of(kind, experts), 7).assert_matches_one_rank_on(&MESHES).loss
-        });
-        // Two experts of five per token, used equally, give 2.
-        let balance = (with_balance - without) / 0.7;
-        assert!(balance > 1.5 && balance < 5.0, "{kind:?}: {balance}");
-        let again = TrainingCase { recompute: true, ..TrainingCase::new(of(kind, balanced.clone()), 7) };
-        assert_abs_diff_eq!(again.outcome("ep=2").loss, with_balance, epsilon = 1e-12);
-    }
-}
-
-#[test]
 fn load_balancing_loss_matches_a_hand_computed_value() {
     run("", |rank| {
         let tape = shardgrad_autograd::Tape::new(rank);
@@ -143,67 +75,4 @@ fn load_balancing_loss_matches_a_hand_computed_value() {
         assert_eq!(load_balancing_loss(&usage, 8).item()?, 2.0 * (0.75 * 0.75 + 0.25 * 0.25));
         Ok(())
     });
-}
-
-#[test]
-fn activation_checkpointing_selects_the_same_experts() {
-    let text =
-        |recompute| TrainingCase { recompute, ..TrainingCase::new(llama::config(LlamaKind::Mixtral), 7) };
-    let [kept, again] = [false, true].map(|recompute| text(recompute).outcome("ep=2"));
-    assert_eq!((kept.loss, &kept.gradients), (again.loss, &again.gradients), "the same to the bit");
-    assert!(again.saved_bytes < kept.saved_bytes);
-}
-
-#[test]
-fn a_rank_stores_only_its_experts() {
-    let config = llama::config(LlamaKind::Mixtral);
-    let plan = shardgrad_nn::Llama::plan(&config);
-    let held = |mesh: &str| {
-        run(mesh, |rank| {
-            let model = Model::new(rank, shardgrad_nn::Llama::new(&config), &plan, 1)?;
-            let up = model.param("model.layers.0.mlp.experts.up_proj")?;
-            Ok(up.layout().local_shape(rank.coordinates()).to_vec())
-        })
-    };
-    assert_eq!(held("ep=3"), [2, 3, 3].map(|count| vec![count, 10, 7]));
-    assert_eq!(held("ep=2,tp=2")[0], [4, 10, 3]);
-    assert_eq!(held("ep=9")[0], [0, 10, 7]);
-}
-
-#[test]
-fn a_block_all_gathers_rows_and_reduce_scatters_sums() {
-    let config = llama::config(LlamaKind::Mixtral).into();
-    // Two microbatches of two blocks; 19 parameters that every rank has, once.
-    let records = trace(&config, "ep=2");
-    assert_eq!(
-        counts(&records),
-        [
-            "backward all_gather 4",
-            "backward all_reduce 17",
-            "backward reduce_scatter 8",
-            "forward all_gather 12",
-            "forward reduce_scatter 4"
-        ]
-    );
-    let moved = |phase, op| -> Vec<(&str, usize)> {
-        let of = records.iter().filter(move |r| r.phase == phase && r.op == op);
-        of.map(|r| (r.path.as_str(), r.numel())).collect()
-    };
-    let [rows, pairs] = [ROWS * 8 * 10, ROWS * 8 * 2];
-    let block = |block: usize| {
-        [("rows", rows), ("index", pairs), ("shares", pairs)]
-            .map(|(point, numel)| (format!("model.layers.{block}.mlp.experts.{point}"), numel))
-    };
-    let gathered: Vec<(String, usize)> =
-        moved(Phase::Forward, "all_gather")[..6].iter().map(|(path, n)| (path.to_string(), *n)).collect();
-    assert_eq!(gathered, [block(0), block(1)].concat());
-    assert_eq!(moved(Phase::Forward, "reduce_scatter")[0], ("model.layers.0.mlp.experts.out", rows));
-    // The gradients of experts are reduced over `dp` alone, all other gradients over both axes at once.
-    let both = trace(&config, "dp=2,ep=2");
-    let mesh = Mesh::parse("dp=2,ep=2").unwrap();
-    let over = |name: &str| -> usize {
-        let of = both.iter().filter(|r| r.op == "all_reduce" && mesh.names(r.axes) == name);
-        of.map(|r| r.members().count()).sum()
-    };
-    assert_eq!([over("dp"), over("dp,ep"), over("ep")], [6, 17, 0]);
 }

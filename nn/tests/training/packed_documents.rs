@@ -1,8 +1,7 @@
 //! Rows of packed documents: losses and gradients equal those of one document a row, on one rank and in every form of context
 //! parallelism, and a trainer gives the losses of one rank on every mesh.
 
-use crate::context_forms::{FORMS, assert_near, bert, outcome};
-use crate::context_parallel::{ROWS, TrainingCase, windowed};
+use crate::context_parallel::{FORMS, ROWS, TrainingCase, bert, windowed};
 use crate::support::{Outcome, VOCAB, config, run};
 use crate::zero::mixtral;
 use approx::{abs_diff_ne, assert_relative_eq};
@@ -111,12 +110,12 @@ fn packed_documents_equal_one_document_a_row_in_every_form() {
             for mesh in ["", "cp=2", "cp=3", "cp=9", "dp=2,cp=2", "cp=2,tp=2"] {
                 for order in [&in_order, &zigzag_order(TOKENS, 3)] {
                     let what = format!("{form} on {mesh}, {config:?}");
-                    let together = outcome(mesh, &what, |rank| packed(rank, &config, &plan, order, false));
-                    assert_near(&apart, &together, &what);
+                    let ranks = run(mesh, |rank| packed(rank, &config, &plan, order, false));
+                    Outcome::of_ranks(ranks, &what).assert_within(1e-11, &apart, &what);
                 }
             }
-            let again = outcome("cp=2", form, |rank| packed(rank, &config, &plan, &in_order, true));
-            assert_near(&apart, &again, form);
+            let again = run("cp=2", |rank| packed(rank, &config, &plan, &in_order, true));
+            Outcome::of_ranks(again, form).assert_within(1e-11, &apart, form);
         }
     }
 }
@@ -127,7 +126,7 @@ fn documents_are_not_ignored() {
     let apart = run("", |rank| one_document_a_row(rank, &config)).remove(0);
     let order: Vec<usize> = (0..TOKENS).rev().collect();
     let reversed = run("", |rank| packed(rank, &config, &Plan::gpt2(), &order, false)).remove(0);
-    assert_near(&apart, &reversed, "the order of tokens does not matter");
+    reversed.assert_within(1e-11, &apart, "the order of tokens does not matter");
     // The same rows as one document.
     let plain = TrainingCase::new(config, TOKENS).outcome("");
     assert!(abs_diff_ne!(plain.loss, apart.loss, epsilon = 1e-3), "documents have an effect");

@@ -1,8 +1,11 @@
 //! Model folders: saved on one mesh, loaded on another.
 
-use crate::support::{Setup, run};
+use crate::llama;
+use crate::support::{Setup, config, run};
 use shardgrad_nn::checkpoint::{TensorFile, TensorWriter, Weights};
-use shardgrad_nn::{CastRule, Gpt2, Gpt2Config, Model, ModelConfig, Plan};
+use shardgrad_nn::{
+    CastRule, Gpt2, Gpt2Config, LanguageModel, LlamaConfig, LlamaKind, Model, ModelConfig, Module, Plan,
+};
 use shardgrad_tensor::{DType, Error, Kind, Mesh, Result, World};
 use std::path::{Path, PathBuf};
 
@@ -23,13 +26,15 @@ impl Drop for Folder {
     }
 }
 
-fn weights(model: &Model<Gpt2>) -> Result<Vec<Vec<f64>>> {
+fn weights<M: Module>(model: &Model<M>) -> Result<Vec<Vec<f64>>> {
     model.params().iter().map(|p| p.tensor().to_f64()).collect()
 }
 
-fn save(mesh: &str, setup: &Setup, dir: &Path) -> Vec<Vec<f64>> {
+/// Saves a model from a mesh.
+fn save(mesh: &str, config: &ModelConfig, dir: &Path) -> Vec<Vec<f64>> {
     run(mesh, |rank| {
-        let model = setup.model(rank)?;
+        let plan = LanguageModel::plan(config);
+        let model = Model::with_dtype(rank, LanguageModel::new(config), &plan, 5, DType::F64)?;
         model.save(dir)?;
         // Complete when any rank returns: a rank other than the writer may read it now.
         assert_eq!(Weights::open(dir)?.tensors().count(), model.params().len());
@@ -45,8 +50,9 @@ fn load(mesh: &str, dir: &Path, dtype: DType) -> Result<Vec<Vec<f64>>> {
 
 fn load_as(mesh: &str, dir: &Path, dtype: DType, cast: CastRule) -> Result<Vec<Vec<f64>>> {
     let loaded = World::run(Mesh::parse(mesh).unwrap(), |rank| {
-        let ModelConfig::Gpt2(config) = ModelConfig::read(dir)? else { panic!("a GPT-2") };
-        let model = Model::with_dtype(rank, Gpt2::new(&config), &Gpt2::plan(&config), 99, dtype)?;
+        let config = ModelConfig::read(dir)?;
+        let plan = LanguageModel::plan(&config);
+        let model = Model::with_dtype(rank, LanguageModel::new(&config), &plan, 99, dtype)?;
         model.load_as(dir, cast)?;
         weights(&model)
     })?;
@@ -55,24 +61,33 @@ fn load_as(mesh: &str, dir: &Path, dtype: DType, cast: CastRule) -> Result<Vec<V
 
 #[test]
 fn model_saved_on_one_mesh_loads_on_another() {
-    let tied = Setup::new();
-    let untied =
-        Setup { config: Gpt2Config { tie_word_embeddings: false, ..tied.config.clone() }, ..tied.clone() };
-    for (name, setup) in [("tied", tied), ("untied", untied)] {
+    let tied = config();
+    let untied = Gpt2Config { tie_word_embeddings: false, ..tied.clone() };
+    let llama = LlamaConfig { dtype: DType::F64, ..llama::config(LlamaKind::Llama) };
+    let in_f64 = |config: &Gpt2Config| Gpt2Config { dtype: DType::F64, ..config.clone() };
+    for (name, config) in [
+        ("tied", in_f64(&tied).into()),
+        ("untied", in_f64(&untied).into()),
+        ("llama", ModelConfig::from(llama)),
+    ] {
         let folder = Folder::new(name);
-        let saved = save("tp=2", &setup, &folder.0);
-        for mesh in ["dp=2", "", "tp=3", "dp=2,tp=2"] {
+        // Two groups of heads of the Llama over three ranks.
+        let saved = save("tp=3", &config, &folder.0);
+        for mesh in ["dp=2", "", "tp=2", "dp=2,tp=2"] {
             assert!(load(mesh, &folder.0, DType::F64).unwrap() == saved, "{name} on {mesh}");
         }
         let rounded: Vec<Vec<f64>> =
             saved.iter().map(|p| p.iter().map(|x| f64::from(*x as f32)).collect()).collect();
         assert!(load_as("tp=2", &folder.0, DType::F32, CastRule::Round).unwrap() == rounded);
+        assert_eq!(ModelConfig::read(&folder.0).unwrap(), config);
         let file = TensorFile::open(&folder.0.join("model.safetensors")).unwrap();
-        let info = file.find("transformer.h.0.attn.c_attn.weight").unwrap();
-        assert_eq!((info.dtype, info.shape.as_slice()), (DType::F64, &[15, 45][..]));
-        assert_eq!(file.get("lm_head.weight").is_some(), name == "untied");
-        let config = Gpt2Config { dtype: DType::F64, ..setup.config };
-        assert_eq!(ModelConfig::read(&folder.0).unwrap(), ModelConfig::Gpt2(config));
+        let (weight, shape) = match config {
+            ModelConfig::Gpt2(_) => ("transformer.h.0.attn.c_attn.weight", [15, 45]),
+            _ => ("model.layers.0.self_attn.q_proj.weight", [16, 10]),
+        };
+        let info = file.find(weight).unwrap();
+        assert_eq!((info.dtype, info.shape.as_slice()), (DType::F64, &shape[..]));
+        assert_eq!(file.get("lm_head.weight").is_some(), name != "tied");
     }
 }
 
@@ -116,7 +131,7 @@ fn rewritten(from: &Path, to: &Path, change: impl Fn(&mut Vec<(String, DType, Ve
 #[test]
 fn names_without_prefix_and_legacy_buffers_are_loaded() {
     let (folder, other) = (Folder::new("old"), Folder::new("old-names"));
-    let saved = save("", &Setup::new(), &folder.0);
+    let saved = save("", &config().into(), &folder.0);
     rewritten(&folder.0, &other.0, |tensors| {
         for t in tensors.iter_mut() {
             t.0 = t.0.strip_prefix("transformer.").unwrap().to_string();
@@ -132,7 +147,7 @@ fn names_without_prefix_and_legacy_buffers_are_loaded() {
 #[test]
 fn load_error_lists_all_mismatches() {
     let (folder, other) = (Folder::new("fit"), Folder::new("unfit"));
-    save("", &Setup::new(), &folder.0);
+    save("", &config().into(), &folder.0);
     rewritten(&folder.0, &other.0, |tensors| {
         tensors.retain(|t| !t.0.contains("wpe") && !t.0.contains("h.1.ln_1.bias"));
         let wide = tensors.iter_mut().find(|t| t.0.ends_with("h.0.attn.c_attn.weight")).unwrap();

@@ -1,10 +1,12 @@
 //! Counts of the collectives of a step.
 
+use crate::llama::{config, few_keys};
 use crate::support::{ROWS, Setup, run};
 use shardgrad_autograd::Var;
+use shardgrad_nn::model::LlamaBlock;
 use shardgrad_nn::{
-    AdamW, Attention, Block, Init, LayerNorm, Linear, Mlp, Model, Module, Optimizer, Param, Plan, StepArgs,
-    module,
+    AdamW, Attention, Block, Init, LayerNorm, Linear, Llama, LlamaConfig, LlamaKind, Mlp, Model, Module,
+    Optimizer, Param, Plan, StepArgs, module,
 };
 use shardgrad_tensor::{DType, Mesh, Phase, Rank, Record, Result, Value, World};
 
@@ -42,6 +44,11 @@ module! {
     struct SeparateQkv { x: Param, ln_1: LayerNorm, q: Linear, k: Linear, v: Linear, o: Linear, ln_2: LayerNorm, mlp: Mlp }
 }
 
+module! {
+    /// A block of Llama, and its input as a parameter.
+    struct OfLlama { x: Param, block: LlamaBlock }
+}
+
 impl Fused {
     fn forward(&self, x: &Var) -> Var {
         self.block.forward(x)
@@ -57,18 +64,18 @@ impl SeparateQkv {
     }
 }
 
-fn input() -> Param {
-    Param::new(&[2, 4, 12]).init(Init::Normal(1.0))
+fn input(width: usize) -> Param {
+    Param::new(&[2, 4, width]).init(Init::Normal(1.0))
 }
 
 fn fused() -> Fused {
-    Fused { x: input(), block: Block::new(12, Attention::new(12, 3), Mlp::new(12, 24), 1e-5, 0.0) }
+    Fused { x: input(12), block: Block::new(12, Attention::new(12, 3), Mlp::new(12, 24), 1e-5, 0.0) }
 }
 
 fn separate_qkv() -> SeparateQkv {
     let heads = || Linear::general(&[12], &[3, 4]);
     SeparateQkv {
-        x: input(),
+        x: input(12),
         ln_1: LayerNorm::new(12),
         q: heads(),
         k: heads(),
@@ -113,6 +120,22 @@ fn tensor_parallel_block_needs_two_all_reduces_each_way() {
     assert_eq!(paths[..2], ["block.attn.c_proj.out", "block.mlp.c_proj.out"]);
     assert!(paths[2].starts_with("block.mlp.c_fc") && paths[3].starts_with("block.attn.c_attn"), "{paths:?}");
     assert!(records.iter().all(|r| r.numel() == 2 * 4 * 12), "each moves one activation");
+}
+
+#[test]
+fn tensor_parallel_block_of_llama_needs_two_all_reduces_each_way() {
+    let parts = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"];
+    let plan = parts.iter().fold(Plan::tensor_parallel("tp"), |plan, part| plan.column_parallel(part));
+    let plan = plan.row_parallel("o_proj").row_parallel("down_proj");
+    for kind in [LlamaKind::Llama, LlamaKind::Qwen2] {
+        let module =
+            || OfLlama { x: input(10), block: Llama::new(&config(kind)).model.layers.swap_remove(0) };
+        let records = block_trace(&plan, module, |m| m.x.clone(), |m, x| m.block.forward(x));
+        assert_eq!(counts(&records), BLOCK, "{kind:?}");
+        let paths: Vec<&str> = records.iter().map(|r| r.path.as_str()).collect();
+        assert_eq!(paths[..2], ["block.self_attn.o_proj.out", "block.mlp.down_proj.out"]);
+        assert!(records.iter().all(|r| r.numel() == 2 * 4 * 10), "each moves one activation");
+    }
 }
 
 #[test]
@@ -201,4 +224,36 @@ fn tensor_parallel_model_has_expected_collectives() {
     let alone = step_trace(&Setup::new(), "");
     assert!(alone.is_empty(), "{:?}", counts(&alone));
     assert!(both.iter().all(|r| r.dtype == DType::F64 && r.phase != Phase::Control));
+}
+
+#[test]
+fn tensor_and_data_parallel_llamas_have_expected_collectives() {
+    let step_of = |mesh: &str, config: &LlamaConfig| {
+        let mut records = run(mesh, |rank| {
+            let plan = Llama::plan(config);
+            let model = Model::with_dtype(rank, Llama::new(config), &plan, 5, DType::F64)?;
+            let tape = model.tape();
+            traced(rank, || {
+                let ids = tape.constant(crate::support::batch(rank, &plan, 0..ROWS, 0)?);
+                model.loss(&ids, &ids).backward()?;
+                assert_eq!(tape.gradients().len(), model.params().len());
+                Ok(())
+            })
+        })
+        .swap_remove(0);
+        records.retain(|r| r.phase != Phase::Control);
+        counts(&records)
+    };
+    let step = |mesh: &str, kind| step_of(mesh, &config(kind));
+    // Per block 2 and 2; the embedding 1 forward; the loss 3 numbers per token forward; the output layer 1 backward.
+    assert_eq!(step("tp=2", LlamaKind::Llama), ["backward all_reduce 5", "forward all_reduce 8"]);
+    // The QK-norms are shared by all heads: their gradients are reduced once a step, two per block.
+    assert_eq!(step("tp=2", LlamaKind::Qwen3), ["backward all_reduce 9", "forward all_reduce 8"]);
+    // Replicated key heads: the gradients of their weights are reduced once a step, two per block.
+    let few = few_keys(LlamaKind::Llama, 1);
+    assert_eq!(step_of("tp=2", &few), ["backward all_reduce 9", "forward all_reduce 8"]);
+    // Each gradient once: 3 of the model and 9 per block.
+    assert_eq!(step("dp=2", LlamaKind::Llama), ["backward all_reduce 21"]);
+    assert_eq!(step("dp=2,tp=2", LlamaKind::Mistral), ["backward all_reduce 26", "forward all_reduce 8"]);
+    assert!(step("", LlamaKind::Llama).is_empty());
 }
