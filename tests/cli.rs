@@ -6,7 +6,6 @@ use shardgrad::nn::checkpoint::TensorWriter;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
-use std::time::Duration;
 
 /// A temporary folder of one test, removed on drop.
 pub(crate) struct Folder(pub(crate) PathBuf);
@@ -224,46 +223,6 @@ fn run_leaves_metrics_plot_and_model_readable_on_another_mesh() {
         output.stdout
     });
     assert!(texts.iter().all(|text| *text == texts[0]), "generation does not depend on the mesh");
-}
-
-#[test]
-fn signal_ends_the_run_after_its_step_with_a_saved_model() {
-    let folder = Folder::new("signal");
-    let (data, out) = (text(&folder), folder.path("out"));
-    let mut child = Command::new(env!("CARGO_BIN_EXE_shardgrad"))
-        .args([
-            "train",
-            "--data",
-            &data,
-            "--out",
-            &out,
-            "--mesh",
-            "dp=2",
-            "--steps",
-            "100000",
-            "--eval-every",
-            "0",
-        ])
-        .args(["--batch", "4", "--seq", "16"])
-        .stdout(std::process::Stdio::null())
-        .stderr(std::process::Stdio::piped())
-        .spawn()
-        .unwrap();
-    let metrics = Path::new(&out).join("metrics.jsonl");
-    let begun = || fs::read_to_string(&metrics).is_ok_and(|m| m.lines().count() > 2);
-    for _ in 0..3000 {
-        if begun() {
-            break;
-        }
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    let killed = Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
-    assert!(killed.success());
-    let mut message = String::new();
-    std::io::Read::read_to_string(&mut child.stderr.take().unwrap(), &mut message).unwrap();
-    assert_eq!(child.wait().unwrap().code(), Some(130), "{message}");
-    assert!(message.contains("stopped by SIGINT after step"), "{message}");
-    assert!(Path::new(&out).join("model/model.safetensors").is_file());
 }
 
 #[test]
