@@ -1,6 +1,7 @@
 //! Attention over sharded tokens on a tape: values and gradients of the three forms (gathered keys, ring, exchange to heads) against
 //! loops on the host, on even, uneven and empty shards, with packed documents; the bits of canonical sums; and the messages of the ring.
 
+use approx::abs_diff_ne;
 use shardgrad_autograd::{Tape, Var};
 use shardgrad_dist::{Mesh, Rank, Record, Result, World};
 use shardgrad_tensor::training_step::canonical_sum::SumTree;
@@ -217,7 +218,7 @@ fn masks(t: usize) -> Vec<TestMask> {
 fn find_difference(found: &[Vec<f64>; 4], expected: &[Vec<f64>; 4], bound: f64) -> Option<String> {
     let names = ["o", "dq", "dk", "dv"];
     names.iter().zip(found.iter().zip(expected)).find_map(|(name, (found, expected))| {
-        let is_far = |(f, e): (&f64, &f64)| (f - e).abs() > bound * (1.0 + e.abs()) || f.is_nan();
+        let is_far = |(f, e): (&f64, &f64)| abs_diff_ne!(f, e, epsilon = bound * (1.0 + e.abs()));
         let at = found.iter().zip(expected).position(is_far)?;
         Some(format!("{name}, element {at}: {} instead of {}", found[at], expected[at]))
     })

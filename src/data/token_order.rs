@@ -85,6 +85,7 @@ impl TokenOrder {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use approx::assert_abs_diff_eq;
     use shardgrad::nn::LanguageModel;
 
     fn order(preset: &str, mesh: &str, ring: bool, dropout: f64) -> TokenOrder {
@@ -144,7 +145,7 @@ mod tests {
             // The last of n ranks computes (2 n - 1) / n^2 of all scores, but for the diagonal.
             let last = in_order[num_shards - 1] as f64 / all as f64;
             let n = num_shards as f64;
-            assert!((last - (2.0 * n - 1.0) / (n * n)).abs() < 0.01, "{in_order:?}");
+            assert_abs_diff_eq!(last, (2.0 * n - 1.0) / (n * n), epsilon = 0.01);
             // Rows that the chunks do not divide: the largest and the smallest number differ by the scores of a token.
             let uneven = zigzag.scores_per_shard(seq + 5, num_shards);
             let [low, high] = [uneven.iter().min(), uneven.iter().max()].map(|x| *x.unwrap());
