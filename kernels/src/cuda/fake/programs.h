@@ -1,6 +1,8 @@
 // Modules and entries. A module is the source of a program; g++ compiles an entry against shim.h when the entry is requested, with a call
 // before each access to memory (the instrumentation of thread sanitizers), so that the driver sees which memory a launch uses.
 #pragma once
+#include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 
 #include "streams.h"
@@ -67,11 +69,21 @@ std::string cache() {
 
 bool shell(const std::string &command) { return system(command.c_str()) == 0; }
 
+// Held by the thread of any process that makes a file of the cache: ranks ask for the same programs at the same time.
+struct CacheLock {
+    const int file;
+    explicit CacheLock(const std::string &path) : file(open((path + ".lock").c_str(), O_CREAT | O_RDWR | O_CLOEXEC, 0666)) {
+        while (flock(file, LOCK_EX) != 0 && errno == EINTR) {}
+    }
+    ~CacheLock() { close(file); }
+};
+
 // Returns the folder of the compiled shim: its header, its objects, and the two that enclose the static shared memory of a program.
 std::string runtime() {
     static const std::string *made = [] {
         const std::string header = contents(folder() + "/shim.h"), source = contents(folder() + "/shim.cc");
         auto *path = new std::string(cache() + "/runtime-" + hex_hash(header + source + FLAGS + INSTRUMENTED));
+        const CacheLock lock(*path);
         if (exists(*path)) return path;
         const std::string draft = *path + "-" + std::to_string(getpid()) + hex_hash(folder());
         const std::string gpp = std::string("g++") + FLAGS;
@@ -79,11 +91,23 @@ std::string runtime() {
                    INSTRUMENTED + "-x c++-header shim.h -o shim.h.gch && " + gpp + "-c shim.cc -o shim.o && " + gpp +
                    "-DSHIM_BOUND=shim_static_begin -c shim.cc -o begin.o && " + gpp + "-DSHIM_BOUND=shim_static_end -c shim.cc -o end.o"))
             fprintf(stderr, "fake GPU: the shim does not compile\n");
-        // Another process may have been faster.
-        if (rename(draft.c_str(), path->c_str()) != 0) shell("rm -r '" + draft + "'");
+        rename(draft.c_str(), path->c_str());
         return path;
     }();
     return *made;
+}
+
+// Compiles a source to the library `stem`.so, unless another process has.
+bool build(const std::string &source, const std::string &shim, const std::string &stem) {
+    const CacheLock lock(stem);
+    if (exists(stem + ".so")) return true;
+    const std::string draft = stem + "-" + std::to_string(getpid()) + hex_hash(folder());
+    std::ofstream(draft + ".cc") << source;
+    const std::string gpp = std::string("g++") + FLAGS;
+    // Only what the entry uses remains, so that its static shared memory alone lies between the two bounds.
+    return shell("cd '" + shim + "' && " + gpp + INSTRUMENTED + "-I. -c '" + draft + ".cc' -o '" + draft + ".o' 2> '" + draft + ".log' && " +
+                 gpp + "-shared -Wl,--gc-sections begin.o '" + draft + ".o' end.o shim.o -o '" + draft + ".so' 2>> '" + draft +
+                 ".log' && mv '" + draft + ".so' '" + stem + ".so' && rm '" + draft + ".o' '" + draft + ".cc' '" + draft + ".log'");
 }
 
 bool compile(const std::string &text, const std::string &entry, Function *to) {
@@ -99,16 +123,7 @@ bool compile(const std::string &text, const std::string &entry, Function *to) {
         "FAKE const unsigned *fake_sizes() { return FakeSizes<&" + entry + ">::sizes; }\n"
         "FAKE unsigned fake_static_bytes() { return shim::static_bytes(); }\n";
     const std::string shim = runtime(), stem = cache() + "/fake-" + hex_hash(source + shim);
-    if (!exists(stem + ".so")) {
-        const std::string draft = stem + "-" + std::to_string(getpid()) + hex_hash(folder());
-        std::ofstream(draft + ".cc") << source;
-        const std::string gpp = std::string("g++") + FLAGS;
-        // Only what the entry uses remains, so that its static shared memory alone lies between the two bounds.
-        if (!shell("cd '" + shim + "' && " + gpp + INSTRUMENTED + "-I. -c '" + draft + ".cc' -o '" + draft + ".o' 2> '" + draft + ".log' && " +
-                   gpp + "-shared -Wl,--gc-sections begin.o '" + draft + ".o' end.o shim.o -o '" + draft + ".so' 2>> '" + draft +
-                   ".log' && mv '" + draft + ".so' '" + stem + ".so' && rm '" + draft + ".o' '" + draft + ".cc' '" + draft + ".log'"))
-            return false;
-    }
+    if (!exists(stem + ".so") && !build(source, shim, stem)) return false;
     void *library = dlopen((stem + ".so").c_str(), RTLD_NOW | RTLD_LOCAL);
     if (!library) return false;
     const auto count_of = [&](const char *name) { return reinterpret_cast<unsigned (*)()>(dlsym(library, name))(); };
