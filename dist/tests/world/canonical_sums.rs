@@ -1,11 +1,12 @@
 //! Canonical sums: the bits of one rank for every number of ranks that divides the leaves, on threads and processes.
 
-use crate::support::{RANK_KINDS, RankKind, axes, down, hash, over, up};
+use crate::support::{RANK_KINDS, RankKind, axes, down, hash, in_parallel, over, up};
 use half::bf16;
 use shardgrad_dist::{Kind, Rank, Result};
 use shardgrad_kernels::{DType, Element, Float, SumTree, TreeSums};
 use std::convert::Infallible;
 use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Element `e` of the sum of a leaf: a number of one of 32 magnitudes, so that sums depend on their order.
 fn leaf_value<T: Element>(leaf: usize, e: usize) -> T {
@@ -53,22 +54,21 @@ fn check<T: Float>(rank: &Rank, tree: SumTree, len: usize) -> Result<usize> {
 
 #[test]
 fn sums_have_the_bits_of_one_rank_for_every_number_of_ranks() {
-    let mut differ_in_order = 0;
-    for kind in RANK_KINDS {
-        for (num_leaves, ranks) in
-            [(8, &[1, 2, 4, 8][..]), (12, &[1, 2, 3, 4, 6]), (24, &[2, 3, 8]), (6, &[1, 2, 3, 6])]
-        {
-            let tree = SumTree::new(num_leaves);
-            for num_ranks in ranks {
-                let differ = kind.run(&format!("a={num_ranks}"), |rank| {
-                    let f32 = [0, 1, 5, 1000].into_iter().map(|len| check::<f32>(rank, tree, len));
-                    let f32 = f32.sum::<Result<usize>>()?;
-                    Ok(f32 + check::<f64>(rank, tree, 7)? + check::<bf16>(rank, tree, 70)?)
-                });
-                differ_in_order += differ.unwrap()[0];
-            }
-        }
-    }
+    let divided = [(8, &[1, 2, 4, 8][..]), (12, &[1, 2, 3, 4, 6]), (24, &[2, 3, 8]), (6, &[1, 2, 3, 6])];
+    let worlds =
+        divided.into_iter().flat_map(|(num_leaves, ranks)| ranks.iter().map(move |n| (num_leaves, n)));
+    let worlds = worlds.flat_map(|(num_leaves, ranks)| RANK_KINDS.map(|kind| (kind, num_leaves, ranks)));
+    let differ_in_order = AtomicUsize::new(0);
+    in_parallel(worlds, |(kind, num_leaves, num_ranks)| {
+        let tree = SumTree::new(num_leaves);
+        let differ = kind.run(&format!("a={num_ranks}"), |rank| {
+            let f32 = [0, 1, 5, 1000].into_iter().map(|len| check::<f32>(rank, tree, len));
+            let f32 = f32.sum::<Result<usize>>()?;
+            Ok(f32 + check::<f64>(rank, tree, 7)? + check::<bf16>(rank, tree, 70)?)
+        });
+        differ_in_order.fetch_add(differ.unwrap()[0], Ordering::SeqCst);
+    });
+    let differ_in_order = differ_in_order.into_inner();
     // Large enough for chunks.
     let large =
         |rank: &Rank| Ok([8, 12].map(|leaves| check::<f32>(rank, SumTree::new(leaves), 40_000).unwrap()));

@@ -18,7 +18,7 @@
 //! | 31 | mismatched messages, deadlocked schedules | `messages`, and `pipeline::verify` of the tape |
 //! | 32 | overflowing counters | `calls_are_counted_in_64_bits` |
 
-use crate::support::{RANK_KINDS, RankKind, faults, hash, mesh, on, over, up};
+use crate::support::{RANK_KINDS, RankKind, faults, hash, in_parallel, mesh, on, over, up};
 use shardgrad_dist::{Call, Error, Kind, Phase, Rank, ReduceOp, Result, World};
 use shardgrad_kernels::{Buffer, DType};
 use std::sync::Mutex;
@@ -108,15 +108,16 @@ fn different_dtypes() {
 fn different_counts() {
     // Empty calls, and counts on both sides of the width of a vector.
     let counts = [0, 1, 2, 7, 8, 9];
-    for (a, b) in counts.iter().flat_map(|a| counts.iter().map(move |b| (a, b))).filter(|(a, b)| a != b) {
+    let pairs = counts.into_iter().flat_map(|a| counts.map(|b| (a, b))).filter(|(a, b)| a != b);
+    in_parallel(pairs, |(a, b)| {
         let parts =
             [format!("rank 0 called #1 all_reduce(sum) f32[{a}]"), format!("f32[{b}]"), "counts".into()];
         mismatch("tp=2", &parts.each_ref().map(String::as_str), |rank| {
-            let numel = if is_first(rank) { *a } else { *b };
+            let numel = if is_first(rank) { a } else { b };
             rank.all_reduce(&on(rank, "tp"), &data(rank), numel, ReduceOp::Sum)?;
             Ok(())
         });
-    }
+    });
     mismatch("tp=2", &["reduce_scatter f32[2+4]", "reduce_scatter f32[6]", "differs    counts"], |rank| {
         let counts = if is_first(rank) { [2, 4] } else { [3, 3] };
         rank.reduce_scatter(&on(rank, "tp"), &data(rank), &counts)?;
@@ -452,13 +453,8 @@ fn call(rank: &Rank, number: usize) -> Result<()> {
 
 #[test]
 fn one_fault_in_a_random_program() {
-    // Ranks wait most of the time, so that programs run at the same time.
-    const NUM_THREADS: u64 = 4;
-    std::thread::scope(|scope| {
-        (0..NUM_THREADS).for_each(|first| {
-            scope.spawn(move || (first..90).step_by(NUM_THREADS as usize).for_each(one_fault));
-        });
-    });
+    // Each of three faults on each of four numbers of ranks, four times.
+    in_parallel(0..48, one_fault);
 }
 
 /// Runs the random program of a seed with one call swapped, left out or added on one rank: not all ranks return without an error.

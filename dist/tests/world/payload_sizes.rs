@@ -2,7 +2,7 @@
 //! slot and in its long form; between processes, bodies sent in one write with their head; on both, a chunked all-reduce.
 
 use crate::collectives::{brought_by, combined_of};
-use crate::support::{RANK_KINDS, down, on, over, up};
+use crate::support::{RANK_KINDS, RankKind, down, in_parallel, on, over, up};
 use shardgrad_dist::{Rank, ReduceOp, Result};
 use shardgrad_kernels::Element;
 
@@ -56,19 +56,24 @@ fn sums<T: Element>(rank: &Rank, numel: usize) -> Result<()> {
     Ok(())
 }
 
+/// Two and three ranks of each kind.
+fn worlds() -> impl Iterator<Item = (RankKind, &'static str)> {
+    RANK_KINDS.into_iter().flat_map(|kind| ["tp=2", "tp=3"].map(|text| (kind, text)))
+}
+
 #[test]
 fn copies_around_every_size_border() {
-    for (kind, text) in RANK_KINDS.into_iter().flat_map(|kind| ["tp=2", "tp=3"].map(|text| (kind, text))) {
+    in_parallel(worlds(), |(kind, text)| {
         kind.run(text, |rank| {
             BORDERS.into_iter().flat_map(|border| around(border, 1)).try_for_each(|numel| moves(rank, numel))
         })
         .unwrap_or_else(|e| panic!("{kind:?} on {text}: {e}"));
-    }
+    });
 }
 
 #[test]
 fn sums_around_every_size_border() {
-    for (kind, text) in RANK_KINDS.into_iter().flat_map(|kind| ["tp=2", "tp=3"].map(|text| (kind, text))) {
+    in_parallel(worlds(), |(kind, text)| {
         kind.run(text, |rank| {
             let k = rank.mesh().num_ranks();
             for border in BORDERS {
@@ -80,5 +85,5 @@ fn sums_around_every_size_border() {
             Ok(())
         })
         .unwrap_or_else(|e| panic!("{kind:?} on {text}: {e}"));
-    }
+    });
 }

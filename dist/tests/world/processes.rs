@@ -1,6 +1,6 @@
 //! Worlds of processes: connecting, and the errors on other ranks when one rank ends, fails or becomes unresponsive.
 
-use crate::support::{free_port, joined, mesh, on, up};
+use crate::support::{free_port, in_parallel, joined, mesh, on, up};
 use crate::wire::{INSECURE, Peer, TOKEN};
 use shardgrad_dist::{Error, Kind, Mesh, Process, Rank, ReduceOp, Result, Token, World};
 use std::io::{Read, Write};
@@ -265,13 +265,13 @@ fn is_reported_once(ended: &[(Kind, String)], kind: Kind, whole: &str) {
 #[test]
 fn failure_of_all_processes_is_reported_by_one() {
     // All fail independently: with the same message, then with different messages.
-    for _ in 0..20 {
+    in_parallel(0..20, |_| {
         let same = printed("tp=3", |rank| {
             barrier(rank)?;
             Err(Error::new(Kind::NotFinite, "the loss is NaN").detail("help", "a smaller --lr"))
         });
         is_reported_once(&same, Kind::NotFinite, "help       a smaller --lr");
-    }
+    });
     let different = printed("tp=3", |rank| {
         let index = barrier(rank)?;
         thread::sleep(Duration::from_millis(50));

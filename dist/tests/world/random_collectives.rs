@@ -1,7 +1,7 @@
 //! Random collectives against a plain reference, bit for bit: ops, dtypes, sizes, groups, roots, uneven parts.
 
 use crate::collectives::{brought_by, combined_of};
-use crate::support::{RankKind, down, hash, over, up};
+use crate::support::{RankKind, down, hash, in_parallel, over, up};
 use shardgrad_dist::{AxisSet, Rank, ReduceOp, Result};
 use shardgrad_kernels::Element;
 use std::ops::Range;
@@ -110,19 +110,15 @@ fn case<T: Element>(rank: &Rank, seed: u64, dice: &mut Dice, axes: AxisSet) -> R
 fn random_collectives_are_exact() {
     let count: u64 =
         std::env::var("SHARDGRAD_COLLECTIVES").map_or(3000, |n| n.parse().expect("a number of cases"));
-    let mut from = 0;
-    for round in 0.. {
-        let to = count.min(from + (count / 28).clamp(50, 1000));
-        if from == to {
-            break;
-        }
-        let text = MESHES[round % MESHES.len()];
+    let per_world = (count / 28).clamp(50, 1000);
+    in_parallel(0..count.div_ceil(per_world), |round| {
+        let (from, to) = (round * per_world, count.min((round + 1) * per_world));
+        let text = MESHES[round as usize % MESHES.len()];
         RankKind::Threads.run(text, cases(from..to)).unwrap_or_else(|e| panic!("cases {from} to {to}: {e}"));
         let some = from + (to - from) / 5;
         let done = RankKind::Processes.run(text, cases(from..some));
         done.unwrap_or_else(|e| panic!("cases {from} to {some} of processes: {e}"));
-        from = to;
-    }
+    });
 }
 
 /// The program of a range of cases.
