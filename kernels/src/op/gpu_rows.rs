@@ -2,8 +2,9 @@
 
 use crate::dtype::DType;
 use crate::error::KernelError;
-use crate::gpu::{Grid, GridArg, type_name};
+use crate::gpu::{Grid, GridArg, LaunchPlan, type_name};
 use crate::kernel::{Launch, Scalar};
+use crate::op::rows;
 use std::borrow::Cow;
 
 /// The most threads per row.
@@ -104,6 +105,37 @@ impl Rows {
         let (blocks, defines) = ([blocks[0] as u32, blocks[1] as u32, 1], self.defines.clone());
         Grid { entry, defines, blocks, threads, shared_bytes: 0, args }
     }
+}
+
+/// Plans a kernel from x to y along rows of x, with the source's entry point of its name: a row of at most `warp_max` elements has a warp,
+/// a longer one a block of 256 threads, as many as in the source. Macros: T, storage type; `flag`, whether the first scalar is not 0;
+/// WIDTH, threads per row.
+pub(crate) fn plan_along_rows(
+    kernel: &'static str,
+    flag: &'static str,
+    warp_max: usize,
+    launch: &Launch<'_>,
+    plan: &mut LaunchPlan,
+) -> Result<(), KernelError> {
+    const THREADS: usize = 256;
+    let dtype = float(kernel, launch)?;
+    let n = rows::width(&launch.inputs[0]).max(1);
+    let rows = launch.inputs[0].view.numel() / n;
+    let threads_of_row = if n > warp_max { THREADS } else { 32 };
+    let blocks = rows.div_ceil(THREADS / threads_of_row);
+    plan.grid(Grid {
+        entry: kernel,
+        defines: vec![
+            ("T", type_name(dtype).into()),
+            (flag, u8::from(launch.scalars[0].int() != 0).to_string().into()),
+            ("WIDTH", threads_of_row.to_string().into()),
+        ],
+        blocks: [u32::try_from(blocks).expect("fewer than 2^31 rows fit a device"), 1, 1],
+        threads: THREADS as u32,
+        shared_bytes: 0,
+        args: vec![GridArg::Input(0), GridArg::Output(0), GridArg::I64(rows as i64), GridArg::I64(n as i64)],
+    });
+    Ok(())
 }
 
 fn defines(dtype: DType, aligned: bool) -> Vec<(&'static str, Cow<'static, str>)> {

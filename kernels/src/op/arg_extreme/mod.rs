@@ -1,12 +1,11 @@
 //! argmax and argmin of rows.
 
-mod gpu;
-
 use crate::cpu::Pool;
 use crate::dtype::Float;
 use crate::error::KernelError;
 use crate::kernel::{Bound, GpuCode, Kernel, Launch};
 use crate::match_float;
+use crate::op::gpu_rows;
 use crate::op::rows::{operands, read, rows_per_task, width, write};
 
 /// i = the index of the largest (or smallest) element along the last dim: the first of those that tie; the first NaN, if there is one.
@@ -29,7 +28,10 @@ pub static ARG_EXTREME: Kernel = Kernel {
         }, else Err(KernelError::DType { kernel: ARG_EXTREME.name, dtype: x.dtype }))
     },
     cpu: Some(arg_extreme),
-    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::plan }),
+    gpu: Some(GpuCode {
+        source: include_str!("gpu.cu"),
+        plan: |launch, plan| gpu_rows::plan_along_rows("arg_extreme", "LARGEST", 1024, launch, plan),
+    }),
     flops: |launch| launch.inputs[0].view.numel() as u64,
     bytes: None,
     bound: Bound { ulps: 0.0 },

@@ -1,12 +1,11 @@
 //! Cumulative sums along rows.
 
-mod gpu;
-
 use crate::cpu::Pool;
 use crate::dtype::{Element, Float};
 use crate::error::KernelError;
 use crate::kernel::{Bound, GpuCode, Kernel, Launch};
 use crate::match_float;
+use crate::op::gpu_rows;
 use crate::op::rows::{operands, read, rows_per_task, width, write};
 
 /// y_i = x_0 + x_1 + .. + x_i over the last dim, or x_i + x_i+1 + .. to the end (torch.cumsum). Summed in order in f64, each result
@@ -34,7 +33,10 @@ pub static CUMSUM: Kernel = Kernel {
         }, else Err(KernelError::DType { kernel: CUMSUM.name, dtype: x.dtype }))
     },
     cpu: Some(cumsum),
-    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::plan }),
+    gpu: Some(GpuCode {
+        source: include_str!("gpu.cu"),
+        plan: |launch, plan| gpu_rows::plan_along_rows("cumsum", "BACKWARD", 512, launch, plan),
+    }),
     flops: |launch| launch.inputs[0].view.numel() as u64,
     bytes: None,
     bound: Bound { ulps: 64.0 },
