@@ -53,70 +53,14 @@ mod memory_traffic_tests;
 
 use crate::kernel::Kernel;
 
-/// All kernels, in the order of the folders.
-pub static KERNELS: &[&Kernel] = &[
+/// Tables of elementwise kernels.
+const TABLES: [&[(&Kernel, &str)]; 3] = [binary::TABLE, unary::TABLE, swiglu::TABLE];
+
+/// The kernels outside of tables, in the order of the folders.
+const OTHERS: &[&Kernel] = &[
     &copy::COPY,
     &fill::FILL,
-    &binary::ADD,
-    &binary::SUB,
-    &binary::MUL,
-    &binary::DIV,
-    &binary::POW,
-    &binary::MAXIMUM,
-    &binary::MINIMUM,
-    &binary::POW_BASE_GRAD,
-    &binary::POW_EXPONENT_GRAD,
-    &binary::MAXIMUM_GRAD,
-    &binary::MINIMUM_GRAD,
     &binary::ACCUMULATE,
-    &unary::NEG,
-    &unary::EXP,
-    &unary::LOG,
-    &unary::SQRT,
-    &unary::TANH,
-    &unary::RELU,
-    &unary::GELU,
-    &unary::GELU_EXACT,
-    &unary::SIGMOID,
-    &unary::ERF,
-    &unary::SILU,
-    &unary::SQUARE,
-    &unary::RECIPROCAL,
-    &unary::SCALE,
-    &unary::ADD_SCALAR,
-    &unary::GELU_GRAD,
-    &unary::GELU_EXACT_GRAD,
-    &unary::SIGMOID_GRAD,
-    &unary::ERF_GRAD,
-    &unary::SILU_GRAD,
-    &unary::RELU_GRAD,
-    &unary::TANH_GRAD,
-    &unary::ABS,
-    &unary::SIGN,
-    &unary::RSQRT,
-    &unary::SIN,
-    &unary::COS,
-    &unary::EXPM1,
-    &unary::LOG1P,
-    &unary::SOFTPLUS,
-    &unary::ELU,
-    &unary::LEAKY_RELU,
-    &unary::FLOOR,
-    &unary::CEIL,
-    &unary::ROUND,
-    &unary::POW_SCALAR,
-    &unary::CLAMP,
-    &unary::ABS_GRAD,
-    &unary::RSQRT_GRAD,
-    &unary::SIN_GRAD,
-    &unary::COS_GRAD,
-    &unary::EXPM1_GRAD,
-    &unary::LOG1P_GRAD,
-    &unary::SOFTPLUS_GRAD,
-    &unary::ELU_GRAD,
-    &unary::LEAKY_RELU_GRAD,
-    &unary::POW_SCALAR_GRAD,
-    &unary::CLAMP_GRAD,
     &compare_select::EQ,
     &compare_select::NE,
     &compare_select::LT,
@@ -188,9 +132,29 @@ pub static KERNELS: &[&Kernel] = &[
     &random::NORMAL,
     &random::DROPOUT,
     &rope::ROPE,
-    &swiglu::FORWARD,
     &swiglu::BACKWARD,
 ];
+
+/// All kernels, those of tables first.
+pub static KERNELS: &[&Kernel] = &all_kernels();
+
+const NUM_KERNELS: usize = TABLES[0].len() + TABLES[1].len() + TABLES[2].len() + OTHERS.len();
+
+const fn all_kernels() -> [&'static Kernel; NUM_KERNELS] {
+    let mut kernels = [OTHERS[0]; NUM_KERNELS];
+    let (mut at, mut table) = (0, 0);
+    while table < TABLES.len() {
+        let mut row = 0;
+        while row < TABLES[table].len() {
+            kernels[at] = TABLES[table][row].0;
+            (at, row) = (at + 1, row + 1);
+        }
+        table += 1;
+    }
+    let (_, others) = kernels.split_at_mut(at);
+    others.copy_from_slice(OTHERS);
+    kernels
+}
 
 #[cfg(test)]
 mod tests {

@@ -328,7 +328,7 @@ pub(crate) const fn names(pattern: &str) -> usize {
 /// Defines a table of elementwise kernels, one per line: constant, kernel name, operations per element, bound in ulps,
 /// inputs and two scalars (0 if a launch has fewer), formula, and optionally the formula for i64. The float formula is compiled for f32 and
 /// f64; the reference evaluates it in f64. The text of both is also compiled as CUDA C++ (see [`crate::op::formula`]), and starts the doc
-/// of the kernel: a line's own doc says what the formula does not.
+/// of the kernel: a line's own doc says what the formula does not. `TABLE` has all of them.
 macro_rules! pointwise {
     (@integers $x:tt) => { (None, "") };
     (@integers $x:tt $integers:expr) => { (Some(|$x| $integers), stringify!($integers)) };
@@ -337,8 +337,10 @@ macro_rules! pointwise {
     (@doc_of_integers) => { "" };
     (@doc_of_integers $integers:expr) => { concat!(", in i64 to `", stringify!($integers), "`") };
     ($($(#[$doc:meta])* $name:ident $text:literal $flops:literal $ulps:literal
-        |$x:tt, $c:tt| $formula:expr $(, $integers:expr)?;)*) => {$(
-        #[doc = concat!(
+        |$x:tt, $c:tt| $formula:expr $(, $integers:expr)?;)*) => {
+        /// The kernels of the table, each with the names of its inputs.
+        pub(super) const TABLE: &[(&Kernel, &str)] = &[$((&$name, stringify!($x))),*];
+        $(#[doc = concat!(
             "Maps `", stringify!($x), "` to `", stringify!($formula), "`",
             pointwise!(@doc_of_integers $($integers)?), pointwise!(@doc_of_scalars $c), ".",
         )]
@@ -394,6 +396,7 @@ macro_rules! pointwise {
                 bound: Bound { ulps: $ulps },
             }
         };
-    )*};
+        )*
+    };
 }
 pub(crate) use pointwise;

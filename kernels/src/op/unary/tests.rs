@@ -6,59 +6,21 @@ use crate::op::finite_difference::{Value, evaluate};
 use crate::op::kernel_check::{Case, values};
 use approx::{abs_diff_eq, relative_eq};
 
-const FUNCTIONS: [&Kernel; 30] = [
-    &NEG,
-    &EXP,
-    &LOG,
-    &SQRT,
-    &TANH,
-    &RELU,
-    &GELU,
-    &GELU_EXACT,
-    &SIGMOID,
-    &ERF,
-    &SILU,
-    &SQUARE,
-    &RECIPROCAL,
-    &SCALE,
-    &ADD_SCALAR,
-    &ABS,
-    &SIGN,
-    &RSQRT,
-    &SIN,
-    &COS,
-    &EXPM1,
-    &LOG1P,
-    &SOFTPLUS,
-    &ELU,
-    &LEAKY_RELU,
-    &FLOOR,
-    &CEIL,
-    &ROUND,
-    &POW_SCALAR,
-    &CLAMP,
-];
-/// A gradient kernel, its function, and whether it takes the function's result instead of the argument.
-const GRADIENTS: [(&Kernel, &Kernel, bool); 18] = [
-    (&RELU_GRAD, &RELU, false),
-    (&GELU_GRAD, &GELU, false),
-    (&GELU_EXACT_GRAD, &GELU_EXACT, false),
-    (&SIGMOID_GRAD, &SIGMOID, true),
-    (&ERF_GRAD, &ERF, false),
-    (&SILU_GRAD, &SILU, false),
-    (&TANH_GRAD, &TANH, true),
-    (&ABS_GRAD, &ABS, false),
-    (&RSQRT_GRAD, &RSQRT, true),
-    (&SIN_GRAD, &SIN, false),
-    (&COS_GRAD, &COS, false),
-    (&EXPM1_GRAD, &EXPM1, true),
-    (&LOG1P_GRAD, &LOG1P, false),
-    (&SOFTPLUS_GRAD, &SOFTPLUS, false),
-    (&ELU_GRAD, &ELU, false),
-    (&LEAKY_RELU_GRAD, &LEAKY_RELU, false),
-    (&POW_SCALAR_GRAD, &POW_SCALAR, false),
-    (&CLAMP_GRAD, &CLAMP, false),
-];
+/// The functions of the table.
+fn functions() -> impl Iterator<Item = &'static Kernel> {
+    TABLE.iter().filter(|(_, inputs)| names(inputs) == 1).map(|(kernel, _)| *kernel)
+}
+
+/// Each gradient kernel of the table with its function, `GELU_GRAD` with `GELU`, and whether it takes the function's result instead of the
+/// argument.
+fn gradients() -> impl Iterator<Item = (&'static Kernel, &'static Kernel, bool)> {
+    TABLE.iter().filter(|(_, inputs)| names(inputs) == 2).map(|(gradient, inputs)| {
+        let of = gradient.name.strip_suffix("_grad").expect("the name of a gradient");
+        let function = functions().find(|kernel| kernel.name == of).expect("the function of a gradient");
+        (*gradient, function, inputs.starts_with("[y"))
+    })
+}
+
 const C: [Scalar; 2] = [Scalar::Real(0.25), Scalar::Real(0.75)];
 
 /// Returns whether a function has no real value for negative arguments.
@@ -68,6 +30,14 @@ fn is_one_sided(kernel: &Kernel) -> bool {
 
 fn at(kernel: &Kernel, x: &[f64]) -> Vec<f64> {
     evaluate(kernel, &[Value::real(&[x.len()], x)], &[&[x.len()]], &C).remove(0)
+}
+
+#[test]
+fn table_has_functions_and_gradients_that_read_argument_or_result() {
+    assert_eq!(functions().count() + gradients().count(), TABLE.len());
+    let reads_result =
+        |of: &Kernel| gradients().find(|(kernel, ..)| kernel.name == of.name).map(|found| found.2);
+    assert_eq!([&TANH_GRAD, &GELU_GRAD, &GELU].map(reads_result), [Some(true), Some(false), None]);
 }
 
 #[test]
@@ -128,7 +98,7 @@ fn matches_known_values() {
 
 #[test]
 fn fast_paths_match_the_reference() {
-    for kernel in FUNCTIONS {
+    for kernel in functions() {
         let spread = values(1, 3 * 5 * 67).into_iter().map(|x| 5.0 * x);
         let x: Vec<f64> = spread.map(|x| if is_one_sided(kernel) { x.abs() } else { x }).collect();
         Case::new(kernel).input(&[3, 5, 67], &x).output(&[3, 5, 67]).scalars(&C).strided().run();
@@ -136,7 +106,7 @@ fn fast_paths_match_the_reference() {
     }
     Case::new(&GELU).input(&[40_001], &values(2, 40_001)).output(&[40_001]).run();
     Case::new(&EXP).input(&[300, 7], &values(2, 2100)).output(&[300, 7]).strided().run();
-    for (kernel, ..) in GRADIENTS {
+    for (kernel, ..) in gradients() {
         let spread = values(3, 6 * 35).into_iter();
         let x: Vec<f64> = spread.map(|x| if is_one_sided(kernel) { x.abs() + 0.1 } else { x }).collect();
         let case = Case::new(kernel).input(&[6, 35], &x).input(&[6, 35], &values(4, 6 * 35));
@@ -146,7 +116,7 @@ fn fast_paths_match_the_reference() {
 
 #[test]
 fn gradients_match_finite_differences() {
-    for (gradient, kernel, reads_result) in GRADIENTS {
+    for (gradient, kernel, reads_result) in gradients() {
         let start = if is_one_sided(kernel) { 1 } else { -40 };
         let x: Vec<f64> = (start..40).map(|i| f64::from(i) * 0.17 + 0.03).collect();
         let shape = [x.len()];
@@ -175,7 +145,7 @@ fn large_arguments_and_special_values() {
         Case::new(kernel).input(&[7], &far).input(&[7], &ones).output(&[7]).run();
     }
     let special = [nan, inf, -inf, 0.0, -0.0, 1e30, -1e30];
-    for kernel in FUNCTIONS {
+    for kernel in functions() {
         Case::new(kernel).input(&[4], &special[..4]).output(&[4]).scalars(&C).run();
         Case::new(kernel).input(&[7], &special).output(&[7]).scalars(&C).run_for(&[DType::F64, DType::F32]);
         assert!(at(kernel, &special)[0].is_nan(), "{}", kernel.name);
