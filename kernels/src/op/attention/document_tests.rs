@@ -4,6 +4,7 @@ use super::*;
 use crate::dtype::DType;
 use crate::op::finite_difference::{Value, check_gradients, dot, evaluate};
 use crate::op::kernel_check::{Case, Kind, values};
+use approx::{abs_diff_eq, assert_abs_diff_eq};
 
 const IDS: Kind = Kind::Fixed(DType::I64);
 
@@ -135,8 +136,8 @@ fn positions_and_not_the_order_of_tokens_decide() {
         });
         let expected = attend(&in_order, &scalars(true, window));
         for (rank, &at) in sorted.iter().enumerate() {
-            let near = |a: f64, b: f64| (a - b).abs() < 1e-14;
-            assert!((0..2).all(|c| near(found[0][at * 2 + c], expected[0][rank * 2 + c])), "token {at}");
+            let [found, expected] = [&found[0][at * 2..][..2], &expected[0][rank * 2..][..2]];
+            assert!(abs_diff_eq!(found, expected, epsilon = 1e-14), "token {at}");
         }
         check(
             [1, 5, 1, 1, 2],
@@ -189,6 +190,6 @@ fn cotangents_of_parts_of_the_keys_add_up() {
     let (whole, first, last) = (backward(0..6), backward(0..2), backward(2..6));
     let joined = [1, 2].map(|i| [&first[i][..], &last[i]].concat());
     assert_eq!(whole[1..], joined);
-    let sums = first[0].iter().zip(&last[0]).map(|(a, b)| a + b);
-    assert!(whole[0].iter().zip(sums).all(|(a, b)| (a - b).abs() < 1e-14));
+    let sums: Vec<f64> = first[0].iter().zip(&last[0]).map(|(a, b)| a + b).collect();
+    assert_abs_diff_eq!(whole[0][..], sums[..], epsilon = 1e-14);
 }

@@ -141,6 +141,7 @@ mod tests {
     use crate::op::finite_difference::{Value, update_all};
     use crate::op::kernel_check::{Case, Kind, values};
     use crate::strides::Strides;
+    use approx::{assert_abs_diff_eq, assert_relative_eq};
 
     const DTYPES: [DType; 2] = [DType::F32, DType::F64];
 
@@ -162,9 +163,13 @@ mod tests {
         let part_lse = Value::real(&[4], &[ln(3.0), none, ln(5.0), none]);
         let before = [vec![4.0, 6.0, 0.0, 0.0], vec![0.0, ln(2.0), none, none]];
         let [o, lse] = update_all(&MERGE, &[part, part_lse], [&[4, 1], &[4]], before);
-        assert!(o.iter().zip([7.0, 6.0, 7.0, 0.0]).all(|(o, e)| (o - e).abs() < 1e-15), "{o:?}");
-        let expected = [ln(4.0), ln(2.0), ln(5.0), none];
-        assert!(lse.iter().zip(expected).all(|(l, e)| *l == e || (l - e).abs() < 1e-15), "{lse:?}");
+        assert_abs_diff_eq!(o[..], [7.0, 6.0, 7.0, 0.0][..], epsilon = 1e-15);
+        assert_relative_eq!(
+            lse[..],
+            [ln(4.0), ln(2.0), ln(5.0), none][..],
+            epsilon = 1e-15,
+            max_relative = 0.0
+        );
     }
 
     #[test]

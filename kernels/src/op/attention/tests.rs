@@ -5,6 +5,7 @@ use crate::dtype::DType;
 use crate::op::finite_difference::{Value, check_gradients, dot, evaluate};
 use crate::op::kernel_check::{Case, Kind, places, values};
 use crate::strides::Strides;
+use approx::assert_relative_eq;
 
 fn scalars(scale: f64, causal: bool, t_start: i64) -> [Scalar; 4] {
     [Scalar::Real(scale), Scalar::Int(i64::from(causal)), Scalar::Int(t_start), Scalar::Int(0)]
@@ -38,10 +39,7 @@ fn matches_known_values() {
     let inputs = [q, k, v];
     let causal = attend(&inputs, &scalars(1.0, true, 0));
     let near = |found: &[f64], expected: [f64; 4]| {
-        assert!(
-            found.iter().zip(expected).all(|(f, e)| f == &e || (f - e).abs() < 1e-14),
-            "{found:?} {expected:?}"
-        );
+        assert_relative_eq!(found, &expected[..], epsilon = 1e-14, max_relative = 0.0)
     };
     near(&causal[0], [10.0, 10.0, 17.5, 19.0]);
     near(&causal[1], [0.0, 0.0, 4f64.ln(), 10f64.ln()]);
