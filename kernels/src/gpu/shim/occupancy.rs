@@ -1,5 +1,5 @@
 //! Occupancy checks: if NVRTC is installed, every program that a test case runs on the host is compiled for GPUs too. Programs must
-//! not spill registers, and two blocks must fit a multiprocessor. Programs in f64 and f16 are compiled for the newer architecture
+//! not spill registers, and two blocks must fit a multiprocessor. Programs in f32, f64 and f16 are compiled for the newer architecture
 //! only; with `SHARDGRAD_CARDS=all` for both.
 
 use crate::cuda::{Compiler, Program, SearchPaths, Usage};
@@ -101,10 +101,12 @@ fn check_on(
     Ok(format!("{kernel} {} {architecture} {} registers\n", grid.entry, usage.registers))
 }
 
-/// Returns whether a program is common on old GPUs: neither f64 nor f16.
+/// Returns whether a program is in bf16, in which most models run, or of no float dtype.
 fn is_common(grid: &Grid) -> bool {
-    let is_rare = |name: &str| ["double", "f16"].contains(&name);
-    !grid.defines.iter().any(|(_, value)| value.split(|c: char| !c.is_alphanumeric()).any(is_rare))
+    let values = grid.defines.iter().map(|(_, value)| value);
+    let names: Vec<&str> = values.flat_map(|value| value.split(|c: char| !c.is_alphanumeric())).collect();
+    let has = |dtypes: &[&str]| names.iter().any(|name| dtypes.contains(name));
+    !has(&["double", "f16"]) && (has(&["bf16"]) || !has(&["float"]))
 }
 
 /// Returns an error for spills, and for resources beyond those of a multiprocessor.
@@ -161,7 +163,7 @@ mod tests {
             ..grid(32, 0)
         };
         assert!(is_common(&in_dtype("Number<bf16>")) && is_common(&grid(32, 0)));
-        assert!(!is_common(&in_dtype("Number<double>")) && !is_common(&in_dtype("f16")));
+        assert!(!["Number<double>", "f16", "float"].into_iter().any(|dtype| is_common(&in_dtype(dtype))));
         assert!(
             check_limits(&usage(32, 8), &grid(256, 0), 163 << 10)
                 .unwrap_err()
