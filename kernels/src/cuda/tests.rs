@@ -343,6 +343,22 @@ fn out_of_memory_and_lost_contexts_are_reported() {
     );
 }
 
+#[test]
+fn available_memory_is_that_of_the_gpu_or_what_the_limit_leaves() {
+    let Some(folder) = fake::gpu("small-gpu") else { return };
+    let gpu = backend(&folder);
+    let limit = BackendConfig { memory_bytes_max: 160 << 20, ..BackendConfig::default() };
+    let limited = CudaDevice::open(&folder.search_paths(), 0).unwrap().backend(limit).unwrap();
+    for (gpu, is_shared) in [(gpu, true), (limited, false)] {
+        let available = || gpu.available_memory().unwrap();
+        let before = available();
+        let held = gpu.alloc(40 << 20).unwrap();
+        assert_eq!(before.bytes - available().bytes, 40 << 20);
+        drop(held);
+        assert_eq!((available(), before.shared_by.is_some()), (before.clone(), is_shared));
+    }
+}
+
 /// Computes a b of views of host data on a back end.
 fn matmul<T: Element>(
     on: &dyn Backend,
