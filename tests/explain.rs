@@ -152,6 +152,16 @@ fn explain_states_how_stages_gather_their_parameters() {
         peak_bytes(&[&given[..], &["--seq", "128"], bound].concat())
     };
     assert!(peak(&["--gathered-bytes-max", "0"]) < peak(&[]));
+    // The memory of a rank decides alike; what the step needs is stated, and is enough.
+    let needed = |text: &str| -> Vec<u64> {
+        let lines = text.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+        lines.filter_map(|line| line["needed_bytes"].as_u64()).collect()
+    };
+    let most = *needed(&explained(&["--json"])).iter().max().unwrap();
+    let [enough, less] = [most, most / 2].map(|bytes| explained(&["--memory-limit", &bytes.to_string()]));
+    assert_eq!(stages(&enough, "gathered once per step and kept: "), 2, "{enough}");
+    assert_eq!(stages(&less, "gathered by each microbatch, since all take "), 2, "{less}");
+    assert!(less.contains(", with which a step needs about "), "{less}");
 }
 
 #[test]

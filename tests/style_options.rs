@@ -108,6 +108,27 @@ fn options_of_styles_hold_for_every_command() {
 }
 
 #[test]
+fn training_states_how_pipeline_ranks_gather_their_parameters() {
+    let commands = Commands::new("style-memory");
+    let out = commands.folder.path("out");
+    let given =
+        ["train", "--preset", "tiny", "--data", &commands.data, "--out", &out, "--mesh", "pp=2,fsdp=2"];
+    let step = ["--steps", "1", "--batch", "4", "--seq", "16", "--eval-every", "0", "--microbatches", "2"];
+    for (option, value, when, why) in [
+        ("--memory-limit", "1GB", "once per step", "with which a step needs about "),
+        ("--gathered-bytes-max", "0", "by each microbatch", "more than gathered_bytes_max"),
+    ] {
+        let printed = stdout(&[&given[..], &step, &[option, value]].concat());
+        let lines: Vec<&str> = printed.lines().filter(|line| line.starts_with("pipeline rank ")).collect();
+        assert_eq!(lines.len(), 2, "{printed}");
+        for (rank, line) in lines.into_iter().enumerate() {
+            let start = format!("pipeline rank {rank} gathers its parameters {when}: ");
+            assert!(line.starts_with(&start) && line.contains(why), "{line}");
+        }
+    }
+}
+
+#[test]
 fn options_without_their_axes_are_refused_by_every_command() {
     let commands = Commands::new("style-axes");
     commands.train("tiny", "out", &["--mesh", "dp=1"]);

@@ -6,6 +6,7 @@ mod payload;
 use encoding::Site;
 
 use crate::encoding::printable;
+use crate::error::Error;
 use crate::mesh::{AxisSet, Mesh};
 use shardgrad_kernels::{Buffer, DType};
 use smallvec::SmallVec;
@@ -238,9 +239,7 @@ impl Fingerprint {
         let counts = if request.op == Op::AllToAll { &[] } else { request.counts };
         let start = [small, with, request.number, counts.len() as u64].into_iter().fold(0, mix);
         let call = counts.iter().fold(start, |hash, count| mix(hash, *count as u64));
-        let (words, rest) = path.as_bytes().as_chunks::<8>();
-        let start = words.iter().fold(path.len() as u64, |hash, word| mix(hash, u64::from_ne_bytes(*word)));
-        let hash = rest.iter().fold(start, |hash, byte| mix(hash, u64::from(*byte)));
+        let hash = hash_bytes(path.as_bytes());
         Fingerprint { call, path: if path.is_empty() { 0 } else { hash | 1 }, origin: origin.hash }
     }
 
@@ -255,6 +254,13 @@ impl Fingerprint {
         let agree = |a: u64, b: u64| a == b || a == 0 || b == 0;
         self.call == other.call && agree(self.path, other.path) && agree(self.origin, other.origin)
     }
+}
+
+/// A 64-bit hash of bytes, for comparisons between ranks of one build.
+pub(crate) fn hash_bytes(bytes: &[u8]) -> u64 {
+    let (words, rest) = bytes.as_chunks::<8>();
+    let start = words.iter().fold(bytes.len() as u64, |hash, word| mix(hash, u64::from_le_bytes(*word)));
+    rest.iter().fold(start, |hash, byte| mix(hash, u64::from(*byte)))
 }
 
 /// Mixes one word into a hash: a multiplication spreads its bits upwards, a shift brings the upper half down.
@@ -317,6 +323,31 @@ impl IssuedCall {
         self.recent_inputs.clear();
         self.recent_inputs.push_str(request.call.origin.recent_inputs);
         self.site = Site::Local(request.call.site);
+    }
+
+    /// The description of a call without the elements that an all_to_all receives.
+    pub(crate) fn new(call: &Call<'_>, op: Op, number: u64, counts: &[usize]) -> IssuedCall {
+        IssuedCall {
+            op,
+            axes: call.axes,
+            dtype: call.dtype,
+            number,
+            counts: counts.into(),
+            received: SmallVec::new(),
+            phase: call.phase,
+            path: call.path.to_string(),
+            origin_hash: call.origin.hash,
+            recent_inputs: call.origin.recent_inputs.to_string(),
+            site: Site::Local(call.site),
+        }
+    }
+
+    /// An error about the call, at its line.
+    pub(crate) fn locate(&self, error: Error) -> Error {
+        match &self.site {
+            Site::Local(site) => error.at(site),
+            Site::Remote(text) => error.detail("line", text.clone()),
+        }
     }
 
     /// The fields in which this call and another member's differ; empty if the calls match. The splits of an all_to_all are compared

@@ -4,17 +4,15 @@
 //! holds if the traces run to their ends in a simulation: a collective takes place when it is the next call of every member, and a message
 //! at its recv, once it was sent. GPUs run messages over NCCL in that order too. For two groups this means that the ranks that share both issue their calls in the same order.
 
-use crate::encoding::printable;
+use crate::call::{Call, IssuedCall, Op, Origin};
 use crate::error::{Error, Kind, Result};
 use crate::mesh::Mesh;
 use crate::trace::Record;
 use std::collections::HashMap;
 
-/// The most characters of a path that an error message shows.
-const PATH_CHARS_MAX: usize = 200;
-
 /// Checks that recorded calls of all ranks of a mesh, by rank, match and have one order over all groups: no execution deadlocks.
-/// [`World::dry_run`](crate::World::dry_run) records a trace without running anything.
+/// [`World::dry_run`](crate::World::dry_run) records a trace without running anything;
+/// [`Rank::check_issue_order`](crate::Rank::check_issue_order) compares the traces of the ranks of a running world.
 ///
 /// ```
 /// use shardgrad_dist::{Mesh, World, check_issue_order};
@@ -33,6 +31,40 @@ pub fn check_issue_order(mesh: &Mesh, traces: &[Vec<Record>]) -> Result<()> {
         let text = format!("{} traces for {mesh}: give one trace per rank", traces.len());
         return Err(Error::new(Kind::Mesh, text));
     }
+    let traces: Vec<Vec<IssuedCall>> = traces.iter().map(|trace| issued_calls(trace)).collect();
+    simulate(mesh, &traces.iter().map(Vec::as_slice).collect::<Vec<_>>())
+}
+
+/// The calls of a trace.
+pub(crate) fn issued_calls(trace: &[Record]) -> Vec<IssuedCall> {
+    trace.iter().map(issued_call).collect()
+}
+
+/// The call of a record. A record has no origin, and of an all_to_all no received counts; neither is compared.
+fn issued_call(record: &Record) -> IssuedCall {
+    let peer = record.peer.unwrap_or_default();
+    let op = match (record.op, record.reduction) {
+        ("all_reduce", Some(how)) => Op::AllReduce(how),
+        ("all_gather", _) => Op::AllGather,
+        ("reduce_scatter", _) => Op::ReduceScatter,
+        ("all_to_all", _) => Op::AllToAll,
+        ("broadcast", _) => Op::Broadcast { root: peer },
+        ("send", _) => Op::Send { to: peer },
+        ("recv", _) => Op::Recv { from: peer },
+        _ => Op::Barrier,
+    };
+    let &Record { axes, dtype, phase, ref path, site, seq, ref counts, .. } = record;
+    let call = Call { axes, dtype, phase, path, origin: Origin::default(), site };
+    let mut issued = IssuedCall::new(&call, op, seq, counts);
+    if op == Op::AllToAll {
+        // A call without them is not well formed.
+        issued.received = issued.counts.clone();
+    }
+    issued
+}
+
+/// [`check_issue_order`] of the calls of each rank.
+pub(crate) fn simulate(mesh: &Mesh, traces: &[&[IssuedCall]]) -> Result<()> {
     let mut simulation = Simulation { mesh, traces, next: vec![0; traces.len()], messages: HashMap::new() };
     let mut active: Vec<usize> = (0..traces.len()).collect();
     while let Some(rank) = active.pop() {
@@ -45,46 +77,45 @@ pub fn check_issue_order(mesh: &Mesh, traces: &[Vec<Record>]) -> Result<()> {
 /// Ranks that issue their recorded calls as early as possible.
 struct Simulation<'a> {
     mesh: &'a Mesh,
-    traces: &'a [Vec<Record>],
+    traces: &'a [&'a [IssuedCall]],
     /// By rank, the position of its next call.
     next: Vec<usize>,
     /// The messages sent and not received, by axes, sender and receiver.
     messages: HashMap<(u16, usize, usize), usize>,
 }
 
-impl Simulation<'_> {
+impl<'a> Simulation<'a> {
     /// The next call of a rank.
-    fn head(&self, rank: usize) -> Option<&Record> {
+    fn head(&self, rank: usize) -> Option<&'a IssuedCall> {
         self.traces[rank].get(self.next[rank])
     }
 
     /// The ranks that a rank's next call waits for.
-    fn awaited(&self, rank: usize, call: &Record) -> Vec<usize> {
+    fn awaited(&self, rank: usize, call: &IssuedCall) -> Vec<usize> {
         let members = self.mesh.group(rank, call.axes);
-        match (call.op, call.peer) {
-            ("recv", Some(from)) => vec![members[from]],
+        match call.op {
+            Op::Recv { from } => vec![members[from]],
             _ => members.into_iter().filter(|member| !self.is_at(*member, call)).collect(),
         }
     }
 
     /// Whether the next call of a rank is a collective over the axes of a call.
-    fn is_at(&self, rank: usize, call: &Record) -> bool {
-        self.head(rank).is_some_and(|head| head.axes == call.axes && is_collective(head))
+    fn is_at(&self, rank: usize, call: &IssuedCall) -> bool {
+        self.head(rank).is_some_and(|head| head.axes == call.axes && head.op.is_collective())
     }
 
     /// Runs the next call of a rank if nothing is missing. Returns the ranks that may go on then.
     fn advance(&mut self, rank: usize) -> Result<Vec<usize>> {
-        let Some(call) = self.traces[rank].get(self.next[rank]) else { return Ok(Vec::new()) };
+        let Some(call) = self.head(rank) else { return Ok(Vec::new()) };
         let members = self.mesh.group(rank, call.axes);
-        let peer = call.peer.map(|peer| members[peer]);
-        match (call.op, peer) {
-            ("send", Some(to)) => {
-                *self.messages.entry((call.axes.bits(), rank, to)).or_default() += 1;
+        match call.op {
+            Op::Send { to } => {
+                *self.messages.entry((call.axes.bits(), rank, members[to])).or_default() += 1;
                 self.next[rank] += 1;
-                Ok(vec![to, rank])
+                Ok(vec![members[to], rank])
             }
-            ("recv", Some(from)) => {
-                let sent = self.messages.entry((call.axes.bits(), from, rank)).or_default();
+            Op::Recv { from } => {
+                let sent = self.messages.entry((call.axes.bits(), members[from], rank)).or_default();
                 if *sent == 0 {
                     return Ok(Vec::new());
                 }
@@ -103,17 +134,17 @@ impl Simulation<'_> {
 
     /// Compares the next calls of the members of a group.
     fn compare(&self, members: &[usize]) -> Result<()> {
-        let calls: Vec<&Record> = members.iter().filter_map(|member| self.head(*member)).collect();
-        let differs = (1..calls.len()).find(|i| !do_match(calls[0], calls[*i]));
+        let calls: Vec<&IssuedCall> = members.iter().filter_map(|member| self.head(*member)).collect();
+        let differs = (1..calls.len()).find(|i| !calls[0].differences(calls[*i]).is_empty());
         differs.map_or(Ok(()), |i| {
             let text = format!(
                 "recorded collectives differ: rank {} issues {}, rank {} issues {}",
                 members[0],
-                self.text(calls[0]),
+                calls[0].text(self.mesh, members[0]),
                 members[i],
-                self.text(calls[i])
+                calls[i].text(self.mesh, members[i])
             );
-            Err(Error::new(Kind::Collective, text).at(calls[0].site))
+            Err(calls[0].locate(Error::new(Kind::Collective, text)))
         })
     }
 
@@ -127,9 +158,9 @@ impl Simulation<'_> {
             if self.head(next).is_none() {
                 let text = format!(
                     "rank {rank} issues {}, but rank {next} issues no such call: every rank of a group makes each of its calls",
-                    self.text(call)
+                    call.text(self.mesh, rank)
                 );
-                return Error::new(Kind::Collective, text).at(call.site);
+                return call.locate(Error::new(Kind::Collective, text));
             }
             if let Some(start) = path.iter().position(|earlier| *earlier == next) {
                 return self.cycle(&path[start..]);
@@ -142,45 +173,24 @@ impl Simulation<'_> {
     fn cycle(&self, ranks: &[usize]) -> Error {
         let head = |rank: usize| self.head(rank).expect("bug: a rank without a call waits");
         let text = format!("the collectives of {} have no common issue order", self.mesh);
-        let mut error = Error::new(Kind::Collective, text).at(head(ranks[0]).site);
+        let mut error = head(ranks[0]).locate(Error::new(Kind::Collective, text));
         for (i, rank) in ranks.iter().enumerate() {
             // The rank before waits for this one in `awaited`.
             let before = ranks[(i + ranks.len() - 1) % ranks.len()];
             let awaited = head(before);
-            let later = self.traces[*rank][self.next[*rank]..]
-                .iter()
-                .find(|later| later.axes == awaited.axes && (is_collective(later) == is_collective(awaited)));
-            let first = self.text(head(*rank));
+            let later = self.traces[*rank][self.next[*rank]..].iter().find(|later| {
+                later.axes == awaited.axes && (later.op.is_collective() == awaited.op.is_collective())
+            });
+            let first = head(*rank).text(self.mesh, *rank);
             let order = match later {
-                Some(later) => format!("rank {rank} issues {first} before {}", self.text(later)),
-                None => format!("rank {rank} issues {first}, but no match of {}", self.text(awaited)),
+                Some(later) => format!("rank {rank} issues {first} before {}", later.text(self.mesh, *rank)),
+                None => {
+                    let awaited = awaited.text(self.mesh, before);
+                    format!("rank {rank} issues {first}, but no match of {awaited}")
+                }
             };
             error = error.detail("order", order);
         }
         error.detail("help", "issue the calls of these groups in one order on all ranks that share them")
     }
-
-    /// The call as errors name it: `#3 all_reduce f32[128] over dp at src/x.rs:10 (h.3)`.
-    fn text(&self, call: &Record) -> String {
-        let (op, dtype, seq, numel) = (call.op, call.dtype, call.seq, call.numel());
-        let over = self.mesh.names(call.axes);
-        let path = match &*printable(&call.path, PATH_CHARS_MAX) {
-            "" => String::new(),
-            path => format!(" ({path})"),
-        };
-        format!("#{seq} {op} {dtype}[{numel}] over {over} at {}:{}{path}", call.site.file(), call.site.line())
-    }
-}
-
-fn is_collective(call: &Record) -> bool {
-    !matches!(call.op, "send" | "recv")
-}
-
-/// Whether two members' calls match; the splits of an all_to_all differ between members.
-fn do_match(a: &Record, b: &Record) -> bool {
-    let named_alike = a.path == b.path || a.path.is_empty() || b.path.is_empty();
-    let counts = a.op == "all_to_all" || a.counts == b.counts;
-    let [fields, others] = [a, b].map(|r| (r.op, r.reduction, r.dtype, r.phase, r.seq));
-    let roots = a.op != "broadcast" || a.peer == b.peer;
-    named_alike && counts && fields == others && roots
 }

@@ -9,7 +9,6 @@ use crate::mesh::Mesh;
 use crate::process::Process;
 use crate::rank::Rank;
 use crate::report;
-use crate::transport::DryRunTransport;
 use crate::transport::overlapped::OverlappedTransport;
 #[cfg(feature = "processes")]
 use crate::transport::tcp::{ConsistentValues, WaitHook};
@@ -17,7 +16,7 @@ use crate::transport::thread::{Shared, ThreadTransport};
 use crate::world_state::{Failure, RankStatus, WorldState};
 use shardgrad_kernels::cpu::cores;
 use shardgrad_kernels::cpu::simd::{LIMIT_VARIABLE, requested_limit};
-use shardgrad_kernels::{BackendConfig, BackendProvider, CpuProvider, MatmulPrecision, Null};
+use shardgrad_kernels::{BackendConfig, BackendProvider, CpuProvider, MatmulPrecision};
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, OnceLock};
@@ -284,13 +283,7 @@ impl World {
         if index >= self.mesh.num_ranks() {
             return Err(Error::new(Kind::Mesh, format!("there is no rank {index} in {}", self.mesh)));
         }
-        let rank = Rank::new(
-            self.mesh.clone(),
-            index,
-            Null::with_limit(self.memory_bytes_max),
-            Box::new(DryRunTransport),
-        );
-        rank.trace().enable();
+        let rank = Rank::of_dry_run(&self.mesh, index, self.memory_bytes_max);
         catch_errors(&self.mesh, index, || f(&rank))
     }
 }

@@ -1,6 +1,7 @@
 //! The handle of a rank: its coordinates, its back end, and collectives with other ranks.
 
 mod canonical_sum;
+mod issue_order;
 mod pending;
 
 pub use pending::PendingBuffer;
@@ -9,8 +10,8 @@ use crate::call::{Call, GroupPosition, Op, ReduceOp, Request};
 use crate::error::{Error, Kind, Result};
 use crate::mesh::{Axis, AxisSet, Mesh};
 use crate::trace::Trace;
-use crate::transport::{Pending, Transport};
-use shardgrad_kernels::{Backend, Buffer, DType, Device};
+use crate::transport::{DryRunTransport, Pending, Transport};
+use shardgrad_kernels::{Backend, Buffer, DType, Device, Null};
 use std::any::{Any, TypeId};
 use std::cell::{OnceCell, RefCell};
 use std::fmt;
@@ -122,6 +123,27 @@ impl Rank {
         let coordinate: Vec<usize> = axes.iter().map(|a| self.coordinate(*a)).collect();
         let index = mesh.rank_at(&coordinate);
         Rank::with_route(mesh, index, self.0.backend.clone(), Route::Slice { outer: self.clone(), axes })
+    }
+
+    /// A rank of a [dry run](crate::World::dry_run), whose trace is enabled.
+    pub(crate) fn of_dry_run(mesh: &Mesh, index: usize, memory_bytes_max: usize) -> Rank {
+        let backend = Null::with_limit(memory_bytes_max);
+        let rank = Rank::new(mesh.clone(), index, backend, Box::new(DryRunTransport));
+        rank.trace().enable();
+        rank
+    }
+
+    /// A rank of a dry run at the same place of the same mesh, which computes nothing and communicates with no rank: a program that runs
+    /// on the twin leaves a trace and a count of memory, prepacked operands excepted. Each call returns another twin.
+    #[must_use]
+    pub fn dry_twin(&self) -> Rank {
+        match &self.0.route {
+            Route::Direct { .. } => Rank::of_dry_run(self.mesh(), self.index(), 1),
+            Route::Slice { outer, axes } => {
+                let sliced_off = outer.mesh().axes().find(|axis| !axes.contains(axis));
+                outer.dry_twin().slice(sliced_off.expect("bug: a slice has all axes of its outer mesh"))
+            }
+        }
     }
 
     /// The rank of the whole world that this rank is, or is a slice of.

@@ -72,6 +72,15 @@ impl PackCacheGuard {
     }
 }
 
+/// Memory that a rank can still take from its device ([`Backend::available_memory`]).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AvailableMemory {
+    /// The bytes.
+    pub bytes: u64,
+    /// A text that ranks have in common if they share these bytes: that of a host or of a GPU. `None` if they are the rank's own.
+    pub shared_by: Option<String>,
+}
+
 /// One device as one rank sees it: allocates its memory and launches its kernels.
 pub trait Backend: fmt::Debug + Send + Sync {
     /// Returns the device.
@@ -91,6 +100,12 @@ pub trait Backend: fmt::Debug + Send + Sync {
 
     /// Returns the memory in use.
     fn memory(&self) -> MemoryStats;
+
+    /// Returns the memory that this rank can still take, now: what its limit leaves, or else the free memory of the device. `None` if that
+    /// is unknown, and on the null back end.
+    fn available_memory(&self) -> Option<AvailableMemory> {
+        None
+    }
 
     /// Returns the summed cost of all launches so far.
     fn cost(&self) -> Cost;

@@ -159,6 +159,13 @@ impl Allocator {
         Buffer::of(Memory::Meta { home: Some(self.0.0.clone()) }, bytes)
     }
 
+    /// Returns the bytes that the limit leaves to allocate; `None` without a limit.
+    #[must_use]
+    pub fn bytes_below_limit(&self) -> Option<usize> {
+        let limit_bytes = self.0.0.limit_bytes;
+        (limit_bytes != 0).then(|| limit_bytes.saturating_sub(self.stats().in_use_bytes))
+    }
+
     /// Returns every cached block to the system.
     pub fn release_cache(&self) {
         self.0.0.release_cache();

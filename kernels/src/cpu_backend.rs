@@ -1,12 +1,13 @@
 //! The CPU back end: host memory, a pool of threads, SIMD kernels chosen at run time.
 
-use crate::backend::{Backend, PackCacheGuard};
+use crate::backend::{AvailableMemory, Backend, PackCacheGuard};
 use crate::buffer::{Allocator, Buffer};
 use crate::cost::{Cost, CostCounter};
 use crate::cpu::Pool;
 use crate::cpu::pack_cache::PackCache;
 use crate::device::Device;
 use crate::error::{KernelError, MemoryStats};
+use crate::host_memory::{available_bytes, sharing_texts};
 use crate::host_vec::catch_kernel_error;
 use crate::kernel::{Kernel, Launch};
 use crate::provider::{BackendConfig, BackendProvider};
@@ -96,6 +97,14 @@ impl Backend for Cpu {
 
     fn memory(&self) -> MemoryStats {
         self.allocator.stats()
+    }
+
+    fn available_memory(&self) -> Option<AvailableMemory> {
+        if let Some(bytes) = self.allocator.bytes_below_limit() {
+            return Some(AvailableMemory { bytes: bytes as u64, shared_by: None });
+        }
+        let bytes = available_bytes()?;
+        Some(AvailableMemory { bytes, shared_by: Some(sharing_texts().concat()) })
     }
 
     fn cost(&self) -> Cost {

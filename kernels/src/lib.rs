@@ -18,6 +18,7 @@ mod spin_lock;
 mod sum_tree;
 pub mod buffer;
 pub mod host_vec;
+pub mod host_memory;
 pub mod precision;
 pub mod cpu;
 pub mod gpu;
@@ -33,7 +34,8 @@ pub mod cpu_backend;
 pub mod cuda;
 
 pub use backend::{
-    AsyncStream, Backend, Graph, PackCacheGuard, ResultCheck, SyncEvent, download, upload, upload_into,
+    AsyncStream, AvailableMemory, Backend, Graph, PackCacheGuard, ResultCheck, SyncEvent, download, upload,
+    upload_into,
 };
 pub use buffer::{Allocator, Buffer};
 pub use cost::Cost;

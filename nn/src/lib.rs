@@ -56,6 +56,7 @@ pub use module::param::{Init, Param};
 pub use module::precision::Precision;
 pub use module::{Module, ModuleLeaf};
 pub use optim::{AdamW, Ema, LossScale, LrScheduler, Muon, Optimizer, Optimizers, Sgd};
+pub use pipelined_model::{GatheringReason, StageGathering};
 pub use plan::Plan;
 pub use sharded_model::Model;
 pub use shardgrad_tensor::{ControlFlags, StateHash, StepArgs, StepReport};

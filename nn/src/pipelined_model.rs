@@ -4,6 +4,7 @@ mod stage_partition;
 mod gathering;
 
 pub(crate) use gathering::with_gather_policies;
+pub use gathering::{GatheringReason, StageGathering};
 
 use crate::module::Module;
 use crate::module::param::{Param, StageOwners, key_of_param};
@@ -18,6 +19,7 @@ use std::borrow::Cow;
 use std::cell::RefCell;
 use std::collections::HashSet;
 use std::ops::Range;
+use std::panic::Location;
 use std::rc::Rc;
 
 /// The noise of the recording; every replay draws with the noise of its step.
@@ -38,6 +40,18 @@ pub(crate) struct StepInputs<'a> {
     pub(crate) forward: ForwardFn<'a>,
 }
 
+/// The training step for which a model is cut into stages.
+#[derive(Clone, Copy)]
+pub(crate) struct PlannedStep<'a> {
+    pub(crate) num_microbatches: usize,
+    /// Example arguments of a microbatch.
+    pub(crate) arguments: &'a [Tensor],
+    /// The bytes of memory that a rank is assumed to have; `None` for those of its device.
+    pub(crate) rank_memory_bytes: Option<u64>,
+    /// The bytes of the optimizer state of a parameter on this rank.
+    pub(crate) optimizer_bytes: &'a dyn Fn(&Param) -> u64,
+}
+
 /// The pipeline stages of a model, with one recording for each layout of its arguments.
 #[derive(Debug)]
 pub(crate) struct PipelinedModel {
@@ -46,6 +60,8 @@ pub(crate) struct PipelinedModel {
     /// The schedule as it was chosen, without the transfers of these stages.
     chosen_schedule: Schedule,
     schedule: Schedule,
+    /// How the stages gather parameters: those of each pipeline rank, in a dry run those of this one.
+    gatherings: Vec<StageGathering>,
     /// The first recording, without hooks, decides which stage reads which parameters.
     recordings: RefCell<Vec<Recording>>,
 }
@@ -62,19 +78,20 @@ struct Recording {
 }
 
 impl PipelinedModel {
-    /// Records the forward function on example arguments, cuts the recording into stages, verifies the schedule, and initializes the
-    /// parameters of this rank's stages. `model` is on the slice of the world without the pipeline axis. If the cut or the schedule
-    /// depends on times, the stages are profiled first.
+    /// Records the forward function on the example arguments of a step, cuts the recording into stages, verifies the schedule, and
+    /// initializes the parameters of this rank's stages. `model` is on the slice of the world without the pipeline axis. If the cut or
+    /// the schedule depends on times, the stages are profiled first. How often stages gather parameters is decided before these have
+    /// values.
     #[track_caller]
     pub(crate) fn new<M: Module>(
         model: &Model<M>,
         pipeline: &PipelinePlan,
         axis: Axis,
         seed: u64,
-        num_microbatches: usize,
-        arguments: &[Tensor],
+        step: &PlannedStep<'_>,
         forward: ForwardFn<'_>,
     ) -> Result<PipelinedModel> {
+        let (site, PlannedStep { num_microbatches, arguments, .. }) = (Location::caller(), *step);
         let rank = model.pass_rank();
         let layouts: Vec<Layout> = arguments.iter().map(|t| t.layout().clone()).collect();
         let program = Program::record(rank, &layouts, Some(Noise { seed, ..TRACING_NOISE }), forward)?;
@@ -82,17 +99,28 @@ impl PipelinedModel {
             stage_partition::choose(model, pipeline, axis, seed, num_microbatches, &program, arguments)?;
         let own_rank = rank.world().coordinate(axis);
         let stages = Stages::new(program, &starts).with_bucket_bytes(model.bucket_bytes());
-        let stages = with_gather_policies(stages, model, &chosen_schedule.stage_ranks, own_rank);
+        let stages = gathering::reducing_each_pass(stages, model);
         let schedule = with_transfers(&chosen_schedule, &stages)?;
+        let gatherings = gathering::choose(model, axis, (&stages, &schedule), &layouts, step, site)?;
+        let own = gatherings.iter().find(|gathering| gathering.pipeline_rank == own_rank);
+        let stages = match own.is_some_and(|own| own.by_microbatch) {
+            true => gathering::gathering_each_pass(stages, model, &schedule.stage_ranks, own_rank),
+            false => stages,
+        };
         init_params(model, axis, &stages, &schedule.stage_ranks, seed)?;
         let first = Recording { arguments: layouts, hooks: 0, draws: true, stages: Rc::new(stages) };
         let recordings = RefCell::new(vec![first]);
-        Ok(PipelinedModel { axis, seed, chosen_schedule, schedule, recordings })
+        Ok(PipelinedModel { axis, seed, chosen_schedule, schedule, gatherings, recordings })
     }
 
     /// The schedule, with transfers.
     pub(crate) fn schedule(&self) -> &Schedule {
         &self.schedule
+    }
+
+    /// How the stages gather parameters.
+    pub(crate) fn gatherings(&self) -> &[StageGathering] {
+        &self.gatherings
     }
 
     /// Whether this rank's stages gather parameters in each pass.

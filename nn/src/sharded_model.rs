@@ -48,6 +48,15 @@ pub struct Model<M> {
 /// The parameters of each gather group, in traversal order, under the path of the module that the group is named after.
 type GroupedParams = Vec<(String, Vec<Param>)>;
 
+/// The ranks and the values of a model that is on its dry twin ([`Model::enter_dry_twin`]).
+pub(crate) struct RealModel {
+    rank: Rank,
+    pass_rank: Option<Rank>,
+    gather_order: Rc<GatherOrder>,
+    /// The stored tensors, in the order of the parameters.
+    stored: Vec<Option<Tensor>>,
+}
+
 /// The next free parameter key of a rank: keys are unique over all models of the rank, so that two models can share a tape.
 #[derive(Default)]
 struct KeyCounter(Cell<Key>);
@@ -192,6 +201,28 @@ impl<M: Module> Model<M> {
     /// The rank on whose mesh passes run: that of the model, or the slice without the axes that shard rows.
     pub(crate) fn pass_rank(&self) -> &Rank {
         self.pass_rank.as_ref().unwrap_or(&self.rank)
+    }
+
+    /// Puts the model on a dry twin of its rank, and of the rank of passes if there is one: parameters have layouts and no values there.
+    /// [`Model::leave_dry_twin`] puts it back.
+    pub(crate) fn enter_dry_twin(&mut self, rank: Rank, pass_rank: Option<Rank>) -> RealModel {
+        let meta = |param: &Param| param.is_local().then(|| Tensor::meta(&rank, &param.layout()));
+        let stored = self.params.iter().map(|param| param.swap_value(meta(param))).collect();
+        let gather_order = Rc::new(GatherOrder::new(0..self.gather_groups.len() as u32));
+        RealModel {
+            rank: std::mem::replace(&mut self.rank, rank),
+            pass_rank: std::mem::replace(&mut self.pass_rank, pass_rank),
+            gather_order: std::mem::replace(&mut self.gather_order, gather_order),
+            stored,
+        }
+    }
+
+    /// Puts the model back on its rank, with its values.
+    pub(crate) fn leave_dry_twin(&mut self, real: RealModel) {
+        for (param, stored) in self.params.iter().zip(real.stored) {
+            param.swap_value(stored);
+        }
+        (self.rank, self.pass_rank, self.gather_order) = (real.rank, real.pass_rank, real.gather_order);
     }
 
     /// Runs passes with the parameters in the form of the mesh of passes: shards over the axes of rows are gathered first, and freed

@@ -480,6 +480,10 @@ pub(crate) struct ExplainArgs {
     pub(crate) dtype: DType,
     #[command(flatten)]
     pub(crate) stored: StoredArgs,
+    /// Memory of a rank, as in 16GB, by which a pipeline with ZeRO stage 3 gathers parameters once per step or by microbatch
+    /// [default: as much as the step needs]
+    #[arg(long, value_name = "BYTES", value_parser = values::bytes, help_heading = "Execution")]
+    memory_limit: Option<values::Bytes>,
     /// Compare the step under two plans: files, or `family` for the plan of the model's family
     #[arg(
         long, num_args = 2, value_names = ["PLAN1", "PLAN2"], value_parser = values::plan_choice,
@@ -495,6 +499,11 @@ pub(crate) struct ExplainArgs {
 }
 
 impl ExplainArgs {
+    /// Returns the memory that a rank is assumed to have, if given.
+    pub(crate) fn memory_limit(&self) -> Option<u64> {
+        self.memory_limit.map(|limit| limit.0)
+    }
+
     /// Returns the plans that `--diff` compares.
     pub(crate) fn compared_plans(&self) -> Option<&[values::PlanChoice; 2]> {
         self.diff.as_deref()?.try_into().ok()

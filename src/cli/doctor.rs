@@ -2,8 +2,6 @@
 //! `cuda`, loads the libraries that the CUDA back end uses. It never fails.
 
 use super::args::DoctorArgs;
-use super::memory::limits::{LimitSource, MemoryLimit, field, kib, memory_limits};
-use super::memory::read_system_file;
 use super::reproducibility::{of_machine, op_classes};
 use serde_json::json;
 #[cfg(feature = "cuda")]
@@ -12,6 +10,9 @@ use shardgrad::Result;
 use shardgrad::kernels::MatmulPrecision;
 use shardgrad::kernels::cpu::gemm::rounds_to_bf16;
 use shardgrad::kernels::cpu::simd::{LIMIT_VARIABLE, Level, level, limit};
+use shardgrad::kernels::host_memory::{
+    LimitSource, MemoryLimit, field, kib, memory_limits, read_system_file,
+};
 use std::collections::{BTreeMap, BTreeSet};
 use std::env;
 use std::fmt::Write as _;

@@ -12,7 +12,10 @@ use crate::train::{RunFlags, batch};
 use serde_json::json;
 use shardgrad::dist::{Phase, Record, check_issue_order};
 use shardgrad::kernels::Cost;
-use shardgrad::nn::{Deterministic, LanguageModel, ModelConfig, Precision, Trainer, TrainerConfig};
+use shardgrad::nn::{
+    Deterministic, GatheringReason, LanguageModel, ModelConfig, Precision, StageGathering, Trainer,
+    TrainerConfig,
+};
 use shardgrad::prelude::*;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -48,6 +51,8 @@ pub(super) struct StepSpec<'a> {
     pub(super) precision: Precision,
     /// Which changes of the run leave its bits as they are.
     pub(super) deterministic: Deterministic,
+    /// The memory that a rank is assumed to have ([`TrainerConfig::rank_memory_bytes`]).
+    pub(super) rank_memory_bytes: Option<u64>,
 }
 
 impl<'a> StepSpec<'a> {
@@ -65,7 +70,7 @@ impl<'a> StepSpec<'a> {
         limit: u64,
         f: impl FnOnce(&Rank, &mut Trainer<'_, LanguageModel>) -> Result<T>,
     ) -> Result<T> {
-        let StepSpec { config, plan, seq, token_order, microbatches, precision, deterministic, .. } = *self;
+        let StepSpec { config, plan, seq, token_order, microbatches, precision, .. } = *self;
         let limit = usize::try_from(limit).unwrap_or(0);
         World::new(mesh.clone()).memory_limit(limit).dry_run(rank, |rank| {
             let blank = |own: Range<usize>| vec![0; own.len() * seq];
@@ -83,7 +88,8 @@ impl<'a> StepSpec<'a> {
                 dtype: precision.dtype,
                 param_dtype: Some(precision.param_dtype),
                 copies_checked_every: 0,
-                deterministic,
+                deterministic: self.deterministic,
+                rank_memory_bytes: self.rank_memory_bytes,
                 ..TrainerConfig::new(self.batch)
             };
             let loss = |model: &LanguageModel, x: &[Var]| model.loss_from_batch(x);
@@ -169,8 +175,8 @@ struct Gathering {
     axis: String,
     /// The modules whose parameters each microbatch gathers together. Empty if a step gathers once.
     groups: Vec<String>,
-    /// In stage 3 on a pipeline: the bytes of the gathered form of all parameters of this rank.
-    bytes: Option<u64>,
+    /// In stage 3 on a pipeline: how its ranks gather, and why.
+    by_stage: Option<StageGathering>,
     /// Whether sums are canonical: then a step gathers and reduces once in every stage.
     is_canonical: bool,
 }
@@ -188,27 +194,25 @@ impl Gathering {
         };
         let groups: Vec<(String, Vec<Layout>)> =
             model.gather_groups().iter().map(|(module, names)| (module.to_string(), local(names))).collect();
-        let bytes =
-            groups.iter().flat_map(|(_, layouts)| layouts).map(|layout| local_bytes(layout, trainer)).sum();
         let is_gathered = |(_, layouts): &(String, Vec<Layout>)| {
             !layouts.is_empty() && !is_canonical && (!is_pipelined || trainer.gathers_by_microbatch())
         };
         let modules = groups.into_iter().filter(is_gathered).map(|(module, _)| module).collect();
-        let bytes = (stage == 3 && is_pipelined && !is_canonical).then_some(bytes);
-        Some(Gathering { stage, axis: axis.to_string(), groups: modules, bytes, is_canonical })
+        let own_rank = model.rank().world().mesh().axis("pp").map(|pp| model.rank().world().coordinate(pp));
+        let is_own = |gathering: &&StageGathering| Some(gathering.pipeline_rank) == own_rank;
+        let by_stage = trainer.stage_gatherings().iter().find(is_own).copied().filter(|_| !is_canonical);
+        Some(Gathering { stage, axis: axis.to_string(), groups: modules, by_stage, is_canonical })
     }
 
     /// Describes when parameters are gathered and gradients reduced.
     fn text(&self) -> String {
-        let Gathering { stage, axis, groups, bytes, is_canonical } = self;
-        let gathered = match (groups.len(), bytes.map(format_bytes)) {
+        let Gathering { stage, axis, groups, by_stage, is_canonical } = self;
+        let gathered = match (groups.len(), by_stage) {
             (0, None) => "gathered once per step and kept".to_string(),
-            (0, Some(bytes)) => {
-                format!("gathered once per step and kept: {bytes}, as gathered_bytes_max allows")
-            }
-            (count, bytes) => {
-                let when = bytes.map_or_else(String::new, |bytes| {
-                    format!("by each microbatch, since all take {bytes}, more than gathered_bytes_max, ")
+            (0, Some(stage)) => format!("gathered once per step and kept: {}", text_of_stage(stage)),
+            (count, stage) => {
+                let when = stage.as_ref().map_or_else(String::new, |stage| {
+                    format!("by each microbatch, since all take {}, ", text_of_stage(stage))
                 });
                 format!(
                     "gathered {when}in {count} groups, one group ahead, freed after use and gathered again for the backward pass: {}",
@@ -220,6 +224,23 @@ impl Gathering {
         format!(
             "sharded data\n  stage {stage} of ZeRO over {axis}\n  parameters: {gathered}\n  gradients: reduced {reduced}\n"
         )
+    }
+}
+
+/// Returns the bytes of the gathered parameters of a pipeline rank, and what decides how often it gathers them.
+pub(super) fn text_of_stage(stage: &StageGathering) -> String {
+    let bytes = format_bytes(stage.gathered_bytes);
+    match stage.reason {
+        GatheringReason::Bound(_) if stage.by_microbatch => format!("{bytes}, more than gathered_bytes_max"),
+        GatheringReason::Bound(_) => format!("{bytes}, as gathered_bytes_max allows"),
+        GatheringReason::Memory { needed_bytes, available_bytes: None } => {
+            let needed = format_bytes(needed_bytes);
+            format!("{bytes}, with which a step needs about {needed}; --memory-limit states what a rank has")
+        }
+        GatheringReason::Memory { needed_bytes, available_bytes: Some(available) } => {
+            let [needed, available] = [needed_bytes, available].map(format_bytes);
+            format!("{bytes}, with which a step needs about {needed}; a rank has {available}")
+        }
     }
 }
 
@@ -277,6 +298,7 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
         microbatches,
         precision,
         deterministic,
+        rank_memory_bytes: args.memory_limit(),
     };
     if let Some([before, after]) = args.compared_plans() {
         let [before, after] = [before, after].map(|plan| args.pipeline.plan(plan.plan_or(&family)));
@@ -456,10 +478,18 @@ fn print_json(mesh: &Mesh, step: &StepSummary) {
             "numel": r.numel(), "bytes": r.bytes, "line": line})
         );
     }
-    if let Some(Gathering { stage, axis, groups, bytes, .. }) = &step.gathering {
+    if let Some(Gathering { stage, axis, groups, by_stage, .. }) = &step.gathering {
+        let bytes = by_stage.map(|stage| stage.gathered_bytes);
+        let (needed, available) = match by_stage.map(|stage| stage.reason) {
+            Some(GatheringReason::Memory { needed_bytes, available_bytes }) => {
+                (Some(needed_bytes), available_bytes)
+            }
+            _ => (None, None),
+        };
         println!(
             "{}",
-            json!({"kind": "sharded_data", "rank": rank, "stage": stage, "axis": axis, "gather_groups": groups, "gathered_bytes": bytes})
+            json!({"kind": "sharded_data", "rank": rank, "stage": stage, "axis": axis, "gather_groups": groups,
+            "gathered_bytes": bytes, "needed_bytes": needed, "assumed_bytes": available})
         );
     }
     if !step.regathered.is_empty() {

@@ -1,16 +1,15 @@
 //! Memory check before a run: rejects a command that needs more memory than is available. Otherwise the kernel's OOM killer may end the
 //! process without a message.
 
-pub(super) mod limits;
-
 use super::args::RunArgs;
 use super::explain::{PeakMemory, StepSpec, format_bytes, largest_ranks};
 use super::inference_model;
 use super::ranks::{num_local_ranks, process};
-use limits::{LimitSource, MemoryLimit, memory_limits};
+use shardgrad::kernels::host_memory::{
+    LimitSource, MemoryLimit, available_bytes, memory_limits, read_system_file,
+};
 use shardgrad::nn::ModelConfig;
 use shardgrad::prelude::*;
-use std::fs;
 use std::path::Path;
 
 /// Peak memory of a run, in bytes.
@@ -77,9 +76,11 @@ fn check(what: &str, need: MemoryNeed, limit: Option<u64>, memory_limits: &[Memo
     Ok(())
 }
 
-/// Reads a system file.
-pub(super) fn read_system_file(path: &Path) -> Option<String> {
-    fs::read_to_string(path).ok()
+/// Returns the memory of a rank by which a pipeline decides how often it gathers parameters: its limit, or else an equal part of the free
+/// memory of the host. `None` if that is unknown, and on a GPU.
+pub(super) fn rank_memory_bytes(run: &RunArgs, mesh: &Mesh) -> Option<u64> {
+    let part = || Some(available_bytes()? / num_local_ranks(mesh) as u64);
+    run.memory_limit().or_else(|| part().filter(|_| run.is_on_host()))
 }
 
 /// Returns the peak memory of the largest rank of each stage, with prepacked operands dropped under a limit (0: none).

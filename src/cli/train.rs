@@ -19,6 +19,7 @@ use steps::{StepsOutcome, run_steps};
 use super::Failure;
 use super::args::TrainArgs;
 use super::consistency;
+use super::explain::text_of_stage;
 use super::ranks::{Ranks, Startup, is_rank_zero};
 use crate::data::{Sampler, TokenOrder};
 use crate::interrupt::{Interrupt, StopReason};
@@ -304,11 +305,23 @@ fn train(rank: &Rank, job: &Job, steps: &Steps) -> Result<StepsOutcome> {
         (None, None) => {}
     }
     let is_rank_zero = rank.index() == 0;
+    if is_rank_zero && !job.spec.json && !job.spec.is_done() {
+        print_gatherings(&trainer, job);
+    }
     job.state.interrupt.begin_steps();
     rescue_on_failure(&mut trainer, job, |trainer| {
         let outcome = steps(trainer, &prefetcher, is_rank_zero, job)?;
         if outcome.steps == 0 { Ok(outcome) } else { save_final_state(trainer, outcome, is_rank_zero, job) }
     })
+}
+
+/// Prints how often the pipeline ranks gather parameters, and why.
+fn print_gatherings(trainer: &Trainer<'_, LanguageModel>, job: &Job) {
+    for stage in trainer.stage_gatherings() {
+        let (rank, why) = (stage.pipeline_rank, text_of_stage(stage));
+        let when = if stage.by_microbatch { "by each microbatch" } else { "once per step" };
+        job.state.lines.print_line(format_args!("pipeline rank {rank} gathers its parameters {when}: {why}"));
+    }
 }
 
 /// Saves the model at the end of a run, unless that is done, and a checkpoint, unless a failed checkpoint ended the run. Collective.

@@ -97,6 +97,7 @@ impl TrainConfig {
             // `train` compares more, every `--check-every` steps: Trainer::check_consistent.
             copies_checked_every: 0,
             capture: self.capture,
+            ..TrainerConfig::new(self.batch)
         };
         let read = |rank: &Rank, step: u64, rows: Range<usize>| prefetcher.arguments(rank, step, rows);
         let loss = |model: &LanguageModel, x: &[Var]| model.loss_from_batch(x);

@@ -345,7 +345,13 @@ impl Step<'_> {
             } else if let Some(key) = declared.key {
                 self.bind_parameter(stage, external, key, tape)?
             } else {
-                tape.constant(declared.constant.clone().ok_or_else(missing_value)?)
+                let constant = declared.constant.as_ref().ok_or_else(missing_value)?;
+                // On a dry twin of the rank of the recording there are no values.
+                let is_elsewhere = self.runner.rank.is_dry_run() && constant.rank() != self.runner.rank;
+                tape.constant(match is_elsewhere {
+                    true => Tensor::meta(self.runner.rank, constant.layout()),
+                    false => constant.clone(),
+                })
             };
             values.insert(Slot::External(external), var);
         }

@@ -10,7 +10,7 @@ use super::library::{DRIVER, SearchPaths};
 use super::matmul::MatmulRunner;
 use super::memory::{CachingAllocator, DriverChunks};
 use super::staging::Staging;
-use crate::backend::{AsyncStream, Backend, Graph, ResultCheck, SyncEvent};
+use crate::backend::{AsyncStream, AvailableMemory, Backend, Graph, ResultCheck, SyncEvent};
 use crate::buffer::Buffer;
 use crate::cost::Cost;
 use crate::device::Device;
@@ -160,6 +160,8 @@ impl Cuda {
                 0 => device.properties.memory_bytes,
                 limit => limit,
             },
+            has_memory_limit: config.memory_bytes_max != 0,
+            uuid: device.properties.uuid.clone(),
             num_threads: config.num_threads,
             programs: device.programs.clone(),
             cost: Mutex::default(),
@@ -272,6 +274,17 @@ impl Backend for Cuda {
 
     fn memory(&self) -> MemoryStats {
         self.rank.memory.stats()
+    }
+
+    fn available_memory(&self) -> Option<AvailableMemory> {
+        let stats = self.rank.memory.stats();
+        if self.rank.has_memory_limit {
+            let bytes = self.rank.memory_bytes.saturating_sub(stats.in_use_bytes) as u64;
+            return Some(AvailableMemory { bytes, shared_by: None });
+        }
+        let free = self.rank.stream.context().free_bytes().ok()?;
+        let bytes = (free + stats.reserved_bytes.saturating_sub(stats.in_use_bytes)) as u64;
+        Some(AvailableMemory { bytes, shared_by: Some(self.rank.uuid.clone()) })
     }
 
     fn cost(&self) -> Cost {

@@ -38,6 +38,10 @@ pub(super) struct RankState {
     pub(super) shared_bytes_max: u32,
     /// The most memory of the rank, in bytes.
     pub(super) memory_bytes: usize,
+    /// Whether that is a limit of the rank, and not the memory of the GPU.
+    pub(super) has_memory_limit: bool,
+    /// The UUID of the GPU.
+    pub(super) uuid: String,
     pub(super) num_threads: usize,
     pub(super) programs: Arc<Programs>,
     pub(super) cost: Mutex<Cost>,

@@ -33,6 +33,7 @@ foreign!(Table {
     fn cuCtxSynchronize();
     fn cuMemAlloc_v2(address: *mut CUdeviceptr, bytes: usize);
     fn cuMemFree_v2(address: CUdeviceptr);
+    fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize);
     fn cuMemHostAlloc(start: *mut *mut c_void, bytes: usize, flags: c_uint);
     fn cuMemFreeHost(start: *mut c_void);
     fn cuMemcpyHtoDAsync_v2(to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream);
@@ -354,6 +355,15 @@ impl Context {
             Err(KernelError::OutOfMemory { .. }) => Ok(None),
             Err(error) => Err(error),
         }
+    }
+
+    /// Returns the bytes of GPU memory that no process has allocated.
+    pub(super) fn free_bytes(&self) -> Result<usize, KernelError> {
+        let table = self.bound()?;
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: the out-pointers outlive the call.
+        unsafe { table.cuMemGetInfo_v2(&mut free, &mut total) }?;
+        Ok(free)
     }
 
     fn captures(&self) -> MutexGuard<'_, Captures> {

@@ -343,6 +343,21 @@ fn out_of_memory_and_lost_contexts_are_reported() {
     );
 }
 
+#[test]
+fn available_memory_is_that_of_the_gpu_or_what_the_limit_leaves() {
+    let Some(folder) = fake::gpu("small-gpu") else { return };
+    for (limit, is_shared) in [(0, true), (100 << 20, false)] {
+        let config = BackendConfig { memory_bytes_max: limit, ..BackendConfig::default() };
+        let gpu = CudaDevice::open(&folder.search_paths(), 0).unwrap().backend(config).unwrap();
+        let available = || gpu.available_memory().unwrap();
+        let before = available();
+        let held = gpu.alloc(40 << 20).unwrap();
+        assert_eq!(before.bytes - available().bytes, 40 << 20);
+        drop(held);
+        assert_eq!((available(), before.shared_by.is_some()), (before.clone(), is_shared));
+    }
+}
+
 /// Computes a b of views of host data on a back end.
 fn matmul<T: Element>(
     on: &dyn Backend,

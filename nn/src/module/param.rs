@@ -479,6 +479,12 @@ impl Param {
         Ok(())
     }
 
+    /// Exchanges the stored tensor for one of the same layout, or for none, and returns it.
+    pub(crate) fn swap_value(&self, tensor: Option<Tensor>) -> Option<Tensor> {
+        let mut state = self.0.state.borrow_mut();
+        state.as_mut().and_then(|state| std::mem::replace(&mut state.stored, tensor))
+    }
+
     /// Adds one number to each element, in row-major order of the global shape, in place. Every rank that holds the parameter calls this
     /// together.
     ///

@@ -10,7 +10,7 @@
 //! | 2 | for the step | shards, reduce-scattered in each backward pass | 2 + 16 / N |
 //! | 3 | one group in use, and the next | shards, reduce-scattered in each backward pass | 16 / N, and two groups of 2 |
 //!
-//! On a pipeline stage 3 is stage 2, or gathers by microbatch as above ([`Plan::gathered_bytes_max`]).
+//! On a pipeline stage 3 is stage 2 where memory allows, or else gathers by microbatch as above ([`Plan::gathered_bytes_max`]).
 //!
 //! Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv 1910.02054; Zhao et al.,
 //! "PyTorch FSDP", arXiv 2304.11277. Over two axes, of which one holds copies, this is hybrid sharding (HSDP).
@@ -42,7 +42,7 @@ impl Plan {
     /// - Stage 1 keeps gathered parameters for the step, sums gradients unsharded and reduce-scatters them once per step.
     /// - Stage 2 reduce-scatters the gradients of each microbatch, so that their sum is sharded too.
     /// - Stage 3 also frees gathered parameters after use, and gathers them again for the backward pass, one group ahead
-    ///   ([`Plan::gather_group`]). On a pipeline [`Plan::gathered_bytes_max`] decides whether it does.
+    ///   ([`Plan::gather_group`]). On a pipeline memory or [`Plan::gathered_bytes_max`] decides whether it does.
     #[doc(alias = "ZeRO")]
     #[doc(alias = "DistributedOptimizer")]
     #[doc(alias = "ZeroRedundancyOptimizer")]
@@ -85,8 +85,10 @@ impl Plan {
     /// a rank, in the dtype of computation. Otherwise the stages of this rank gather by microbatch: each forward and backward pass
     /// gathers group after group and frees each after its use. With 0 bytes all stages do.
     ///
-    /// Without a bound, stages gather once per step. A step of m microbatches then moves each parameter once and not up to 2 m times,
-    /// and pipelines need many microbatches; the stages of a pipeline are small already, 1 / p of the model on p ranks.
+    /// Without a bound, the stages of a rank gather once per step if the step fits into the memory of the ranks so
+    /// ([`Trainer::stage_gatherings`](crate::Trainer::stage_gatherings), [`TrainerConfig::rank_memory_bytes`](crate::TrainerConfig::rank_memory_bytes)). A
+    /// step of m microbatches then moves each parameter once and not up to 2 m times, and pipelines need many microbatches; the stages
+    /// of a pipeline are small already, 1 / p of the model on p ranks. Inference gathers once per forward pass then.
     ///
     /// ```
     /// use shardgrad_nn::Plan;

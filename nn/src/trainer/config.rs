@@ -38,6 +38,22 @@ pub struct TrainerConfig {
     /// How many updates apart the copies of gradients and parameters are compared ([`StepArgs`](shardgrad_tensor::StepArgs)); 0 for
     /// never.
     pub copies_checked_every: u64,
+    /// The bytes of memory that a rank is assumed to have, by which a pipeline with stage 3 of ZeRO gathers parameters once per step or by
+    /// microbatch ([`Plan::gathered_bytes_max`](crate::Plan::gathered_bytes_max)); no value of a run depends on it. `None` for what the
+    /// device has left when the trainer is constructed, divided by the ranks that share it; in a dry run for any number.
+    pub rank_memory_bytes: Option<u64>,
+    /// Whether ranks compare, before the first step and again when other parameters are frozen, the order in which they issue the
+    /// collectives and messages of a step, over all groups. An order that deadlocks is refused with the calls and their lines
+    /// ([`Rank::check_issue_order`](shardgrad_tensor::Rank::check_issue_order)), before NCCL hangs in it. On by default; without effect on
+    /// a mesh with one axis of several ranks and no pipeline, where ranks compare calls as they make them.
+    ///
+    /// The calls are those of the forward and backward passes, which run once more on the null back end, without memory and
+    /// arithmetic: `load_batch` and the loss are called with a [dry twin](shardgrad_tensor::Rank::dry_twin) of the rank. Not proved are
+    /// the calls of the update (one all-reduce over the world, then those of the optimizer) and of evaluations, and passes that cannot
+    /// run so: a loss that reads values, or a model with hooks. Set it to false for a loss or a module that keeps tensors from one call
+    /// for the next: those of the twin have no values.
+    #[doc(alias = "NCCL deadlock")]
+    pub proves_issue_order: bool,
     /// Whether the first step is captured as a graph and later steps replay the graph, with the same bits.
     ///
     /// Capture needs a world of one rank, no pipeline, and a device that supports graph capture;
@@ -77,6 +93,8 @@ impl TrainerConfig {
             clip,
             deterministic,
             copies_checked_every,
+            rank_memory_bytes: None,
+            proves_issue_order: true,
             capture,
         }
     }

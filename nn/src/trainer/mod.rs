@@ -7,6 +7,7 @@ mod forward_backward;
 mod graph_capture;
 mod not_finite;
 mod consistency;
+mod issue_order;
 mod evaluation;
 mod inference;
 mod state;
@@ -16,8 +17,9 @@ pub use row_leaves::Deterministic;
 
 use crate::loss::{Loss, LossForm};
 use crate::module::Module;
+use crate::module::param::Param;
 use crate::optim::{LossScale, Optimizer};
-use crate::pipelined_model::PipelinedModel;
+use crate::pipelined_model::{PipelinedModel, PlannedStep, StageGathering};
 use crate::plan::Plan;
 use crate::sharded_model::Model;
 use config::check_config;
@@ -58,6 +60,8 @@ pub struct Trainer<'t, M> {
     /// Step before the first update by this trainer. While `step` equals `first_step`, no update has changed the
     /// parameters.
     first_step: u64,
+    /// Which parameters were frozen when the issue order of the passes was last proved.
+    proved_frozen: Option<Vec<bool>>,
     /// Whether an update has begun and not finished: the parameters may then belong to no step.
     update_in_progress: bool,
     passes: RefCell<Vec<TimedAction>>,
@@ -120,8 +124,14 @@ impl<'t, M: Module> Trainer<'t, M> {
                     recorded.set(Some(form.or_count_max(num_rows)));
                     Ok(vars)
                 };
-                let pipelined =
-                    PipelinedModel::new(&model, pipeline, axis, config.seed, microbatches, &first, &forward)?;
+                let optimizer_bytes = |param: &Param| optimizer_bytes(&optim, param, &stage_rank);
+                let step = PlannedStep {
+                    num_microbatches: microbatches,
+                    arguments: &first,
+                    rank_memory_bytes: config.rank_memory_bytes,
+                    optimizer_bytes: &optimizer_bytes,
+                };
+                let pipelined = PipelinedModel::new(&model, pipeline, axis, config.seed, &step, &forward)?;
                 let form = recorded.take().expect("the loss was recorded");
                 Some((pipelined, form))
             }
@@ -159,6 +169,7 @@ impl<'t, M: Module> Trainer<'t, M> {
             loss_scale,
             step: 0,
             first_step: 0,
+            proved_frozen: None,
             update_in_progress: false,
             passes,
             site: Location::caller(),
@@ -194,6 +205,14 @@ impl<'t, M: Module> Trainer<'t, M> {
     #[must_use]
     pub fn gathers_by_microbatch(&self) -> bool {
         self.pipelined.as_ref().is_some_and(|(pipelined, _)| pipelined.gathers_by_microbatch())
+    }
+
+    /// Returns how the stages of each pipeline rank gather parameters that stage 3 of ZeRO stores as shards, and why; in a dry run those of
+    /// this rank alone. Empty without such parameters, without a pipeline, and where sums do not depend on the mesh and the plan has no
+    /// bound.
+    #[must_use]
+    pub fn stage_gatherings(&self) -> &[StageGathering] {
+        self.pipelined.as_ref().map_or(&[][..], |(pipelined, _)| pipelined.gatherings())
     }
 
     /// Returns the index of the first op of each pipeline stage, and the path of that op in the model.
@@ -270,8 +289,8 @@ impl<'t, M: Module> Trainer<'t, M> {
     /// # Errors
     /// `Kind::NotFinite` on every rank, before the update, if the loss, a gradient or a control number is not finite.
     /// With a loss scale above 1, gradients that are not finite only skip the update and halve the scale.
-    /// `Kind::DType` for a loss of 16 bits. `Kind::Config` as [`Optimizer::step`]. Errors of ops, of `load_batch` and of
-    /// collectives.
+    /// `Kind::DType` for a loss of 16 bits. `Kind::Config` as [`Optimizer::step`]. `Kind::Collective` before the first step for
+    /// collectives without a common order ([`TrainerConfig::proves_issue_order`]). Errors of ops, of `load_batch` and of collectives.
     #[track_caller]
     pub fn step_with(&mut self, control: ControlFlags) -> Result<StepReport> {
         self.site = Location::caller();
@@ -282,6 +301,7 @@ impl<'t, M: Module> Trainer<'t, M> {
         let norm_leaves = self.leaves.as_ref().map(RowLeaves::norm_leaves);
         let args = StepArgs { clip, control, copies_checked_every, norm_leaves, ..StepArgs::new(lr) };
 
+        self.prove_issue_order()?;
         let pass = self.forward_backward()?;
         // Inputs are uploaded before a captured pass runs, so that nothing comes between pass and update.
         let mut update = self.prepare_update(pass, args)?;
@@ -309,6 +329,14 @@ impl<'t, M: Module> Trainer<'t, M> {
     fn loss_factor(&self) -> f64 {
         self.loss_scale.map_or(1.0, LossScale::factor)
     }
+}
+
+/// Returns the bytes of the optimizer state of a parameter on a rank.
+fn optimizer_bytes(optim: &dyn Optimizer, param: &Param, rank: &Rank) -> u64 {
+    let num_tensors = optim.state_names(param).map_or(0, |names| names.len());
+    let layout = param.layout();
+    let numel: usize = layout.local_shape(rank.coordinates()).iter().product();
+    (num_tensors * numel * layout.dtype().accumulator().size()) as u64
 }
 
 impl<M> fmt::Debug for Trainer<'_, M> {

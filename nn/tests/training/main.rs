@@ -10,6 +10,7 @@ mod composite_ops;
 mod parameter_names;
 mod watch;
 mod error_sites;
+mod issue_order;
 mod mesh_parity;
 mod gradient_accumulation;
 mod exact_mean;

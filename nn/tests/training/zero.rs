@@ -27,11 +27,14 @@ pub(crate) struct Run {
     pub(crate) rows: usize,
     pub(crate) microbatches: usize,
     pub(crate) recompute: bool,
+    /// The memory that a rank is assumed to have.
+    pub(crate) rank_memory_bytes: Option<u64>,
 }
 
 impl Run {
     pub(crate) fn new(config: impl Into<ModelConfig>, plan: Plan, mesh: &'static str) -> Run {
-        Run { config: config.into(), plan, mesh, rows: ROWS, microbatches: 2, recompute: false }
+        let (config, rank_memory_bytes) = (config.into(), None);
+        Run { config, plan, mesh, rows: ROWS, microbatches: 2, recompute: false, rank_memory_bytes }
     }
 
     pub(crate) fn alone(&self) -> Run {
@@ -49,9 +52,13 @@ impl Run {
             let first = step as usize;
             Ok(vec![batch(rank, plan, rows.clone(), first)?, batch(rank, plan, rows, first + 1)?])
         };
-        let microbatches = self.microbatches;
-        let settings =
-            TrainerConfig { microbatches, dtype: DType::F64, clip, ..TrainerConfig::new(self.rows) };
+        let settings = TrainerConfig {
+            microbatches: self.microbatches,
+            dtype: DType::F64,
+            clip,
+            rank_memory_bytes: self.rank_memory_bytes,
+            ..TrainerConfig::new(self.rows)
+        };
         let loss = |model: &LanguageModel, x: &[Var]| model.loss_from_batch(x);
         let module = LanguageModel::new(&self.config).recompute(self.recompute);
         Trainer::new(rank, module, plan, optim, settings, read, loss)

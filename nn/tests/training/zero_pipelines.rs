@@ -8,10 +8,10 @@ use crate::zero::{GROUP, Run, mixtral, moved};
 use shardgrad_autograd::Var;
 use shardgrad_autograd::pipeline::NAMES;
 use shardgrad_nn::{
-    AdamW, InferenceModel, LanguageModel, LlamaKind, ModelConfig, Optimizer, Param, Plan, Precision,
-    ResultRanks, Sgd, Trainer, TrainerConfig,
+    AdamW, GatheringReason, InferenceModel, LanguageModel, LlamaKind, ModelConfig, Optimizer, Param, Plan,
+    Precision, ResultRanks, Sgd, StageGathering, Trainer, TrainerConfig,
 };
-use shardgrad_tensor::{DType, Layout, Phase, Rank, Record, Result, Tensor, Value};
+use shardgrad_tensor::{DType, Layout, Mesh, Phase, Rank, Record, Result, Tensor, Value, World};
 use std::ops::Range;
 
 const MICROBATCHES: usize = 4;
@@ -19,7 +19,7 @@ const MICROBATCHES: usize = 4;
 /// Stage 3 with a pipeline schedule, gathered once per step (`false`) or by microbatch.
 fn plan(schedule: &str, by_microbatch: bool) -> Plan {
     let plan = Plan::pipeline_parallel("pp").pipeline_schedule(schedule).and(Plan::fsdp("fsdp"));
-    if by_microbatch { plan.gathered_bytes_max(0) } else { plan }
+    plan.gathered_bytes_max(if by_microbatch { 0 } else { usize::MAX })
 }
 
 #[test]
@@ -247,6 +247,100 @@ fn each_pipeline_rank_compares_the_bytes_of_its_stages_with_the_bound() {
     ] {
         for (held, by_microbatch) in gathers(bound) {
             assert_eq!(by_microbatch, expected[usize::from(held == large)], "{held} bytes under {bound}");
+        }
+    }
+}
+
+/// What decides how each pipeline rank gathers parameters: the bytes that it needs and has.
+fn memory_of(stages: &[StageGathering]) -> Vec<(u64, Option<u64>)> {
+    let memory = |stage: &StageGathering| match stage.reason {
+        GatheringReason::Memory { needed_bytes, available_bytes } => (needed_bytes, available_bytes),
+        GatheringReason::Bound(max) => panic!("a bound of {max} bytes"),
+    };
+    stages.iter().map(memory).collect()
+}
+
+#[test]
+fn without_a_bound_the_memory_of_the_ranks_decides_with_the_same_bits() {
+    let case = |rank_memory_bytes: u64| Run {
+        rank_memory_bytes: Some(rank_memory_bytes),
+        ..Run::new(config(), Plan::new(), "pp=2,fsdp=2")
+    };
+    let plan = LanguageModel::plan(&config().into());
+    // Every rank knows how the stages of all ranks gather.
+    let stages = |rank_memory_bytes: u64| {
+        let of_ranks = run("pp=2,fsdp=2", |rank| {
+            let trainer = case(rank_memory_bytes).trainer(rank, &plan, AdamW::new(0.01), None)?;
+            let stages = trainer.stage_gatherings().to_vec();
+            let own = &stages[rank.coordinate(rank.mesh().axis("pp").expect("a pipeline"))];
+            assert_eq!(own.by_microbatch, trainer.gathers_by_microbatch());
+            Ok(stages)
+        });
+        assert!(of_ranks.iter().all(|stages| *stages == of_ranks[0]), "{of_ranks:?}");
+        of_ranks[0].clone()
+    };
+    let needed: Vec<u64> = memory_of(&stages(1 << 40)).into_iter().map(|(needed, _)| needed).collect();
+    let [less, more] = [needed[0].min(needed[1]), needed[0].max(needed[1])];
+    assert!(less < more && less > 10_000, "{needed:?}");
+    for available in [1, less - 1, less, more - 1, more] {
+        let stages = stages(available);
+        assert_eq!(memory_of(&stages), needed.iter().map(|n| (*n, Some(available))).collect::<Vec<_>>());
+        let by_microbatch: Vec<bool> = stages.iter().map(|stage| stage.by_microbatch).collect();
+        assert_eq!(by_microbatch, needed.iter().map(|n| *n > available).collect::<Vec<_>>(), "{available}");
+    }
+    let [freed, kept] = [1, 1 << 40].map(|bytes| case(bytes).train(&AdamW::new(0.01), None, (None, 3, None)));
+    assert!(freed == kept, "other bits");
+}
+
+#[test]
+fn the_limit_of_a_rank_and_the_free_memory_of_the_host_decide() {
+    let case = Run::new(config(), Plan::new(), "pp=2,fsdp=2");
+    let plan = LanguageModel::plan(&config().into());
+    let available = |world: World| {
+        let stages = world.launch(|rank| {
+            let trainer = case.trainer(rank, &plan, Sgd::new(0.1), None)?;
+            Ok(trainer.stage_gatherings().to_vec())
+        });
+        let stages = stages.unwrap().swap_remove(0);
+        let by_microbatch: Vec<bool> = stages.iter().map(|stage| stage.by_microbatch).collect();
+        (memory_of(&stages)[0].1, by_microbatch)
+    };
+    let world = || World::new(Mesh::parse("pp=2,fsdp=2").unwrap()).threads(1);
+    let (limited, by_microbatch) = available(world().memory_limit(64 << 20));
+    // The arguments of a microbatch are in memory already.
+    let limited = limited.unwrap();
+    assert!(limited <= 64 << 20 && limited > 60 << 20 && by_microbatch == [false; 2], "{limited}");
+    let (free, _) = available(world());
+    if cfg!(target_os = "linux") {
+        assert!(free.is_some_and(|bytes| bytes > 1 << 20), "{free:?}");
+    }
+    // A bound is the bound.
+    let bounded = plan.clone().gathered_bytes_max(usize::MAX);
+    let reasons = run("pp=2,fsdp=2", |rank| {
+        let trainer = Run { rank_memory_bytes: Some(1), ..case.clone() };
+        let trainer = trainer.trainer(rank, &bounded, Sgd::new(0.1), None)?;
+        Ok(trainer.stage_gatherings().iter().map(|s| (s.by_microbatch, s.reason)).collect::<Vec<_>>())
+    });
+    assert_eq!(reasons, vec![[(false, GatheringReason::Bound(u64::MAX)); 2]; 4]);
+}
+
+#[test]
+fn the_needed_memory_is_that_of_the_allocator_and_some() {
+    for schedule in ["gpipe", "1f1b", "zb-h1"] {
+        let plan = Plan::pipeline_parallel("pp").pipeline_schedule(schedule).and(Plan::fsdp("fsdp"));
+        let needed_and_peaks = run("pp=2,fsdp=2", |rank| {
+            let before = rank.backend().memory().in_use_bytes;
+            let precision = Precision::mixed(DType::BF16);
+            let mut trainer = trainer(rank, &plan, 24, true, precision, AdamW::new(1e-3))?;
+            trainer.step()?;
+            trainer.step()?;
+            let own = rank.coordinate(rank.mesh().axis("pp").expect("a pipeline"));
+            let needed = memory_of(trainer.stage_gatherings())[own].0;
+            Ok((needed, (rank.backend().memory().peak_bytes - before) as u64))
+        });
+        for (needed, peak) in needed_and_peaks {
+            let sixth_more = peak + peak / 6;
+            assert!(needed >= peak && needed < sixth_more + peak / 10, "{schedule}: {needed}, {peak}");
         }
     }
 }

@@ -38,7 +38,7 @@ pub(crate) struct ParallelismArgs {
     #[arg(long, value_name = "STAGE", value_parser = values::zero_stage)]
     zero: Option<usize>,
     /// Stage 3 on a pipeline: bytes of gathered parameters, as in 2GB, up to which a rank keeps them for the step; a rank whose stages
-    /// take more gathers by microbatch [default: kept, whatever they take]
+    /// take more gathers by microbatch [default: kept if the step fits into the memory of the ranks]
     #[arg(long, value_name = "BYTES", value_parser = values::bytes_or_none)]
     gathered_bytes_max: Option<values::Bytes>,
     /// Shard the residual stream, norms and dropout along tokens over tp, in training; for GPT-2 and the Llama family

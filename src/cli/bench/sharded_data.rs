@@ -109,7 +109,7 @@ impl Combination {
             Sharding::Zero(stage) => Plan::gpt2().and(Plan::zero(stage, "dp")),
             Sharding::None | Sharding::Fsdp => Plan::gpt2(),
         };
-        if self.by_microbatch { plan.gathered_bytes_max(0) } else { plan }
+        plan.gathered_bytes_max(if self.by_microbatch { 0 } else { usize::MAX })
     }
 
     fn steps(&self, rank: &Rank) -> Result<(Vec<f64>, RankCost, f64)> {

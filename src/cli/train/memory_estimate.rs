@@ -60,7 +60,19 @@ fn with_spec<T>(job: &Job, mesh: &Mesh, f: impl FnOnce(&StepSpec<'_>) -> Result<
     let (precision, deterministic) = (train_config.precision, train_config.deterministic);
     let (config, plan) = (&job.spec.config, &job.spec.plan);
     let token_order = TokenOrder::of_training(config, plan, mesh);
-    f(&StepSpec { config, plan, batch, seq, token_order, microbatches, precision, deterministic }).unwrap()
+    let rank_memory_bytes = None;
+    f(&StepSpec {
+        config,
+        plan,
+        batch,
+        seq,
+        token_order,
+        microbatches,
+        precision,
+        deterministic,
+        rank_memory_bytes,
+    })
+    .unwrap()
 }
 
 #[test]

@@ -6,7 +6,7 @@ use super::checkpoint::save::CheckpointPolicy;
 use super::{Dataset, Job, JobSpec, JobState, SaveOptions, Start};
 use crate::cli::args::{TrainArgs, check_experts, check_tokens};
 use crate::cli::explain::StepSpec;
-use crate::cli::memory::check_training;
+use crate::cli::memory::{check_training, rank_memory_bytes};
 use crate::cli::ranks::{has_launcher, is_rank_zero, process};
 use crate::data::{Corpus, RowOrder, Sampler, Split, TokenFile, TokenOrder, refuse_written};
 use crate::interrupt::Interrupt;
@@ -95,11 +95,9 @@ pub(super) fn prepare(args: &TrainArgs) -> Result<Option<Job>> {
         microbatches,
         precision,
         deterministic,
+        rank_memory_bytes: rank_memory_bytes(&args.run, &args.mesh()),
     };
     check_training(&args.run, &args.mesh(), &args.model.name(), &step)?;
-    if is_rank_zero() {
-        step.check_issue_order(&args.mesh())?;
-    }
     let out = if is_rank_zero() { OutFolder::open(&args.out)? } else { OutFolder::of_rank_zero(&args.out) };
     let (sidecars, in_place) = sidecars(args, &out)?;
     check_trace(args)?;

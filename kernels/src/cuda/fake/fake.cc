@@ -94,6 +94,10 @@ API int cuMemAlloc_v2(Address *address, size_t bytes) {
     in_use += bytes;
     return OK;
 }
+API int cuMemGetInfo_v2(size_t *free, size_t *total) {
+    const Held held(lock);
+    return *total = gpu_bytes(), *free = *total - in_use, OK;
+}
 API int cuMemFree_v2(Address address) {
     const Held held(lock);
     if (invalidate_captures()) return CAPTURE_UNSUPPORTED;

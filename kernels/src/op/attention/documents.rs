@@ -116,3 +116,52 @@ pub(super) fn visible_tiles(
     Pairs::of(problem, first, queries)
         .filter(move |pairs| documents.is_none_or(|documents| documents.may_see_in(pairs)))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::tile::{KEYS, QUERIES};
+    use super::*;
+
+    /// The tiles of scores that each rank of a ring computes for a causal row whose shards hold tokens of these positions.
+    fn tiles_per_rank(shards: &[Vec<i64>]) -> Vec<usize> {
+        let tiles = |queries: &Vec<i64>, keys: &Vec<i64>| {
+            let segments = vec![0; queries.len()];
+            let row = DocumentRow {
+                query_segments: &segments,
+                query_positions: queries,
+                key_segments: &segments,
+                key_positions: keys,
+                window: Some(i64::MAX),
+            };
+            let (t, s) = (queries.len(), keys.len());
+            let problem = Problem {
+                b: 1,
+                t,
+                g: 1,
+                r: 1,
+                c: 8,
+                s,
+                scale: 1.0,
+                causal: false,
+                t_start: 0,
+                window: usize::MAX / 4,
+            };
+            let of_block = |first| visible_tiles(problem, Some(&row), [first, QUERIES]).count();
+            (0..t).step_by(QUERIES).map(of_block).sum::<usize>()
+        };
+        shards.iter().map(|queries| shards.iter().map(|keys| tiles(queries, keys)).sum()).collect()
+    }
+
+    #[test]
+    fn tiles_that_no_query_sees_are_skipped_so_that_paired_chunks_balance_a_ring() {
+        let chunk = |i: usize| (i * QUERIES) as i64..((i + 1) * QUERIES) as i64;
+        let shards =
+            |pairs: [[usize; 2]; 4]| pairs.map(|pair| pair.into_iter().flat_map(chunk).collect::<Vec<i64>>());
+        let per_chunk = QUERIES / KEYS;
+        // Chunk i sees i + 1 chunks.
+        let zigzag = tiles_per_rank(&shards([[0, 7], [1, 6], [2, 5], [3, 4]]));
+        assert_eq!(zigzag, [9 * per_chunk; 4]);
+        let in_order = tiles_per_rank(&shards([[0, 1], [2, 3], [4, 5], [6, 7]]));
+        assert_eq!(in_order, [3, 7, 11, 15].map(|chunks| chunks * per_chunk));
+    }
+}

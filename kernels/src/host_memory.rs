@@ -1,24 +1,27 @@
-//! Memory available to this process: free memory of the machine, limits of the process (ulimit) and of its control groups (cgroups).
+//! Host memory available to this process: free memory of the machine, limits of the process (ulimit) and of its control groups
+//! (cgroups).
 
 use std::fmt;
+use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Reads a system file; `None` if it does not exist.
-pub(crate) type ReadFile<'a> = &'a dyn Fn(&Path) -> Option<String>;
+pub type ReadFile<'a> = &'a dyn Fn(&Path) -> Option<String>;
 
 /// A limit on the memory of this process.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct MemoryLimit {
-    pub(crate) source: LimitSource,
+pub struct MemoryLimit {
+    /// What sets the limit.
+    pub source: LimitSource,
     /// The limit as set.
-    pub(crate) max_bytes: u64,
+    pub max_bytes: u64,
     /// What remains of it.
-    pub(crate) available_bytes: u64,
+    pub available_bytes: u64,
 }
 
 /// The source of a memory limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum LimitSource {
+pub enum LimitSource {
     /// Physical memory and swap of the machine.
     Machine,
     /// The limit of a control group.
@@ -43,19 +46,46 @@ impl fmt::Display for LimitSource {
 /// Limits of this size mean unlimited: cgroup v1 states the largest number of pages.
 const UNLIMITED: u64 = 1 << 60;
 
+/// Reads a file of the system, such as `/proc/meminfo`; `None` if it does not exist.
+#[must_use]
+pub fn read_system_file(path: &Path) -> Option<String> {
+    fs::read_to_string(path).ok()
+}
+
+/// Returns the bytes of host memory that this process and all others of its machine, or of its control group, can still take; `None`
+/// where the system does not state them.
+#[must_use]
+pub fn available_bytes() -> Option<u64> {
+    let is_shared =
+        |limit: &MemoryLimit| matches!(limit.source, LimitSource::Machine | LimitSource::ControlGroup);
+    let limits = memory_limits(&read_system_file).into_iter().filter(is_shared);
+    limits.map(|limit| limit.available_bytes).min()
+}
+
+/// Returns texts that processes have in common if they share the memory of [`available_bytes`]: those of the running system, of the
+/// container and of the control group.
+#[must_use]
+pub fn sharing_texts() -> [String; 3] {
+    let files = ["/proc/sys/kernel/random/boot_id", "/proc/sys/kernel/hostname", "/proc/self/cgroup"];
+    files.map(|file| read_system_file(Path::new(file)).unwrap_or_default())
+}
+
 /// Returns the value of the first `key : value` line of a text.
-pub(crate) fn field<'a>(text: &'a str, key: &str) -> Option<&'a str> {
+#[must_use]
+pub fn field<'a>(text: &'a str, key: &str) -> Option<&'a str> {
     let value = |line: &'a str| line.split_once(':').filter(|(k, _)| k.trim() == key).map(|(_, v)| v.trim());
     text.lines().find_map(value)
 }
 
 /// Returns a field given in kB, in bytes.
-pub(crate) fn kib(text: &str, key: &str) -> Option<u64> {
+#[must_use]
+pub fn kib(text: &str, key: &str) -> Option<u64> {
     field(text, key)?.strip_suffix("kB")?.trim().parse::<u64>().ok().map(|n| n << 10)
 }
 
 /// Returns the memory limits of this process, from system files; none that they do not state.
-pub(crate) fn memory_limits(read: ReadFile<'_>) -> Vec<MemoryLimit> {
+#[must_use]
+pub fn memory_limits(read: ReadFile<'_>) -> Vec<MemoryLimit> {
     let memory = read(Path::new("/proc/meminfo")).unwrap_or_default();
     let swap = kib(&memory, "SwapFree").unwrap_or(0);
     // Some sandboxes report 0 for unknown values.
