@@ -1,4 +1,5 @@
-//! Losses and gradients are the same on every mesh and under every plan.
+//! Losses and gradients are the same on every mesh and under every plan. To rounding: a tape without a trainer sums in the order of the
+//! mesh; `exact_parity.rs` compares the bits of trainers.
 
 use crate::support::{MESHES, Outcome, Setup};
 use shardgrad_nn::{Gpt2Config, Plan};
