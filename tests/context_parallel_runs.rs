@@ -1,16 +1,16 @@
-//! Context parallelism (tokens of a row sharded over ranks), alone and with every other axis: losses match one rank, logits are
-//! gathered, and memory per rank shrinks.
+//! Context parallelism (tokens of a row sharded over ranks), alone and with every other axis: losses, gradient norms and weights have the
+//! bits of one rank, logits are gathered, and memory per rank shrinks.
 
 use crate::cli::{Folder, exit_code_and_stderr};
 use crate::explain::peak_bytes;
 use crate::resume::text;
-use crate::training_run::{Run, gpt2, same};
+use crate::training_run::{ROWS, Run, gpt2, same, same_bits};
 use shardgrad::nn::{LlamaConfig, LlamaKind};
 use shardgrad::prelude::*;
 use std::fs;
 
 #[test]
-fn losses_match_one_rank_on_every_combination_of_axes() {
+fn runs_have_the_bits_of_one_rank_on_every_combination_of_axes() {
     let llama = LlamaConfig {
         windows: vec![Some(3); 4],
         ..LlamaConfig::new(LlamaKind::Mistral, 19, 8, [12, 20], 4, [6, 3])
@@ -20,7 +20,8 @@ fn losses_match_one_rank_on_every_combination_of_axes() {
         (Run { config: gpt2(0.2).into(), ..Run::new(8) }, true),
         (Run { config: llama.into(), plan: Plan::llama(), ..Run::new(8) }, false),
     ] {
-        let one = run.losses("");
+        let run = run.in_leaves(ROWS);
+        let one = run.bits("");
         let cases = [
             ("cp=2", 1, false),
             ("cp=3", 6, true),
@@ -33,45 +34,63 @@ fn losses_match_one_rank_on_every_combination_of_axes() {
         ];
         for (mesh, microbatches, recompute) in cases {
             let many = Run { microbatches, recompute, ..run.clone() };
-            same(&one, &many.losses(mesh), 1e-10, &format!("{mesh} in {microbatches}, dropout {dropped}"));
+            same_bits(&one, &many.bits(mesh), &format!("{mesh} in {microbatches}, dropout {dropped}"));
         }
     }
 }
 
+/// In both modes: the default reduces gradients during the last backward pass, in an order that a split backward pass decides.
 #[test]
 fn split_backward_schedules_support_context_parallel() {
     let run = Run { config: gpt2(0.1).into(), microbatches: 3, ..Run::new(4) };
-    let one = run.losses("");
+    let canonical = run.clone().in_leaves(ROWS);
+    let (one, bits) = (run.losses(""), canonical.bits(""));
     for schedule in ["gpipe", "zb-h1", "zb-v"] {
-        let many = Run { plan: Plan::gpt2().pipeline_schedule(schedule), ..run.clone() };
-        same(&one, &many.losses("pp=2,cp=2"), 1e-10, schedule);
+        let plan = Plan::gpt2().pipeline_schedule(schedule);
+        same(&one, &Run { plan: plan.clone(), ..run.clone() }.losses("pp=2,cp=2"), 1e-10, schedule);
+        same_bits(&bits, &Run { plan, ..canonical.clone() }.bits("pp=2,cp=2"), schedule);
     }
 }
 
 #[test]
-fn ring_and_exchange_match_one_rank_with_pipelines_and_in_low_precision() {
+fn exchange_has_the_bits_of_one_rank_with_pipelines_and_in_low_precision() {
+    let run = Run { config: gpt2(0.0).into(), microbatches: 3, ..Run::new(6) }.in_leaves(ROWS);
+    let one = run.bits("");
+    let plan = Plan::gpt2().exchange();
+    for (mesh, schedule) in [("pp=2,cp=2", "zb-v"), ("pp=2,dp=2,cp=2", "1f1b"), ("pp=2,cp=3", "zb-h1")] {
+        let many = Run { plan: plan.clone().pipeline_schedule(schedule), ..run.clone() };
+        same_bits(&one, &many.bits(mesh), &format!("{mesh}, {schedule}"));
+    }
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        let narrow = Run { dtype, ..run.clone() };
+        let many = Run { plan: plan.clone(), ..narrow.clone() };
+        same_bits(&narrow.bits(""), &many.bits("cp=3"), &dtype.to_string());
+    }
+}
+
+/// To rounding: a ring adds in the order of its ranks.
+#[test]
+fn ring_matches_one_rank_with_pipelines_and_in_low_precision() {
     let run = Run { config: gpt2(0.0).into(), microbatches: 3, ..Run::new(6) };
-    let one = run.losses("");
-    for (form, plan) in [("ring", Plan::gpt2().ring()), ("exchange", Plan::gpt2().exchange())] {
-        for (mesh, schedule) in [("pp=2,cp=2", "zb-v"), ("pp=2,dp=2,cp=2", "1f1b"), ("pp=2,cp=3", "zb-h1")] {
-            let many = Run { plan: plan.clone().pipeline_schedule(schedule), ..run.clone() };
-            same(&one, &many.losses(mesh), 1e-10, &format!("{form} on {mesh}, {schedule}"));
-        }
-        for (dtype, bound) in [(DType::F32, 1e-4), (DType::F16, 2e-3), (DType::BF16, 2e-2)] {
-            let narrow = Run { dtype, plan: plan.clone(), ..run.clone() };
-            let one = Run { dtype, ..run.clone() }.losses("");
-            same(&one, &narrow.losses("cp=3"), bound, &format!("{form}, {dtype}"));
-        }
+    let (one, plan) = (run.losses(""), Plan::gpt2().ring());
+    for (mesh, schedule) in [("pp=2,cp=2", "zb-v"), ("pp=2,dp=2,cp=2", "1f1b"), ("pp=2,cp=3", "zb-h1")] {
+        let many = Run { plan: plan.clone().pipeline_schedule(schedule), ..run.clone() };
+        same(&one, &many.losses(mesh), 1e-10, &format!("{mesh}, {schedule}"));
+    }
+    for (dtype, bound) in [(DType::F32, 1e-4), (DType::F16, 2e-3), (DType::BF16, 2e-2)] {
+        let narrow = Run { dtype, ..run.clone() };
+        let many = Run { plan: plan.clone(), ..narrow.clone() };
+        same(&narrow.losses(""), &many.losses("cp=3"), bound, &dtype.to_string());
     }
 }
 
 #[test]
-fn low_precision_differs_by_rounding_only() {
-    for (dtype, bound) in [(DType::F16, 2e-3), (DType::BF16, 2e-2)] {
-        let run = Run { dtype, ..Run::new(4) };
-        let one = run.losses("");
+fn runs_in_low_precision_have_the_bits_of_one_rank() {
+    for dtype in [DType::F16, DType::BF16] {
+        let run = Run { dtype, ..Run::new(4) }.in_leaves(ROWS);
+        let one = run.bits("");
         for mesh in ["cp=2", "dp=2,cp=2", "pp=2,cp=2"] {
-            same(&one, &run.losses(mesh), bound, &format!("{dtype} on {mesh}"));
+            same_bits(&one, &run.bits(mesh), &format!("{dtype} on {mesh}"));
         }
     }
 }

@@ -4,7 +4,7 @@
 use crate::cli::{Folder, exit_code_and_stderr, shardgrad};
 use crate::explain::peak_bytes;
 use crate::resume::{refused, text, train};
-use crate::training_run::{Run, same};
+use crate::training_run::{Run, same, same_bits};
 use shardgrad::nn::ExpertsConfig;
 use shardgrad::nn::{LanguageModel, LlamaConfig, LlamaKind};
 
@@ -18,6 +18,7 @@ fn run(kind: LlamaKind, experts: ExpertsConfig) -> Run {
     Run { plan: LanguageModel::plan(&config), config, ..Run::new(8) }
 }
 
+/// To rounding: with canonical sums no rows of experts are gathered or exchanged.
 #[test]
 fn losses_match_one_rank_on_every_combination_of_axes() {
     for (kind, experts) in [
@@ -41,6 +42,24 @@ fn losses_match_one_rank_on_every_combination_of_axes() {
             let many = Run { microbatches, recompute, ..run.clone() };
             same(&one, &many.losses(mesh), 1e-9, &format!("{kind:?} on {mesh} in {microbatches}"));
         }
+    }
+}
+
+#[test]
+fn runs_with_canonical_sums_have_the_bits_of_one_rank() {
+    let run = Run { rows: 12, steps: 4, ..run(LlamaKind::Mixtral, ExpertsConfig::new(5, 2, 10)) };
+    let run = run.in_leaves(12);
+    let one = run.bits("");
+    let cases = [
+        ("ep=2", 3, false),
+        ("ep=3,tp=2", 1, true),
+        ("dp=2,ep=2", 3, false),
+        ("ep=2,cp=2", 1, false),
+        ("pp=2,dp=2,ep=2", 1, false),
+    ];
+    for (mesh, microbatches, recompute) in cases {
+        let many = Run { microbatches, recompute, ..run.clone() };
+        same_bits(&one, &many.bits(mesh), &format!("{mesh} in {microbatches}"));
     }
 }
 

@@ -1,34 +1,38 @@
-//! Pipeline parallelism: losses and parameters match one rank, transfers are counted, models are saved and loaded.
+//! Pipeline parallelism: losses, gradient norms and weights have the bits of one rank, transfers are counted, models are saved and loaded.
 
 use crate::cli::Folder;
-use crate::training_run::{ROWS, Run, SEQ, gpt2, same};
-use approx::{abs_diff_ne, relative_eq};
+use crate::training_run::{ROWS, Run, SEQ, gpt2, same, same_bits};
+use approx::abs_diff_ne;
 use shardgrad::autograd::pipeline::Cut;
 use shardgrad::dist::{Phase, Record};
 use shardgrad::nn::checkpoint::RunState;
 use shardgrad::prelude::*;
 
+/// In both modes: the sums of the default are over microbatches with rows of all ranks, and are reduced during the last backward pass.
 #[test]
 fn losses_over_50_steps_match_one_rank() {
     let run = Run { microbatches: 3, ..Run::new(50) };
     let one = run.losses("");
     assert!(one[98] < 0.85 * one[0], "it learns: {} to {}", one[0], one[98]);
+    let canonical = Run { steps: 10, ..run.clone() }.in_leaves(ROWS);
+    let bits = canonical.bits("");
     for (mesh, schedule) in [
         ("pp=2", "gpipe"),
         ("pp=4", "1f1b"),
         ("pp=2,dp=2", "1f1b"),
         ("pp=2", "zb-h1"),
         ("pp=4", "zb-h2"),
-        ("pp=3", "interleaved"),
         ("pp=2", "zb-v"),
         ("pp=2,dp=2", "v-half"),
         ("pp=3", "v-min"),
         ("pp=2", "dualpipe-v"),
         ("pp=2", "searched"),
+        ("pp=3", "interleaved"),
         ("pp=2,dp=2,tp=2", "gpipe"),
     ] {
-        let many = Run { plan: Plan::gpt2().pipeline_schedule(schedule), ..run.clone() };
-        same(&one, &many.losses(mesh), 1e-9, &format!("{mesh} {schedule}"));
+        let (plan, what) = (Plan::gpt2().pipeline_schedule(schedule), format!("{mesh} {schedule}"));
+        same(&one, &Run { plan: plan.clone(), ..run.clone() }.losses(mesh), 1e-9, &what);
+        same_bits(&bits, &Run { plan, ..canonical.clone() }.bits(mesh), &what);
     }
 }
 
@@ -45,20 +49,28 @@ fn schedules_with_one_summation_order_are_bitwise_equal() {
 #[test]
 fn dropout_recomputation_stages_and_microbatches_do_not_change_losses() {
     let run = Run { config: gpt2(0.2).into(), ..Run::new(4) };
-    let one = run.losses("");
     let quiet = Run::new(4).losses("");
+    let canonical = run.clone().in_leaves(ROWS);
+    let (one, bits) = (run.losses(""), canonical.bits(""));
     assert!(abs_diff_ne!(one[6], quiet[6], epsilon = 1e-6), "dropout has an effect");
     let cuts = ["balanced", "1,3", "0,4", "4,0", "h.1.mlp", "h.0.attn.c_proj", "ln_f"];
     for (i, cut) in cuts.into_iter().enumerate() {
         let plan = Plan::gpt2().pipeline_cut(cut.parse::<Cut>().unwrap());
         let (microbatches, recompute) = ([1, 2, 3, 6][i % 4], i % 2 == 1);
-        let many = Run { plan, microbatches, recompute, ..run.clone() };
         let mesh = ["pp=2", "tp=3,pp=2", "pp=2,tp=2"][i % 3];
-        same(&one, &many.losses(mesh), 1e-10, &format!("{mesh} {cut} in {microbatches}"));
+        let what = format!("{mesh} {cut} in {microbatches}");
+        if recompute && cut == "h.0.attn.c_proj" {
+            // To rounding: canonical sums refuse a cut within a recomputed block.
+            let many = Run { plan, microbatches, recompute, ..run.clone() };
+            same(&one, &many.losses(mesh), 1e-10, &what);
+        } else {
+            let many = Run { plan, microbatches, recompute, ..canonical.clone() };
+            same_bits(&bits, &many.bits(mesh), &what);
+        }
     }
-    let uneven =
-        Run { plan: Plan::gpt2().pipeline_cut(Cut::Layers(vec![1, 2, 0, 1])), microbatches: 2, ..run };
-    same(&one, &uneven.losses("dp=2,pp=4,tp=2"), 1e-10, "16 ranks");
+    let plan = Plan::gpt2().pipeline_cut(Cut::Layers(vec![1, 2, 0, 1]));
+    let uneven = Run { plan, microbatches: 3, ..canonical };
+    same_bits(&bits, &uneven.bits("dp=2,pp=4,tp=2"), "16 ranks");
 }
 
 /// Returns the collectives of a step of one rank.
@@ -117,7 +129,7 @@ fn gradients_are_reduced_once_per_step_over_dp() {
 fn pipelined_model_is_saved_and_loaded_on_another_mesh() {
     let folder = Folder::new("pipelines");
     let dir = folder.0.join("model");
-    let run = Run { microbatches: 2, ..Run::new(2) };
+    let run = Run { microbatches: 3, ..Run::new(2) }.in_leaves(ROWS);
     let saved = World::run(Mesh::parse("pp=2,tp=2").unwrap(), |rank| {
         let mut trainer = run.trainer(rank)?;
         trainer.step()?;
@@ -133,7 +145,7 @@ fn pipelined_model_is_saved_and_loaded_on_another_mesh() {
             trainer.set_state(&RunState { step: 1, ..trainer.state() });
             Ok(trainer.step()?.loss)
         });
-        same(&saved[..1], &loaded.unwrap()[..1], 1e-12, mesh);
+        assert_eq!(saved[0].to_bits(), loaded.unwrap()[0].to_bits(), "{mesh}");
     }
 }
 
@@ -214,7 +226,7 @@ fn invalid_pipelines_are_refused() {
 
 #[test]
 fn constant_loss_is_refused_as_on_one_rank() {
-    let run = Run { microbatches: 3, ..Run::new(1) };
+    let run = Run { microbatches: 3, ..Run::new(1) }.in_leaves(ROWS);
     // Frozen: a block of the first stage, one of the last, all.
     let step = |mesh: &str, frozen: &[&str]| {
         let ranks = World::run(Mesh::parse(mesh).unwrap(), |rank| {
@@ -233,14 +245,15 @@ fn constant_loss_is_refused_as_on_one_rank() {
         for frozen in [&["h.0.*", "w*"][..], &["h.2.*", "h.3.*", "ln_f.*"]] {
             let (one, many) = (step("", frozen).unwrap()[0], step(mesh, frozen).unwrap());
             assert!(
-                many.iter().all(|norm| *norm > 0.0 && relative_eq!(*norm, one, max_relative = 1e-9)),
-                "{mesh}: {many:?}"
+                one > 0.0 && many.iter().all(|norm| norm.to_bits() == one.to_bits()),
+                "{mesh}: {many:?}, on one rank {one}"
             );
         }
     }
 }
 
 /// Stages before all trainable parameters receive no gradients and save no activations.
+/// The transfers are those of the default, whose losses agree to rounding.
 #[test]
 fn frozen_first_stages_need_no_backward_transfers() {
     let run = Run { microbatches: 3, ..Run::new(1) };

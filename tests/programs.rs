@@ -1,4 +1,5 @@
-//! Programs that a user of the library writes, each in a file, on one rank and on four meshes: the numbers do not depend on the mesh.
+//! Programs that a user of the library writes, each in a file, on one rank and on four meshes: the numbers do not depend on the mesh, to
+//! rounding in loops without a trainer, which sum in the order of the mesh.
 
 mod vision_transformer;
 mod squared_relu;

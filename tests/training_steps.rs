@@ -1,4 +1,5 @@
-//! Invariants of training steps: bounded stack, no new memory in steady state, results independent of timing, threads and mesh.
+//! Invariants of training steps: bounded stack, no new memory in steady state, results independent of timing, threads and mesh. To
+//! rounding on meshes: a loop without a trainer sums in the order of the mesh.
 
 use crate::training_run::same;
 use shardgrad::kernels::MatmulPrecision;

@@ -64,6 +64,13 @@ impl SumTree {
         self.num_leaves
     }
 
+    /// Returns a number of leaves, at least that of this tree, of which each of some ranks holds a power of two: their partial sums
+    /// are one root each.
+    #[must_use]
+    pub fn num_leaves_for(self, num_ranks: usize) -> usize {
+        num_ranks * self.num_leaves.div_ceil(num_ranks).next_power_of_two()
+    }
+
     /// Returns the units of a leaf of a dim of `extent` units; empty if the leaf is absent.
     #[must_use]
     pub fn leaf_range(self, extent: usize, leaf: usize) -> Range<usize> {

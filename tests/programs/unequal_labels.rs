@@ -2,6 +2,7 @@
 
 use crate::cli::Folder;
 use approx::abs_diff_eq;
+use shardgrad::nn::Deterministic;
 use shardgrad::prelude::*;
 use std::ops::Range;
 use std::path::Path;
@@ -81,10 +82,21 @@ fn loss_by_hand(logits: &[f64]) -> f64 {
     sum / LABELS
 }
 
-/// Loads weights, freezes the embedding, and takes steps. Returns losses, norms, and the accuracy of each step.
-fn fine_tune(rank: &Rank, weights: &Path, microbatches: usize) -> Result<Vec<f64>> {
-    let config =
-        TrainerConfig { microbatches, dtype: DType::F64, clip: Some(0.5), ..TrainerConfig::new(ROWS) };
+/// Loads weights, freezes the embedding, and takes steps. Returns losses, norms, and the accuracy of each step, and the logits
+/// after them.
+fn fine_tune(
+    rank: &Rank,
+    weights: &Path,
+    microbatches: usize,
+    deterministic: Deterministic,
+) -> Result<Vec<f64>> {
+    let config = TrainerConfig {
+        microbatches,
+        dtype: DType::F64,
+        clip: Some(0.5),
+        deterministic,
+        ..TrainerConfig::new(ROWS)
+    };
     let loss = |model: &Reader, x: &[Var]| {
         let (logits, labels) = (model.forward(&x[0]), &x[1]);
         let (right, count) = CrossEntropy::MASKED.correct(&logits, labels);
@@ -105,6 +117,8 @@ fn fine_tune(rank: &Rank, weights: &Path, microbatches: usize) -> Result<Vec<f64
         assert!(near, "{} instead of {right}", report.loss);
         found.extend([report.loss, report.grad_norm, report.auxiliary("accuracy")]);
     }
+    let words = read(trainer.rank(), 0..ROWS)?;
+    found.extend(trainer.infer(&words[..1], |model, x| model.forward(&x[0]))?.to_f64()?);
     Ok(found)
 }
 
@@ -117,9 +131,23 @@ fn every_label_counts_once_on_every_mesh_and_in_microbatches() {
     })
     .unwrap();
     let meshes = ["dp=2", "tp=2", "pp=2", "dp=2,tp=2"];
-    let whole = super::same_on(meshes, 1e-9, |rank| fine_tune(rank, &weights, 1));
-    // Of four microbatches, the third has no label.
-    let parts = super::same_on(meshes, 1e-9, |rank| fine_tune(rank, &weights, 4));
+    // Of four microbatches, the third has no label. In both modes: sums that follow the mesh are over microbatches, which differ.
+    let run = Deterministic::Run;
+    let whole = super::same_on(meshes, 1e-9, |rank| fine_tune(rank, &weights, 1, run));
+    let parts = super::same_on(meshes, 1e-9, |rank| fine_tune(rank, &weights, 4, run));
     crate::training_run::same(&whole, &parts, 1e-9, "4 microbatches");
     assert!(whole[9] < whole[0], "{whole:?}");
+    let canonical = Deterministic::Mesh { batch_leaves: ROWS, sum_leaves: 8 };
+    let bits = |mesh: &str, microbatches: usize| {
+        let ranks = World::run(Mesh::parse(mesh)?, |rank| fine_tune(rank, &weights, microbatches, canonical));
+        Ok::<_, Error>(ranks?.concat().iter().map(|x| x.to_bits()).collect::<Vec<_>>())
+    };
+    let alone = bits("", 1).unwrap();
+    for mesh in meshes {
+        for microbatches in [1, 4] {
+            let found = bits(mesh, microbatches).unwrap_or_else(|e| panic!("{mesh}: {e}"));
+            let is_same = found.chunks(alone.len()).all(|rank| rank == alone);
+            assert!(is_same, "{mesh} in {microbatches} microbatches: other bits than on one rank");
+        }
+    }
 }

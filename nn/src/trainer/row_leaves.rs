@@ -122,13 +122,12 @@ impl RowLeaves {
             return Err(Error::new(Kind::Config, "sums have 0 leaves").detail("help", "use 8 leaves"));
         }
         let is_other = |axis: &Axis| mesh.size(*axis) > 1 && !axes.contains(*axis) && Some(*axis) != pipeline;
-        for other in mesh.axes().filter(is_other) {
-            let (name, size) = (mesh.name(other), mesh.size(other));
-            if let Some(why) = no_canonical_form(plan, mesh, other) {
-                return Err(with_help(Error::new(Kind::Unsupported, why)));
-            }
-            check_sum_leaves(sum_leaves, name, size)?;
+        let others: Vec<Axis> = mesh.axes().filter(is_other).collect();
+        if let Some(why) = others.iter().find_map(|other| no_canonical_form(plan, mesh, *other)) {
+            return Err(with_help(Error::new(Kind::Unsupported, why)));
         }
+        let others: Vec<_> = others.into_iter().map(|axis| (mesh.name(axis), mesh.size(axis))).collect();
+        check_sum_leaves(SumTree::new(sum_leaves), &others)?;
         let is_sharding = |axis: &Axis| {
             let is_sliced_off = axes.contains(*axis) || Some(*axis) == pipeline;
             is_sliced_off && mesh.size(*axis) > 1 && plan.shards_activations_with(mesh.name(*axis))
@@ -309,16 +308,18 @@ fn no_canonical_form(plan: &Plan, mesh: &Mesh, axis: Axis) -> Option<String> {
     })
 }
 
-/// Refuses a number of leaves of sums that the ranks of an axis do not divide.
-fn check_sum_leaves(num_leaves: usize, name: &str, num_ranks: usize) -> Result<()> {
-    if num_leaves.is_multiple_of(num_ranks) {
+/// Refuses a number of leaves of sums that the ranks of one of the axes do not divide.
+fn check_sum_leaves(tree: SumTree, axes: &[(&str, usize)]) -> Result<()> {
+    let num_leaves = tree.num_leaves();
+    let Some((name, num_ranks)) = axes.iter().find(|(_, size)| !num_leaves.is_multiple_of(*size)) else {
         return Ok(());
-    }
+    };
     let text = format!(
         "the ranks of the mesh axis {name}={num_ranks} cannot share {num_leaves} leaves of sums equally"
     );
-    // A power of two for each rank: its partial sum is one tensor.
-    let fitting = num_ranks * num_leaves.div_ceil(num_ranks).next_power_of_two();
+    let fits = |leaves: &usize| axes.iter().all(|(_, size)| leaves.is_multiple_of(*size));
+    let cheap = axes.iter().map(|(_, size)| tree.num_leaves_for(*size)).filter(fits).min();
+    let fitting = cheap.or_else(|| (num_leaves..).find(fits)).unwrap_or(num_leaves);
     let help = format!(
         "use {fitting} leaves (--sum-leaves); a run on other meshes has the same bits only with the same number"
     );
@@ -379,7 +380,7 @@ fn check_num_leaves(num_leaves: usize, rows: usize, shares: usize) -> Result<()>
 fn with_help(error: Error) -> Error {
     error.detail(
         "help",
-        "bits that do not depend on the mesh are supported for axes that shard rows (dp, fsdp), for pp, tp, cp without a ring and \
+        "bits that do not depend on the mesh are supported for axes that shard rows (dp, fsdp, ep), for pp, tp, cp without a ring and \
          microbatches, on the CPU: use such a mesh, or give up the promise (Deterministic::Run, --deterministic run)",
     )
 }
@@ -454,6 +455,11 @@ mod tests {
                 && text.contains("use 12 leaves"),
             "{text}"
         );
+        let both = tensor().and(Plan::context_parallel("cp"));
+        for (mesh, help) in [("tp=3,cp=4", "use 12 leaves"), ("tp=3,cp=8", "use 24 leaves")] {
+            let text = refused(mesh, both.clone(), 1, 8, 1).1;
+            assert!(text.contains("tp=3 cannot share 8 leaves") && text.contains(help), "{text}");
+        }
         assert!(ranges("dp=2,tp=4", &Plan::data_parallel("dp").and(tensor()), 4, 8, 1).is_ok());
         let context = || Plan::data_parallel("dp").and(Plan::context_parallel("cp"));
         for plan in [context(), context().exchange()] {

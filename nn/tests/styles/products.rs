@@ -1,4 +1,5 @@
-//! Training on combinations of styles against one rank: gradients, losses, and a resume in another combination.
+//! Training on combinations of styles against one rank: gradients, losses, and a resume in another combination. To rounding: the sums of
+//! the default follow the mesh, and some styles have no canonical sums.
 
 use crate::combination::{Combination, NUM_IN_GATE, Style, combinations};
 use crate::pairs::is_allowed;

@@ -6,16 +6,29 @@ use approx::abs_diff_eq;
 use shardgrad_autograd::Var;
 use shardgrad_nn::loss::IGNORE_INDEX;
 use shardgrad_nn::metric::{accuracy, correct, top_k_correct};
-use shardgrad_nn::{CrossEntropy, LanguageModel, Loss, Plan, Sgd, Trainer, TrainerConfig};
+use shardgrad_nn::{CrossEntropy, Deterministic, LanguageModel, Loss, Plan, Sgd, Trainer, TrainerConfig};
 use shardgrad_tensor::{DType, Layout, Rank, Reduction, Result, Tensor, Value};
 use std::ops::Range;
+
+/// Leaves of the 12 rows of some cases and of other sums, for axes of 2 and 3 ranks.
+const CANONICAL: Deterministic = Deterministic::Mesh { batch_leaves: 12, sum_leaves: 12 };
 
 /// The number that every microbatch gets as an argument.
 const ARGUMENT: f64 = 2.5;
 
-fn trainer<'a>(case: &'a Case, rank: &Rank, microbatches: usize) -> Result<Trainer<'a, LanguageModel>> {
-    let settings =
-        TrainerConfig { microbatches, seed: 5, dtype: DType::F64, ..TrainerConfig::new(case.num_rows()) };
+fn trainer<'a>(
+    case: &'a Case,
+    rank: &Rank,
+    microbatches: usize,
+    deterministic: Deterministic,
+) -> Result<Trainer<'a, LanguageModel>> {
+    let settings = TrainerConfig {
+        microbatches,
+        seed: 5,
+        dtype: DType::F64,
+        deterministic,
+        ..TrainerConfig::new(case.num_rows())
+    };
     let read = |rank: &Rank, _: u64, rows: Range<usize>| {
         let mut all = case.arguments(rank, rows)?;
         all.push(Tensor::from_host(rank, &[], &[ARGUMENT])?);
@@ -34,13 +47,13 @@ fn trainer<'a>(case: &'a Case, rank: &Rank, microbatches: usize) -> Result<Train
     Trainer::new(rank, module, &case.plan(), Sgd::new(1.0), settings, read, loss)
 }
 
+/// In both modes: sums that follow the mesh are over microbatches, which may have fewer rows than ranks.
 #[test]
 fn auxiliary_outputs_do_not_depend_on_mesh_and_microbatches() {
     for has_experts in [false, true] {
-        let case = Case::random(4, 2, has_experts, false, 3);
-        let outputs = |mesh: &str, microbatches: usize| {
+        let outputs = |case: &Case, mesh: &str, microbatches: usize, deterministic: Deterministic| {
             let ranks = run(mesh, |rank| {
-                let mut trainer = trainer(&case, rank, microbatches)?;
+                let mut trainer = trainer(case, rank, microbatches, deterministic)?;
                 let report = trainer.step()?;
                 assert_eq!(report.auxiliary("tokens"), (case.num_rows() * SEQ) as f64);
                 assert_eq!(report.auxiliary("argument"), ARGUMENT);
@@ -49,13 +62,19 @@ fn auxiliary_outputs_do_not_depend_on_mesh_and_microbatches() {
             assert!(ranks.iter().all(|report| *report == ranks[0]), "{mesh}: {ranks:?}");
             ranks[0].auxiliary.clone()
         };
-        let expected = outputs("", 1);
+        let case = Case::random(4, 2, has_experts, false, 3);
+        let expected = outputs(&case, "", 1, Deterministic::Run);
         let names: Vec<&str> = expected.iter().map(|(name, _)| name.as_str()).collect();
         assert_eq!(names, ["accuracy", "tokens", "logit", "argument", "labels"]);
         assert!((0.0..=1.0).contains(&expected[0].1), "{expected:?}");
+        let many = Case::random(4, 3, has_experts, false, 3);
+        let bits = |auxiliary: Vec<(String, f64)>| -> Vec<(String, u64)> {
+            auxiliary.into_iter().map(|(name, number)| (name, number.to_bits())).collect()
+        };
+        let exact = bits(outputs(&many, "", 1, CANONICAL));
         for (mesh, _) in MESHES.into_iter().filter(|(_, experts)| *experts == has_experts) {
             for microbatches in [1, 4, 8] {
-                let found = outputs(mesh, microbatches);
+                let found = outputs(&case, mesh, microbatches, Deterministic::Run);
                 let near = |((name, a), (other, b)): (&(String, f64), &(String, f64))| {
                     name == other && abs_diff_eq!(*a, *b, epsilon = 1e-12)
                 };
@@ -63,6 +82,10 @@ fn auxiliary_outputs_do_not_depend_on_mesh_and_microbatches() {
                     found.len() == expected.len() && found.iter().zip(&expected).all(near),
                     "{mesh}, {microbatches}: {found:?} {expected:?}"
                 );
+            }
+            // An argmax over sharded classes states no canonical form.
+            if !mesh.contains("tp") {
+                assert_eq!(bits(outputs(&many, mesh, 1, CANONICAL)), exact, "{mesh}");
             }
         }
     }
@@ -73,7 +96,7 @@ fn auxiliary_outputs_change_no_gradient() {
     let case = Case::random(2, 2, false, false, 3);
     for mesh in ["", "dp=2", "pp=2"] {
         let losses = run(mesh, |rank| {
-            let mut with = trainer(&case, rank, 2)?;
+            let mut with = trainer(&case, rank, 2, Deterministic::Run)?;
             let read = |rank: &Rank, _: u64, rows: Range<usize>| case.arguments(rank, rows);
             let settings =
                 TrainerConfig { microbatches: 2, seed: 5, dtype: DType::F64, ..TrainerConfig::new(4) };
@@ -92,13 +115,14 @@ fn auxiliary_outputs_change_no_gradient() {
     }
 }
 
+/// To rounding: a maximum over sharded dims states no canonical form; `canonical_inference.rs` compares the bits of logits.
 #[test]
 fn inference_with_a_trainer_equals_one_rank_on_every_mesh() {
     for has_experts in [false, true] {
         let case = Case::random(2, 3, has_experts, false, 4);
         let inferred = |mesh: &str| {
             let ranks = run(mesh, |rank| {
-                let mut trainer = trainer(&case, rank, 2)?;
+                let mut trainer = trainer(&case, rank, 2, Deterministic::Run)?;
                 trainer.step()?;
                 let mut found = Vec::new();
                 for rows in [0..6, 0..1] {

@@ -1,6 +1,6 @@
 //! The same bits on every mesh, proved by a table: each row of `canonical_meshes.txt` is a run on a mesh, whose losses, gradient norms and
-//! last state are those of one rank, or states why it is refused. Runs have dropout, clipping and rows of unequal numbers of labels; where
-//! tokens are sharded, rows are longer, so that leaves have several tokens.
+//! last state are those of one rank, or states why it is refused. Runs have clipping, rows of unequal numbers of labels and, unless attention
+//! is fused, dropout; where tokens are sharded, rows are longer, so that leaves have several tokens.
 
 use crate::canonical_sums::{Bits, Run, gpt2_with_dropout};
 use crate::llama;
@@ -49,24 +49,26 @@ fn config(model: &str, tokens: usize) -> ModelConfig {
         let dropout = gpt2_with_dropout();
         Gpt2Config { attn_pdrop, n_positions: positions(dropout.n_positions), ..dropout }
     };
-    let llama = |kind: LlamaKind| {
+    let llama = |kind: LlamaKind, attention_dropout: f64| {
         let config = llama::config(kind);
-        LlamaConfig { max_position_embeddings: positions(config.max_position_embeddings), ..config }
+        let max_position_embeddings = positions(config.max_position_embeddings);
+        LlamaConfig { max_position_embeddings, attention_dropout, ..config }
     };
     match model {
         "gpt2" => gpt2(0.2).into(),
         // Without dropout of attention weights attention is one kernel.
         "gpt2-fused" => gpt2(0.0).into(),
-        "llama" => llama(LlamaKind::Llama).into(),
+        "llama" => llama(LlamaKind::Llama, 0.2).into(),
+        "llama-fused" => llama(LlamaKind::Llama, 0.0).into(),
         // With norms of heads.
-        "qwen3" => llama(LlamaKind::Qwen3).into(),
-        "mixtral" => LlamaConfig {
+        "qwen3-fused" => llama(LlamaKind::Qwen3, 0.0).into(),
+        "mixtral" | "mixtral-fused" => LlamaConfig {
             experts: Some(ExpertsConfig {
                 output_router_logits: true,
                 router_aux_loss_coef: 0.1,
                 ..ExpertsConfig::new(4, 2, 9)
             }),
-            ..llama(LlamaKind::Mixtral)
+            ..llama(LlamaKind::Mixtral, if model == "mixtral" { 0.2 } else { 0.0 })
         }
         .into(),
         other => panic!("the table names no model {other}"),

@@ -1,5 +1,5 @@
 //! The exact mean over unequal counts: losses and gradients of random masks and weights on meshes, in microbatches, against one rank
-//! that sees the whole batch.
+//! that sees the whole batch. To rounding: the reference is one sum over the batch, without leaves.
 
 use crate::support::{max_difference, run};
 use approx::{abs_diff_eq, abs_diff_ne};

@@ -9,7 +9,7 @@ use shardgrad_nn::{
 };
 use std::collections::BTreeMap;
 
-/// The relative tolerance of comparisons in f32 elsewhere.
+/// The relative tolerance of comparisons in f32 without canonical sums.
 const TOLERANCE: f64 = 1e-5;
 
 /// Named numbers after some steps: the loss and the gradient norm of each step, and all velocities and weights.

@@ -1,5 +1,6 @@
 //! Models on meshes of threads against one rank: parameter names, initial values, losses, gradients and steps; and
-//! counts of the collectives.
+//! counts of the collectives. Trainers with canonical sums are compared bit for bit; a tape without a trainer, whose sums follow the mesh,
+//! to the rounding of f64.
 
 mod support;
 mod layers;

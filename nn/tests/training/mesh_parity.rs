@@ -1,4 +1,5 @@
-//! Losses and gradients of GPT-2 are the same on every mesh.
+//! Losses and gradients of GPT-2 are the same on every mesh. To rounding: a tape without a trainer sums in the order of the mesh;
+//! `exact_parity.rs` compares the bits of trainers.
 
 use crate::support::{MESHES, Outcome, Setup};
 use shardgrad_nn::Gpt2Config;

@@ -1,4 +1,5 @@
-//! ZeRO 1, 2 and 3, FSDP and hybrid sharding: losses, gradients and checkpoints as on one rank; collectives and bytes by formula.
+//! ZeRO 1, 2 and 3, FSDP and hybrid sharding: losses, gradients and checkpoints as on one rank; collectives and bytes by formula. To
+//! rounding: canonical sums replace these collectives, and `canonical_sums.rs` compares their bits.
 
 use crate::llama;
 use crate::save_and_load::Folder;

@@ -371,8 +371,7 @@ fn local_leaves(rank: &Rank, tree: SumTree, dim: &Dim) -> Result<(AxisSet, NodeL
     let Some(run) = tree.run(position, num_ranks) else {
         let num_leaves = tree.num_leaves();
         let why = format!("{num_ranks} ranks cannot share the {num_leaves} leaves of a sum");
-        // A power of two for each rank: its partial sum is one tensor.
-        let fitting = num_ranks * num_leaves.div_ceil(num_ranks).next_power_of_two();
+        let fitting = tree.num_leaves_for(num_ranks);
         let help = format!(
             "use {fitting} leaves (--sum-leaves); a run on other meshes has the same bits only with the same number"
         );

@@ -132,7 +132,11 @@ pub fn check_norm_leaves(layout: &Layout, num_leaves: usize) -> Result<()> {
     let text = format!(
         "{shards} shards of {layout} do not hold whole leaves of a gradient norm of {num_leaves} leaves"
     );
-    let help = format!("shard over a number of ranks that divides {num_leaves}");
+    let fitting = SumTree::new(num_leaves).num_leaves_for(shards);
+    let help = format!(
+        "use {fitting} leaves (--sum-leaves), or shard over a number of ranks that divides {num_leaves}; a run on other meshes has the \
+         same bits only with the same number"
+    );
     Err(Error::new(Kind::Config, text).detail("help", help))
 }
 
@@ -277,7 +281,8 @@ mod tests {
                 canonical_sum_squares(rank, SumTree::new(8), [(&[12][..], Some(&x))], Location::caller());
             let error = error.unwrap_err();
             assert_eq!(error.kind(), Kind::Config);
-            assert!(error.to_string().contains("a number of ranks that divides 8"), "{error}");
+            let help = "use 12 leaves (--sum-leaves), or shard over a number of ranks that divides 8";
+            assert!(error.to_string().contains(help), "{error}");
             Ok(())
         })
         .unwrap();
