@@ -1,7 +1,7 @@
-"""PyTorch on an NVIDIA GPU, on the cases of `shardgrad bench card-kernels card-steps`, with the same names.
+"""PyTorch on an NVIDIA GPU, on the cases of `shardgrad bench card-steps card-kernels`, with the same names.
 
     cargo build --release --features cuda
-    target/release/shardgrad bench card-kernels card-steps --json > ours.jsonl
+    target/release/shardgrad bench card-steps card-llama card-kernels --json > ours.jsonl
     python benches/gpu.py > theirs.jsonl
     python benches/gpu.py --table ours.jsonl theirs.jsonl
 

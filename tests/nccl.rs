@@ -39,25 +39,26 @@ impl Machine {
             return None;
         };
         fs::write(&driver, built).unwrap();
-        for name in ["libnvrtc.so.13", "libcublasLt.so.13", "libnccl.so.2"] {
-            symlink("libcuda.so.1", folder.join(name)).unwrap();
-        }
-        for name in ["shim.h", "shim.cc"] {
-            fs::copy(sources.join("gpu/shim").join(name), folder.join(name)).unwrap();
-        }
-        // Compiled kernels are shared with other tests.
-        let cache = std::env::current_exe().unwrap().with_file_name("shim");
-        fs::create_dir_all(&cache).unwrap();
-        symlink(cache, folder.join("cache")).unwrap();
-        fs::write(folder.join("fake.txt"), format!("gpus={num_gpus}")).unwrap();
+        install(&folder, "libcuda.so.1", num_gpus);
         Some(Machine(folder))
+    }
+
+    /// Adds a folder with the same libraries for one rank, in which the fake refuses all calls of a function of NCCL.
+    fn refusing(&self, call: &str) -> PathBuf {
+        let folder = self.refusing_folder();
+        fs::create_dir(&folder).unwrap();
+        install(&folder, "../libcuda.so.1", 2);
+        fs::write(folder.join("refuse.txt"), format!("{call} 0 1000000 5\n")).unwrap();
+        folder
+    }
+
+    fn refusing_folder(&self) -> PathBuf {
+        self.0.join("refusing")
     }
 
     fn command(&self, args: &[&str]) -> Command {
         let mut command = Command::new(PROGRAM);
-        ["CUDA", "NVRTC", "CUBLASLT", "NCCL"].iter().for_each(|library| {
-            command.env(format!("SHARDGRAD_{library}_PATH"), &self.0);
-        });
+        use_libraries(&mut command, &self.0);
         let removed = ["CUDA_VISIBLE_DEVICES", "NCCL_ALGO", "NCCL_PROTO"];
         for name in removed {
             command.env_remove(name);
@@ -100,9 +101,34 @@ impl Machine {
 
 impl Drop for Machine {
     fn drop(&mut self) {
-        let faults = fs::read_to_string(self.0.join("faults.txt")).unwrap_or_default();
+        let of = |folder: &Path| fs::read_to_string(folder.join("faults.txt")).unwrap_or_default();
+        let faults = of(&self.0) + &of(&self.refusing_folder());
         let _ = fs::remove_dir_all(&self.0);
         assert!(faults.is_empty() || std::thread::panicking(), "the fake GPU reports: {faults}");
+    }
+}
+
+/// Puts libraries that link to the driver of the fake GPU into a folder, and what the driver reads there.
+fn install(folder: &Path, driver: &str, num_gpus: usize) {
+    let libraries = ["libcuda.so.1", "libnvrtc.so.13", "libcublasLt.so.13", "libnccl.so.2"];
+    for name in libraries.into_iter().filter(|name| *name != driver) {
+        symlink(driver, folder.join(name)).unwrap();
+    }
+    let shim = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels/src/gpu/shim");
+    for name in ["shim.h", "shim.cc"] {
+        fs::copy(shim.join(name), folder.join(name)).unwrap();
+    }
+    // Compiled kernels are shared with other tests.
+    let cache = std::env::current_exe().unwrap().with_file_name("shim");
+    fs::create_dir_all(&cache).unwrap();
+    symlink(cache, folder.join("cache")).unwrap();
+    fs::write(folder.join("fake.txt"), format!("gpus={num_gpus}")).unwrap();
+}
+
+/// Lets a command open the libraries of a folder.
+fn use_libraries(command: &mut Command, folder: &Path) {
+    for library in ["CUDA", "NVRTC", "CUBLASLT", "NCCL"] {
+        command.env(format!("SHARDGRAD_{library}_PATH"), folder);
     }
 }
 
@@ -280,67 +306,100 @@ fn training_with_messages_over_nccl_has_the_bits_of_threads() {
 /// How a process of a failed run ends: its exit code, and the line of its error.
 type Ending = (Option<i32>, String);
 
+/// Options of runs that end before their last step.
+const LONG: &str = "train --mesh dp=2 --seq 16 --batch 4 --threads 1 --eval-every 0 --steps 100000";
+
 impl Machine {
-    /// Trains until a signal has been sent to rank 1, after which rank 0 fails. Returns how both end.
+    /// Trains until a signal has been sent to rank 1. Returns how both ranks end.
     fn train_until(&self, signal: &str, device: &str) -> Vec<Ending> {
         let (data, out) = (self.data(), self.0.join(format!("{signal}-{device}")));
-        let fixed =
-            "train --mesh dp=2 --seq 16 --batch 4 --threads 1 --eval-every 0 --steps 100000 --timeout 4";
-        let mut args: Vec<&str> = fixed.split(' ').collect();
+        let mut args: Vec<&str> = LONG.split(' ').collect();
+        let is_stopped = signal == "-STOP";
+        args.extend(["--timeout", if is_stopped { "4" } else { "60" }]);
         args.extend(["--data", &data, "--out", out.to_str().unwrap(), "--device", device]);
         let started = self.start_ranks(2, &args, |_, _| {});
-        let [first, mut second]: [Child; 2] = started.try_into().unwrap();
+        let [mut first, mut second]: [Child; 2] = started.try_into().unwrap();
         let begun = Instant::now();
         while fs::read_to_string(out.join("metrics.jsonl")).unwrap_or_default().lines().count() < 2 {
-            assert!(begun.elapsed() < Duration::from_secs(120), "no step was taken");
+            let is_running = first.try_wait().unwrap().is_none();
+            if !is_running || begun.elapsed() > Duration::from_secs(120) {
+                first.kill().unwrap();
+                panic!("no step was taken: {}", stderr(&first.wait_with_output().unwrap()));
+            }
             thread::sleep(Duration::from_millis(20));
         }
         let sent = Command::new("kill").args([signal, &second.id().to_string()]).status().unwrap();
         assert!(sent.success());
         let first = first.wait_with_output().unwrap();
-        second.kill().unwrap();
+        if is_stopped {
+            second.kill().unwrap();
+        }
         [first, second.wait_with_output().unwrap()].iter().map(ending).collect()
     }
 
-    /// Evaluates a model with logits on rank 0 only, which makes other calls for them. Returns how both ranks end.
-    fn evaluate_with_unlike_calls(&self, model: &str, device: &str) -> Vec<Ending> {
-        let (data, logits) = (self.data(), self.0.join(format!("logits-{device}")));
-        let fixed = "eval --mesh tp=2 --seq 16 --batch 2 --threads 1";
-        let mut args: Vec<&str> = fixed.split(' ').collect();
-        args.extend(["--data", &data, "--model", model, "--device", device]);
-        let outputs = self.run_ranks_with(2, &args, |rank, command| {
-            if rank == 0 {
-                command.arg("--logits").arg(&logits);
-            }
-        });
-        outputs.iter().map(ending).collect()
+    /// Trains with a rate at which the weights overflow in the first step. Returns how both ranks end.
+    fn train_to_overflow(&self, device: &str) -> Vec<Ending> {
+        let (data, out) = (self.data(), self.0.join(format!("overflow-{device}")));
+        let mut args: Vec<&str> = LONG.split(' ').chain(["--warmup", "0", "--lr", "1e30"]).collect();
+        args.extend(["--data", &data, "--out", out.to_str().unwrap(), "--device", device]);
+        self.run_ranks(2, &args).iter().map(ending).collect()
     }
 }
 
+/// How a rank ends. What differs from run to run is left out: which of many calls waits for too long, and the step in which a signal comes.
 fn ending(output: &Output) -> Ending {
     let text = stderr(output);
     let error = text.lines().find(|line| line.starts_with("error: ")).unwrap_or_default();
-    // A timeout is in one of many calls, and of a GPU if all calls of the rank are compared.
+    // On a GPU all calls of the rank may be compared.
     let late = " waited more than 4s ";
-    (output.status.code(), if error.contains(late) { late } else { error }.to_string())
+    let error = if error.contains(late) { late } else { error.split(" after step ").next().unwrap() };
+    (output.status.code(), error.to_string())
 }
 
 #[test]
 fn failed_runs_over_nccl_end_with_the_codes_and_sentences_of_tcp() {
     let Some(machine) = Machine::new("failed", 2) else { return };
-    let on_both = |run: &dyn Fn(&str) -> Vec<Ending>, rank_0: &str| {
-        let (tcp, nccl) = (run("cpu"), run("cuda"));
+    let on_both = |run: &dyn Fn(&str) -> Vec<Ending>, due: [(Option<i32>, &str); 2]| {
+        // The fake NCCL writes it when a communicator is made.
+        let has_nccl = || fs::remove_file(machine.0.join("communicators.txt")).is_ok();
+        let tcp = run("cpu");
+        assert!(!has_nccl(), "a run on CPUs uses NCCL");
+        let nccl = run("cuda");
+        assert!(has_nccl(), "a run on GPUs does not use NCCL: {nccl:?}");
         assert_eq!(nccl, tcp);
-        let (code, error) = &nccl[0];
-        assert!(*code == Some(1) && error.contains(rank_0), "{nccl:?}");
+        for ((code, error), (due_code, due)) in nccl.iter().zip(due) {
+            assert!(
+                *code == due_code && error.contains(due) && error.is_empty() == due.is_empty(),
+                "{nccl:?}"
+            );
+        }
     };
     let lost = "rank 1's process ended (killed or crashed); rank 0 stops too";
-    on_both(&|device| machine.train_until("-KILL", device), lost);
-    on_both(&|device| machine.train_until("-STOP", device), "waited more than 4s");
-    machine.train("model", 0, "dp=1", &["--device", "cpu"]);
-    let model = machine.0.join("model/model");
-    let unlike = "collective mismatch: rank 0 called #";
-    on_both(&|device| machine.evaluate_with_unlike_calls(model.to_str().unwrap(), device), unlike);
+    on_both(&|device| machine.train_until("-KILL", device), [(Some(1), lost), (None, "")]);
+    on_both(&|device| machine.train_until("-STOP", device), [(Some(1), " waited more than 4s "), (None, "")]);
+    // Rank 0 alone reports the signal.
+    on_both(
+        &|device| machine.train_until("-TERM", device),
+        [(Some(143), "stopped by SIGTERM"), (Some(143), "")],
+    );
+    on_both(&|device| machine.train_to_overflow(device), [(Some(1), "step 2: the loss is NaN"); 2]);
+}
+
+#[test]
+fn all_reduce_that_nccl_refuses_on_a_rank_ends_training_on_both() {
+    let Some(machine) = Machine::new("refused", 2) else { return };
+    let (data, out, own) = (machine.data(), machine.0.join("out"), machine.refusing("ncclAllReduce"));
+    let mut args: Vec<&str> = LONG.split(' ').collect();
+    args.extend(["--data", &data, "--out", out.to_str().unwrap(), "--device", "cuda"]);
+    let outputs = machine.run_ranks_with(2, &args, |rank, command| {
+        if rank == 1 {
+            use_libraries(command, &own);
+        }
+    });
+    let endings: Vec<Ending> = outputs.iter().map(ending).collect();
+    let why = "ncclAllReduce: invalid usage (5): the fake refuses ncclAllReduce";
+    let due = [format!("error: rank 1 failed: {why}; rank 0 stops too"), format!("error: {why}")];
+    assert_eq!(endings, due.map(|error| (Some(1), error)));
 }
 
 #[test]

@@ -120,6 +120,29 @@ fn different_checkpoints_or_models_are_an_error() {
 }
 
 #[test]
+fn logits_are_written_if_all_ranks_compute_them() {
+    let folder = Folder::new("unlike-logits");
+    let (data, out) = (write_text(&folder), folder.path("out"));
+    let args = [&train(&data, &out)[..], &["--mesh", "dp=1"]].concat();
+    assert_success(&[Command::new(env!("CARGO_BIN_EXE_shardgrad")).args(args).output().unwrap()]);
+    let (model, logits, other) = (format!("{out}/model"), folder.path("logits"), folder.path("other"));
+    let args = ["eval", "--data", &data, "--model", &model, "--seq", "16", "--mesh", "tp=2"];
+    for (own, why) in [
+        ([&["--logits", &*logits][..], &[]], "--logits is given on rank 0, not given on rank 1"),
+        ([&[], &["--logits", &*logits][..]], "--logits is not given on rank 0, given on rank 1"),
+    ] {
+        let (codes, messages) = run(&[0, 1], &args, &own);
+        assert_eq!(codes, [Some(2); 2], "{messages:?}");
+        let why = format!("error: ranks got different options: {why}\n");
+        assert!(messages.iter().all(|text| text.contains(&why)), "{messages:?}");
+    }
+    // Paths may differ, and rank 0 alone writes.
+    let (codes, messages) = run(&[0, 1], &args, &[&["--logits", &logits], &["--logits", &other]]);
+    assert_eq!(codes, [Some(0); 2], "{messages:?}");
+    assert!(fs::exists(logits).unwrap() && !fs::exists(other).unwrap());
+}
+
+#[test]
 fn invalid_arguments_of_one_rank_end_all_others_at_once() {
     let folder = Folder::new("refuses");
     let (data, out) = (write_text(&folder), folder.path("out"));

@@ -20,22 +20,28 @@ fn header() -> Option<PathBuf> {
     named.into_iter().chain(packages).chain(["/usr/include/nccl.h".into()]).find(|file| file.is_file())
 }
 
-/// Returns C++ that compiles only if `nccl.h` declares what the functions of this crate take. Arguments of enum types are declared as
-/// `int` here, so enums are compared as integers of the same size.
+/// Returns C++ that compiles only if `nccl.h` declares what the functions of this crate take and return. Enum types are declared as `int`
+/// here, so enums are compared as integers of the same size.
 fn program() -> String {
     let mut text = String::from(
         "#include \"nccl.h\"\n#include <cstddef>\n#include <type_traits>\n\
          template <class T, bool = std::is_enum<T>::value> struct Plain { typedef T type; };\n\
          template <class T> struct Plain<T, true> { static_assert(sizeof(T) == sizeof(int), \"\"); typedef int type; };\n\
          template <class T> struct Plain<T*, false> { typedef typename Plain<T>::type* type; };\n\
-         template <class F> struct Args;\n\
-         template <class R, class... A> struct Args<R (*)(A...)> { typedef void type(typename Plain<A>::type...); };\n",
+         template <class F> struct Type;\n\
+         template <class R, class... A> struct Type<R (*)(A...)> {\n\
+         typedef typename Plain<R>::type type(typename Plain<A>::type...); };\n",
     );
-    for (name, args) in signatures() {
-        let args = args.join(", ");
+    let other = [
+        ("ncclGetVersion", "int(int*)".to_string()),
+        ("ncclGetErrorString", "const char*(int)".to_string()),
+        ("ncclGetLastError", "const char*(ncclComm_t)".to_string()),
+    ];
+    let all = signatures().into_iter().map(|(name, args)| (name, format!("int({})", args.join(", "))));
+    for (name, of) in all.chain(other) {
         let _ = writeln!(
             text,
-            "static_assert(std::is_same<Args<decltype(&{name})>::type, void({args})>::value, \"{name}\");"
+            "static_assert(std::is_same<Type<decltype(&{name})>::type, {of}>::value, \"{name}\");"
         );
     }
     let fields = [
@@ -108,11 +114,12 @@ fn types_are_those_of_the_header() {
     for (right, wrong) in [
         ("ncclUint8 == 1", "ncclUint8 == 2"),
         ("netName) == 32", "netName) == 40"),
-        ("void(ncclComm_t, int*)", "void(ncclComm_t*, int*)"),
+        ("int(ncclComm_t, int*)", "int(ncclComm_t*, int*)"),
         (
-            "void(const void*, void*, size_t, int, int, ncclComm_t",
-            "void(const void*, void*, int, int, int, ncclComm_t",
+            "int(const void*, void*, size_t, int, int, ncclComm_t",
+            "int(const void*, void*, int, int, int, ncclComm_t",
         ),
+        ("const char*(int)", "int(int)"),
     ] {
         assert!(program.contains(right), "{right} in {program}");
         assert!(

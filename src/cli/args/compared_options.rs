@@ -10,7 +10,7 @@ use shardgrad::autograd::pipeline::Schedule;
 use std::path::Path;
 
 /// Options that may differ between processes, with the reason.
-const NOT_COMPARED: [(&str, &str); 18] = [
+const NOT_COMPARED: [(&str, &str); 17] = [
     ("help", "not an option of a run"),
     ("version", "not an option of a run"),
     ("config", "the options in the file are compared"),
@@ -23,7 +23,6 @@ const NOT_COMPARED: [(&str, &str); 18] = [
     ("listen", "only rank 0 listens there"),
     ("out", "paths may differ between machines; only rank 0 writes"),
     ("trace", "not supported for processes"),
-    ("logits", "only rank 0 writes"),
     ("json", "only rank 0 prints"),
     ("threads", "no result depends on it"),
     ("pin", "no result depends on it"),
@@ -45,7 +44,8 @@ pub(super) fn options_to_compare(command: &Command, given: &ArgMatches) -> Vec<(
 }
 
 /// Returns the canonical form of a value: numbers in one notation, a device without its index, a schedule file as the hash of its
-/// contents, a long text as its beginning and a hash.
+/// contents, a long text as its beginning and a hash. Of the file of `--logits` only whether it is given: all ranks compute the logits, and
+/// paths may differ between machines.
 fn canonical(id: &str, value: &str) -> String {
     let hash = |bytes: &[u8]| {
         let mut hash = ContentHash::default();
@@ -54,6 +54,9 @@ fn canonical(id: &str, value: &str) -> String {
     };
     if id == "device" {
         return value.split(':').next().unwrap_or_default().to_string();
+    }
+    if id == "logits" {
+        return "given".to_string();
     }
     let path = Path::new(value);
     if id == "schedule" && path.is_file() && Schedule::named(value, 1, 1).is_err() {
@@ -128,6 +131,7 @@ mod tests {
             ("lr", "1", "1.0"),
             ("eps", "1e-8", "0.00000001"),
             ("device", "cuda:0", "cuda:3"),
+            ("logits", "/here/logits", "/there/logits"),
         ] {
             assert_eq!(canonical(id, one), canonical(id, other), "{id}");
         }

@@ -45,7 +45,7 @@ pub(crate) struct BenchArgs {
     /// SVG file that `growth` draws
     #[arg(long, value_name = "FILE", default_value = "growth.svg")]
     pub(crate) picture: std::path::PathBuf,
-    /// GPU for `card-kernels` and `card-steps`: cuda or cuda:N
+    /// GPU for `card-kernels`, `card-steps` and `card-llama`: cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "cuda", value_parser = super::values::device)]
     pub(crate) device: Device,
     /// Print one JSON object per line
@@ -78,14 +78,19 @@ pub(crate) enum BenchChoice {
     Latency,
     /// Kernels on an NVIDIA GPU
     CardKernels,
-    /// Training steps of GPT-2 124M and Llama 3 8B on an NVIDIA GPU
+    /// Training steps of GPT-2 124M on an NVIDIA GPU
     CardSteps,
+    /// Training steps of Llama 3 8B on an NVIDIA GPU of 100 GiB or more, of half of it on a smaller one
+    CardLlama,
 }
 
 impl BenchChoice {
     /// Returns whether the benchmark runs only if named.
     pub(crate) fn takes_minutes(self) -> bool {
-        use BenchChoice::{CardKernels, CardSteps, Growth, Latency, Presets, Products, ShardedData};
-        matches!(self, Products | Presets | Growth | ShardedData | Latency | CardKernels | CardSteps)
+        use BenchChoice::{
+            CardKernels, CardLlama, CardSteps, Growth, Latency, Presets, Products, ShardedData,
+        };
+        let is_on_gpu = matches!(self, CardKernels | CardSteps | CardLlama);
+        is_on_gpu || matches!(self, Products | Presets | Growth | ShardedData | Latency)
     }
 }

@@ -6,7 +6,7 @@ use super::measurement::{Bench, check};
 use super::memory_bound::Sizes;
 use super::training::Training;
 use shardgrad::kernels::op::{attention, batched_matmul};
-use shardgrad::kernels::{BackendConfig, BackendProvider, CpuProvider, DType, Scalar, open};
+use shardgrad::kernels::{BackendConfig, BackendProvider, CpuProvider, DType, Device, Scalar, open};
 use shardgrad::nn::{Gpt2Config, LlamaConfig};
 use shardgrad::nn::{ModelConfig, Precision};
 use shardgrad::{Error, Kind, Result};
@@ -17,6 +17,9 @@ use DType::{BF16, F32};
 /// Tokens of a GPT-2 batch, and vocabulary size padded to a multiple of 64, as is usual.
 const TOKENS: usize = 32_768;
 const VOCAB: usize = 50_304;
+
+/// GPU memory below which half of Llama 3 8B is measured: parameters and gradients in bf16 and two moments in f32 are 12 bytes a parameter.
+const WHOLE_LLAMA_BYTES: usize = 100 << 30;
 
 /// Sizes of memory-bound kernels: at least 128 MiB, more than caches hold.
 const LARGE: Sizes = Sizes {
@@ -36,13 +39,6 @@ pub(super) fn run(bench: &Bench) -> Result<()> {
     LARGE.small().cases().iter().try_for_each(|case| case.check(&*gpu, &*host, 1.0 / 64.0))?;
     let all = LARGE.cases().into_iter().chain(compute_bound_cases());
     all.into_iter().try_for_each(|case| case.measure(bench, "card_kernels", &*gpu))
-}
-
-/// Benchmarks training steps.
-pub(super) fn run_steps(bench: &Bench) -> Result<()> {
-    let machine = open(bench.device)?;
-    gpt2(bench, &machine)?;
-    llama(bench, &machine)
 }
 
 /// A matmul of operands that may be transposed.
@@ -98,13 +94,13 @@ fn compute_bound_cases() -> Vec<KernelCase> {
     cases
 }
 
-/// GPT-2 124M on 32 x 1024 tokens, parameters in f32, compute in bf16.
-fn gpt2(bench: &Bench, machine: &Arc<dyn BackendProvider>) -> Result<()> {
+/// Benchmarks training steps of GPT-2 124M on 32 x 1024 tokens, parameters in f32, compute in bf16.
+pub(super) fn run_gpt2(bench: &Bench) -> Result<()> {
     let name = "gpt2-124m";
     let preset =
         Gpt2Config::preset(name).ok_or_else(|| Error::new(Kind::Config, format!("no preset `{name}`")))?;
     let config = Gpt2Config { vocab_size: VOCAB, ..preset };
-    let (precision, machine) = (Precision::mixed(BF16), Some(machine.clone()));
+    let (precision, machine) = (Precision::mixed(BF16), Some(open(bench.device)?));
     let run = Training { precision, machine, ..Training::new(config, 32, 1024) };
     let losses = run.run()?.losses;
     check("the first loss", &losses[..1], &[(VOCAB as f64).ln()], 0.05)?;
@@ -114,23 +110,52 @@ fn gpt2(bench: &Bench, machine: &Arc<dyn BackendProvider>) -> Result<()> {
     Ok(())
 }
 
-/// As many blocks of Llama 3 8B as fit the GPU, on 4 x 4096 tokens, in bf16 with optimizer state in f32 and activation checkpointing.
-fn llama(bench: &Bench, machine: &Arc<dyn BackendProvider>) -> Result<()> {
+/// Benchmarks training steps of Llama 3 8B on 4 x 4096 tokens, in bf16 with optimizer state in f32 and activation checkpointing: the whole
+/// model, or fewer blocks where the memory of the GPU is smaller.
+pub(super) fn run_llama(bench: &Bench) -> Result<()> {
+    let machine = open(bench.device)?;
+    let blocks_max = if memory_bytes(bench.device)? < WHOLE_LLAMA_BYTES { 16 } else { 32 };
+    let mut outcome = Ok(());
+    for blocks in [32, 16, 8].into_iter().filter(|blocks| *blocks <= blocks_max) {
+        outcome = llama_of(blocks, bench, &machine);
+        if !outcome.as_ref().is_err_and(|error| error.kind() == Kind::OutOfMemory) {
+            break;
+        }
+    }
+    outcome
+}
+
+/// Benchmarks training steps of Llama 3 8B with `blocks` of its 32 blocks.
+fn llama_of(blocks: usize, bench: &Bench, machine: &Arc<dyn BackendProvider>) -> Result<()> {
     let name = "llama-8b";
     let preset =
         LlamaConfig::preset(name).ok_or_else(|| Error::new(Kind::Config, format!("no preset `{name}`")))?;
-    for blocks in [32, 16, 8] {
-        let config = ModelConfig::Llama(LlamaConfig { num_hidden_layers: blocks, ..preset.clone() });
-        let (precision, recompute, machine) = (Precision::of(BF16), true, Some(machine.clone()));
-        let run = Training { precision, recompute, machine, ..Training::new(config, 4, 4096) };
-        let training = Training { capture: true, ..run.clone() };
-        let losses = match training.run().and_then(|_| run.run()) {
-            Err(error) if error.kind() == Kind::OutOfMemory => continue,
-            found => found?.losses,
-        };
-        let case = format!("llama-8b bf16, {blocks} of 32 blocks, 4 x 4096 tokens, recomputing");
-        training.report(bench, "card_steps", &case, &losses)?;
-        break;
-    }
+    let config = LlamaConfig { num_hidden_layers: blocks, ..preset };
+    // Rows of the output layer are products of a row of norm sqrt(hidden_size) with independent weights.
+    let variance = config.hidden_size as f64 * config.initializer_range.powi(2);
+    let first = (config.vocab_size as f64).ln() + variance / 2.0;
+    let (precision, recompute, machine) = (Precision::of(BF16), true, Some(machine.clone()));
+    let config = ModelConfig::Llama(config);
+    let run = Training { precision, recompute, machine, ..Training::new(config, 4, 4096) };
+    let losses = run.run()?.losses;
+    check("the first loss", &losses[..1], &[first], 0.05)?;
+    let case = format!("llama-8b bf16, {blocks} of 32 blocks, 4 x 4096 tokens, recomputing");
+    Training { capture: true, ..run }.report(bench, "card_steps", &case, &losses)?;
     Ok(())
+}
+
+/// Returns the bytes of memory of a GPU.
+#[cfg(feature = "cuda")]
+fn memory_bytes(gpu: Device) -> Result<usize> {
+    use shardgrad::kernels::cuda::{Driver, SearchPaths};
+    match gpu {
+        Device::Cuda(number) => Ok(Driver::open(&SearchPaths::from_env())?.describe(number)?.memory_bytes),
+        Device::Cpu | Device::Null => Ok(0),
+    }
+}
+
+/// Returns the bytes of memory of a GPU; builds without the CUDA back end open none.
+#[cfg(not(feature = "cuda"))]
+fn memory_bytes(_: Device) -> Result<usize> {
+    Ok(0)
 }

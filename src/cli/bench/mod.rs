@@ -68,16 +68,19 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
         latency::run(&plain)?;
     }
     let gpu_bench = Bench { device: args.device, ..plain };
-    let is_gpu_wanted = wanted(BenchChoice::CardKernels) || wanted(BenchChoice::CardSteps);
-    if is_gpu_wanted && args.device == Device::Cpu {
-        let why = "card-kernels and card-steps run on a GPU, but --device is cpu";
+    let on_gpu = [BenchChoice::CardKernels, BenchChoice::CardSteps, BenchChoice::CardLlama];
+    if on_gpu.into_iter().any(wanted) && args.device == Device::Cpu {
+        let why = "card-kernels, card-steps and card-llama run on a GPU, but --device is cpu";
         return Err(Error::new(Kind::Config, why).detail("help", "use --device cuda or cuda:N"));
     }
     if wanted(BenchChoice::CardKernels) {
         gpu::run(&gpu_bench)?;
     }
     if wanted(BenchChoice::CardSteps) {
-        gpu::run_steps(&gpu_bench)?;
+        gpu::run_gpt2(&gpu_bench)?;
+    }
+    if wanted(BenchChoice::CardLlama) {
+        gpu::run_llama(&gpu_bench)?;
     }
     Ok(())
 }

@@ -122,7 +122,8 @@ bool compile(const std::string &text, const std::string &entry, Function *to) {
         "FAKE unsigned fake_count() { return FakeSizes<&" + entry + ">::count; }\n"
         "FAKE const unsigned *fake_sizes() { return FakeSizes<&" + entry + ">::sizes; }\n"
         "FAKE unsigned fake_static_bytes() { return shim::static_bytes(); }\n";
-    const std::string shim = runtime(), stem = cache() + "/fake-" + hex_hash(source + shim);
+    // The name of the shim's folder and not its path, which differs from test to test: they share the compiled program.
+    const std::string shim = runtime(), stem = cache() + "/fake-" + hex_hash(source + shim.substr(shim.rfind('/')));
     if (!exists(stem + ".so") && !build(source, shim, stem)) return false;
     void *library = dlopen((stem + ".so").c_str(), RTLD_NOW | RTLD_LOCAL);
     if (!library) return false;
