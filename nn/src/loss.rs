@@ -141,33 +141,47 @@ pub fn expert_imbalance(tokens_per_expert: &Var) -> Var {
     tokens.max_last().div(&tokens.sum()).scale(tokens.layout().numel() as f64)
 }
 
-/// Mean squared error: the mean of (prediction - target)^2 over all elements, a scalar in the accumulator type; shapes as
-/// [`Value::sub`].
+/// Mean squared error: the mean of (prediction - target)^2 over all elements, a scalar in the accumulator type.
 ///
 /// # Panics
-/// Unwinds with an error if shapes or dtypes do not fit.
+/// Unwinds with `Kind::Shape` if the shapes differ: `[8, 1]` and `[8]` would broadcast to all 64 pairs. With `Kind::DType` if the dtypes
+/// do not fit.
 #[doc(alias = "mse_loss")]
 #[doc(alias = "MSELoss")]
 #[track_caller]
 #[must_use]
 pub fn mse(prediction: &Var, target: &Var) -> Var {
+    check_equal_shapes(["mse of a prediction", "a target"], &prediction.shape(), &target.shape());
     to_accumulator(prediction).sub(&to_accumulator(target)).square().mean()
 }
 
 /// Binary cross-entropy of logits z and targets t in 0..=1 (same float dtype): -t ln s(z) - (1 - t) ln(1 - s(z)) of each
-/// element, in the accumulator type, where s is the sigmoid; shapes as [`Value::mul`]. Computed as
+/// element, in the accumulator type, where s is the sigmoid. Computed as
 /// t softplus(-z) + (1 - t) softplus(z), which is accurate in both tails. Take the mean for the usual loss.
 ///
 /// # Panics
-/// Unwinds with an error if shapes or dtypes do not fit.
+/// As [`mse`].
 #[doc(alias = "binary_cross_entropy_with_logits")]
 #[doc(alias = "BCEWithLogitsLoss")]
 #[track_caller]
 #[must_use]
 pub fn bce_with_logits(logits: &Var, targets: &Var) -> Var {
+    check_equal_shapes(["bce_with_logits of logits", "targets"], &logits.shape(), &targets.shape());
     let (logits, targets) = (to_accumulator(logits), to_accumulator(targets));
     let yes = targets.mul(&logits.neg().softplus());
     yes.add(&targets.neg().add_scalar(1.0).mul(&logits.softplus()))
+}
+
+/// Refuses values of different shapes, which would broadcast: each prediction would be compared with the targets of other rows.
+#[track_caller]
+pub(crate) fn check_equal_shapes(what: [&str; 2], first: &[usize], second: &[usize]) {
+    if first != second {
+        let [a, b] = what;
+        Error::new(Kind::Shape, format!("{a} {first:?} and {b} {second:?}: the shapes differ"))
+            .detail("help", format!("bring both to one shape, as with `.reshape(&{first:?})`"))
+            .at(std::panic::Location::caller())
+            .raise();
+    }
 }
 
 /// Casts to the accumulator type: a mean in a 16-bit dtype would be rounded to three digits.
@@ -259,7 +273,9 @@ mod tests {
     #[test]
     fn mse_and_bce_with_logits_match_their_formulas() {
         let t = [0.0, 1.0, 0.5, 0.25];
-        let targets = |rank: &Rank, z: &Var| Ok::<_, Error>(z.constant(Tensor::from_host(rank, &[4], &t)?));
+        let targets = |rank: &Rank, z: &Var| {
+            Ok::<_, Error>(z.constant(Tensor::from_global(rank, z.layout(), &t.repeat(3))?))
+        };
         let mean = |z: &[f64], f: &dyn Fn(f64, f64) -> f64| {
             z.iter().enumerate().map(|(i, &z)| f(z, t[i % 4])).sum::<f64>() / z.len() as f64
         };
@@ -267,6 +283,30 @@ mod tests {
         check(
             |rank, z| Ok(bce_with_logits(z, &targets(rank, z)?).mean()),
             |z| mean(z, &|z, t| (1.0 + z.exp()).ln() - t * z),
+        );
+    }
+
+    #[test]
+    fn predictions_and_targets_of_different_shapes_are_refused() {
+        let refused = |loss: fn(&Var, &Var) -> Var| {
+            let made = World::run(Mesh::single(), |rank| {
+                let tape = Tape::new(rank);
+                let column = tape.constant(Tensor::from_host(rank, &[2, 1], &[1.0f32, 2.0])?);
+                let row = tape.constant(Tensor::from_host(rank, &[2], &[1.0f32, 2.0])?);
+                loss(&column, &row).sum().item()
+            });
+            let error = made.unwrap_err();
+            assert!(
+                error.kind() == Kind::Shape && error.to_string().contains(".reshape(&[2, 1])"),
+                "{error}"
+            );
+            assert!(error.site().is_some_and(|site| site.file().ends_with("loss.rs")), "{error}");
+            error.message().to_string()
+        };
+        assert_eq!(refused(mse), "mse of a prediction [2, 1] and a target [2]: the shapes differ");
+        assert_eq!(
+            refused(bce_with_logits),
+            "bce_with_logits of logits [2, 1] and targets [2]: the shapes differ"
         );
     }
 
