@@ -71,19 +71,9 @@ impl CrossEntropy {
         ignored.map_or(loss.clone(), |mask| loss.masked_fill(&mask, 0.0))
     }
 
-    /// The mean loss over the rows that are not ignored, a scalar; NaN if all rows are ignored. Of microbatches with different numbers
-    /// of ignored rows the mean of these means is not the mean over all rows: use [`CrossEntropy::loss`].
-    ///
-    /// # Panics
-    /// As [`CrossEntropy::per_row`].
-    #[track_caller]
-    #[must_use]
-    pub fn mean(&self, logits: &Var, targets: &Var) -> Var {
-        self.loss(logits, targets).value()
-    }
-
     /// The loss of a step: with `ignore_index` the sum over the rows that are not ignored and their number, so that the step's loss is
-    /// the mean over all of them, on all ranks and in all microbatches; without, the mean over the rows.
+    /// the mean over all of them, on all ranks and in all microbatches; without, the mean over the rows. [`Loss::value`] is the mean of one
+    /// microbatch; the mean of such means is another number where microbatches have different numbers of ignored rows.
     ///
     /// # Panics
     /// As [`CrossEntropy::per_row`].
@@ -241,16 +231,16 @@ mod tests {
             |rank: &Rank, z: &Var, t: &[i64]| Ok::<_, Error>(z.constant(Tensor::from_host(rank, &[3], t)?));
         let smooth = CrossEntropy { label_smoothing: 0.2, ..CrossEntropy::default() };
         check(
-            |rank, z| Ok(smooth.mean(z, &targets(rank, z, &[2, 0, 3])?)),
+            |rank, z| Ok(smooth.loss(z, &targets(rank, z, &[2, 0, 3])?).value()),
             |z| (nll(&z[..4], 2, 0.2) + nll(&z[4..8], 0, 0.2) + nll(&z[8..], 3, 0.2)) / 3.0,
         );
         let ignoring = CrossEntropy { ignore_index: Some(-100), label_smoothing: 0.1 };
         check(
-            |rank, z| Ok(ignoring.mean(z, &targets(rank, z, &[2, -100, 3])?)),
+            |rank, z| Ok(ignoring.loss(z, &targets(rank, z, &[2, -100, 3])?).value()),
             |z| (nll(&z[..4], 2, 0.1) + nll(&z[8..], 3, 0.1)) / 2.0,
         );
         check(
-            |rank, z| Ok(CrossEntropy::default().mean(z, &targets(rank, z, &[1, 0, 0])?)),
+            |rank, z| Ok(CrossEntropy::default().loss(z, &targets(rank, z, &[1, 0, 0])?).value()),
             |z| (nll(&z[..4], 1, 0.0) + nll(&z[4..8], 0, 0.0) + nll(&z[8..], 0, 0.0)) / 3.0,
         );
     }
@@ -262,7 +252,7 @@ mod tests {
                 let tape = Tape::new(rank);
                 let z = tape.constant(Tensor::from_host(rank, &[3, 4], &Z)?);
                 let targets = tape.constant(Tensor::from_host(rank, &[3], &[2i64, 0, 3])?);
-                CrossEntropy { label_smoothing, ..CrossEntropy::default() }.mean(&z, &targets).item()
+                CrossEntropy { label_smoothing, ..CrossEntropy::default() }.loss(&z, &targets).value().item()
             });
             let error = made.unwrap_err();
             assert_eq!(error.kind(), Kind::Config, "{error}");
