@@ -8,6 +8,7 @@ mod fake_gpu;
 mod graph_capture;
 mod ops_page;
 mod errors;
+mod silent_mistakes;
 mod run_outcomes;
 mod explain;
 mod resume;

@@ -71,19 +71,9 @@ impl CrossEntropy {
         ignored.map_or(loss.clone(), |mask| loss.masked_fill(&mask, 0.0))
     }
 
-    /// The mean loss over the rows that are not ignored, a scalar; NaN if all rows are ignored. Of microbatches with different numbers
-    /// of ignored rows the mean of these means is not the mean over all rows: use [`CrossEntropy::loss`].
-    ///
-    /// # Panics
-    /// As [`CrossEntropy::per_row`].
-    #[track_caller]
-    #[must_use]
-    pub fn mean(&self, logits: &Var, targets: &Var) -> Var {
-        self.loss(logits, targets).value()
-    }
-
     /// The loss of a step: with `ignore_index` the sum over the rows that are not ignored and their number, so that the step's loss is
-    /// the mean over all of them, on all ranks and in all microbatches; without, the mean over the rows.
+    /// the mean over all of them, on all ranks and in all microbatches; without, the mean over the rows. [`Loss::value`] is the mean of one
+    /// microbatch; the mean of such means is another number where microbatches have different numbers of ignored rows.
     ///
     /// # Panics
     /// As [`CrossEntropy::per_row`].
@@ -141,33 +131,47 @@ pub fn expert_imbalance(tokens_per_expert: &Var) -> Var {
     tokens.max_last().div(&tokens.sum()).scale(tokens.layout().numel() as f64)
 }
 
-/// Mean squared error: the mean of (prediction - target)^2 over all elements, a scalar in the accumulator type; shapes as
-/// [`Value::sub`].
+/// Mean squared error: the mean of (prediction - target)^2 over all elements, a scalar in the accumulator type.
 ///
 /// # Panics
-/// Unwinds with an error if shapes or dtypes do not fit.
+/// Unwinds with `Kind::Shape` if the shapes differ: `[8, 1]` and `[8]` would broadcast to all 64 pairs. With `Kind::DType` if the dtypes
+/// do not fit.
 #[doc(alias = "mse_loss")]
 #[doc(alias = "MSELoss")]
 #[track_caller]
 #[must_use]
 pub fn mse(prediction: &Var, target: &Var) -> Var {
+    check_equal_shapes(["mse of a prediction", "a target"], &prediction.shape(), &target.shape());
     to_accumulator(prediction).sub(&to_accumulator(target)).square().mean()
 }
 
 /// Binary cross-entropy of logits z and targets t in 0..=1 (same float dtype): -t ln s(z) - (1 - t) ln(1 - s(z)) of each
-/// element, in the accumulator type, where s is the sigmoid; shapes as [`Value::mul`]. Computed as
+/// element, in the accumulator type, where s is the sigmoid. Computed as
 /// t softplus(-z) + (1 - t) softplus(z), which is accurate in both tails. Take the mean for the usual loss.
 ///
 /// # Panics
-/// Unwinds with an error if shapes or dtypes do not fit.
+/// As [`mse`].
 #[doc(alias = "binary_cross_entropy_with_logits")]
 #[doc(alias = "BCEWithLogitsLoss")]
 #[track_caller]
 #[must_use]
 pub fn bce_with_logits(logits: &Var, targets: &Var) -> Var {
+    check_equal_shapes(["bce_with_logits of logits", "targets"], &logits.shape(), &targets.shape());
     let (logits, targets) = (to_accumulator(logits), to_accumulator(targets));
     let yes = targets.mul(&logits.neg().softplus());
     yes.add(&targets.neg().add_scalar(1.0).mul(&logits.softplus()))
+}
+
+/// Refuses values of different shapes, which would broadcast: each prediction would be compared with the targets of other rows.
+#[track_caller]
+pub(crate) fn check_equal_shapes(what: [&str; 2], first: &[usize], second: &[usize]) {
+    if first != second {
+        let [a, b] = what;
+        Error::new(Kind::Shape, format!("{a} {first:?} and {b} {second:?}: the shapes differ"))
+            .detail("help", format!("bring both to one shape, as with `.reshape(&{first:?})`"))
+            .at(std::panic::Location::caller())
+            .raise();
+    }
 }
 
 /// Casts to the accumulator type: a mean in a 16-bit dtype would be rounded to three digits.
@@ -227,16 +231,16 @@ mod tests {
             |rank: &Rank, z: &Var, t: &[i64]| Ok::<_, Error>(z.constant(Tensor::from_host(rank, &[3], t)?));
         let smooth = CrossEntropy { label_smoothing: 0.2, ..CrossEntropy::default() };
         check(
-            |rank, z| Ok(smooth.mean(z, &targets(rank, z, &[2, 0, 3])?)),
+            |rank, z| Ok(smooth.loss(z, &targets(rank, z, &[2, 0, 3])?).value()),
             |z| (nll(&z[..4], 2, 0.2) + nll(&z[4..8], 0, 0.2) + nll(&z[8..], 3, 0.2)) / 3.0,
         );
         let ignoring = CrossEntropy { ignore_index: Some(-100), label_smoothing: 0.1 };
         check(
-            |rank, z| Ok(ignoring.mean(z, &targets(rank, z, &[2, -100, 3])?)),
+            |rank, z| Ok(ignoring.loss(z, &targets(rank, z, &[2, -100, 3])?).value()),
             |z| (nll(&z[..4], 2, 0.1) + nll(&z[8..], 3, 0.1)) / 2.0,
         );
         check(
-            |rank, z| Ok(CrossEntropy::default().mean(z, &targets(rank, z, &[1, 0, 0])?)),
+            |rank, z| Ok(CrossEntropy::default().loss(z, &targets(rank, z, &[1, 0, 0])?).value()),
             |z| (nll(&z[..4], 1, 0.0) + nll(&z[4..8], 0, 0.0) + nll(&z[8..], 0, 0.0)) / 3.0,
         );
     }
@@ -248,7 +252,7 @@ mod tests {
                 let tape = Tape::new(rank);
                 let z = tape.constant(Tensor::from_host(rank, &[3, 4], &Z)?);
                 let targets = tape.constant(Tensor::from_host(rank, &[3], &[2i64, 0, 3])?);
-                CrossEntropy { label_smoothing, ..CrossEntropy::default() }.mean(&z, &targets).item()
+                CrossEntropy { label_smoothing, ..CrossEntropy::default() }.loss(&z, &targets).value().item()
             });
             let error = made.unwrap_err();
             assert_eq!(error.kind(), Kind::Config, "{error}");
@@ -259,7 +263,9 @@ mod tests {
     #[test]
     fn mse_and_bce_with_logits_match_their_formulas() {
         let t = [0.0, 1.0, 0.5, 0.25];
-        let targets = |rank: &Rank, z: &Var| Ok::<_, Error>(z.constant(Tensor::from_host(rank, &[4], &t)?));
+        let targets = |rank: &Rank, z: &Var| {
+            Ok::<_, Error>(z.constant(Tensor::from_global(rank, z.layout(), &t.repeat(3))?))
+        };
         let mean = |z: &[f64], f: &dyn Fn(f64, f64) -> f64| {
             z.iter().enumerate().map(|(i, &z)| f(z, t[i % 4])).sum::<f64>() / z.len() as f64
         };
@@ -267,6 +273,30 @@ mod tests {
         check(
             |rank, z| Ok(bce_with_logits(z, &targets(rank, z)?).mean()),
             |z| mean(z, &|z, t| (1.0 + z.exp()).ln() - t * z),
+        );
+    }
+
+    #[test]
+    fn predictions_and_targets_of_different_shapes_are_refused() {
+        let refused = |loss: fn(&Var, &Var) -> Var| {
+            let made = World::run(Mesh::single(), |rank| {
+                let tape = Tape::new(rank);
+                let column = tape.constant(Tensor::from_host(rank, &[2, 1], &[1.0f32, 2.0])?);
+                let row = tape.constant(Tensor::from_host(rank, &[2], &[1.0f32, 2.0])?);
+                loss(&column, &row).sum().item()
+            });
+            let error = made.unwrap_err();
+            assert!(
+                error.kind() == Kind::Shape && error.to_string().contains(".reshape(&[2, 1])"),
+                "{error}"
+            );
+            assert!(error.site().is_some_and(|site| site.file().ends_with("loss.rs")), "{error}");
+            error.message().to_string()
+        };
+        assert_eq!(refused(mse), "mse of a prediction [2, 1] and a target [2]: the shapes differ");
+        assert_eq!(
+            refused(bce_with_logits),
+            "bce_with_logits of logits [2, 1] and targets [2]: the shapes differ"
         );
     }
 

@@ -1,6 +1,6 @@
 //! Metrics of classifiers: correct predictions over classes that may be sharded.
 
-use crate::loss::CrossEntropy;
+use crate::loss::{CrossEntropy, check_equal_shapes};
 use shardgrad_autograd::Var;
 use shardgrad_tensor::{DType, Elementwise, Indexing, Reduction, Value};
 
@@ -9,11 +9,11 @@ use shardgrad_tensor::{DType, Elementwise, Indexing, Reduction, Value};
 /// target, which is no class, gives 0. Sharded classes cost two all-gathers of a number for each row.
 ///
 /// # Panics
-/// Unwinds with an error if the shapes do not fit.
+/// Unwinds with `Kind::Shape` if the targets have another shape than the rows.
 #[track_caller]
 #[must_use]
 pub fn correct(logits: &Var, targets: &Var) -> Var {
-    let last = logits.layout().ndim().saturating_sub(1);
+    let last = last_dim_of_rows(logits, targets);
     logits.argmax(last).eq(targets).cast(DType::F32)
 }
 
@@ -21,13 +21,22 @@ pub fn correct(logits: &Var, targets: &Var) -> Var {
 /// and NaN is larger than all numbers.
 ///
 /// # Panics
-/// Unwinds with an error if the shapes do not fit, or if there are fewer than k classes.
+/// As [`correct`]; also if there are fewer than k classes.
 #[track_caller]
 #[must_use]
 pub fn top_k_correct(logits: &Var, targets: &Var, k: usize) -> Var {
-    let last = logits.layout().ndim().saturating_sub(1);
+    let last = last_dim_of_rows(logits, targets);
     let (_, classes) = logits.top_k(last, k, true);
     classes.eq(&targets.expand(last, k)).cast(DType::F32).sum_dims(&[last])
+}
+
+/// The dim of the classes of logits `[..m, v]`. Refuses targets of another shape than `[..m]`, with which the classes would broadcast.
+#[track_caller]
+fn last_dim_of_rows(logits: &Var, targets: &Var) -> usize {
+    let shape = logits.shape();
+    let last = shape.len().saturating_sub(1);
+    check_equal_shapes(["the rows of the logits", "the targets"], &shape[..last], &targets.shape());
+    last
 }
 
 /// The share of rows whose largest logit is that of their target: the mean of [`correct`], a scalar. For unequal counts use

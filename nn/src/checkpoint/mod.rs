@@ -101,7 +101,7 @@ pub use tensors::weights::Weights;
 pub use tensors::weights_writer::WeightsWriter;
 
 use crate::module::Module;
-use crate::module::param::Param;
+use crate::module::param::{Param, check_no_averages};
 use crate::optim::{Optimizer, OptimizerState};
 use crate::sharded_model::Model;
 use atomic::atomic_folder::AtomicFolder;
@@ -121,7 +121,8 @@ use std::path::Path;
 /// # Errors
 /// As [`Model::save_with_sidecars`]; `Kind::Io` also if `dir` is anything but a checkpoint or an empty folder;
 /// `Kind::Unsupported` for an optimizer without [`Optimizer::state_names`], or whose state has another layout than
-/// its parameter. The old checkpoint is unchanged then, every rank returns the error, and training can continue.
+/// its parameter; `Kind::Config` while averages are in place of parameters ([`Ema::swap_in`](crate::Ema::swap_in)). The old checkpoint
+/// is unchanged then, every rank returns the error, and training can continue.
 #[doc(alias = "state_dict")]
 #[doc(alias = "torch.distributed.checkpoint")]
 #[doc(alias = "save_checkpoint")]
@@ -161,7 +162,8 @@ pub fn save_weights<M: Module>(
 /// # Errors
 /// `Kind::Checkpoint` naming the file that is missing, cannot be read, does not fit model and optimizer (other
 /// tensors, shapes or dtypes), or is of another save than `trainer_state.json`; as [`Checkpoints::recover`],
-/// [`Model::load`] and [`Optimizer::load_state`]. Model and optimizer may be of different steps then.
+/// [`Model::load`] and [`Optimizer::load_state`]. Model and optimizer may be of different steps then. `Kind::Config`, before anything
+/// changes, while averages are in place of parameters.
 #[doc(alias = "load_state_dict")]
 #[doc(alias = "load_checkpoint")]
 pub fn load<M: HfModel>(dir: &Path, model: &Model<M>, optim: &mut dyn Optimizer) -> Result<RunState> {
@@ -220,6 +222,8 @@ fn save_as<M: Module>(
     names: Names<'_>,
 ) -> Result<()> {
     let (site, rank) = (Location::caller(), model.rank());
+    check_no_averages(model.params(), "a run that resumes from this checkpoint would train them")
+        .map_err(|e| e.at(site))?;
     let specs = StateSpecs::collect(model, optim, site)?;
     let bytes = specs.num_checkpoint_bytes(model);
     rank.with_timeout(WRITE_TIMEOUT, || {
@@ -250,6 +254,7 @@ fn load_as<M: Module>(
     names: Names<'_>,
     load_weights: impl FnOnce(&Checkpoint) -> Result<CastCounts>,
 ) -> Result<RunState> {
+    check_no_averages(model.params(), "loaded parameters would be lost when the others come back")?;
     let (files, states) = read_optimizer(dir, model, optim, names)?;
     load_weights(&files)?;
     optim

@@ -37,6 +37,8 @@ struct Inner {
     spec: ParamSpec,
     state: RefCell<Option<ParamState>>,
     frozen: Cell<bool>,
+    /// The number of averages that were put in place of the stored tensor, one over the other.
+    averages_in_place: Cell<i32>,
 }
 
 #[derive(Clone, Debug)]
@@ -142,6 +144,13 @@ pub(crate) struct StageOwners {
     pub(crate) own_rank: usize,
 }
 
+/// Refuses what must not happen while averages are in place of parameters; `why` ends the sentence.
+pub(crate) fn check_no_averages(params: &[Param], why: &str) -> Result<()> {
+    let Some(first) = params.iter().find(|param| param.has_average_in_place()) else { return Ok(()) };
+    let text = format!("averages are in place of the parameters, `{}` first: {why}", first.name());
+    Err(Error::new(Kind::Config, text).detail("help", "drop the result of Ema::swap_in first"))
+}
+
 impl Param {
     /// Declares a parameter of a global shape, initialized with zeros.
     #[must_use]
@@ -157,7 +166,8 @@ impl Param {
     }
 
     fn declare(spec: ParamSpec) -> Param {
-        Param(Rc::new(Inner { spec, state: RefCell::default(), frozen: Cell::new(false) }))
+        let (frozen, averages_in_place) = (Cell::new(false), Cell::new(0));
+        Param(Rc::new(Inner { spec, state: RefCell::default(), frozen, averages_in_place }))
     }
 
     fn change(self, change: impl FnOnce(&mut ParamSpec)) -> Param {
@@ -290,6 +300,16 @@ impl Param {
     #[doc(alias = "requires_grad_")]
     pub fn set_frozen(&self, frozen: bool) {
         self.0.frozen.set(frozen);
+    }
+
+    /// Counts an average that is put in place of the stored tensor (1) or leaves (-1).
+    pub(crate) fn count_averages_in_place(&self, change: i32) {
+        self.0.averages_in_place.set(self.0.averages_in_place.get() + change);
+    }
+
+    /// Whether the stored tensor is an average of the parameter ([`Ema::swap_in`](crate::Ema::swap_in)).
+    pub(crate) fn has_average_in_place(&self) -> bool {
+        self.0.averages_in_place.get() > 0
     }
 
     /// Whether two handles refer to the same parameter.

@@ -96,7 +96,8 @@ impl Ema {
     }
 
     /// Puts the averages in place of the parameters, rounded to their dtype, until the result is dropped, also by a panic or an
-    /// early return. Evaluate or save the model in between; an update in between is lost.
+    /// early return. Evaluate or save the model in between. Optimizer steps and checkpoints are refused until then: an update would be
+    /// lost, and a resumed run would train the averages.
     ///
     /// # Errors
     /// As [`Ema::update`].
@@ -108,6 +109,7 @@ impl Ema {
         for (param, average) in self.averages.values() {
             let parameter = param.tensor();
             param.set_tensor(average.cast(parameter.dtype()))?;
+            param.count_averages_in_place(1);
             swap.parameters.push((param.clone(), parameter));
         }
         Ok(swap)
@@ -173,6 +175,7 @@ impl EmaSwap<'_> {
 impl Drop for EmaSwap<'_> {
     fn drop(&mut self) {
         for (param, tensor) in self.parameters.drain(..) {
+            param.count_averages_in_place(-1);
             let done = param.set_tensor(tensor);
             debug_assert!(done.is_ok(), "the layout of a parameter does not change: {done:?}");
         }

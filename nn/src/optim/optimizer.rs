@@ -28,6 +28,20 @@ fn check_gradients_belong(params: &[Param], gradients: &Gradients) -> Result<()>
     ))
 }
 
+/// Refuses a step without any gradient: the update would do nothing, unnoticed.
+fn check_has_gradients(params: &[Param], gradients: &Gradients) -> Result<()> {
+    let num_trained = params.iter().filter(|param| param.is_local() && !param.is_frozen()).count();
+    if num_trained == 0 || !gradients.is_empty() {
+        return Ok(());
+    }
+    let text =
+        format!("none of the {num_trained} trained parameters has a gradient: the step would change nothing");
+    Err(Error::new(Kind::Config, text).detail(
+        "help",
+        "call `loss.backward()` before `tape.gradients()`, on the tape of the loss; the tape returns its gradients once",
+    ))
+}
+
 /// Optimizer state of one parameter: what a run needs, besides the parameter itself, to resume.
 #[doc(alias = "opt_state")]
 #[doc(alias = "state_dict")]
@@ -248,9 +262,9 @@ pub trait Optimizer: fmt::Debug {
     ///
     /// # Errors
     /// `Kind::Config`, before any communication, for a learning rate below 0, for a clip or loss scale that is not
-    /// above 0, for NaN in any of them, for a loss divisor of 0, for gradients of parameters of another model, and as
-    /// [`Optimizer::check_params`]. `Kind::Diverged` for copies that differ between ranks. Errors of the collective and
-    /// of the kernels.
+    /// above 0, for NaN in any of them, for a loss divisor of 0, for gradients of parameters of another model, without any gradient,
+    /// while averages are in place of parameters ([`Ema::swap_in`](crate::Ema::swap_in)), and as
+    /// [`Optimizer::check_params`]. `Kind::Diverged` for copies that differ between ranks. Errors of the collective and of the kernels.
     #[track_caller]
     fn step<M: Module>(
         &mut self,
@@ -263,12 +277,19 @@ pub trait Optimizer: fmt::Debug {
     {
         let site = Location::caller();
         check_gradients_belong(model.params(), &gradients).map_err(|e| e.at(site))?;
+        let has_gradients = check_has_gradients(model.params(), &gradients);
+        let has_losses = !args.losses.is_empty();
         let mut step = OptimizerStep::new(self, (model.rank(), model.params()), gradients, args, site)?;
+        has_gradients.map_err(|e| e.at(site))?;
         step.check_overflow(site)?;
-        step.apply(self, &mut false)
+        let report = step.apply(self, &mut false)?;
+        // Losses of other ranks are in the sum. Without any, 0 would pass for the loss of the model.
+        let loss = if has_losses || report.loss != 0.0 { report.loss } else { f64::NAN };
+        Ok(StepReport { loss, ..report })
     }
 
-    /// Runs one step with the optimizer's own learning rate and without clipping.
+    /// Runs one step with the optimizer's own learning rate and without clipping. The loss of the report is NaN, because it is not passed;
+    /// read it with `loss.item()`, or pass it to [`Optimizer::step`].
     ///
     /// # Errors
     /// `Kind::NotFinite` if the gradient norm is not finite (parameters are unchanged), and as [`Optimizer::step`].

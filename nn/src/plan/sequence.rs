@@ -37,18 +37,22 @@ const REPLICATED: [&str; 7] = [
 impl Plan {
     /// Sequence parallelism (SP) of GPT-2 and the Llama family over the axis of tensor parallelism: the residual stream, norms and
     /// dropout are sharded along tokens, and the gathered inputs of products are not kept for the backward pass.
+    ///
+    /// [`Model::new`](crate::Model::new) refuses a model without any activation of the residual stream under the names of these families:
+    /// the plan would change nothing.
     #[doc(alias = "SP")]
     #[doc(alias = "SequenceParallel")]
     #[must_use]
     pub fn sequence_parallel(axis: &str) -> Plan {
-        let rules = |plan: Plan, target, patterns: &[&str], placement: &str| {
+        let rules = |plan: Plan, target, patterns: &[&str], placement: &str, presence: Presence| {
             patterns.iter().fold(plan, |plan, pattern| {
-                plan.rule(target, pattern, &format!("{axis}{placement}"), Presence::Optional)
+                plan.rule(target, pattern, &format!("{axis}{placement}"), presence.clone())
             })
         };
-        let plan = rules(Plan::new(), RuleTarget::Point, &SHARDED, "@1");
-        let plan = rules(plan, RuleTarget::Point, &GATHERED, "~");
-        let plan = rules(plan, RuleTarget::Compute, &REPLICATED, "~");
+        let residual = Presence::one_of("residual stream");
+        let plan = rules(Plan::new(), RuleTarget::Point, &SHARDED, "@1", residual);
+        let plan = rules(plan, RuleTarget::Point, &GATHERED, "~", Presence::Optional);
+        let plan = rules(plan, RuleTarget::Compute, &REPLICATED, "~", Presence::Optional);
         GATHERED.iter().fold(plan, |plan, point| plan.regather(point))
     }
 

@@ -27,7 +27,19 @@ const SUBJECTS: &[Subject] = &[
     ("log_softmax along rows", |x| x.log_softmax(0), &[3, 5], true),
     ("softmax_dim", |x| x.softmax_dim(0), &[4, 3], false),
     ("group_norm", group_norm, &[2, 4, 3], false),
+    ("unbind and stack of 17 rows", |x| joined(&x.unbind(0), Var::stack), &[17, 2], false),
+    ("concat of 18 slices", |x| joined(&overlapping_pairs(x), Var::concat), &[19, 2], false),
 ];
+
+/// Joins values along dim 0, the last first.
+fn joined(parts: &[Var], join: fn(&[&Var], usize) -> Var) -> Var {
+    join(&parts.iter().rev().collect::<Vec<&Var>>(), 0)
+}
+
+/// Each row of x with the next one.
+fn overlapping_pairs(x: &Var) -> Vec<Var> {
+    (0..x.shape()[0] - 1).map(|row| x.slice(0, row..row + 2)).collect()
+}
 
 fn group_norm(x: &Var) -> Var {
     let row = |seed| {

@@ -31,8 +31,13 @@ fn gradients_of_another_model_are_rejected() {
             let both = gradients.iter().map(|(key, g)| (*key, g.clone())).chain(tape.gradients()).collect();
             let error = Sgd::new(0.1).update(&second, both).unwrap_err();
             assert_eq!(error.message(), "2 of 4 gradients belong to no parameter of this model");
-            // Without gradients nothing changes.
-            assert!(!Sgd::new(0.1).update(&second, tape.gradients())?.skipped);
+            // Nor is a step without any gradient taken.
+            let error = Sgd::new(0.1).update(&second, tape.gradients()).unwrap_err();
+            assert!(
+                error.message().starts_with("none of the 2 trained parameters has a gradient"),
+                "{error}"
+            );
+            assert!(error.kind() == Kind::Config && is_of_this_file(&error), "{error}");
             assert!(!Sgd::new(0.1).update(&first, gradients)?.skipped);
             assert_ne!(first.weight.tensor().to_f64()?, before);
             Ok(())

@@ -73,6 +73,9 @@ fn has_copies(layout: &Layout) -> bool {
     mesh.axes().any(|a| mesh.size(a) > 1 && is_copy(layout.placement(a)))
 }
 
+/// What makes the copies of parameters equal.
+const EQUAL_PARAMS_HELP: &str = "build the model with the same seed on every rank, change parameters and set learning rates on every rank alike, or load one checkpoint";
+
 /// What ranks hold different copies of: the first that explains the others.
 #[derive(Clone, Copy, PartialEq)]
 enum Cause {
@@ -124,9 +127,7 @@ impl Cause {
         let differs = |i: &usize| coordinates[0][*i] != coordinates[1][*i];
         let axis = mesh.axes().find(|a| differs(&usize::from(a.0))).map_or("", |a| mesh.name(a));
         let help = match self {
-            Cause::Params => {
-                "change parameters on every rank alike, or load them from one checkpoint".to_string()
-            }
+            Cause::Params => EQUAL_PARAMS_HELP.to_string(),
             _ => format!(
                 "the ranks of `{axis}` computed with different data: split the batch with Plan::data_parallel(\"{axis}\") and Plan::batch_layout, or pass the same data on every rank"
             ),
@@ -139,13 +140,19 @@ impl Cause {
             }
             error = error.detail("parameters", names.join(", "));
         }
-        error
+        let error = error
             .detail("layout", layouts[number].to_string())
             .detail(
                 "rank",
                 format!("{} holds different bits than rank {}", mesh.describe(other), mesh.describe(first)),
             )
-            .detail("help", help)
+            .detail("help", help);
+        let params_differ =
+            differing.iter().any(|(number, ..)| Cause::Params.includes(*number, params.len()));
+        match params_differ && self != Cause::Params {
+            true => error.detail("help", format!("parameters differ too: {EQUAL_PARAMS_HELP}")),
+            false => error,
+        }
     }
 }
 
@@ -188,6 +195,8 @@ mod tests {
             assert!(gradient.contains("Plan::data_parallel(\""), "{gradient}");
             let value = error_with(layout, 1, 2).unwrap();
             assert!(value.contains("copies of 1 of 1 parameters differ between ranks, `w` first"), "{value}");
+            assert!(value.contains("build the model with the same seed on every rank"), "{value}");
+            assert!(!gradient.contains("parameters differ too"), "{gradient}");
         }
         for which in 0..2 {
             assert_eq!(error_with("f64[4@a, 2@b]", which, 1), None, "shards differ");

@@ -102,8 +102,8 @@ impl StepArgs {
 /// What comes out of an optimizer step; equal on every rank.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepReport {
-    /// The loss: the sum of [`StepArgs::losses`] over all ranks, each divided by [`StepArgs::loss_divisor`], divided by the count;
-    /// 0 without any.
+    /// The loss: the sum of [`StepArgs::losses`] over all ranks, each divided by [`StepArgs::loss_divisor`], divided by the count.
+    /// Without any losses it is 0, or NaN in a training loop without a trainer: the loss of the model is unknown then.
     pub loss: f64,
     /// The sum of [`StepArgs::counts`] over all ranks, if there are counts.
     pub count: Option<f64>,

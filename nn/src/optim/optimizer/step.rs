@@ -4,7 +4,7 @@ use super::super::copies::{check_update_copies, is_check_due};
 use super::super::grad_norm::NormTerms;
 use super::super::hyperparameter::{NOT_NEGATIVE, POSITIVE, check_clip, check_range};
 use super::Optimizer;
-use crate::module::param::{LOST_VALUE_HELP, Param};
+use crate::module::param::{LOST_VALUE_HELP, Param, check_no_averages};
 use shardgrad_autograd::Gradients;
 use shardgrad_tensor::{
     CapturedGraph, Error, Hyperparameters, Kind, OverflowCheck, Rank, Result, StepArgs, StepReport, Tensor,
@@ -49,6 +49,7 @@ impl OptimizerStep {
         args: StepArgs,
     ) -> Result<OptimizerStep> {
         optim.check_params(params)?;
+        check_no_averages(params, "an update would be lost when the parameters come back")?;
         let norm_terms = NormTerms::new(params, &gradients, args.norm_leaves);
         let trained = params.iter().filter(|param| !param.is_frozen());
         let updates = trained.filter_map(|param| Some((param.clone(), gradients.remove(&param.key())?)));
