@@ -166,9 +166,12 @@ fn a_trainer_on_packed_documents_gives_the_losses_of_one_rank_in_every_style() {
         let sequence = family.clone().and(Plan::sequence_parallel("tp"));
         // To rounding: a ring adds in the order of its ranks, and canonical sums refuse the partial sums that sequence parallelism makes of
         // cotangents of positions.
-        for (plan, mesh) in
-            [(family.clone().ring(), "pp=2,cp=2"), (zero, "dp=2,cp=3"), (sequence, "dp=2,tp=2")]
-        {
+        let mut cases = vec![(family.clone().ring(), "pp=2,cp=2"), (zero, "dp=2,cp=3")];
+        // The plan has no rules for BERT.
+        if !matches!(config, ModelConfig::Bert(_)) {
+            cases.push((sequence, "dp=2,tp=2"));
+        }
+        for (plan, mesh) in cases {
             for (plain, many) in plain.iter().zip(numbers(&config, &plan, mesh, Deterministic::Run)) {
                 assert_relative_eq!(*plain, many, max_relative = 1e-10);
             }
