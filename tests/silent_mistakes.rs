@@ -9,7 +9,7 @@ module! { struct Net { up: Linear, drop: Dropout, down: Linear } }
 
 const NO_NOISE: Option<Noise> = None;
 
-/// A model of a plan, with dropout turned off on its tapes.
+/// A model of a plan, with a dropout layer.
 fn model(rank: &Rank, plan: &Plan, seed: u64) -> Result<Model<Net>> {
     let net = Net { up: Linear::new(3, 4), drop: Dropout::new(0.5), down: Linear::new(4, 2) };
     Model::new(rank, net, plan, seed)
