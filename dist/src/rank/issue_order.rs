@@ -18,8 +18,8 @@ impl Rank {
     /// proved: without the trace of some rank (`None`) nothing is compared. A collective call: every rank of the world calls it
     /// together.
     ///
-    /// Costs an all-gather of 16 bytes per rank. Where traces differ or contain messages, also an all-gather of the distinct traces, some
-    /// 250 bytes per call, a simulation on rank 0, and an all-gather of 16 bytes per rank for its result.
+    /// Costs an all-gather of 16 bytes per rank. Where traces differ or contain messages, also an all-gather of the distinct traces, a
+    /// simulation on rank 0, and an all-gather of 16 bytes per rank for its result.
     ///
     /// # Errors
     /// Those of [`check_issue_order`](crate::check_issue_order), on every rank; errors of the collectives.
