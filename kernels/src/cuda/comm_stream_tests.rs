@@ -25,7 +25,7 @@ fn nothing(_: &Pool, _: &mut Launch<'_>) -> Result<(), KernelError> {
     unreachable!("only the GPU runs it")
 }
 
-/// Computes y = x once the gate, which another stream writes, is 1; y = -1 after seconds without.
+/// Computes y = x once the gate, which another stream writes, is 1; y = -1 after a minute without.
 static HELD: Kernel = Kernel {
     name: "held",
     reference: nothing,
@@ -34,7 +34,7 @@ static HELD: Kernel = Kernel {
         source: "extern \"C\" __global__ void held(const float *gate, const float *x, float *y, int n) {\n\
                 if (threadIdx.x != 0) return;\n\
                 const volatile float *at = gate;\n\
-                for (i64 spins = 0; *at != 1.f && spins < 4000000000; ++spins);\n\
+                for (int naps = 0; *at != 1.f && naps < 60000; ++naps) __nanosleep(1000000);\n\
                 for (int i = 0; i < n; ++i) y[i] = *at == 1.f ? x[i] : -1.f;\n\
             }\n",
         plan: |launch, plan| {

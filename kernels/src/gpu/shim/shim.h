@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <ctime>
 #include <utility>
 
 using std::isfinite;
@@ -168,6 +169,11 @@ SHIM_ATOMICS(unsigned long long)
 
 inline void __threadfence() {}
 inline void __threadfence_block() {}
+
+inline void __nanosleep(unsigned nanoseconds) {
+    const timespec duration = {time_t(nanoseconds / 1000000000u), long(nanoseconds % 1000000000u)};
+    nanosleep(&duration, nullptr);
+}
 
 template <class To, class From> To shim_bits(From x) {
     static_assert(sizeof(To) == sizeof(From), "both types have the same size");
