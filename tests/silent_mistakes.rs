@@ -164,20 +164,23 @@ fn a_loss_that_is_not_passed_is_unknown() {
         World::run(Mesh::parse(mesh).unwrap(), |rank| {
             let plan = Plan::data_parallel("dp");
             let (model, mut optim) = (model(rank, &plan, 1)?, Sgd::new(0.1));
-            let mut step = |is_passed: bool| {
+            let mut step = |is_passed: bool, factor: f64| {
                 let tape = model.tape();
                 tape.set_noise(NO_NOISE);
-                let loss = loss(&model, &tape, rows(rank, &plan)?);
+                let loss = loss(&model, &tape, rows(rank, &plan)?).scale(factor);
                 loss.backward()?;
                 let losses = if is_passed { vec![loss.tensor().clone()] } else { Vec::new() };
                 let report =
                     optim.step(&model, tape.gradients(), StepArgs { losses, ..StepArgs::new(0.1) })?;
                 Ok::<_, Error>((report.loss, loss.item()?, report.skipped))
             };
-            let (reported, loss, skipped) = step(true)?;
+            let (reported, loss, skipped) = step(true, 1.0)?;
             assert!((reported - loss).abs() < 1e-6 && !skipped, "{mesh}: {reported}");
-            let (reported, _, skipped) = step(false)?;
+            let (reported, _, skipped) = step(false, 1.0)?;
             assert!(reported.is_nan() && !skipped, "{mesh}: {reported}");
+            // One rank of a pipeline passes the loss; all report it, 0 too.
+            let (reported, _, skipped) = step(rank.index() == 0, 0.0)?;
+            assert!(reported == 0.0 && !skipped, "{mesh}: {reported}");
             Ok(())
         })
         .unwrap();

@@ -342,6 +342,11 @@ impl IssuedCall {
         }
     }
 
+    /// The line of user code, `file:line`.
+    pub(crate) fn line(&self) -> String {
+        self.site.to_string()
+    }
+
     /// An error about the call, at its line.
     pub(crate) fn locate(&self, error: Error) -> Error {
         match &self.site {

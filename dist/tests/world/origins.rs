@@ -35,6 +35,23 @@ fn different_origins_are_an_error() {
     }
 }
 
+/// As with `item()` on one rank alone.
+#[test]
+fn calls_of_different_lines_are_not_blamed_on_shapes() {
+    let result = World::run(mesh("tp=2"), |rank: &Rank| {
+        let origin = Origin { hash: 3 + rank.index() as u64, recent_inputs: "f32[4] at a.rs:1" };
+        let call = Call { origin, ..on(rank, "tp") };
+        if rank.index() == 0 {
+            return rank.all_reduce(&call, &up(rank, &[1.0f32]), 1, ReduceOp::Sum).map(drop);
+        }
+        let call = Call { origin, ..on(rank, "tp") };
+        rank.all_reduce(&call, &up(rank, &[1.0f32; 8]), 8, ReduceOp::Sum).map(drop)
+    });
+    let text = result.unwrap_err().to_string();
+    assert!(text.contains("all ranks of a group must make the same calls in the same order"), "{text}");
+    assert!(!text.contains("same global shape") && !text.contains("given"), "{text}");
+}
+
 #[test]
 fn error_shows_the_inputs_of_the_line_where_shapes_differ() {
     for (given, shown) in [

@@ -270,7 +270,7 @@ pub trait Optimizer: fmt::Debug {
         &mut self,
         model: &Model<M>,
         gradients: Gradients,
-        args: StepArgs,
+        mut args: StepArgs,
     ) -> Result<StepReport>
     where
         Self: Sized,
@@ -278,14 +278,16 @@ pub trait Optimizer: fmt::Debug {
         let site = Location::caller();
         check_gradients_belong(model.params(), &gradients).map_err(|e| e.at(site))?;
         let has_gradients = check_has_gradients(model.params(), &gradients);
-        let has_losses = !args.losses.is_empty();
+        // Without losses of any rank, their sum would pass for a loss of 0.
+        let num_flags = args.control.iter().count();
+        args.control = args.control.flag("has losses", !args.losses.is_empty());
         let mut step = OptimizerStep::new(self, (model.rank(), model.params()), gradients, args, site)?;
         has_gradients.map_err(|e| e.at(site))?;
         step.check_overflow(site)?;
         let report = step.apply(self, &mut false)?;
-        // Losses of other ranks are in the sum. Without any, 0 would pass for the loss of the model.
-        let loss = if has_losses || report.loss != 0.0 { report.loss } else { f64::NAN };
-        Ok(StepReport { loss, ..report })
+        let (control, has_losses) = report.control.split_at(num_flags);
+        let loss = if has_losses.is_set("has losses") { report.loss } else { f64::NAN };
+        Ok(StepReport { loss, control, ..report })
     }
 
     /// Runs one step with the optimizer's own learning rate and without clipping. The loss of the report is NaN, because it is not passed;

@@ -66,6 +66,17 @@ impl ControlFlags {
         self.names.iter().copied().zip(self.numbers.iter().copied())
     }
 
+    /// Returns the first `num` flags and numbers, and the others.
+    #[must_use]
+    pub fn split_at(&self, num: usize) -> (ControlFlags, ControlFlags) {
+        let part = |names: &[&'static str], numbers: &[f64]| ControlFlags {
+            names: names.to_vec(),
+            numbers: numbers.to_vec(),
+        };
+        let (names, numbers) = (self.names.split_at(num), self.numbers.split_at(num));
+        (part(names.0, numbers.0), part(names.1, numbers.1))
+    }
+
     /// Returns the sums over all ranks, outside of a step: one all-reduce, none on a mesh of one rank. A collective call.
     ///
     /// # Errors
@@ -94,6 +105,14 @@ impl ControlFlags {
 mod tests {
     use super::*;
     use shardgrad_dist::{Mesh, World};
+
+    #[test]
+    fn split_flags_keep_their_numbers() {
+        let all = ControlFlags::new().number("a", 1.5).flag("b", true).flag("c", false);
+        let (first, others) = all.split_at(1);
+        assert_eq!(first, ControlFlags::new().number("a", 1.5));
+        assert_eq!(others, ControlFlags::new().flag("b", true).flag("c", false));
+    }
 
     #[test]
     fn sums_keep_their_names() {
