@@ -1,10 +1,10 @@
 //! A fake GPU for each of several processes, and the processes: this test program, started again for each rank.
 
-use std::io::Write as _;
-use std::os::unix::fs::symlink;
+#[path = "../../../kernels/src/cuda/fake/libraries.rs"]
+mod libraries;
+
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
-use std::sync::OnceLock;
 use std::time::Duration;
 use std::{env, fs, thread};
 
@@ -40,40 +40,18 @@ const FOLDER: &str = "SHARDGRAD_TEST_FOLDER";
 pub(crate) struct FakeGpu(PathBuf);
 
 impl FakeGpu {
-    /// Builds the libraries with these options (`fake.cc` lists them); `None`, with a message, without g++.
+    /// Installs the libraries with these options (`fake.cc` lists them); `None`, with a message, without g++.
     pub(crate) fn new(name: &str, options: &str) -> Option<FakeGpu> {
         let folder = env::temp_dir().join(format!("shardgrad-fake-{name}-{}", std::process::id()));
         fs::create_dir_all(&folder).unwrap();
-        let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../kernels/src");
-        let driver = folder.join("libcuda.so.1");
-        static BUILT: OnceLock<Option<Vec<u8>>> = OnceLock::new();
-        let built = BUILT.get_or_init(|| {
-            let flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-o"];
-            let source = sources.join("cuda/fake/fake.cc");
-            let made = Command::new("g++").args(flags).arg(&driver).arg(source).output().ok()?;
-            assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
-            Some(fs::read(&driver).unwrap())
-        });
-        let Some(built) = built else {
-            let _ = writeln!(std::io::stderr(), "skipped: no g++ for the fake GPU");
-            return None;
-        };
-        fs::write(&driver, built).unwrap();
-        // Compiled kernels are shared with other tests.
-        let cache = env::current_exe().unwrap().with_file_name("shim");
-        fs::create_dir_all(&cache).unwrap();
         let gpu = FakeGpu(folder);
+        let options = format!("gpus={RANKS_MAX} {options}");
         for rank in 0..RANKS_MAX {
             let own = gpu.rank_folder(rank);
             fs::create_dir_all(&own).unwrap();
-            for name in ["libcuda.so.1", "libnvrtc.so.13", "libcublasLt.so.13", "libnccl.so.2"] {
-                symlink("../libcuda.so.1", own.join(name)).unwrap();
+            if !libraries::install(&own, &options) {
+                return None;
             }
-            for name in ["shim.h", "shim.cc"] {
-                fs::copy(sources.join("gpu/shim").join(name), own.join(name)).unwrap();
-            }
-            symlink(&cache, own.join("cache")).unwrap();
-            fs::write(own.join("fake.txt"), format!("gpus={RANKS_MAX} {options}")).unwrap();
         }
         Some(gpu)
     }

@@ -1,39 +1,22 @@
 //! A fake GPU for tests: the sources of this folder, compiled by g++, which the back end loads in place of NVIDIA's libraries.
 
 pub(crate) mod device;
+mod libraries;
 
 use super::library::SearchPaths;
-use crate::gpu::shim::{self, compiler_is_found};
+use libraries::{FAKE, SHIM, compile};
 use std::fs;
-use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::OnceLock;
 use std::time::UNIX_EPOCH;
 
-const FAKE: [(&str, &str); 7] = [
-    ("state.h", include_str!("state.h")),
-    ("memory.h", include_str!("memory.h")),
-    ("streams.h", include_str!("streams.h")),
-    ("programs.h", include_str!("programs.h")),
-    ("cublaslt.h", include_str!("cublaslt.h")),
-    ("nccl.h", include_str!("nccl.h")),
-    ("fake.cc", include_str!("fake.cc")),
-];
-const SHIM: [(&str, &str); 2] =
-    [("shim.h", include_str!("../../gpu/shim/shim.h")), ("shim.cc", include_str!("../../gpu/shim/shim.cc"))];
+pub(super) use libraries::is_skipped;
 
 /// Compiles C++ source to a shared library.
 pub(super) fn library(text: &str, to: &Path) {
     let source = to.with_extension("cc");
     fs::write(&source, text).unwrap();
     compile(&source, to);
-}
-
-fn compile(source: &Path, to: &Path) {
-    let flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-o"];
-    let done = Command::new("g++").args(flags).arg(to).arg(source).output().unwrap();
-    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
 }
 
 /// A temporary folder of libraries, deleted on drop. Dropping it fails the test if the fake GPU reported a fault that the test did not
@@ -86,41 +69,11 @@ impl Drop for Folder {
     }
 }
 
-/// Returns whether g++ is missing, and reports that on stderr.
-pub(super) fn is_skipped() -> bool {
-    let is_missing = !compiler_is_found();
-    if is_missing {
-        let _ = writeln!(std::io::stderr(), "skipped: no g++ for a fake GPU");
-    }
-    is_missing
-}
-
 /// Creates a folder with the libraries of a fake GPU with these options (`fake.cc` lists them); `None`, with a line on stderr, without
 /// g++.
 pub(super) fn gpu(options: &str) -> Option<Folder> {
-    static BUILT: OnceLock<Vec<u8>> = OnceLock::new();
-    if is_skipped() {
-        return None;
-    }
-    let built = BUILT.get_or_init(|| {
-        let scratch = Folder::new();
-        FAKE.iter().for_each(|(name, text)| fs::write(scratch.0.join(name), text).unwrap());
-        let file = scratch.0.join("fake.so");
-        compile(&scratch.0.join("fake.cc"), &file);
-        fs::read(file).unwrap()
-    });
     let folder = Folder::new();
-    fs::write(folder.0.join("libcuda.so.1"), built).unwrap();
-    for name in ["libnvrtc.so.13", "libcublasLt.so.13"] {
-        std::os::unix::fs::symlink("libcuda.so.1", folder.0.join(name)).unwrap();
-    }
-    for (name, text) in SHIM {
-        fs::write(folder.0.join(name), text).unwrap();
-    }
-    // Compiled programs are shared by all tests.
-    std::os::unix::fs::symlink(shim::folder().unwrap(), folder.0.join("cache")).unwrap();
-    fs::write(folder.0.join("fake.txt"), options).unwrap();
-    Some(folder)
+    libraries::install(&folder.0, options).then_some(folder)
 }
 
 /// Compiles the program of planted faults; `None`, with a line on stderr, without g++.
