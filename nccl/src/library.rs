@@ -70,9 +70,10 @@ impl Nccl {
             let ask: unsafe extern "C" fn(*mut c_int) -> c_int = library.function(&NCCL, "ncclGetVersion")?;
             ask(&mut version)
         };
-        let (version, file) = (usize::try_from(version).unwrap_or(0), library.file().display());
+        let (version, file) = (usize::try_from(version).unwrap_or(0), library.file().display().to_string());
         if answer != 0 {
-            return Err(NCCL.error(format!("{file} does not report its version: error {answer}")));
+            let why = Functions::load(library)?.failed("ncclGetVersion", answer);
+            return Err(NCCL.error(format!("{file} does not report its version: {why}")));
         }
         if version < NCCL.min_version.0 {
             let (is, least) = (version_text(version), NCCL.min_version.1);

@@ -27,10 +27,19 @@ impl Drop for Folder {
 
 /// Builds a library with these functions, each of which returns 0; `false`, with a message, without g++.
 fn build(file: &Path, version: i32, functions: &[&str]) -> bool {
-    let source = file.with_extension("cc");
-    let mut text =
+    let text =
         format!("extern \"C\" int ncclGetVersion(int *version) {{ return *version = {version}, 0; }}\n");
-    functions.iter().for_each(|name| text += &format!("extern \"C\" int {name}() {{ return 0; }}\n"));
+    compile(file, text + &returning_zero(functions))
+}
+
+/// The source of functions that return 0.
+fn returning_zero(functions: &[&str]) -> String {
+    functions.iter().map(|name| format!("extern \"C\" int {name}() {{ return 0; }}\n")).collect()
+}
+
+/// Compiles a library; returns false, with a message, without g++.
+fn compile(file: &Path, text: String) -> bool {
+    let source = file.with_extension("cc");
     fs::write(&source, text).unwrap();
     let Ok(done) = Command::new("g++").args(["-shared", "-fPIC", "-o"]).arg(file).arg(&source).output()
     else {
@@ -88,6 +97,20 @@ fn missing_old_and_incomplete_libraries_are_errors() {
     }
     assert!(why(&named(&file("old.so"))).ends_with("old.so is version 2.17.8, and 2.18 or newer is needed"));
     assert!(why(&named(&file("part.so"))).ends_with("part.so has no function ncclGetUniqueId"));
+}
+
+#[test]
+fn version_that_is_refused_has_the_text_of_the_library() {
+    let folder = Folder::new("refused-version");
+    let file = folder.0.join("refused.so");
+    let text = "extern \"C\" int ncclGetVersion(int *) { return 3; }\n\
+                extern \"C\" const char *ncclGetErrorString(int) { return \"internal error\"; }\n\
+                extern \"C\" const char *ncclGetLastError(void *) { return \"no memory\"; }\n";
+    let used: Vec<&str> = crate::functions::signatures().into_iter().map(|(name, _)| name).collect();
+    if compile(&file, text.to_string() + &returning_zero(&used)) {
+        let wanted = "does not report its version: ncclGetVersion: internal error (3): no memory";
+        assert!(why(&named(&file)).ends_with(wanted), "{}", why(&named(&file)));
+    }
 }
 
 #[test]

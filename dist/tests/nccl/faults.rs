@@ -23,6 +23,8 @@ enum Fault {
     Stuck = -3,
     /// The operation differs from that of the other ranks, which only the GPUs notice.
     Unlike = -4,
+    /// The question for the state of a communicator fails itself.
+    Unanswered = -5,
 }
 
 /// The calls that begin work of GPUs.
@@ -57,8 +59,10 @@ fn cases() -> Vec<Case> {
     // These two begin nothing and wait for nobody, so that they always return. Only operations have a peer that may differ.
     let begins = |call: &str| !["ncclGetUniqueId", "ncclGroupStart"].contains(&call);
     let all = with(Fault::Refused, |_| true).chain(with(Fault::Late, |_| true));
-    let all =
-        all.chain(with(Fault::Stuck, begins)).chain(with(Fault::Unlike, |call| OPERATIONS.contains(&call)));
+    let all = all
+        .chain(with(Fault::Stuck, begins))
+        .chain(with(Fault::Unlike, |call| OPERATIONS.contains(&call)))
+        .chain(with(Fault::Unanswered, |call| call == "ncclCommGetAsyncError"));
     let mut cases: Vec<Case> = all.collect();
     // The last of their processes, which do not use the GPU again.
     cases.sort_by_key(|case| case.gives_up_the_gpu());
@@ -145,6 +149,16 @@ impl Case {
             }
             (_, Fault::Refused) => {
                 fails(&[Kind::PeerLost], &[&format!("rank {} failed: nccl", self.rank()), &refusal]);
+            }
+            (_, Fault::Unanswered) if is_faulty => fails(
+                &[Kind::Device],
+                &[
+                    "ncclCommGetAsyncError: unhandled system error (2): the fake does not answer",
+                    "rank       1 (dp=1) of",
+                ],
+            ),
+            (_, Fault::Unanswered) => {
+                fails(&[Kind::PeerLost], &["rank 1 failed: ncclCommGetAsyncError: ", "does not answer"]);
             }
             ("ncclCommInitRankConfig" | "ncclCommSplit", Fault::Stuck) => fails(
                 &[Kind::Timeout, Kind::PeerLost],

@@ -44,8 +44,10 @@ enum Misbehavior {
     STUCK = -3,
     // The operation has another reduction than the rank has asked for, as if it had made another call than its peers.
     UNLIKE = -4,
+    // The question for the state of a communicator fails itself, and states nothing.
+    UNANSWERED = -5,
 };
-// Returns the code of a refused call; else 0, or STUCK or UNLIKE, which the call obeys.
+// Returns the code of a refused call; else 0, or a misbehavior that the call obeys.
 int nccl_refused(const char *call) {
     std::unique_lock<std::mutex> held(lock);
     const int code = refused(call);
@@ -461,6 +463,7 @@ API int ncclCommSplit(void *handle, int color, int key, void **to, NcclConfig *c
 }
 API int ncclCommGetAsyncError(void *handle, int *state) {
     const int injected = nccl_refused("ncclCommGetAsyncError");
+    if (injected == UNANSWERED) return nccl_failed(NCCL_SYSTEM_ERROR, "the fake does not answer");
     const Held held(lock);
     auto *comm = object_of<NcclComm>(handle, "ncclCommGetAsyncError");
     if (!comm) return NCCL_INVALID_ARGUMENT;
