@@ -155,8 +155,7 @@ fn attention([c, r]: [usize; 2]) -> [Shape; 2] {
 
 #[test]
 fn programs_of_all_presets_fit_registers() {
-    let is_full = std::env::var("SHARDGRAD_CARDS").is_ok_and(|v| v == "all");
-    if !is_full {
+    if !shim::is_full() {
         // The widest and the odd norms with a residual, and the largest embedding.
         norms(8192)
             .iter()

@@ -34,6 +34,11 @@ fn gpu() -> Option<&'static ExclusiveGpu> {
     CARD.get_or_init(open).as_ref()
 }
 
+/// Whether a GPU is requested.
+pub(crate) fn is_requested() -> bool {
+    gpu().is_some()
+}
+
 /// Runs a launch on copies of its operands on the requested GPU; `None` without a request.
 pub(crate) fn run(kernel: &Kernel, launch: &mut Launch<'_>) -> Option<Result<(), KernelError>> {
     let gpu = gpu()?.0.lock().unwrap_or_else(PoisonError::into_inner);

@@ -85,7 +85,7 @@ pub(super) fn library(body: &str, entries: &[&str], is_instrumented: bool) -> Re
 }
 
 /// Returns the cache folder of compiled programs.
-pub(crate) fn folder() -> Result<PathBuf, String> {
+pub(super) fn folder() -> Result<PathBuf, String> {
     let binary = std::env::current_exe().map_err(|e| e.to_string())?;
     let folder = binary.parent().expect("a binary has a folder").join("shim");
     std::fs::create_dir_all(&folder).map_err(|e| e.to_string())?;

@@ -5,9 +5,9 @@ mod build;
 mod load;
 mod occupancy;
 
-pub(crate) use build::{compiler_is_found, folder};
+pub(crate) use build::compiler_is_found;
 pub(crate) use load::Traffic;
-pub(crate) use occupancy::check_programs;
+pub(crate) use occupancy::{check_programs, is_full};
 
 use super::{Epilogue, FAULTS_MAX, Grid, GridArg, LaunchPlan, Matmul, Step};
 use crate::buffer::Buffer;

@@ -1,6 +1,6 @@
 //! Occupancy checks: if NVRTC is installed, every program that a test case runs on the host is compiled for GPUs too. Programs must
-//! not spill registers, and two blocks must fit a multiprocessor. Programs in f32, f64 and f16 are compiled for the newer architecture
-//! only; with `SHARDGRAD_CARDS=all` for both.
+//! not spill registers, and two blocks must fit a multiprocessor. Programs in bf16 are compiled for both architectures, those in f32 for
+//! the newer one, those in f16 and f64 for neither; with `SHARDGRAD_CARDS=all` all for both.
 
 use crate::cuda::{Compiler, Program, SearchPaths, Usage};
 use crate::gpu::{Grid, Step};
@@ -45,10 +45,11 @@ pub(super) fn check(
     }
     let Some(compiler) = compiler(folder) else { return Ok(()) };
     let mut found = String::new();
-    let architectures = match () {
-        () if shared_bytes_max <= SMALL.1 => &[SMALL][..],
-        () if is_full || is_common(grid) => &ARCHITECTURES[..],
-        () => &ARCHITECTURES[1..],
+    let architectures = match rarity(grid) {
+        Rarity::Rare if !is_full => &[][..],
+        _ if shared_bytes_max <= SMALL.1 => &[SMALL][..],
+        Rarity::Usual if !is_full => &ARCHITECTURES[1..],
+        _ => &ARCHITECTURES[..],
     };
     for &architecture in architectures {
         found += &check_on(&compiler, kernel, grid, text, architecture)?;
@@ -73,7 +74,8 @@ pub(crate) fn check_programs(kernel: &Kernel, launch: &Launch<'_>) -> Result<(),
     Ok(())
 }
 
-fn is_full() -> bool {
+/// Whether rare programs are tested too.
+pub(crate) fn is_full() -> bool {
     std::env::var("SHARDGRAD_CARDS").is_ok_and(|v| v == "all")
 }
 
@@ -101,12 +103,28 @@ fn check_on(
     Ok(format!("{kernel} {} {architecture} {} registers\n", grid.entry, usage.registers))
 }
 
-/// Returns whether a program is in bf16, in which most models run, or of no float dtype.
-fn is_common(grid: &Grid) -> bool {
+/// How often models run programs of a dtype.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Rarity {
+    /// In bf16, or of no float dtype.
+    Common,
+    /// In f32.
+    Usual,
+    /// In f16, or in f64 alone.
+    Rare,
+}
+
+fn rarity(grid: &Grid) -> Rarity {
     let values = grid.defines.iter().map(|(_, value)| value);
     let names: Vec<&str> = values.flat_map(|value| value.split(|c: char| !c.is_alphanumeric())).collect();
-    let has = |dtypes: &[&str]| names.iter().any(|name| dtypes.contains(name));
-    !has(&["double", "f16"]) && (has(&["bf16"]) || !has(&["float"]))
+    let has = |dtype: &str| names.contains(&dtype);
+    match () {
+        () if has("f16") => Rarity::Rare,
+        () if has("bf16") => Rarity::Common,
+        () if has("float") => Rarity::Usual,
+        () if has("double") => Rarity::Rare,
+        () => Rarity::Common,
+    }
 }
 
 /// Returns an error for spills, and for resources beyond those of a multiprocessor.
@@ -136,6 +154,25 @@ mod tests {
     use super::*;
 
     #[test]
+    fn rarity_follows_the_dtypes_of_a_program() {
+        let of = |values: &[&'static str]| {
+            let defines = values.iter().map(|value| ("T", (*value).into())).collect();
+            rarity(&Grid {
+                entry: "f",
+                defines,
+                blocks: [1; 3],
+                threads: 32,
+                shared_bytes: 0,
+                args: Vec::new(),
+            })
+        };
+        assert_eq!(of(&["Number<bf16>", "double"]), Rarity::Common);
+        assert_eq!(of(&["i64"]), Rarity::Common);
+        assert_eq!(of(&["float", "double"]), Rarity::Usual);
+        assert_eq!([of(&["float", "f16"]), of(&["double"])], [Rarity::Rare; 2]);
+    }
+
+    #[test]
     fn limits_match_known_values() {
         let grid = |threads, shared_bytes| Grid {
             entry: "e",
@@ -158,12 +195,6 @@ mod tests {
         assert!(
             check_limits(&usage(168, 0), &grid(256, 164 << 10), 163 << 10).unwrap_err().contains("shared")
         );
-        let in_dtype = |dtype: &'static str| Grid {
-            defines: vec![("X", "float".into()), ("V", dtype.into())],
-            ..grid(32, 0)
-        };
-        assert!(is_common(&in_dtype("Number<bf16>")) && is_common(&grid(32, 0)));
-        assert!(!["Number<double>", "f16", "float"].into_iter().any(|dtype| is_common(&in_dtype(dtype))));
         assert!(
             check_limits(&usage(32, 8), &grid(256, 0), 163 << 10)
                 .unwrap_err()
