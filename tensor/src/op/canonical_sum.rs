@@ -34,7 +34,7 @@ pub enum CanonicalForm {
     Leaves,
     /// No output is a sum of several terms that are not zero, and none is rounded: moved elements, looked up rows.
     Exact,
-    /// The forward joins leaves itself.
+    /// The forward joins leaves itself, or adds nothing that it rounds: maxima.
     Own,
 }
 

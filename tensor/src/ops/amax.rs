@@ -5,7 +5,9 @@ use super::{Case, Input};
 use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::layout::Layout;
 use crate::layout::infer::Inference;
-use crate::op::{Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, common_float};
+use crate::op::{
+    CanonicalForm, Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, common_float,
+};
 use crate::tensor::Tensor;
 use crate::tensor::redistribute::all_reduce;
 use shardgrad_dist::{ReduceOp, Result};
@@ -66,6 +68,11 @@ impl Op for Amax {
 
     fn saved_for_backward(&self) -> SavedForBackward {
         SavedForBackward { inputs: &[0], outputs: &[0, 1] }
+    }
+
+    // A choice among elements has one result in any order.
+    fn canonical_form(&self) -> CanonicalForm {
+        CanonicalForm::Own
     }
 
     fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {

@@ -7,7 +7,7 @@ use super::{Case, Input};
 use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::layout::Layout;
 use crate::layout::infer::Inference;
-use crate::op::{DTypes, ForwardContext, LocalTensors, Op, common_float};
+use crate::op::{CanonicalForm, DTypes, ForwardContext, LocalTensors, Op, common_float};
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::arg_extreme::ARG_EXTREME;
 use shardgrad_kernels::{DType, Dims, Scalar, Strides};
@@ -57,6 +57,11 @@ impl Op for Argmax {
 
     fn differentiable(&self) -> &'static [bool] {
         &[false]
+    }
+
+    // A choice among elements has one result in any order.
+    fn canonical_form(&self) -> CanonicalForm {
+        CanonicalForm::Own
     }
 
     fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {

@@ -5,7 +5,7 @@ use super::{Case, Input};
 use crate::execution::local_tensor::{LocalTensor, launch};
 use crate::layout::Layout;
 use crate::layout::infer::Inference;
-use crate::op::{DTypes, ForwardContext, LocalTensors, Op, common_float};
+use crate::op::{CanonicalForm, DTypes, ForwardContext, LocalTensors, Op, common_float};
 use crate::tensor::redistribute::all_reduce;
 use shardgrad_dist::{AxisSet, ReduceOp, Result};
 use shardgrad_kernels::op::reduce::MAX;
@@ -40,6 +40,11 @@ impl Op for MaxLast {
 
     fn differentiable(&self) -> &'static [bool] {
         &[false]
+    }
+
+    // A choice among elements has one result in any order.
+    fn canonical_form(&self) -> CanonicalForm {
+        CanonicalForm::Own
     }
 
     fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {

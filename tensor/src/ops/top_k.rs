@@ -11,7 +11,8 @@ use crate::layout::Layout;
 use crate::layout::infer::Inference;
 use crate::layout::refusal::Refusal;
 use crate::op::{
-    Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp, infer_by_signature,
+    CanonicalForm, Cotangents, DTypes, ForwardContext, LocalTensors, Op, SavedForBackward, Vjp,
+    infer_by_signature,
 };
 use shardgrad_dist::Result;
 use shardgrad_kernels::{DType, Strides};
@@ -61,6 +62,11 @@ impl Op for TopK {
 
     fn saved_for_backward(&self) -> SavedForBackward {
         SavedForBackward { inputs: &[], outputs: &[1] }
+    }
+
+    // A choice among elements has one result in any order.
+    fn canonical_form(&self) -> CanonicalForm {
+        CanonicalForm::Own
     }
 
     fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
