@@ -17,10 +17,11 @@
 
 use super::rule::Presence;
 use super::{Plan, RuleTarget};
-use crate::module::name::matches;
+use crate::module::name::{matches, nearest};
 use shardgrad_autograd::{GatherPolicy, GatheredLifetime};
 use shardgrad_tensor::{Axis, Error, Kind, Layout, Mesh, Placement, Result};
 use std::cmp::Reverse;
+use std::collections::BTreeSet;
 use std::fmt;
 
 /// An axis that shards the storage of parameters, and how long their gathered form is kept.
@@ -29,6 +30,11 @@ pub(super) struct ZeroAxis {
     pub(super) axis: String,
     /// 1, 2 or 3.
     pub(super) stage: usize,
+}
+
+/// The paths of the modules that hold a parameter, from the outermost.
+fn modules_of(name: &str) -> impl DoubleEndedIterator<Item = &str> {
+    name.match_indices('.').map(|(dot, _)| &name[..dot])
 }
 
 impl Plan {
@@ -73,7 +79,7 @@ impl Plan {
 
     /// Gathers and frees together, in stage 3, the parameters below each module whose path matches a pattern ([`matches()`]), such
     /// as `h.*.attn`. Of several patterns the last that matches counts. Without one, a group is a repeated block of the model
-    /// (`h.0`), or a layer outside of blocks.
+    /// (`h.0`), or a layer outside of blocks. A model refuses a pattern that matches none of its modules.
     #[doc(alias = "auto_wrap_policy")]
     #[must_use]
     pub fn gather_group(mut self, modules: &str) -> Plan {
@@ -123,9 +129,21 @@ impl Plan {
         Err(Error::new(Kind::Config, text).detail("help", help))
     }
 
+    /// Rejects a pattern of [`Plan::gather_group`] that matches no module with parameters of these names.
+    pub(crate) fn check_gather_groups_matched(&self, params: &[&str]) -> Result<()> {
+        let modules: BTreeSet<&str> = params.iter().flat_map(|name| modules_of(name)).collect();
+        let is_unmatched = |pattern: &&String| !modules.iter().any(|module| matches(pattern, module));
+        let Some(pattern) = self.gather_groups.iter().find(is_unmatched) else { return Ok(()) };
+        let text = format!("`gather_group {pattern}` of the plan matches no module of the model");
+        let near = nearest(pattern, modules);
+        let near = if near.is_empty() { "the model has none".to_string() } else { near.join(", ") };
+        let help = "state the path of a module, as in `h.*.attn`, not the name of a parameter";
+        Err(Error::new(Kind::Config, text).detail("nearest", near).detail("help", help))
+    }
+
     /// The module with which a parameter is gathered.
     pub(crate) fn gather_group_of<'a>(&self, name: &'a str) -> &'a str {
-        let modules = || name.match_indices('.').map(|(dot, _)| &name[..dot]);
+        let modules = || modules_of(name);
         let stated = self.gather_groups.iter().rev();
         let stated = stated.filter_map(|pattern| modules().find(|path| matches(pattern, path))).next();
         let is_number = |path: &&str| {
@@ -248,6 +266,24 @@ mod tests {
         assert_eq!(of(&stated, "h.1.mlp.c_fc.weight"), "h.1");
         assert_eq!(of(&stated, "wte.weight"), "wte");
         assert!(stated.to_string().starts_with("batch fsdp@0\nzero 3 fsdp\ngather_group h.*\n"), "{stated}");
+    }
+
+    #[test]
+    fn gather_groups_name_modules() {
+        let names = ["wte.weight", "h.0.attn.c_attn.weight"];
+        let refused = |pattern: &str| {
+            let plan = Plan::fsdp("fsdp").gather_group("h.*").gather_group(pattern);
+            plan.check_gather_groups_matched(&names).map_err(|error| error.to_string())
+        };
+        assert!(refused("attn.c_attn").is_ok());
+        for (pattern, near) in [("h.*.atn", "h.0.attn"), ("wte.weight", "wte")] {
+            let text = refused(pattern).unwrap_err();
+            assert!(
+                text.contains(&format!("`gather_group {pattern}` of the plan matches no module")),
+                "{text}"
+            );
+            assert!(text.contains(near), "{text}");
+        }
     }
 
     #[test]
