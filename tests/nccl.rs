@@ -1,16 +1,17 @@
 //! The command line on processes with a fake GPU each: training steps over NCCL beside those of threads on the CPU, and the choice of the
 //! GPU.
 
+#[path = "../kernels/src/cuda/fake/libraries.rs"]
+mod libraries;
+
 use approx::abs_diff_eq;
 use serde_json::Value;
 use std::fs;
 use std::hash::{BuildHasher, RandomState};
 use std::io::Write as _;
 use std::net::TcpListener;
-use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
-use std::sync::OnceLock;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -20,34 +21,18 @@ const PROGRAM: &str = env!("CARGO_BIN_EXE_shardgrad");
 struct Machine(PathBuf);
 
 impl Machine {
-    /// Builds the libraries; `None`, with a message, without g++.
+    /// Installs the libraries; `None`, with a message, without g++.
     fn new(name: &str, num_gpus: usize) -> Option<Machine> {
         let folder = std::env::temp_dir().join(format!("shardgrad-nccl-{name}-{}", std::process::id()));
         fs::create_dir_all(&folder).unwrap();
-        let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels/src");
-        static BUILT: OnceLock<Option<Vec<u8>>> = OnceLock::new();
-        let driver = folder.join("libcuda.so.1");
-        let built = BUILT.get_or_init(|| {
-            let flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-o"];
-            let source = sources.join("cuda/fake/fake.cc");
-            let made = Command::new("g++").args(flags).arg(&driver).arg(source).output().ok()?;
-            assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
-            Some(fs::read(&driver).unwrap())
-        });
-        let Some(built) = built else {
-            let _ = writeln!(std::io::stderr(), "skipped: no g++ for the fake GPU");
-            return None;
-        };
-        fs::write(&driver, built).unwrap();
-        install(&folder, "libcuda.so.1", num_gpus);
-        Some(Machine(folder))
+        libraries::install(&folder, &format!("gpus={num_gpus}")).then_some(Machine(folder))
     }
 
     /// Adds a folder with the same libraries for one rank, in which the fake refuses all calls of a function of NCCL.
     fn refusing(&self, call: &str) -> PathBuf {
         let folder = self.refusing_folder();
         fs::create_dir(&folder).unwrap();
-        install(&folder, "../libcuda.so.1", 2);
+        libraries::install(&folder, "gpus=2");
         fs::write(folder.join("refuse.txt"), format!("{call} 0 1000000 5\n")).unwrap();
         folder
     }
@@ -106,23 +91,6 @@ impl Drop for Machine {
         let _ = fs::remove_dir_all(&self.0);
         assert!(faults.is_empty() || std::thread::panicking(), "the fake GPU reports: {faults}");
     }
-}
-
-/// Puts libraries that link to the driver of the fake GPU into a folder, and what the driver reads there.
-fn install(folder: &Path, driver: &str, num_gpus: usize) {
-    let libraries = ["libcuda.so.1", "libnvrtc.so.13", "libcublasLt.so.13", "libnccl.so.2"];
-    for name in libraries.into_iter().filter(|name| *name != driver) {
-        symlink(driver, folder.join(name)).unwrap();
-    }
-    let shim = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels/src/gpu/shim");
-    for name in ["shim.h", "shim.cc"] {
-        fs::copy(shim.join(name), folder.join(name)).unwrap();
-    }
-    // Compiled kernels are shared with other tests.
-    let cache = std::env::current_exe().unwrap().with_file_name("shim");
-    fs::create_dir_all(&cache).unwrap();
-    symlink(cache, folder.join("cache")).unwrap();
-    fs::write(folder.join("fake.txt"), format!("gpus={num_gpus}")).unwrap();
 }
 
 /// Lets a command open the libraries of a folder.
@@ -199,7 +167,7 @@ impl Machine {
     fn train(&self, name: &str, count: usize, mesh: &str, options: &[&str]) -> (Vec<Value>, String) {
         let (data, out) = (self.data(), self.0.join(name));
         let fixed =
-            "--seq 16 --batch 4 --threads 1 --eval-every 2 --steps 2 --warmup 0 --lr-schedule constant";
+            "--seq 8 --batch 4 --threads 1 --eval-every 0 --steps 2 --warmup 0 --lr-schedule constant";
         let mut args = vec!["train", "--data", &data, "--out", out.to_str().unwrap(), "--mesh", mesh];
         args.extend(fixed.split(' ').chain(options.iter().copied()));
         let outputs = match count {

@@ -127,22 +127,22 @@ fn resume_on_another_mesh_has_the_bits_of_one_rank_and_is_reported() {
     ] {
         let out = |name: &str| folder.path(&format!("{preset}-{name}"));
         let canonical = ["--deterministic", "mesh", "--sum-leaves", "12", "--state-hash", "1"];
-        let common = ["--data", &data, "--preset", preset, "--save-every", "3"];
+        let common = ["--data", &data, "--preset", preset, "--save-every", "2"];
         let common = [&common[..], &canonical].concat();
-        train(&[&common[..], &["--out", &out("whole"), "--steps", "6", "--mesh", "dp=1"]].concat());
+        train(&[&common[..], &["--out", &out("whole"), "--steps", "4", "--mesh", "dp=1"]].concat());
         let whole = record(Path::new(&out("whole")));
-        assert!(whole.len() == 6 && whole.iter().all(|step| step["state_hash"].is_string()), "{whole:?}");
-        train(&[&common[..], &["--out", &out("first"), "--steps", "3", "--mesh", first]].concat());
-        let from = out("first/checkpoint-3");
+        assert!(whole.len() == 4 && whole.iter().all(|step| step["state_hash"].is_string()), "{whole:?}");
+        train(&[&common[..], &["--out", &out("first"), "--steps", "2", "--mesh", first]].concat());
+        let from = out("first/checkpoint-2");
         for mesh in meshes {
             let to = out(mesh);
             let args =
-                [&common[..], &["--out", &to, "--steps", "6", "--mesh", mesh, "--resume", &from]].concat();
+                [&common[..], &["--out", &to, "--steps", "4", "--mesh", mesh, "--resume", &from]].concat();
             let (code, message) = exit_code_and_stderr(&[&["train"], &SMALL[..], &args].concat());
             assert!(code == 0 && message.contains("resuming with a changed option: --mesh "), "{message}");
             let resumed = record(Path::new(&to));
-            assert_eq!(resumed[3..], whole[3..], "{preset} on {first}, then on {mesh}");
-            assert_eq!(checkpoints(Path::new(&to)), ["checkpoint-6"]);
+            assert_eq!(resumed[2..], whole[2..], "{preset} on {first}, then on {mesh}");
+            assert_eq!(checkpoints(Path::new(&to)), ["checkpoint-4"]);
         }
     }
 }

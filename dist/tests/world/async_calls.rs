@@ -1,6 +1,6 @@
 //! Asynchronous collectives on a communication thread: the results and the errors of blocking ones, while the rank goes on.
 
-use crate::support::{RANK_KINDS, RankKind, axes, hash, mesh, on, over, up};
+use crate::support::{RANK_KINDS, RankKind, axes, hash, in_parallel, mesh, on, over, up};
 use shardgrad_dist::{Call, Kind, Rank, ReduceOp, Result};
 use shardgrad_kernels::{Buffer, DType, download};
 use std::sync::Mutex;
@@ -296,25 +296,30 @@ fn rank_that_unwinds_ends_its_communication_thread() {
 #[test]
 fn queued_call_has_the_timeout_of_its_issue() {
     // Processes also connect within the timeout of the world.
-    for (kind, timeout) in [(RankKind::Threads, 100), (RankKind::Processes, 2000)] {
-        let timeout = Duration::from_millis(timeout);
-        let run = |limit: Duration| {
-            kind.launch(
-                "dp=2",
-                |world| world.timeout(timeout),
-                move |rank| {
-                    let x = up(rank, &[1f32; 64]);
-                    if rank.index() == 1 {
-                        std::thread::sleep(timeout + Duration::from_millis(700));
-                    }
-                    let issue = || rank.all_reduce_async(&on(rank, "dp"), &x, 8, ReduceOp::Sum);
-                    rank.with_timeout(limit, issue)?.wait().map(drop)
-                },
-            )
-        };
-        run(Duration::from_secs(20)).unwrap();
-        assert_eq!(run(Duration::ZERO).unwrap_err().kind(), Kind::Timeout, "{kind:?}");
-    }
+    let limits = [Duration::from_secs(20), Duration::ZERO];
+    let kinds = [(RankKind::Threads, 100), (RankKind::Processes, 2000)];
+    in_parallel(
+        kinds.into_iter().flat_map(|kind| limits.map(|limit| (kind, limit))),
+        |((kind, timeout), limit)| {
+            let timeout = Duration::from_millis(timeout);
+            let run = |limit: Duration| {
+                kind.launch(
+                    "dp=2",
+                    |world| world.timeout(timeout),
+                    move |rank| {
+                        let x = up(rank, &[1f32; 64]);
+                        if rank.index() == 1 {
+                            std::thread::sleep(timeout + Duration::from_millis(700));
+                        }
+                        let issue = || rank.all_reduce_async(&on(rank, "dp"), &x, 8, ReduceOp::Sum);
+                        rank.with_timeout(limit, issue)?.wait().map(drop)
+                    },
+                )
+            };
+            let failure = run(limit).err().map(|error| error.kind());
+            assert_eq!(failure, (limit == Duration::ZERO).then_some(Kind::Timeout), "{kind:?}");
+        },
+    );
 }
 
 #[test]

@@ -396,7 +396,7 @@ fn with_timeout_extends_the_timeout_only_inside_the_closure() {
         rank.barrier(&on(rank, "tp"))
     };
     let extended = |rank: &Rank, nap| rank.with_timeout(Duration::from_secs(60), || slow(rank, nap));
-    for kind in RANK_KINDS {
+    in_parallel(RANK_KINDS, |kind| {
         let set_up = |world: World| world.timeout(if kind == RankKind::Threads { limit } else { limit * 10 });
         let nap = if kind == RankKind::Threads { 400 } else { 1500 };
         kind.launch("tp=2", set_up, |rank| extended(rank, nap).and_then(|()| slow(rank, 0))).unwrap();
@@ -404,7 +404,7 @@ fn with_timeout_extends_the_timeout_only_inside_the_closure() {
         names(&kind.launch("tp=2", set_up, late).unwrap_err(), &["waited more than 1", "s in "]);
         let gone = |rank: &Rank| if is_first(rank) { Ok(()) } else { extended(rank, 0) };
         assert_eq!(kind.launch("tp=2", set_up, gone).unwrap_err().kind(), Kind::PeerLost);
-    }
+    });
 }
 
 #[test]

@@ -240,9 +240,9 @@ pub(crate) fn run_rows(entries: &[OpModule], selection: &RowSelection) -> Result
     Ok(all)
 }
 
-/// [`run_rows`] of all ops, in as many worlds at once as there are cores: the ranks of a world wait for each other most of the time.
+/// [`run_rows`] of all ops, in twice as many worlds at once as there are cores: the ranks of a world wait for each other most of the time.
 fn run_all_rows(selection: &RowSelection) -> Result<RowResults> {
-    let count = thread::available_parallelism().map_or(1, usize::from);
+    let count = 2 * thread::available_parallelism().map_or(1, usize::from);
     let part = |first: usize| OPS.iter().skip(first).step_by(count).copied().collect::<Vec<_>>();
     let parts = thread::scope(|scope| {
         let worlds: Vec<_> =
