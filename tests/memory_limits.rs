@@ -1,17 +1,15 @@
-//! Memory limits: runs that do not fit are refused before they start, failed allocations save the model. And signals to eval and generate.
+//! Memory limits: runs that do not fit are refused before they start, failed allocations save the model.
 
 use crate::cli::{Folder, exit_code_and_stderr, shardgrad};
-use crate::run_outcomes::is_ignored;
 use shardgrad::nn::checkpoint::TensorWriter;
 use shardgrad::nn::{Gpt2, Gpt2Config};
 use shardgrad::prelude::*;
 use std::fs;
-use std::io::Read;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 /// Saves a small model.
-fn model(folder: &Folder) -> String {
+pub(crate) fn model(folder: &Folder) -> String {
     let dir = folder.path("model");
     World::run(Mesh::single(), |rank| {
         let config = Gpt2Config::new(256, 64, 16, 1, 2);
@@ -141,32 +139,6 @@ fn memory_and_folder_are_checked_before_data_is_read() {
     let none = folder.path("none");
     let (code, message) = exit_code_and_stderr(&["train", "--out", &out, "--data", &none]);
     assert!(code == 2 && message.contains("no such file") && !Path::new(&out).exists(), "{message}");
-}
-
-#[test]
-fn signal_ends_eval_and_generate_with_a_message() {
-    let folder = Folder::new("word");
-    let model = model(&folder);
-    let cases = [("-INT", "SIGINT", 130), ("-TERM", "SIGTERM", 143)];
-    for (signal, name, code) in cases.into_iter().filter(|case| !is_ignored(case.0)) {
-        let mut child = Command::new(env!("CARGO_BIN_EXE_shardgrad"))
-            .args(["generate", "--model", &model, "--prompt", "a", "--tokens", "100000000"])
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let mut written = child.stdout.take().unwrap();
-        written.read_exact(&mut [0; 200]).unwrap();
-        let reader = std::thread::spawn(move || std::io::copy(&mut written, &mut std::io::sink()));
-        assert!(Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap().success());
-        let output = child.wait_with_output().unwrap();
-        reader.join().unwrap().unwrap();
-        let message = String::from_utf8(output.stderr).unwrap();
-        assert_eq!(
-            (output.status.code(), message.as_str()),
-            (Some(code), &*format!("generate: stopped by {name}\n"))
-        );
-    }
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! How runs of `train` end: a refused run leaves an earlier run unchanged, and a started run saves its model, whatever ends it.
 
 use crate::cli::{Folder, exit_code_and_stderr, shardgrad};
+use crate::signals::signal;
 use shardgrad::nn::{Gpt2, Gpt2Config};
 use shardgrad::prelude::*;
 use std::collections::BTreeMap;
@@ -48,10 +49,6 @@ pub(crate) fn wait_for_file(path: &Path) {
         assert!(began.elapsed() < Duration::from_secs(60), "{} never came", path.display());
         std::thread::sleep(Duration::from_millis(2));
     }
-}
-
-pub(crate) fn signal(child: &Child, signal: &str) {
-    assert!(Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap().success());
 }
 
 /// Waits for a run; returns its exit code and stderr.
@@ -212,59 +209,6 @@ fn paused_reader_delays_neither_steps_nor_save() {
     assert_eq!((code, metrics.lines().count()), (Some(0), 20), "{message}");
 }
 
-/// Returns whether this process ignores a signal, as under `nohup` or in a background shell: runs that it starts ignore it too.
-pub(crate) fn is_ignored(signal: &str) -> bool {
-    let number =
-        [("-HUP", 1), ("-INT", 2), ("-TERM", 15)].into_iter().find(|known| known.0 == signal).unwrap().1;
-    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-    mask.is_some_and(|mask| u64::from_str_radix(mask.trim(), 16).unwrap() >> (number - 1) & 1 == 1)
-}
-
-#[test]
-fn signal_ends_an_evaluation_before_the_last_step() {
-    let folder = Folder::new("measuring");
-    // Validation takes far longer than a step.
-    let data = text(&folder, 40_000);
-    for (sent, code) in [("-INT", 130), ("-HUP", 129)].into_iter().filter(|case| !is_ignored(case.0)) {
-        let out = folder.path(&format!("out{sent}"));
-        let args = ["--data", &data, "--out", &out, "--steps", "3", "--eval-every", "1"];
-        let child = spawned(&args, Stdio::null(), Stdio::piped());
-        // The metrics of a step are written before its validation, which takes far longer than this.
-        wait_for(&Path::new(&out).join("metrics.jsonl"), "seconds");
-        signal(&child, sent);
-        let (ended, message) = end_of(child);
-        assert_eq!(ended, Some(code), "{sent}: {message}");
-        let parts = ["step 1 of 3 is done; saving the model", "after step 1; the model is saved"];
-        assert!(parts.iter().all(|part| message.contains(part)), "{message}");
-        let metrics = fs::read_to_string(Path::new(&out).join("metrics.jsonl")).unwrap();
-        assert!(metrics.lines().count() == 1 && !metrics.contains("val_loss"), "{metrics}");
-        assert!(Path::new(&out).join("model/model.safetensors").is_file());
-    }
-}
-
-#[test]
-fn sigstopped_run_continues() {
-    let folder = Folder::new("stopped");
-    let (data, out) = (text(&folder, 2000), folder.path("out"));
-    // One stage waits while the other computes, almost all of the time.
-    let long = ["train", "--batch", "32", "--seq", "64", "--mesh", "pp=2", "--microbatches", "1"];
-    let more = ["--data", &data, "--out", &out, "--steps", "12", "--eval-every", "0", "--timeout", "4"];
-    let mut run = Command::new(env!("CARGO_BIN_EXE_shardgrad"));
-    let child =
-        run.args([&long[..], &more].concat()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-    for step in ["\"step\":1,", "\"step\":4,"] {
-        wait_for(&Path::new(&out).join("metrics.jsonl"), step);
-        std::thread::sleep(Duration::from_millis(60));
-        signal(&child, "-STOP");
-        std::thread::sleep(Duration::from_millis(4500));
-        signal(&child, "-CONT");
-    }
-    let (code, message) = end_of(child);
-    assert_eq!(code, Some(0), "{message}");
-    assert!(Path::new(&out).join("model/model.safetensors").is_file());
-}
-
 #[test]
 fn unreadable_data_after_good_steps_ends_the_run_with_a_saved_model() {
     let folder = Folder::new("unread");
@@ -349,35 +293,6 @@ fn non_finite_weights_leave_an_earlier_model_unchanged() {
     let (code, message) = train(&["--eps", "1e300"]);
     assert!(code == 2 && message.contains("is inf in f32") && message.contains("or less"), "{message}");
     assert_eq!(train(&["--eps", "1e-50", "--dtype", "f64", "--steps", "1"]).0, 0);
-}
-
-#[test]
-fn signal_in_the_first_step_leaves_an_earlier_run_unchanged() {
-    let folder = Folder::new("first");
-    let (data, out) = (text(&folder, 2000), folder.path("out"));
-    let given = ["--data", &data, "--out", &out];
-    assert_eq!(exit_code_and_stderr(&[&["train", "--steps", "1"], &given[..], &SMALL[..]].concat()).0, 0);
-    let earlier = files(Path::new(&out));
-    for there in [true, false] {
-        if !there {
-            fs::remove_dir_all(&out).unwrap();
-        }
-        // A step of this many rows takes longer than the signal.
-        let long = ["train", "--batch", "96", "--seq", "64", "--mesh", "dp=2"];
-        let mut run = Command::new(env!("CARGO_BIN_EXE_shardgrad"));
-        run.args([&long[..], &given].concat()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        let mut child = run.spawn().unwrap();
-        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
-        // From this line on signals are handled.
-        lines.find(|line| line.as_ref().unwrap().starts_with("training ")).unwrap().unwrap();
-        signal(&child, "-INT");
-        lines.for_each(drop);
-        let (code, message) = end_of(child);
-        assert_eq!(code, Some(1), "{message}");
-        assert!(message.contains("stopped by SIGINT before the first step; nothing is saved"), "{message}");
-        assert!(!there || files(Path::new(&out)) == earlier, "{message}");
-        assert!(there || !Path::new(&out).join("model").exists());
-    }
 }
 
 #[test]

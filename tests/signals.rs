@@ -1,16 +1,32 @@
-//! Signals and the end of the launcher during `train`: the saved state and the exit code.
+//! Signals to `train`, `eval` and `generate`, and the end of the launcher: the saved state and the exit code.
 
 use crate::cli::{Folder, exit_code_and_stderr};
+use crate::memory_limits::model;
 use crate::processes::{free_port, spawn_rank};
-use crate::run_outcomes::{SMALL, end_of, is_ignored, signal, spawned, text, wait_for, wait_for_file};
+use crate::run_outcomes::{SMALL, end_of, files, spawned, text, wait_for, wait_for_file};
 use std::fs;
+use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
 /// Options of a run without an end.
 const LONG: [&str; 4] = ["--steps", "1000000", "--eval-every", "0"];
+
+/// Sends a signal.
+pub(crate) fn signal(child: &Child, signal: &str) {
+    assert!(Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap().success());
+}
+
+/// Returns whether this process ignores a signal, as under `nohup` or in a background shell: runs that it starts ignore it too.
+fn is_ignored(signal: &str) -> bool {
+    let number =
+        [("-HUP", 1), ("-INT", 2), ("-TERM", 15)].into_iter().find(|known| known.0 == signal).unwrap().1;
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    mask.is_some_and(|mask| u64::from_str_radix(mask.trim(), 16).unwrap() >> (number - 1) & 1 == 1)
+}
 
 #[test]
 fn signal_stops_a_run_and_saves_its_state() {
@@ -199,5 +215,104 @@ fn ranks_whose_launcher_is_killed_save_and_stop() {
             thread::sleep(Duration::from_millis(20));
         }
         assert!(Path::new(&out).join("model/model.safetensors").is_file());
+    }
+}
+
+#[test]
+fn signal_ends_an_evaluation_before_the_last_step() {
+    let folder = Folder::new("measuring");
+    // Validation takes far longer than a step.
+    let data = text(&folder, 40_000);
+    for (sent, code) in [("-INT", 130), ("-HUP", 129)].into_iter().filter(|case| !is_ignored(case.0)) {
+        let out = folder.path(&format!("out{sent}"));
+        let args = ["--data", &data, "--out", &out, "--steps", "3", "--eval-every", "1"];
+        let child = spawned(&args, Stdio::null(), Stdio::piped());
+        // The metrics of a step are written before its validation, which takes far longer than this.
+        wait_for(&Path::new(&out).join("metrics.jsonl"), "seconds");
+        signal(&child, sent);
+        let (ended, message) = end_of(child);
+        assert_eq!(ended, Some(code), "{sent}: {message}");
+        let parts = ["step 1 of 3 is done; saving the model", "after step 1; the model is saved"];
+        assert!(parts.iter().all(|part| message.contains(part)), "{message}");
+        let metrics = fs::read_to_string(Path::new(&out).join("metrics.jsonl")).unwrap();
+        assert!(metrics.lines().count() == 1 && !metrics.contains("val_loss"), "{metrics}");
+        assert!(Path::new(&out).join("model/model.safetensors").is_file());
+    }
+}
+
+#[test]
+fn sigstopped_run_continues() {
+    let folder = Folder::new("stopped");
+    let (data, out) = (text(&folder, 2000), folder.path("out"));
+    // One stage waits while the other computes, almost all of the time.
+    let long = ["train", "--batch", "32", "--seq", "64", "--mesh", "pp=2", "--microbatches", "1"];
+    let more = ["--data", &data, "--out", &out, "--steps", "12", "--eval-every", "0", "--timeout", "4"];
+    let mut run = Command::new(env!("CARGO_BIN_EXE_shardgrad"));
+    let child =
+        run.args([&long[..], &more].concat()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    for step in ["\"step\":1,", "\"step\":4,"] {
+        wait_for(&Path::new(&out).join("metrics.jsonl"), step);
+        std::thread::sleep(Duration::from_millis(60));
+        signal(&child, "-STOP");
+        std::thread::sleep(Duration::from_millis(4500));
+        signal(&child, "-CONT");
+    }
+    let (code, message) = end_of(child);
+    assert_eq!(code, Some(0), "{message}");
+    assert!(Path::new(&out).join("model/model.safetensors").is_file());
+}
+
+#[test]
+fn signal_in_the_first_step_leaves_an_earlier_run_unchanged() {
+    let folder = Folder::new("first");
+    let (data, out) = (text(&folder, 2000), folder.path("out"));
+    let given = ["--data", &data, "--out", &out];
+    assert_eq!(exit_code_and_stderr(&[&["train", "--steps", "1"], &given[..], &SMALL[..]].concat()).0, 0);
+    let earlier = files(Path::new(&out));
+    for there in [true, false] {
+        if !there {
+            fs::remove_dir_all(&out).unwrap();
+        }
+        // A step of this many rows takes longer than the signal.
+        let long = ["train", "--batch", "96", "--seq", "64", "--mesh", "dp=2"];
+        let mut run = Command::new(env!("CARGO_BIN_EXE_shardgrad"));
+        run.args([&long[..], &given].concat()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = run.spawn().unwrap();
+        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        // From this line on signals are handled.
+        lines.find(|line| line.as_ref().unwrap().starts_with("training ")).unwrap().unwrap();
+        signal(&child, "-INT");
+        lines.for_each(drop);
+        let (code, message) = end_of(child);
+        assert_eq!(code, Some(1), "{message}");
+        assert!(message.contains("stopped by SIGINT before the first step; nothing is saved"), "{message}");
+        assert!(!there || files(Path::new(&out)) == earlier, "{message}");
+        assert!(there || !Path::new(&out).join("model").exists());
+    }
+}
+
+#[test]
+fn signal_ends_eval_and_generate_with_a_message() {
+    let folder = Folder::new("word");
+    let model = model(&folder);
+    let cases = [("-INT", "SIGINT", 130), ("-TERM", "SIGTERM", 143)];
+    for (signal, name, code) in cases.into_iter().filter(|case| !is_ignored(case.0)) {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_shardgrad"))
+            .args(["generate", "--model", &model, "--prompt", "a", "--tokens", "100000000"])
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut written = child.stdout.take().unwrap();
+        written.read_exact(&mut [0; 200]).unwrap();
+        let reader = std::thread::spawn(move || std::io::copy(&mut written, &mut std::io::sink()));
+        assert!(Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap().success());
+        let output = child.wait_with_output().unwrap();
+        reader.join().unwrap().unwrap();
+        let message = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(
+            (output.status.code(), message.as_str()),
+            (Some(code), &*format!("generate: stopped by {name}\n"))
+        );
     }
 }
