@@ -90,7 +90,7 @@ macro_rules! ops_of_value {
             kernel: LOG,
             derivative: { |g, x| div(g, x) },
             cases: [Log => positive],
-            worked: [Log => [1.0 => 0.0, std::f64::consts::E => 1.0]],
+            worked: [Log => [1.0 => 0.0, 2.0 => std::f64::consts::LN_2, std::f64::consts::E => 1.0]],
         }
         /// Elementwise square root: y = sqrt(x).
         ///
@@ -99,7 +99,7 @@ macro_rules! ops_of_value {
             kernel: SQRT,
             derivative: { |g, y| scale(&div(g, y), 0.5) },
             cases: [Sqrt => positive],
-            worked: [Sqrt => [4.0 => 2.0, 2.25 => 1.5]],
+            worked: [Sqrt => [4.0 => 2.0, 2.25 => 1.5, 2.0 => std::f64::consts::SQRT_2]],
         }
         /// Elementwise square: y = x^2.
         ///
@@ -148,7 +148,7 @@ macro_rules! ops_of_value {
             kernel: GELU,
             derivative: { GELU_GRAD(x, g) },
             cases: [Gelu => real],
-            worked: [Gelu => [0.0 => 0.0, 1.0 => 0.841_191_990_608_276_7]],
+            worked: [Gelu => [0.0 => 0.0, 1.0 => 0.841_191_990_608_276_7, -2.0 => -0.045_402_305_912_224_98]],
         }
         /// Elementwise SiLU (swish): y = x / (1 + exp(-x)) = x sigmoid(x).
         ///
