@@ -1,6 +1,7 @@
 //! Mistakes of a training loop that would train something else, unnoticed: each is an error, whose sentences are quoted here.
 
 use crate::cli::Folder;
+use approx::abs_diff_eq;
 use shardgrad::nn::loss::mse;
 use shardgrad::nn::metric::correct;
 use shardgrad::prelude::*;
@@ -175,7 +176,7 @@ fn a_loss_that_is_not_passed_is_unknown() {
                 Ok::<_, Error>((report.loss, loss.item()?, report.skipped))
             };
             let (reported, loss, skipped) = step(true, 1.0)?;
-            assert!((reported - loss).abs() < 1e-6 && !skipped, "{mesh}: {reported}");
+            assert!(abs_diff_eq!(reported, loss, epsilon = 1e-6) && !skipped, "{mesh}: {reported}");
             let (reported, _, skipped) = step(false, 1.0)?;
             assert!(reported.is_nan() && !skipped, "{mesh}: {reported}");
             // One rank of a pipeline passes the loss; all report it, 0 too.

@@ -6,6 +6,7 @@ mod fake_gpu;
 mod faults;
 mod messages;
 
+use approx::relative_eq;
 use fake_gpu::{FakeGpu, own_folder, refuse_in, scenario_of_this_process, succeeded};
 use shardgrad_dist::{
     AxisSet, Call, Error, Kind, Mesh, Origin, Phase, Process, Rank, ReduceOp, Result, Token, World,
@@ -108,7 +109,7 @@ fn is_near(name: &str, a: &[u8], b: &[u8]) -> bool {
     a.len() == b.len()
         && a.chunks(size)
             .zip(b.chunks(size))
-            .all(|(a, b)| (value(a) - value(b)).abs() <= 1e-5 * value(a).abs().max(1.0))
+            .all(|(a, b)| relative_eq!(value(a), value(b), epsilon = 1e-5, max_relative = 1e-5))
 }
 
 /// Compares the results of this rank with those of threads on the CPU. Returns the names of those that differ by the order of a sum.
