@@ -210,35 +210,34 @@ const FAULTS: [(&str, &str, Program, &str); 7] = [
 
 #[test]
 fn errors_have_the_sentences_of_blocking_calls() {
-    for kind in RANK_KINDS {
-        for (fault, mesh, program, part) in FAULTS {
-            let shown = [false, true].map(|is_async| {
-                let (ends, start) = (Mutex::new(Vec::new()), Instant::now());
-                let limit = |world: shardgrad_dist::World| match part {
-                    "memory" => world.memory_limit(20 << 20),
-                    _ => world,
-                };
-                let error = kind.launch(mesh, limit, |rank| {
-                    let end = program(rank, is_async);
-                    let text = end.as_ref().err().map(|error| (error.kind(), error.message().to_string()));
-                    ends.lock().unwrap().push((rank.index(), text));
-                    end
-                });
-                let error = error.map(drop).unwrap_err();
-                assert!(start.elapsed() < Duration::from_secs(5), "{kind:?}, {fault}: {:?}", start.elapsed());
-                let mut ends = ends.into_inner().unwrap();
-                ends.sort_by_key(|(rank, _)| *rank);
-                (error.kind(), error.message().to_string(), ends)
+    let cases = RANK_KINDS.into_iter().flat_map(|kind| FAULTS.map(|fault| (kind, fault)));
+    in_parallel(cases, |(kind, (fault, mesh, program, part))| {
+        let shown = [false, true].map(|is_async| {
+            let (ends, start) = (Mutex::new(Vec::new()), Instant::now());
+            let limit = |world: shardgrad_dist::World| match part {
+                "memory" => world.memory_limit(20 << 20),
+                _ => world,
+            };
+            let error = kind.launch(mesh, limit, |rank| {
+                let end = program(rank, is_async);
+                let text = end.as_ref().err().map(|error| (error.kind(), error.message().to_string()));
+                ends.lock().unwrap().push((rank.index(), text));
+                end
             });
-            assert!(shown[0].1.contains(part), "{kind:?}, {fault}: {shown:?}");
-            // Of a failed allocation either rank may be first, of a deadlock any member.
-            if !["memory", "deadlock"].contains(&part) {
-                assert_eq!(shown[0], shown[1], "{kind:?}, {fault}");
-            }
-            assert_eq!(shown[0].0, shown[1].0, "{kind:?}, {fault}: {shown:?}");
-            assert!(shown[1].1.contains(part), "{kind:?}, {fault}: {shown:?}");
+            let error = error.map(drop).unwrap_err();
+            assert!(start.elapsed() < Duration::from_secs(5), "{kind:?}, {fault}: {:?}", start.elapsed());
+            let mut ends = ends.into_inner().unwrap();
+            ends.sort_by_key(|(rank, _)| *rank);
+            (error.kind(), error.message().to_string(), ends)
+        });
+        assert!(shown[0].1.contains(part), "{kind:?}, {fault}: {shown:?}");
+        // Of a failed allocation either rank may be first, of a deadlock any member.
+        if !["memory", "deadlock"].contains(&part) {
+            assert_eq!(shown[0], shown[1], "{kind:?}, {fault}");
         }
-    }
+        assert_eq!(shown[0].0, shown[1].0, "{kind:?}, {fault}: {shown:?}");
+        assert!(shown[1].1.contains(part), "{kind:?}, {fault}: {shown:?}");
+    });
 }
 
 #[test]

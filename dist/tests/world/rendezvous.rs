@@ -1,6 +1,6 @@
 //! The rendezvous of processes: values that must be equal, and failures that end the start on all ranks at once.
 
-use crate::support::{free_port, joined, mesh, on};
+use crate::support::{free_port, in_parallel, joined, mesh, on};
 use crate::wire::{Peer, TOKEN, number, process, text};
 use shardgrad_dist::{Error, Kind, Rank, Rendezvous, Result, World};
 use std::net::TcpListener;
@@ -134,7 +134,7 @@ fn two_processes_with_one_rank_end_the_start_on_all() {
 #[test]
 fn process_that_ends_during_the_rendezvous_ends_the_start_on_all() {
     let start = Instant::now();
-    for is_ready in [false, true] {
+    in_parallel([false, true], |is_ready| {
         let port = free_port();
         let others = [0, 2].map(|rank| {
             thread::spawn(move || world("tp=3").join(&process(rank, 3, port), barrier).unwrap_err())
@@ -151,7 +151,7 @@ fn process_that_ends_during_the_rendezvous_ends_the_start_on_all() {
             let why = "rank 1's process ended before all ranks had connected";
             has(&other.join().unwrap(), Kind::PeerLost, &[why]);
         }
-    }
+    });
     // Rank 0 ends after its first reply.
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();

@@ -21,7 +21,7 @@ const TABLE: &str = include_str!("canonical_meshes.txt");
 const NUM_IN_GATE: usize = 11;
 
 /// The steps of a run in the gate, and of a run with `SHARDGRAD_MESHES`.
-const STEPS: [u64; 2] = [4, 100];
+const STEPS: [u64; 2] = [2, 100];
 
 /// The tokens of a row where tokens are sharded.
 const SHARDED_ROW_TOKENS: usize = 19;

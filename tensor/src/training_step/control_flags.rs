@@ -67,6 +67,9 @@ impl ControlFlags {
     }
 
     /// Returns the first `num` flags and numbers, and the others.
+    ///
+    /// # Panics
+    /// If there are fewer.
     #[must_use]
     pub fn split_at(&self, num: usize) -> (ControlFlags, ControlFlags) {
         let part = |names: &[&'static str], numbers: &[f64]| ControlFlags {
