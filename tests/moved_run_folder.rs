@@ -2,8 +2,7 @@
 
 use crate::cli::{Folder, exit_code_and_stderr};
 use crate::processes::{free_port, spawn_rank};
-use crate::run_outcomes::{SMALL, end_of, files, spawned, text, wait_for};
-use crate::signals::signal;
+use crate::run_outcomes::{SMALL, end_of, files, signal, spawned, text, wait_for};
 use std::fs;
 use std::path::Path;
 use std::process::{Child, Stdio};

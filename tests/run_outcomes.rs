@@ -1,7 +1,6 @@
 //! How runs of `train` end: a refused run leaves an earlier run unchanged, and a started run saves its model, whatever ends it.
 
 use crate::cli::{Folder, exit_code_and_stderr, shardgrad};
-use crate::signals::signal;
 use shardgrad::nn::{Gpt2, Gpt2Config};
 use shardgrad::prelude::*;
 use std::collections::BTreeMap;
@@ -63,6 +62,11 @@ pub(crate) fn end_of(mut child: Child) -> (Option<i32>, String) {
     }
     let output = child.wait_with_output().unwrap();
     (output.status.code(), String::from_utf8(output.stderr).unwrap())
+}
+
+/// Sends a signal.
+pub(crate) fn signal(child: &Child, signal: &str) {
+    assert!(Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap().success());
 }
 
 fn full() -> Stdio {

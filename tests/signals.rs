@@ -3,7 +3,7 @@
 use crate::cli::{Folder, exit_code_and_stderr};
 use crate::memory_limits::model;
 use crate::processes::{free_port, spawn_rank};
-use crate::run_outcomes::{SMALL, end_of, files, spawned, text, wait_for, wait_for_file};
+use crate::run_outcomes::{SMALL, end_of, files, signal, spawned, text, wait_for, wait_for_file};
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
@@ -13,11 +13,6 @@ use std::time::{Duration, Instant};
 
 /// Options of a run without an end.
 const LONG: [&str; 4] = ["--steps", "1000000", "--eval-every", "0"];
-
-/// Sends a signal.
-pub(crate) fn signal(child: &Child, signal: &str) {
-    assert!(Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap().success());
-}
 
 /// Returns whether this process ignores a signal, as under `nohup` or in a background shell: runs that it starts ignore it too.
 fn is_ignored(signal: &str) -> bool {
