@@ -7,7 +7,7 @@ use crate::run_outcomes::{SMALL, end_of, files, signal, spawned, text, wait_for,
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
