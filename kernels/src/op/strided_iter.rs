@@ -101,42 +101,77 @@ impl<const N: usize> StridedIter<N> {
     /// Calls `run(offsets, length)` for runs along the innermost dim that cover the elements number `range` in order.
     #[inline(always)]
     pub(crate) fn for_each_run(&self, range: Range<usize>, mut run: impl FnMut([usize; N], usize)) {
-        let (inner, steps) = self.dims[self.dims.len() - 1];
+        let mut runs = Runs::of(self, range);
+        while runs.left > 0 {
+            let (at, length) = runs.run;
+            run(at, length);
+            runs.advance();
+        }
+    }
+}
+
+/// A walk over the runs of a range of elements. Apart from what is done with a run, so that it is compiled once for each N.
+struct Runs<'a, const N: usize> {
+    inner: usize,
+    /// All dims but the innermost.
+    outer: &'a [(usize, [usize; N])],
+    /// The index in each outer dim.
+    indices: SmallVec<[usize; 6]>,
+    /// The offsets of the first element of the row.
+    row: [usize; N],
+    /// The offsets of the first element of the run, and its length.
+    run: ([usize; N], usize),
+    /// The elements from the run on.
+    left: usize,
+}
+
+impl<'a, const N: usize> Runs<'a, N> {
+    fn of(iter: &'a StridedIter<N>, range: Range<usize>) -> Runs<'a, N> {
+        let (outer, innermost) = iter.dims.split_at(iter.dims.len() - 1);
+        let (inner, steps) = innermost[0];
+        let mut runs = Runs {
+            inner,
+            outer,
+            indices: smallvec![0; outer.len()],
+            row: iter.start,
+            run: (iter.start, 0),
+            left: range.len(),
+        };
         if range.is_empty() {
+            return runs;
+        }
+        let (mut number, skip) =
+            if outer.is_empty() { (0, range.start) } else { (range.start / inner, range.start % inner) };
+        for d in (0..outer.len()).rev() {
+            let (extent, steps) = outer[d];
+            runs.indices[d] = number % extent;
+            number /= extent;
+            let index = runs.indices[d];
+            (0..N).for_each(|n| runs.row[n] += index * steps[n]);
+        }
+        (0..N).for_each(|n| runs.run.0[n] = runs.row[n] + skip * steps[n]);
+        runs.run.1 = (inner - skip).min(runs.left);
+        runs
+    }
+
+    /// Goes on to the next run.
+    #[inline]
+    fn advance(&mut self) {
+        self.left -= self.run.1;
+        if self.left == 0 {
             return;
         }
-        if self.dims.len() == 1 {
-            let at = std::array::from_fn(|n| self.start[n] + range.start * steps[n]);
-            return run(at, range.len());
-        }
-        let outer = &self.dims[..self.dims.len() - 1];
-        let mut indices: SmallVec<[usize; 6]> = smallvec![0; outer.len()];
-        let mut rest = range.start / inner;
-        let mut at = self.start;
-        for (index, (extent, steps)) in indices.iter_mut().zip(outer).rev() {
-            *index = rest % extent;
-            rest /= extent;
-            (0..N).for_each(|n| at[n] += *index * steps[n]);
-        }
-        let (mut left, mut skip) = (range.len(), range.start % inner);
-        loop {
-            let length = (inner - skip).min(left);
-            run(std::array::from_fn(|n| at[n] + skip * steps[n]), length);
-            left -= length;
-            skip = 0;
-            if left == 0 {
-                return;
+        for d in (0..self.outer.len()).rev() {
+            let (extent, steps) = self.outer[d];
+            self.indices[d] += 1;
+            (0..N).for_each(|n| self.row[n] += steps[n]);
+            if self.indices[d] < extent {
+                break;
             }
-            for (index, (extent, steps)) in indices.iter_mut().zip(outer).rev() {
-                *index += 1;
-                (0..N).for_each(|n| at[n] += steps[n]);
-                if *index < *extent {
-                    break;
-                }
-                *index = 0;
-                (0..N).for_each(|n| at[n] -= extent * steps[n]);
-            }
+            self.indices[d] = 0;
+            (0..N).for_each(|n| self.row[n] -= extent * steps[n]);
         }
+        self.run = (self.row, self.inner.min(self.left));
     }
 }
 
