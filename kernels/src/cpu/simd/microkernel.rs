@@ -85,6 +85,10 @@ pub(super) trait Vector: Copy {
 const PREFETCH_EVERY: usize = 4;
 
 /// See [`MicroKernel`].
+#[expect(
+    clippy::needless_range_loop,
+    reason = "iterators and closures would be compiled anew for each of some 160 instances"
+)]
 #[inline(always)]
 unsafe fn microkernel<V: Vector, const H: usize, const W: usize, const PREFETCHES: bool>(
     depth: usize,
@@ -95,41 +99,51 @@ unsafe fn microkernel<V: Vector, const H: usize, const W: usize, const PREFETCHE
     (mut later, later_step): PrefetchPtr<V::Item>,
 ) {
     // One pointer for three rows: this saves registers, and an addressing mode reaches each row.
-    let mut a: [_; MR_MAX.div_ceil(3)] = std::array::from_fn(|third| a.wrapping_add(3 * third * a_row));
+    let mut thirds = [a; MR_MAX.div_ceil(3)];
+    for third in 0..thirds.len() {
+        thirds[third] = a.wrapping_add(3 * third * a_row);
+    }
     let mut sums = [[V::splat(V::Item::ZERO); W]; H];
     let mut ahead = c.cast_const();
     for step in 0..depth {
         if step % PREFETCH_EVERY == 0 && step < PREFETCH_EVERY * H {
             // The first and the last element of a row cover all of its cache lines, of which there are at most three.
-            (0..W).for_each(|w| V::prefetch(ahead.wrapping_add(w * V::LANES)));
+            for w in 0..W {
+                V::prefetch(ahead.wrapping_add(w * V::LANES));
+            }
             V::prefetch(ahead.wrapping_add(W * V::LANES - 1));
             ahead = ahead.wrapping_add(c_step);
         }
-        // SAFETY: the caller guarantees `depth` columns of a and rows of b; `wrapping_add` may step past the last.
-        let row: [V; W] = std::array::from_fn(|w| unsafe { V::load(b.wrapping_add(w * V::LANES)) });
+        let mut row = [V::splat(V::Item::ZERO); W];
+        for w in 0..W {
+            // SAFETY: the caller guarantees `depth` columns of a and rows of b; `wrapping_add` may step past the last.
+            row[w] = unsafe { V::load(b.wrapping_add(w * V::LANES)) };
+        }
         // Loops of few iterations each, so that the compiler unrolls them all.
-        for (third, a) in a.into_iter().enumerate() {
+        for third in 0..thirds.len() {
             for place in 0..3 {
                 let h = 3 * third + place;
                 if h < H {
                     // SAFETY: as above.
-                    let x = V::splat(unsafe { *a.wrapping_add(place * a_row) });
-                    for (sum, row) in sums[h].iter_mut().zip(row) {
-                        *sum = x.fma(row, *sum);
+                    let x = V::splat(unsafe { *thirds[third].wrapping_add(place * a_row) });
+                    for w in 0..W {
+                        sums[h][w] = x.fma(row[w], sums[h][w]);
                     }
                 }
             }
         }
-        a = a.map(|a| a.wrapping_add(a_col));
+        for third in 0..thirds.len() {
+            thirds[third] = thirds[third].wrapping_add(a_col);
+        }
         b = b.wrapping_add(b_step);
         if PREFETCHES {
             V::prefetch_l2(later);
             later = later.wrapping_add(later_step);
         }
     }
-    for (h, sums) in sums.into_iter().enumerate() {
-        for (w, sum) in sums.into_iter().enumerate() {
-            let to = c.wrapping_add(h * c_step + w * V::LANES);
+    for h in 0..H {
+        for w in 0..W {
+            let (sum, to) = (sums[h][w], c.wrapping_add(h * c_step + w * V::LANES));
             // SAFETY: the caller guarantees H rows of W vectors of c.
             unsafe { if add { V::load(to).plus(sum) } else { sum }.store(to) };
         }
