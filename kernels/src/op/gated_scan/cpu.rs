@@ -9,7 +9,7 @@ mod wide_rows;
 mod packed_lanes;
 
 use super::{BACKWARD, SCAN, SUMMARY, Shape, finite, is_reversed};
-use crate::cpu::{Pool, vectorized};
+use crate::cpu::Pool;
 use crate::dtype::Float;
 use crate::error::KernelError;
 use crate::host_vec::filled_or_unwind;
@@ -23,7 +23,6 @@ use recurrence::{
 };
 
 /// Advances all lanes of a task.
-#[inline(always)]
 fn advance<T: Float, const I: usize, const N: usize, const M: usize>(
     cut: Cut,
     operands: Operands<'_, T, I>,
@@ -31,16 +30,11 @@ fn advance<T: Float, const I: usize, const N: usize, const M: usize>(
     task: &mut Task<'_, T, N>,
     states: impl UnitStates<M>,
 ) {
-    vectorized(
-        #[inline(always)]
-        || {
-            if cut.shape.inner < LANES {
-                packed_lanes::advance(cut, operands, recurrence, task, states);
-            } else {
-                wide_rows::advance(cut, operands, recurrence, task, states);
-            }
-        },
-    );
+    if cut.shape.inner < LANES {
+        packed_lanes::advance(cut, operands, recurrence, task, states);
+    } else {
+        wide_rows::advance(cut, operands, recurrence, task, states);
+    }
 }
 
 /// Runs a recurrence over all units from the carries before them (unit, inner), or zero.
@@ -178,7 +172,7 @@ pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kerne
     match_float!(a.dtype, T => {
         let edges = edges.map(|edges| read::<f64>(edges).split_at(shape.lanes()));
         let all = [read::<T>(a), read::<T>(g), read::<T>(h)];
-        let operands = Operands { all, is_last_before: true, first: edges.map(|e| e.1), reversed: true };
+        let operands = Operands { all, first: edges.map(|e| e.1), reversed: true };
         let outs = [write::<T>(da), write::<T>(dx)];
         run_in_chunks(pool, shape, operands, edges.map(|e| e.0), outs, Backward);
         Ok(())

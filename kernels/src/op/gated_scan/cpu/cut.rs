@@ -2,6 +2,7 @@
 
 use crate::op::gated_scan::Shape;
 use crate::op::rows::rows_per_task;
+use smallvec::SmallVec;
 use std::ops::Range;
 
 /// Lanes of a packed row. Rows of fewer lanes are packed.
@@ -76,6 +77,11 @@ impl Cut {
         let num_steps = self.chunk.min(self.shape.steps - first_step);
         let first_row = outer * self.shape.steps + first_step;
         Unit { number, first_row, num_steps, is_first: first_step == 0 }
+    }
+
+    /// Returns units that are advanced together, at most [`LANES`].
+    pub(super) fn units(self, numbers: Range<usize>) -> SmallVec<[Unit; LANES]> {
+        numbers.map(|number| self.unit(number)).collect()
     }
 
     /// Returns the number of the row after the units before `number`.

@@ -1,12 +1,14 @@
 //! Rows of few lanes, packed: blocks of steps of several units are transposed into rows of all their lanes, so that a step of all lanes is
 //! one vector operation. A single lane would wait for its own multiplications.
+//!
+//! Each part of a block is compiled for the instruction sets on its own: reading and writing once per type, not once per recurrence.
 
 use super::cut::{Cut, LANES, Task, Unit};
-use super::recurrence::{Operands, Recurrence, UnitStates};
+use super::recurrence::{Operand, Operands, Recurrence, UnitStates};
 use crate::cpu::simd::prefetch;
 use crate::cpu::simd::transpose_block::{SQUARE, transpose_block};
+use crate::cpu::vectorized;
 use crate::dtype::{Float, Real};
-use smallvec::SmallVec;
 use std::ops::Range;
 
 /// Steps of a block, at most: long runs of memory, and blocks of all operands that stay in the nearest caches.
@@ -70,24 +72,37 @@ impl Group<'_> {
         }
     }
 
-    /// Reads operand `k` of the block of steps `steps`; a unit of fewer steps is padded with the operand on which the state stays.
-    #[inline(always)]
-    fn read<T: Float, const I: usize>(
+    /// Reads an operand of the block of steps `steps`; a unit of fewer steps is padded.
+    fn read<T: Float>(
         &self,
-        (k, operands): (usize, &Operands<'_, T, I>),
+        operand: Operand<'_, T>,
+        padding: T::Acc,
         steps: Range<usize>,
         block: &mut LaneMajor<T::Acc>,
     ) {
-        let (shape, inner, all) = (self.cut.shape, self.cut.shape.inner, operands.all[k]);
-        let distance = operands.distance(k, shape);
-        let padding = if k == 0 { T::Acc::ONE } else { T::Acc::ZERO };
+        vectorized(
+            #[inline(always)]
+            || self.read_here(operand, padding, steps, block),
+        );
+    }
+
+    /// [`Group::read`], compiled for the instruction set of the caller.
+    #[inline(always)]
+    fn read_here<T: Float>(
+        &self,
+        operand: Operand<'_, T>,
+        padding: T::Acc,
+        steps: Range<usize>,
+        block: &mut LaneMajor<T::Acc>,
+    ) {
+        let (shape, inner, Operand { all, distance, .. }) = (self.cut.shape, self.cut.shape.inner, operand);
         for (unit, lanes) in self.units.iter().zip(block.chunks_exact_mut(inner)) {
             let rows = BlockRows::of(unit, steps.start);
             // Before the first step of an outer index is no row.
             let edge = usize::from(distance > 0 && rows.is_first);
             let (at, numel) = ((rows.first + edge) * inner - distance, (rows.count - edge) * inner);
             let from = &all[at..][..numel];
-            prefetch(&all[self.later_block(unit, steps.start, operands.reversed)]);
+            prefetch(&all[self.later_block(unit, steps.start, operand.reversed)]);
             if let ([to], Ok(from)) = (&mut *lanes, <&[T; STEPS]>::try_from(from)) {
                 // A loop of constant length.
                 *to = std::array::from_fn(
@@ -102,7 +117,7 @@ impl Group<'_> {
                 let (first, to) = to.split_at_mut(edge);
                 if let [first] = first {
                     // The operand is of type T, and this element too, so that the conversion is exact.
-                    *first = T::Acc::lit(operands.first(shape, rows.first * inner + lane));
+                    *first = T::Acc::lit(operand.first(shape, rows.first * inner + lane));
                 }
                 if inner == 1 {
                     to.iter_mut().zip(from).for_each(|(to, from)| *to = from.widen());
@@ -114,8 +129,21 @@ impl Group<'_> {
     }
 
     /// Writes a result of the block from step `begin` on to an output that begins at row `first_row`.
+    fn write<T: Float>(&self, block: &LaneMajor<T::Acc>, begin: usize, out: (&mut [T], usize)) {
+        vectorized(
+            #[inline(always)]
+            || self.write_here(block, begin, out),
+        );
+    }
+
+    /// [`Group::write`], compiled for the instruction set of the caller.
     #[inline(always)]
-    fn write<T: Float>(&self, block: &LaneMajor<T::Acc>, begin: usize, (out, first_row): (&mut [T], usize)) {
+    fn write_here<T: Float>(
+        &self,
+        block: &LaneMajor<T::Acc>,
+        begin: usize,
+        (out, first_row): (&mut [T], usize),
+    ) {
         let inner = self.cut.shape.inner;
         for (unit, lanes) in self.units.iter().zip(block.chunks_exact(inner)) {
             let rows = BlockRows::of(unit, begin);
@@ -140,12 +168,12 @@ impl Group<'_> {
     }
 }
 
-/// Advances all lanes by the steps of a block.
+/// Advances all lanes by the steps of a block, compiled for the instruction set of the caller.
 #[inline(always)]
 fn advance_block<R: Real, const I: usize, const N: usize, const M: usize>(
     recurrence: impl Recurrence<I, N, M>,
-    operands: [&[[R; LANES]]; I],
-    mut results: [&mut [[R; LANES]]; N],
+    operands: &[StepMajor<R>; I],
+    results: &mut [StepMajor<R>; N],
     states: &mut [[f64; LANES]; M],
     (num_steps, reversed): (usize, bool),
 ) {
@@ -153,37 +181,40 @@ fn advance_block<R: Real, const I: usize, const N: usize, const M: usize>(
     let mut now = *states;
     for i in 0..num_steps {
         let step = if reversed { num_steps - 1 - i } else { i };
-        let rows = operands.map(
-            #[inline(always)]
-            |operand| &operand[step],
-        );
-        let mut out = results.each_mut().map(
-            #[inline(always)]
-            |result| &mut result[step],
-        );
+        // Loops over indices: closures would be compiled anew for each recurrence.
+        let (zeros, mut found) = ([R::ZERO; LANES], [[R::ZERO; LANES]; N]);
+        let mut rows = [&zeros; I];
+        for k in 0..I {
+            rows[k] = &operands[k][step];
+        }
         for lane in 0..LANES {
-            let values = rows.map(
-                #[inline(always)]
-                |row| row[lane].to_f64(),
-            );
-            let state = now.each_ref().map(
-                #[inline(always)]
-                |state| state[lane],
-            );
-            let (next, found) = recurrence.step(values, state);
-            (0..M).for_each(|m| now[m][lane] = next[m]);
-            (0..N).for_each(|n| out[n][lane] = R::lit(found[n]));
+            let (mut values, mut state) = ([0.0; I], [0.0; M]);
+            for k in 0..I {
+                values[k] = rows[k][lane].to_f64();
+            }
+            for m in 0..M {
+                state[m] = now[m][lane];
+            }
+            let (next, of_lane) = recurrence.step(values, state);
+            for m in 0..M {
+                now[m][lane] = next[m];
+            }
+            for n in 0..N {
+                found[n][lane] = R::lit(of_lane[n]);
+            }
+        }
+        for n in 0..N {
+            results[n][step] = found[n];
         }
     }
     *states = now;
 }
 
 /// Advances all lanes of a task, as many units at a time as a packed row has room for.
-#[inline(always)]
-pub(super) fn advance<T: Float, const I: usize, const N: usize, const M: usize>(
+pub(super) fn advance<T: Float, C: Recurrence<I, N, M>, const I: usize, const N: usize, const M: usize>(
     cut: Cut,
     operands: Operands<'_, T, I>,
-    recurrence: impl Recurrence<I, N, M>,
+    recurrence: C,
     task: &mut Task<'_, T, N>,
     mut unit_states: impl UnitStates<M>,
 ) {
@@ -193,11 +224,11 @@ pub(super) fn advance<T: Float, const I: usize, const N: usize, const M: usize>(
     let mut results: [StepMajor<T::Acc>; N] = [[[T::Acc::ZERO; LANES]; STEPS]; N];
     let mut states = [[0.0; LANES]; M];
     for first in task.units.clone().step_by(cut.units_together()) {
-        let numbers = first..(first + cut.units_together()).min(task.units.end);
-        let units: SmallVec<[Unit; LANES]> = numbers.map(|number| cut.unit(number)).collect();
+        let units = cut.units(first..(first + cut.units_together()).min(task.units.end));
         for (u, unit) in units.iter().enumerate() {
-            let states = states.each_mut().map(|state| &mut state[u * inner..][..inner]);
-            unit_states.load(unit.number, 0..inner, states);
+            for (m, state) in states.iter_mut().enumerate() {
+                unit_states.load(unit.number, 0..inner, (m, &mut state[u * inner..][..inner]));
+            }
         }
         let group = Group { units: &units, cut };
         let num_blocks = group.num_steps().div_ceil(STEPS);
@@ -205,15 +236,20 @@ pub(super) fn advance<T: Float, const I: usize, const N: usize, const M: usize>(
             let begin = STEPS * if operands.reversed { num_blocks - 1 - i } else { i };
             let num_steps = (group.num_steps() - begin).min(STEPS).next_multiple_of(SQUARE);
             for (k, input) in inputs.iter_mut().enumerate() {
-                group.read((k, &operands), begin..begin + num_steps, &mut lane_major);
+                // On a gate of 1 and zeros otherwise, the state stays.
+                let padding = if k == 0 { T::Acc::ONE } else { T::Acc::ZERO };
+                group.read(
+                    operands.operand(k, cut.shape, C::IS_LAST_BEFORE),
+                    padding,
+                    begin..begin + num_steps,
+                    &mut lane_major,
+                );
                 transpose_block(&lane_major, input, [LANES, num_steps]);
             }
-            advance_block(
-                recurrence,
-                inputs.each_ref().map(|input| &input[..num_steps]),
-                results.each_mut().map(|result| &mut result[..num_steps]),
-                &mut states,
-                (num_steps, operands.reversed),
+            let order = (num_steps, operands.reversed);
+            vectorized(
+                #[inline(always)]
+                || advance_block(recurrence, &inputs, &mut results, &mut states, order),
             );
             for (result, out) in results.iter().zip(&mut task.outs) {
                 transpose_block(result, &mut lane_major, [num_steps, LANES]);
@@ -221,8 +257,9 @@ pub(super) fn advance<T: Float, const I: usize, const N: usize, const M: usize>(
             }
         }
         for (u, unit) in units.iter().enumerate() {
-            let states = states.each_mut().map(|state| &mut state[u * inner..][..inner]);
-            unit_states.store(unit.number, 0..inner, states);
+            for (m, state) in states.iter_mut().enumerate() {
+                unit_states.store(unit.number, 0..inner, (m, &mut state[u * inner..][..inner]));
+            }
         }
     }
 }

@@ -6,6 +6,9 @@ use std::ops::Range;
 
 /// A recurrence on I operands with N results and M numbers of state: one step of one lane.
 pub(super) trait Recurrence<const I: usize, const N: usize, const M: usize>: Copy + Sync {
+    /// Whether the last operand is read one step before.
+    const IS_LAST_BEFORE: bool = false;
+
     /// Returns the next state and the results. On a gate of 1 and zeros otherwise, the state stays.
     fn step(self, operands: [f64; I], state: [f64; M]) -> ([f64; M], [f64; N]);
 }
@@ -37,6 +40,8 @@ impl Recurrence<2, 1, 1> for ReversedScan {
 pub(super) struct Backward;
 
 impl Recurrence<3, 2, 1> for Backward {
+    const IS_LAST_BEFORE: bool = true;
+
     #[inline(always)]
     fn step(self, [a, g, before]: [f64; 3], [state]: [f64; 1]) -> ([f64; 1], [f64; 2]) {
         let slope = g + state;
@@ -70,24 +75,37 @@ impl Recurrence<2, 0, 2> for ReversedSummary {
 #[derive(Clone, Copy)]
 pub(super) struct Operands<'a, T, const I: usize> {
     pub(super) all: [&'a [T]; I],
-    /// Whether the last operand is read one step before: before the first step `first` (outer, inner), or zero.
-    pub(super) is_last_before: bool,
+    /// What is read before the first step (outer, inner), by a recurrence that reads one step before; `None` for zeros.
     pub(super) first: Option<&'a [f64]>,
+    pub(super) reversed: bool,
+}
+
+/// One operand of a recurrence.
+#[derive(Clone, Copy)]
+pub(super) struct Operand<'a, T> {
+    pub(super) all: &'a [T],
+    /// The distance from an element to the one that the operand is read at: a step, or zero.
+    pub(super) distance: usize,
+    /// See [`Operands::first`].
+    first: Option<&'a [f64]>,
     pub(super) reversed: bool,
 }
 
 impl<'a, T: Float, const I: usize> Operands<'a, T, I> {
     pub(super) fn new(all: [&'a [T]; I], reversed: bool) -> Operands<'a, T, I> {
-        Operands { all, is_last_before: false, first: None, reversed }
+        Operands { all, first: None, reversed }
     }
 
-    /// Returns the distance from an element to the one that operand `k` is read at.
+    /// Returns operand `k`, where the last is read one step before or not.
     #[inline(always)]
-    pub(super) fn distance(&self, k: usize, shape: Shape) -> usize {
-        if self.is_last_before && k + 1 == I { shape.inner } else { 0 }
+    pub(super) fn operand(&self, k: usize, shape: Shape, is_last_before: bool) -> Operand<'a, T> {
+        let distance = if is_last_before && k + 1 == I { shape.inner } else { 0 };
+        Operand { all: self.all[k], distance, first: self.first, reversed: self.reversed }
     }
+}
 
-    /// Returns the last operand before the first step, of the lane of the element `at`.
+impl<T> Operand<'_, T> {
+    /// Returns the operand before the first step, of the lane of the element `at`.
     #[inline(always)]
     pub(super) fn first(&self, shape: Shape, at: usize) -> f64 {
         let lane = || at / (shape.steps * shape.inner) * shape.inner + at % shape.inner;
@@ -95,13 +113,13 @@ impl<'a, T: Float, const I: usize> Operands<'a, T, I> {
     }
 }
 
-/// The states of some lanes of a unit before and after its steps.
+/// The states of some lanes of a unit before and after its steps; a state has M numbers for each lane.
 pub(super) trait UnitStates<const M: usize> {
-    /// Writes the states before the first step of the recurrence.
-    fn load(&self, unit: usize, lanes: Range<usize>, states: [&mut [f64]; M]);
+    /// Writes number `m` of the states before the first step of the recurrence.
+    fn load(&self, unit: usize, lanes: Range<usize>, state: (usize, &mut [f64]));
 
-    /// Reads the states after the last step.
-    fn store(&mut self, unit: usize, lanes: Range<usize>, states: [&mut [f64]; M]);
+    /// Reads number `m` of the states after the last step.
+    fn store(&mut self, unit: usize, lanes: Range<usize>, state: (usize, &mut [f64]));
 }
 
 /// The carries before all units (unit, inner), or zero.
@@ -113,7 +131,7 @@ pub(super) struct Carries<'a> {
 
 impl UnitStates<1> for Carries<'_> {
     #[inline(always)]
-    fn load(&self, unit: usize, lanes: Range<usize>, [state]: [&mut [f64]; 1]) {
+    fn load(&self, unit: usize, lanes: Range<usize>, (_, state): (usize, &mut [f64])) {
         match self.all {
             Some(all) => state.copy_from_slice(&all[unit * self.inner..][lanes]),
             None => state.fill(0.0),
@@ -121,7 +139,7 @@ impl UnitStates<1> for Carries<'_> {
     }
 
     #[inline(always)]
-    fn store(&mut self, _: usize, _: Range<usize>, _: [&mut [f64]; 1]) {}
+    fn store(&mut self, _: usize, _: Range<usize>, _: (usize, &mut [f64])) {}
 }
 
 /// The summaries of units from `first` on: p and c (unit, 2, inner).
@@ -133,16 +151,14 @@ pub(super) struct Summaries<'a> {
 
 impl UnitStates<2> for Summaries<'_> {
     #[inline(always)]
-    fn load(&self, _: usize, _: Range<usize>, [p, c]: [&mut [f64]; 2]) {
-        p.fill(1.0);
-        c.fill(0.0);
+    fn load(&self, _: usize, _: Range<usize>, (m, state): (usize, &mut [f64])) {
+        state.fill(if m == 0 { 1.0 } else { 0.0 });
     }
 
     #[inline(always)]
-    fn store(&mut self, unit: usize, lanes: Range<usize>, [p, c]: [&mut [f64]; 2]) {
-        let summary = &mut self.all[(unit - self.first) * 2 * self.inner..][..2 * self.inner];
-        let (all_p, all_c) = summary.split_at_mut(self.inner);
-        all_c[lanes.clone()].copy_from_slice(c);
-        all_p[lanes].iter_mut().zip(p).for_each(|(to, p)| *to = finite(*p));
+    fn store(&mut self, unit: usize, lanes: Range<usize>, (m, state): (usize, &mut [f64])) {
+        let all = &mut self.all[((unit - self.first) * 2 + m) * self.inner..][..self.inner];
+        let finished = |x: f64| if m == 0 { finite(x) } else { x };
+        all[lanes].iter_mut().zip(state).for_each(|(to, x)| *to = finished(*x));
     }
 }
