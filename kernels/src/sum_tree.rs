@@ -108,7 +108,7 @@ impl SumTree {
 #[derive(Clone, Debug)]
 pub struct TreeSums<T> {
     tree: SumTree,
-    /// The nodes that wait for their siblings.
+    /// The nodes that wait for their siblings, in the order of their leaves.
     nodes: Vec<(TreeNode, Option<T>)>,
 }
 
@@ -134,7 +134,7 @@ impl<T> TreeSums<T> {
             let sibling = node.sibling();
             if sibling.start < self.tree.num_leaves {
                 let Some(found) = self.nodes.iter().position(|(known, _)| *known == sibling) else { break };
-                let (_, other) = self.nodes.swap_remove(found);
+                let (_, other) = self.nodes.remove(found);
                 let (left, right) = if node.is_left_child() { (sum, other) } else { (other, sum) };
                 sum = match (left, right) {
                     (Some(left), Some(right)) => Some(join(left, right)?),
@@ -143,13 +143,13 @@ impl<T> TreeSums<T> {
             }
             node = node.parent();
         }
-        self.nodes.push((node, sum));
+        let place = self.nodes.partition_point(|(known, _)| known.start < node.start);
+        self.nodes.insert(place, (node, sum));
         Ok(())
     }
 
     /// Returns the nodes that are not joined, in the order of their leaves: one if all leaves were added.
-    pub fn into_roots(mut self) -> impl Iterator<Item = (TreeNode, Option<T>)> {
-        self.nodes.sort_unstable_by_key(|(node, _)| node.start);
+    pub fn into_roots(self) -> impl Iterator<Item = (TreeNode, Option<T>)> {
         self.nodes.into_iter()
     }
 }

@@ -10,6 +10,7 @@ use crate::kernel::{Arg, ArgMut, Launch, Scalar};
 use crate::strides::Strides;
 use crate::sum_tree::{SumTree, TreeSums};
 use std::convert::Infallible;
+use std::ops::Range;
 
 /// Partial sums of a row: element i is added to partial sum i mod 16, whatever the vector width is.
 pub(crate) const LANES: usize = 16;
@@ -267,6 +268,11 @@ pub(crate) fn leaves_of_rows(scalars: &[Scalar], num_rows: usize) -> SumLeaves {
 
 /// Joins the sums of leaves, each rounded, into `out`: `sum` writes the sum of a leaf, by its number. Zeros if all are absent.
 pub(crate) fn join_leaves<T: Float>(leaves: &SumLeaves, out: &mut [T], mut sum: impl FnMut(usize, &mut [T])) {
+    join_leaves_of_any(leaves, out, &mut sum);
+}
+
+/// [`join_leaves`], compiled once for each T.
+fn join_leaves_of_any<T: Float>(leaves: &SumLeaves, out: &mut [T], sum: &mut dyn FnMut(usize, &mut [T])) {
     let mut sums = TreeSums::new(leaves.tree);
     for (number, pair) in leaves.borders.windows(2).enumerate() {
         let is_present = leaves.outer * (pair[1] - pair[0]) > 0;
@@ -287,6 +293,76 @@ pub(crate) fn join_leaves<T: Float>(leaves: &SumLeaves, out: &mut [T], mut sum: 
     }
 }
 
+/// Rows of one leaf, summed as a block: those number `numbers` of the leaf, in order.
+struct LeafBlock {
+    /// The rows of the leaf in the summed dim that is cut: the first, and their number.
+    first: usize,
+    len: usize,
+    numbers: Range<usize>,
+    /// The extent of that dim.
+    inner: usize,
+}
+
+impl LeafBlock {
+    /// Returns the blocks of all leaves, in order, and the number of blocks of each leaf.
+    fn all(leaves: &SumLeaves) -> (Vec<LeafBlock>, Vec<usize>) {
+        let inner = leaves.borders[leaves.borders.len() - 1];
+        let (mut blocks, mut counts) = (vec![], vec![]);
+        for pair in leaves.borders.windows(2) {
+            let (first, len) = (pair[0], pair[1] - pair[0]);
+            let num_rows = leaves.outer * len;
+            for start in (0..num_rows).step_by(ROWS_PER_SUM) {
+                let numbers = start..num_rows.min(start + ROWS_PER_SUM);
+                blocks.push(LeafBlock { first, len, numbers, inner });
+            }
+            counts.push(num_rows.div_ceil(ROWS_PER_SUM));
+        }
+        (blocks, counts)
+    }
+
+    /// Returns the row with a number in the leaf.
+    #[inline(always)]
+    fn row(&self, number: usize) -> usize {
+        number / self.len * self.inner + self.first + number % self.len
+    }
+}
+
+/// Partial sums in blocks of rows: N sums of `width` elements for each block.
+struct BlockSums<R, const N: usize> {
+    sums: [Vec<R>; N],
+    width: usize,
+}
+
+impl<R: Real, const N: usize> BlockSums<R, N> {
+    fn new(num_blocks: usize, width: usize) -> BlockSums<R, N> {
+        BlockSums { sums: std::array::from_fn(|_| filled_or_unwind(R::ZERO, num_blocks * width)), width }
+    }
+
+    /// Returns the sums of each block.
+    fn of_blocks(&mut self, num_blocks: usize) -> Vec<[&mut [R]; N]> {
+        let mut rest = self.sums.each_mut().map(|sums| sums.chunks_mut(self.width));
+        (0..num_blocks)
+            .map(|_| rest.each_mut().map(|rest| rest.next().expect("sums for each block")))
+            .collect()
+    }
+}
+
+/// Joins the partial sums in blocks of leaves, of which each leaf has as many as `counts` states.
+fn join_blocks_of_leaves<T: Float>(
+    pool: &Pool,
+    leaves: &SumLeaves,
+    counts: &[usize],
+    parts: &[T::Acc],
+    out: &mut [T],
+) {
+    let (mut rest, width) = (parts, out.len());
+    join_leaves(leaves, out, |leaf, of_leaf| {
+        let (blocks, after) = rest.split_at(counts[leaf] * width);
+        add_blocks(pool, blocks, of_leaf);
+        rest = after;
+    });
+}
+
 /// Sums over rows, by leaves of the last dim of rows: `add_row` adds a row to N sums. Within a leaf rows are summed in blocks of
 /// [`ROWS_PER_SUM`], then those ([`add_blocks`]).
 pub(crate) fn sum_rows_of_leaves<T: Float, const N: usize>(
@@ -295,42 +371,22 @@ pub(crate) fn sum_rows_of_leaves<T: Float, const N: usize>(
     add_row: impl Fn(usize, [&mut [T::Acc]; N]) + Sync,
     outputs: [&mut [T]; N],
 ) {
-    let width = outputs[0].len();
-    let inner = leaves.borders[leaves.borders.len() - 1];
-    let count = |pair: &[usize]| leaves.outer * (pair[1] - pair[0]);
-    let block = |pair: &'_ [usize], first: usize| {
-        let (start, len, end) = (pair[0], pair[1] - pair[0], count(pair).min(first + ROWS_PER_SUM));
-        (first..end).map(move |row| row / len * inner + start + row % len)
-    };
-    let pairs = || leaves.borders.windows(2);
-    let blocks: Vec<_> = pairs()
-        .flat_map(|pair| (0..count(pair)).step_by(ROWS_PER_SUM).map(move |first| block(pair, first)))
-        .collect();
-    let mut parts: [_; N] = std::array::from_fn(|_| filled_or_unwind(T::Acc::ZERO, blocks.len() * width));
-    let mut sums = parts.each_mut().map(|parts| parts.chunks_mut(width));
-    let next = |rows| (rows, sums.each_mut().map(|sums| sums.next().expect("sums for each block")));
-    let mut tasks: Vec<_> = blocks.into_iter().map(next).collect();
-    pool.chunks(&mut tasks, 1, |_, task| {
-        let (rows, sums) = &mut task[0];
+    let (blocks, counts) = LeafBlock::all(leaves);
+    let mut parts = BlockSums::new(blocks.len(), outputs[0].len());
+    let mut sums = parts.of_blocks(blocks.len());
+    pool.chunks(&mut sums, 1, |i, sums| {
         vectorized(
             #[inline(always)]
             || {
                 // `for_each` is not always inlined, and compiled on its own its body would have no vectors.
-                for row in rows {
-                    add_row(row, sums.each_mut().map(|sums| &mut **sums));
+                for number in blocks[i].numbers.clone() {
+                    add_row(blocks[i].row(number), sums[0].each_mut().map(|sums| &mut **sums));
                 }
             },
         );
     });
-    drop(tasks);
-    for (parts, out) in parts.iter().zip(outputs) {
-        let mut rest = &parts[..];
-        let numbers: Vec<usize> = pairs().map(|pair| count(pair).div_ceil(ROWS_PER_SUM)).collect();
-        join_leaves(leaves, out, |leaf, of_leaf| {
-            let (blocks, after) = rest.split_at(numbers[leaf] * width);
-            add_blocks(pool, blocks, of_leaf);
-            rest = after;
-        });
+    for (parts, out) in parts.sums.iter().zip(outputs) {
+        join_blocks_of_leaves(pool, leaves, &counts, parts, out);
     }
 }
 
@@ -363,10 +419,9 @@ pub(crate) fn write_and_sum_rows<T: Float, const N: usize>(
         return sum_rows_of_leaves(pool, &leaves, add_row, sums.map(|sum| write::<T>(sum)));
     }
     let num_blocks = num_rows.div_ceil(ROWS_PER_SUM);
-    let mut parts: [_; N] = std::array::from_fn(|_| filled_or_unwind(T::Acc::ZERO, num_blocks * width));
-    let mut blocks = parts.each_mut().map(|parts| parts.chunks_mut(width));
-    let next = |out| (out, blocks.each_mut().map(|blocks| blocks.next().expect("sums for each block")));
-    let mut tasks: Vec<_> = out.chunks_mut(ROWS_PER_SUM * width).map(next).collect();
+    let mut parts = BlockSums::new(num_blocks, width);
+    let sums_of_blocks = parts.of_blocks(num_blocks);
+    let mut tasks: Vec<_> = out.chunks_mut(ROWS_PER_SUM * width).zip(sums_of_blocks).collect();
     pool.chunks(&mut tasks, 1, |i, task| {
         let (out, sums) = &mut task[0];
         vectorized(
@@ -381,12 +436,17 @@ pub(crate) fn write_and_sum_rows<T: Float, const N: usize>(
         );
     });
     drop(tasks);
-    for (parts, sum) in parts.iter().zip(sums) {
-        if sum.dtype == T::DTYPE {
-            add_blocks(pool, parts, write::<T>(sum));
-        } else {
-            add_blocks(pool, parts, write::<T::Acc>(sum));
-        }
+    for (parts, sum) in parts.sums.iter().zip(sums) {
+        add_blocks_into::<T>(pool, parts, sum);
+    }
+}
+
+/// [`add_blocks`] into sums in the type of rows or in its accumulator.
+fn add_blocks_into<T: Float>(pool: &Pool, blocks: &[T::Acc], sum: &mut ArgMut<'_>) {
+    if sum.dtype == T::DTYPE {
+        add_blocks(pool, blocks, write::<T>(sum));
+    } else {
+        add_blocks(pool, blocks, write::<T::Acc>(sum));
     }
 }
 
@@ -417,7 +477,6 @@ pub(crate) mod tests {
     use super::*;
     use crate::kernel::Kernel;
     use crate::op::kernel_check::{Case, Kind, round, values};
-    use std::ops::Range;
 
     /// Checks that the sums over rows of a backward kernel, by leaves, have the bits of a launch for each leaf and of rounded additions in
     /// the tree, and that the rows have those of such launches. The kernel takes x, w, as many statistics of rows as it sums, and dy.
