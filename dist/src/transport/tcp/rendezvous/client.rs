@@ -19,8 +19,9 @@ use std::time::{Duration, Instant};
 
 /// The timeout of one attempt to connect.
 const ATTEMPT_TIME: Duration = Duration::from_secs(2);
-/// The pause after a handshake that failed.
-const REJECTED_PAUSE: Duration = Duration::from_millis(200);
+/// The longest pause after a handshake that failed. The first pauses are shorter: rank 0 leaves its token right after it has started to
+/// listen.
+const REJECTED_PAUSE_MAX: Duration = Duration::from_millis(200);
 /// How long a failing process waits for rank 0 to read its report.
 const REPORT_TIME: Duration = Duration::from_millis(200);
 
@@ -42,6 +43,7 @@ impl ConnectAttempt {
         let (process, hello, source) = (process.clone(), hello.clone(), source.clone());
         let is_over = attempt.is_over.clone();
         let repeat = move || {
+            let mut rejected_pause = POLL_INTERVAL;
             while !is_over.load(Ordering::SeqCst) {
                 let found =
                     addresses::of_rank_zero(&process).map_err(|e| ConnectError::NotReached(e.to_string()));
@@ -50,7 +52,11 @@ impl ConnectAttempt {
                     Err(why) => {
                         let (why, pause) = match why {
                             ConnectError::NotReached(why) => (why, POLL_INTERVAL),
-                            ConnectError::NotProved(why) => (why, REJECTED_PAUSE),
+                            ConnectError::NotProved(why) => {
+                                let pause = rejected_pause;
+                                rejected_pause = REJECTED_PAUSE_MAX.min(2 * pause);
+                                (why, pause)
+                            }
                         };
                         *reason.lock().unwrap_or_else(PoisonError::into_inner) = why;
                         pause
