@@ -257,7 +257,7 @@ fn rank_that_unwinds_with_an_error() {
 
 #[test]
 fn panic_at_every_point_of_a_program() {
-    for point in 0..5 {
+    in_parallel(0..5, |point| {
         let (error, ends) = fault("tp=3", |rank| {
             for step in 0..4 {
                 if rank.index() == 1 && step == point {
@@ -275,7 +275,7 @@ fn panic_at_every_point_of_a_program() {
         assert_eq!(error.kind(), Kind::Panic);
         assert_eq!(error.message(), format!("rank 1 panicked: index {point} out of range"));
         assert_eq!(ends, [Some(Kind::PeerLost), None, Some(Kind::PeerLost)]);
-    }
+    });
 }
 
 #[test]
@@ -358,21 +358,30 @@ fn timeout_names_absent_ranks_and_their_calls() {
     let slow = |rank: &Rank| {
         rank.barrier(&on(rank, "dp,tp"))?;
         if rank.index() == 2 {
-            std::thread::sleep(Duration::from_millis(900));
-            rank.check();
+            // Until the others have timed out.
+            loop {
+                rank.check();
+                std::thread::sleep(Duration::from_millis(2));
+            }
         }
         let axes = if rank.index() == 3 { "tp" } else { "dp,tp" };
         rank.all_reduce(&on(rank, axes), &data(rank), 8, ReduceOp::Sum).map(|_| ())
     };
-    let soon = |world: World| world.timeout(Duration::from_millis(250));
-    RANK_KINDS.into_iter().for_each(|kind| is_late(&kind.launch("dp=2,tp=2", soon, slow).unwrap_err()));
+    // Processes also connect within the timeout of the world.
+    in_parallel([(RankKind::Threads, 250), (RankKind::Processes, 1000)], |(kind, timeout_ms)| {
+        let limit = Duration::from_millis(timeout_ms);
+        is_late(&kind.launch("dp=2,tp=2", |world| world.timeout(limit), slow).unwrap_err(), limit);
+    });
 }
 
-fn is_late(error: &Error) {
+fn is_late(error: &Error, limit: Duration) {
     assert_eq!(error.kind(), Kind::Timeout, "{error}");
     names(
         error,
-        &["waited more than 250ms in ", "absent     rank 2: computing since #1 barrier over dp,tp at "],
+        &[
+            &format!("waited more than {limit:?} in "),
+            "absent     rank 2: computing since #1 barrier over dp,tp at ",
+        ],
     );
     // The first rank to time out waits over both axes (ranks 0, 1) or over tp (rank 3).
     let over_both = error.message().contains("over dp,tp");
@@ -390,20 +399,32 @@ fn is_late(error: &Error) {
 fn with_timeout_extends_the_timeout_only_inside_the_closure() {
     let limit = Duration::from_millis(100);
     let slow = |rank: &Rank, nap: u64| {
-        if is_first(rank) {
-            std::thread::sleep(Duration::from_millis(nap));
+        let start = Instant::now();
+        while is_first(rank) && start.elapsed() < Duration::from_millis(nap) {
+            rank.check();
+            std::thread::sleep(Duration::from_millis(2));
         }
         rank.barrier(&on(rank, "tp"))
     };
     let extended = |rank: &Rank, nap| rank.with_timeout(Duration::from_secs(60), || slow(rank, nap));
-    in_parallel(RANK_KINDS, |kind| {
+    let cases = RANK_KINDS.into_iter().flat_map(|kind| ["inside", "after", "gone"].map(|case| (kind, case)));
+    in_parallel(cases, |(kind, case)| {
         let set_up = |world: World| world.timeout(if kind == RankKind::Threads { limit } else { limit * 10 });
         let nap = if kind == RankKind::Threads { 400 } else { 1500 };
-        kind.launch("tp=2", set_up, |rank| extended(rank, nap).and_then(|()| slow(rank, 0))).unwrap();
-        let late = |rank: &Rank| extended(rank, 0).and_then(|()| slow(rank, nap));
-        names(&kind.launch("tp=2", set_up, late).unwrap_err(), &["waited more than 1", "s in "]);
-        let gone = |rank: &Rank| if is_first(rank) { Ok(()) } else { extended(rank, 0) };
-        assert_eq!(kind.launch("tp=2", set_up, gone).unwrap_err().kind(), Kind::PeerLost);
+        match case {
+            "inside" => {
+                kind.launch("tp=2", set_up, |rank| extended(rank, nap).and_then(|()| slow(rank, 0))).unwrap();
+            }
+            "after" => {
+                // Rank 0 waits until rank 1 has timed out.
+                let late = |rank: &Rank| extended(rank, 0).and_then(|()| slow(rank, 60_000));
+                names(&kind.launch("tp=2", set_up, late).unwrap_err(), &["waited more than 1", "s in "]);
+            }
+            _ => {
+                let gone = |rank: &Rank| if is_first(rank) { Ok(()) } else { extended(rank, 0) };
+                assert_eq!(kind.launch("tp=2", set_up, gone).unwrap_err().kind(), Kind::PeerLost);
+            }
+        }
     });
 }
 

@@ -1,6 +1,6 @@
 //! Random programs give the same bits with random delays, on threads and on processes.
 
-use crate::support::{RankKind, down, hash, mesh, over, up};
+use crate::support::{RankKind, down, hash, in_parallel, mesh, over, up};
 use shardgrad_dist::{AxisSet, Mesh, Rank, ReduceOp, Result, World};
 use shardgrad_kernels::DType;
 use std::time::Duration;
@@ -69,21 +69,21 @@ fn random_programs_have_the_same_bits_with_random_delays() {
 
 #[test]
 fn random_programs_have_the_same_bits_on_processes() {
-    for (text, seed) in ["tp=2", "tp=3", "dp=2,tp=2", "dp=3,tp=2", "dp=5"].into_iter().zip(0..) {
+    in_parallel(["tp=2", "tp=3", "dp=2,tp=2", "dp=3,tp=2", "dp=5"].into_iter().zip(0..), |(text, seed)| {
         let of = |kind: RankKind| {
             let some = |rank: &Rank| (0..8).map(|n| program(rank, seed * 8 + n)).collect::<Result<Vec<_>>>();
             kind.run(text, some).unwrap()
         };
         assert!(of(RankKind::Threads) == of(RankKind::Processes), "programs of {text}");
-    }
+    });
 }
 
 #[test]
 fn late_ranks_are_no_deadlock() {
     // Processes send probes later than threads build the wait-for graph.
-    for (kind, nap_ms) in [(RankKind::Threads, 30), (RankKind::Processes, 250)] {
+    in_parallel([(RankKind::Threads, 30), (RankKind::Processes, 250)], |(kind, nap_ms)| {
         kind.launch("dp=2,cp=2,tp=2", |world| world.random_delays(3), |rank| late(rank, nap_ms)).unwrap();
-    }
+    });
 }
 
 /// A program with ranks that are late by tens of milliseconds, so that waiting ranks check for deadlocks while others send and return.

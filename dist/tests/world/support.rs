@@ -86,12 +86,12 @@ impl RankKind {
     }
 }
 
-/// Runs a test on each case, four at a time: the ranks of a case wait most of the time.
+/// Runs a test on each case, eight at a time: the ranks of a case wait most of the time.
 pub(crate) fn in_parallel<T: Send>(cases: impl IntoIterator<Item = T>, test: impl Fn(T) + Sync) {
     let cases = Mutex::new(cases.into_iter().collect::<Vec<T>>().into_iter());
     let next = || cases.lock().unwrap().next();
     std::thread::scope(|scope| {
-        for _ in 0..4 {
+        for _ in 0..8 {
             scope.spawn(|| {
                 while let Some(case) = next() {
                     test(case);
