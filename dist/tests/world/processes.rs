@@ -2,9 +2,11 @@
 
 use crate::support::{free_port, in_parallel, joined, mesh, on, up};
 use crate::wire::{INSECURE, Peer, TOKEN};
-use shardgrad_dist::{Error, Kind, Mesh, Process, Rank, ReduceOp, Result, Token, World};
+use shardgrad_dist::{Error, Kind, Mesh, Process, Rank, ReduceOp, Rendezvous, Result, Token, World};
 use std::io::{Read, Write};
-use std::net::{TcpListener, TcpStream};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -23,60 +25,101 @@ fn contains(error: &Error, kind: Kind, parts: &[&str]) {
     assert!(parts.iter().all(|part| text.contains(part)), "{parts:?} in:\n{text}");
 }
 
+/// Runs the functions below that wait for timeouts, side by side: together they take the ten seconds of the longest.
+#[test]
+fn failures_that_are_found_by_waiting() {
+    let cases: [fn(); 7] = [
+        unresponsive_or_malformed_peer_is_lost_despite_a_long_timeout,
+        timeout_names_a_peer_without_heartbeats,
+        missing_ranks_are_named_on_all_others,
+        port_in_use_is_named,
+        rank_zero_behind_a_virtual_address_listens_where_it_is_told_to,
+        ranks_that_return_early_report_later_failures,
+        failure_of_all_processes_is_reported_by_one,
+    ];
+    in_parallel(cases, |case| case());
+}
+
 #[test]
 fn mesh_of_another_size_is_an_error_before_connecting() {
-    let process = Process::new(0, 3, "127.0.0.1", free_port()).unwrap();
-    let error = world("tp=2").join(&process, barrier).unwrap_err();
-    contains(&error, Kind::Config, &["mesh(tp=2) has 2 ranks, but 3 processes were started"]);
+    let port = free_port();
+    let process = move |rank: usize| Process::new(rank, 3, "127.0.0.1", port).unwrap();
+    let why = "mesh(tp=2) has 2 ranks, but 3 processes were started";
+    let rendezvous = Rendezvous::open(&process(0)).unwrap();
+    let error = world("tp=2").join_at(&rendezvous, barrier).unwrap_err();
+    contains(&error, Kind::Config, &[why]);
+    // Ranks that connect afterwards, as rank 0 waits for them, get its error.
+    let others = [1, 2].map(|rank| thread::spawn(move || world("tp=3").join(&process(rank), barrier)));
+    rendezvous.fail(&error);
+    for other in others {
+        contains(&other.join().unwrap().unwrap_err(), Kind::Config, &["rank 0 refused to start: ", why]);
+    }
     let alone = Process::new(0, 1, "nowhere.invalid", 1).unwrap();
     assert_eq!(World::new(Mesh::single()).join(&alone, |rank| Ok(rank.index())).unwrap(), 0);
 }
 
-#[test]
 fn missing_ranks_are_named_on_all_others() {
-    let port = free_port();
+    let (port, unused) = (free_port(), free_port());
     let start = Instant::now();
-    let one = move |rank: usize| {
+    let one = |rank: usize, port: u16| {
         let process = Process::new(rank, 4, "127.0.0.1", port).unwrap();
         world("tp=4").join(&process, barrier).unwrap_err()
     };
-    let other = thread::spawn(move || one(2));
-    for error in [one(0), other.join().unwrap()] {
+    let lonely = thread::spawn(move || one(1, unused));
+    let other = thread::spawn(move || one(2, port));
+    for error in [one(0, port), other.join().unwrap()] {
         let why = format!("ranks 1, 3 did not connect to rank 0 (127.0.0.1:{port}) within 1 s");
         let help = "check that every rank was started; raise the timeout with --timeout";
         contains(&error, Kind::Timeout, &[&why, help]);
     }
-    let lonely = one(1);
-    let why = format!("rank 1 did not connect to rank 0 (127.0.0.1:{port}) within 1 s: Connection refused");
+    let lonely = lonely.join().unwrap();
+    let why = format!("rank 1 did not connect to rank 0 (127.0.0.1:{unused}) within 1 s: Connection refused");
     contains(&lonely, Kind::Timeout, &[&why, "MASTER_ADDR", "--timeout"]);
     assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
 }
 
-#[test]
 fn port_in_use_is_named() {
-    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
-    let port = taken.local_addr().unwrap().port();
-    let process = Process::new(0, 2, "127.0.0.1", port).unwrap();
-    let error = world("tp=2").join(&process, barrier).unwrap_err();
-    contains(&error, Kind::Io, &[&format!("rank 0 cannot listen on port {port}: "), "SHARDGRAD_PORT"]);
-    // Rank 1 connects to another program, which closes the connection, then sends junk.
-    let process = Process::new(1, 2, "127.0.0.1", port).unwrap();
-    let stranger = thread::spawn(move || {
-        for turn in 0.. {
-            let (mut stream, _) = taken.accept().unwrap();
-            let _ = stream.read(&mut [0; 64]);
-            if turn == 1 {
-                let _ = stream.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n");
-                break;
+    // Another program at the port closes its connections, every second one after it has sent junk.
+    let program = || {
+        let (taken, is_over) = (TcpListener::bind("127.0.0.1:0").unwrap(), Arc::new(AtomicBool::new(false)));
+        let (port, over) = (taken.local_addr().unwrap().port(), is_over.clone());
+        let thread = thread::spawn(move || {
+            let mut num_asked = 0;
+            for turn in 0.. {
+                let (mut stream, _) = taken.accept().unwrap();
+                if over.load(Ordering::SeqCst) {
+                    break;
+                }
+                num_asked += usize::from(stream.read(&mut [0; 64]).is_ok_and(|count| count > 0));
+                if turn % 2 == 1 {
+                    let _ = stream.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n");
+                }
             }
-        }
+            num_asked
+        });
+        let end = move || {
+            is_over.store(true, Ordering::SeqCst);
+            TcpStream::connect(("127.0.0.1", port)).unwrap();
+            thread.join().unwrap()
+        };
+        (port, end)
+    };
+    in_parallel([(0, false), (0, true), (1, false), (1, true)], |(rank, has_token)| {
+        let (port, end) = program();
+        let process = match has_token {
+            true => crate::wire::process(rank, 2, port),
+            false => Process::new(rank, 2, "127.0.0.1", port).unwrap(),
+        };
+        let error = world("tp=2").join(&process, barrier).unwrap_err();
+        let (kind, why, help) = match rank {
+            0 => (Kind::Io, format!("rank 0 cannot listen on port {port}: "), "SHARDGRAD_PORT"),
+            _ => (Kind::Timeout, "rank 1 did not connect to rank 0 (127.0.0.1:".to_string(), "--timeout"),
+        };
+        contains(&error, kind, &[&why, help]);
+        assert_eq!(end() > 0, has_token, "rank {rank} opens a handshake with a program if it has a token");
     });
-    let error = world("tp=2").join(&process, barrier).unwrap_err();
-    contains(&error, Kind::Timeout, &["rank 1 did not connect to rank 0 (127.0.0.1:"]);
-    stranger.join().unwrap();
 }
 
-#[test]
 fn rank_zero_behind_a_virtual_address_listens_where_it_is_told_to() {
     let port = free_port();
     // An address for documentation stands for that of a Service, which no machine has.
@@ -84,11 +127,12 @@ fn rank_zero_behind_a_virtual_address_listens_where_it_is_told_to() {
         .unwrap()
         .token(Token::Text(TOKEN.to_string()))
         .encrypt(false);
-    let error = world("tp=2").join(&behind, barrier).unwrap_err();
     let parts = ["198.51.100.1 is not an address of this machine", "--listen", "SHARDGRAD_LISTEN", "0.0.0.0"];
-    contains(&error, Kind::Io, &parts);
-    let error = world("tp=2").join(&behind.clone().listen("203.0.113.1"), barrier).unwrap_err();
-    contains(&error, Kind::Io, &["203.0.113.1 is not an address of this machine", "--listen"]);
+    let not_here = ["203.0.113.1 is not an address of this machine", "--listen"];
+    let refused = [(behind.clone(), &parts[..]), (behind.clone().listen("203.0.113.1"), &not_here)];
+    in_parallel(refused, |(process, parts)| {
+        contains(&world("tp=2").join(&process, barrier).unwrap_err(), Kind::Io, parts);
+    });
     for address in ["127.0.0.1", "0.0.0.0"] {
         let behind = behind.clone().listen(address);
         let first = thread::spawn(move || world("tp=2").join(&behind, barrier));
@@ -146,7 +190,6 @@ fn foreign_connections_are_rejected_without_delay() {
     assert_eq!(junk.read(&mut [0; 16]).unwrap_or(0), 0, "junk gets no answer");
 }
 
-#[test]
 fn ranks_that_return_early_report_later_failures() {
     let ends = joined(3, |process| {
         world("tp=3").join(process, |rank| match rank.index() {
@@ -202,32 +245,49 @@ fn error_with_peer(token: &str, other: impl FnOnce(&mut TcpStream)) -> Error {
     ended.unwrap_err()
 }
 
-#[test]
 fn unresponsive_or_malformed_peer_is_lost_despite_a_long_timeout() {
-    let start = Instant::now();
-    for junk in [&[9; 40][..], &[1; 17], &[255; 17], b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"] {
-        let error = error_with_peer(INSECURE, |stream| stream.write_all(junk).unwrap());
-        let parts = ["rank 1 sent a malformed message; rank 0 stops too", "help       ", "connection "];
-        contains(&error, Kind::PeerLost, &parts);
-    }
-    let error = error_with_peer(TOKEN, |stream| stream.write_all(&[0; 49]).unwrap());
-    let why =
+    type Action = fn(&mut TcpStream);
+    const MALFORMED: &[&str] =
+        &["rank 1 sent a malformed message; rank 0 stops too", "help       ", "connection "];
+    let tampered =
         "the connection from rank 1 to rank 0 was tampered with: record 5 does not verify; rank 0 stops too";
-    contains(&error, Kind::PeerLost, &[why, "connection of rank 0 to rank 1 (127.0.0.1:"]);
-    let error = error_with_peer(TOKEN, |stream| stream.shutdown(std::net::Shutdown::Both).unwrap());
-    contains(&error, Kind::PeerLost, &["rank 1's process ended (killed or crashed); rank 0 stops too"]);
-    assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
-    let error = error_with_peer(TOKEN, |_| ());
-    let parts = ["nothing received from rank 1 for 10 s: the network may be down", "; rank 0 stops too"];
-    contains(&error, Kind::PeerLost, &parts);
-    assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
+    let cases: [(&str, Action, &[&str], u64); 7] = [
+        (INSECURE, |stream| stream.write_all(&[9; 40]).unwrap(), MALFORMED, 5),
+        (INSECURE, |stream| stream.write_all(&[1; 17]).unwrap(), MALFORMED, 5),
+        (INSECURE, |stream| stream.write_all(&[255; 17]).unwrap(), MALFORMED, 5),
+        (INSECURE, |stream| stream.write_all(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n").unwrap(), MALFORMED, 5),
+        (
+            TOKEN,
+            |stream| stream.write_all(&[0; 49]).unwrap(),
+            &[tampered, "connection of rank 0 to rank 1 (127.0.0.1:"],
+            5,
+        ),
+        (
+            TOKEN,
+            |stream| stream.shutdown(Shutdown::Both).unwrap(),
+            &["rank 1's process ended (killed or crashed); rank 0 stops too"],
+            5,
+        ),
+        (
+            TOKEN,
+            |_| (),
+            &["nothing received from rank 1 for 10 s: the network may be down", "; rank 0 stops too"],
+            20,
+        ),
+    ];
+    in_parallel(cases, |(token, action, parts, seconds_max)| {
+        let start = Instant::now();
+        contains(&error_with_peer(token, action), Kind::PeerLost, parts);
+        let waited = start.elapsed();
+        assert!(waited < Duration::from_secs(seconds_max), "{parts:?} after {waited:?}");
+    });
 }
 
-#[test]
 fn timeout_names_a_peer_without_heartbeats() {
     let port = free_port();
     let zero = thread::spawn(move || {
-        let world = World::new(mesh("tp=2")).timeout(Duration::from_secs(4)).threads(1);
+        // More than the two seconds without heartbeats after which a rank counts as silent.
+        let world = World::new(mesh("tp=2")).timeout(Duration::from_secs(3)).threads(1);
         world.join(&rank_zero(port, TOKEN), barrier)
     });
     let peer = rendezvous_as_rank_one(port, TOKEN);
@@ -237,7 +297,7 @@ fn timeout_names_a_peer_without_heartbeats() {
         &error,
         Kind::Timeout,
         &[
-            "rank 0 waited more than 4s in #1 barrier",
+            "rank 0 waited more than 3s in #1 barrier",
             "absent     no heartbeat from rank 1 for ",
             " s; it has made no call yet",
             "help       the network may be down, or the process stopped",
@@ -263,8 +323,8 @@ fn is_reported_once(ended: &[(Kind, String)], kind: Kind, whole: &str) {
 }
 
 #[test]
-fn failure_of_all_processes_is_reported_by_one() {
-    // All fail independently: with the same message, then with different messages.
+fn independent_failures_of_all_processes_are_reported() {
+    // With the same message, then with different messages.
     in_parallel(0..20, |_| {
         let same = printed("tp=3", |rank| {
             barrier(rank)?;
@@ -278,6 +338,9 @@ fn failure_of_all_processes_is_reported_by_one() {
         Err(Error::new(Kind::Data, format!("row {index} is empty")).detail("help", "look"))
     });
     assert!(different.iter().any(|(_, text)| text.contains("help       look")), "{different:?}");
+}
+
+fn failure_of_all_processes_is_reported_by_one() {
     let counts = printed("tp=3", |rank| {
         let len = if rank.index() == 2 { 5 } else { 4 };
         rank.all_reduce(&on(rank, "tp"), &up(rank, &[0f32; 5]), len, ReduceOp::Sum).map(|_| ())
@@ -290,8 +353,11 @@ fn failure_of_all_processes_is_reported_by_one() {
     is_reported_once(&deadlock, Kind::Collective, "help       ranks that share groups must");
     let late = printed("tp=3", |rank| {
         if rank.index() == 0 {
-            thread::sleep(Duration::from_millis(2500));
-            rank.check();
+            // Until the others have timed out.
+            loop {
+                rank.check();
+                thread::sleep(Duration::from_millis(2));
+            }
         }
         barrier(rank).map(|_| ())
     });
@@ -356,7 +422,7 @@ fn links_of_every_protection_give_the_same_bits() {
 fn rank_that_runs_ahead_is_slowed_down_and_two_that_write_to_each_other_are_not() {
     const BYTES: usize = 24 << 20;
     const COUNT: usize = 6;
-    let sent = std::sync::atomic::AtomicUsize::new(0);
+    let sent = AtomicUsize::new(0);
     let ends = joined(2, |process| {
         World::new(mesh("tp=2")).threads(1).join(process, |rank| {
             let (call, len) = (on(rank, "tp"), BYTES / 4);
@@ -364,12 +430,16 @@ fn rank_that_runs_ahead_is_slowed_down_and_two_that_write_to_each_other_are_not(
             if rank.index() == 1 {
                 for _ in 0..COUNT {
                     rank.send(&call, &x, len, 0)?;
-                    sent.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
+                    sent.fetch_add(1, Ordering::SeqCst);
                 }
             } else {
                 // While this rank computes, two messages fill its queue; the third waits in its sender.
-                thread::sleep(Duration::from_millis(1500));
-                let early = sent.load(std::sync::atomic::Ordering::SeqCst);
+                while sent.load(Ordering::SeqCst) < 2 {
+                    rank.check();
+                    thread::sleep(Duration::from_millis(2));
+                }
+                thread::sleep(Duration::from_millis(700));
+                let early = sent.load(Ordering::SeqCst);
                 assert_eq!(early, 2, "messages of {BYTES} bytes sent");
                 for _ in 0..COUNT {
                     rank.recv(&call, len, 1)?;
