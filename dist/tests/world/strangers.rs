@@ -1,6 +1,6 @@
 //! Strangers at the ports of a run: they take no rank, learn nothing and delay nobody.
 
-use crate::support::{free_port, mesh, on, up};
+use crate::support::{free_port, in_parallel, mesh, on, up};
 use crate::wire::{HANDSHAKE_BYTES, TOKEN, connect, first_message, process};
 use shardgrad_dist::{Error, Kind, Process, Rank, ReduceOp, Rendezvous, Result, Token, World};
 use std::io::{ErrorKind, Read, Write};
@@ -115,34 +115,44 @@ fn strangers_before_during_and_after_the_rendezvous_change_nothing() {
 
 #[test]
 fn process_with_another_token_takes_no_rank() {
-    let port = free_port();
-    let other = |rank: usize| {
+    let other = |rank: usize, port: u16| {
         Process::new(rank, 2, "127.0.0.1", port).unwrap().token(Token::Text(OTHER_TOKEN.to_string()))
     };
-    let short = || World::new(mesh("tp=2")).timeout(Duration::from_millis(1500)).threads(1);
-    let alone = thread::spawn(move || short().join(&process(0, 2, port), sum).unwrap_err());
-    let strange: Error = short().join(&other(1), sum).unwrap_err();
-    let alone = alone.join().unwrap();
-    assert_eq!((alone.kind(), strange.kind()), (Kind::Timeout, Kind::Timeout));
-    let text = alone.to_string();
-    assert!(text.contains("rank 1 did not connect to rank 0"), "{text}");
-    assert!(text.contains("connections without the token of this run"), "{text}");
-    let text = strange.to_string();
-    assert!(text.contains("the process there has another token, or is not a rank of shardgrad"), "{text}");
+    let short = || World::new(mesh("tp=2")).timeout(Duration::from_secs(1)).threads(1);
+    let stranger_alone = || {
+        let port = free_port();
+        let alone = thread::spawn(move || short().join(&process(0, 2, port), sum).unwrap_err());
+        let strange: Error = short().join(&other(1, port), sum).unwrap_err();
+        let alone = alone.join().unwrap();
+        assert_eq!((alone.kind(), strange.kind()), (Kind::Timeout, Kind::Timeout));
+        let text = alone.to_string();
+        assert!(text.contains("rank 1 did not connect to rank 0"), "{text}");
+        assert!(text.contains("connections without the token of this run"), "{text}");
+        let text = strange.to_string();
+        assert!(
+            text.contains("the process there has another token, or is not a rank of shardgrad"),
+            "{text}"
+        );
+    };
     // The rendezvous goes on while the stranger keeps trying.
-    let zero = thread::spawn(move || world("tp=2").join(&process(0, 2, port), sum));
-    let strange = other(1);
-    let strange = thread::spawn(move || short().join(&strange, sum));
-    thread::sleep(Duration::from_millis(500));
-    let one = world("tp=2").join(&process(1, 2, port), sum);
-    assert_eq!((zero.join().unwrap().unwrap(), one.unwrap()), (3.0, 3.0));
-    assert!(strange.join().unwrap().is_err());
+    let stranger_first = || {
+        let port = free_port();
+        let zero = thread::spawn(move || world("tp=2").join(&process(0, 2, port), sum));
+        let strange = thread::spawn(move || short().join(&other(1, port), sum));
+        thread::sleep(Duration::from_millis(500));
+        let one = world("tp=2").join(&process(1, 2, port), sum);
+        assert_eq!((zero.join().unwrap().unwrap(), one.unwrap()), (3.0, 3.0));
+        assert!(strange.join().unwrap().is_err());
+    };
     // A rank 0 with another token is not believed either.
-    let port = free_port();
-    let listener = Process::new(0, 2, "127.0.0.1", port).unwrap().token(Token::Text(OTHER_TOKEN.to_string()));
-    let listener = thread::spawn(move || short().join(&listener, sum).unwrap_err());
-    let one = short().join(&process(1, 2, port), sum).unwrap_err();
-    assert_eq!((one.kind(), listener.join().unwrap().kind()), (Kind::Timeout, Kind::Timeout));
+    let strange_rank_zero = || {
+        let port = free_port();
+        let listener = thread::spawn(move || short().join(&other(0, port), sum).unwrap_err());
+        let one = short().join(&process(1, 2, port), sum).unwrap_err();
+        assert_eq!((one.kind(), listener.join().unwrap().kind()), (Kind::Timeout, Kind::Timeout));
+    };
+    let cases: [&(dyn Fn() + Sync); 3] = [&stranger_alone, &stranger_first, &strange_rank_zero];
+    in_parallel(cases, |case| case());
 }
 
 #[test]
