@@ -175,7 +175,7 @@ fn run(
         changed_at: Mutex::default(),
         is_over: AtomicBool::new(false),
     });
-    let world = || World::new(mesh("tp=2")).timeout(Duration::from_secs(12)).threads(1);
+    let world = || World::new(mesh("tp=2")).timeout(Duration::from_secs(8)).threads(1);
     let ends = thread::scope(|scope| {
         let relay = scope.spawn(|| middle.clone().relay(&listener, port));
         let join = |rank: usize, port: u16| {
