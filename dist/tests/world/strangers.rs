@@ -97,6 +97,10 @@ fn strangers_before_during_and_after_the_rendezvous_change_nothing() {
             })
         });
         thread::sleep(Duration::from_millis(300));
+        // The line names the ranks that are missing, so they start after it.
+        while lines.lock().unwrap().is_empty() && !zero.is_finished() {
+            thread::sleep(Duration::from_millis(2));
+        }
         let others = [1, 2].map(|rank| {
             scope.spawn(move || {
                 world("tp=3").join(&process(rank, 3, port), |rank| Ok(sum(rank)? + sum(rank)?))
@@ -121,7 +125,9 @@ fn process_with_another_token_takes_no_rank() {
     let short = || World::new(mesh("tp=2")).timeout(Duration::from_secs(1)).threads(1);
     let stranger_alone = || {
         let port = free_port();
-        let alone = thread::spawn(move || short().join(&process(0, 2, port), sum).unwrap_err());
+        // Rank 0 listens until the stranger has given up: its last attempt is refused by rank 0, not by the port.
+        let longer = move || short().timeout(Duration::from_millis(1800));
+        let alone = thread::spawn(move || longer().join(&process(0, 2, port), sum).unwrap_err());
         let strange: Error = short().join(&other(1, port), sum).unwrap_err();
         let alone = alone.join().unwrap();
         assert_eq!((alone.kind(), strange.kind()), (Kind::Timeout, Kind::Timeout));
