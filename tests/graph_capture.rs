@@ -90,6 +90,7 @@ type Before<'a> = dyn Fn(&mut Lm<'_>, usize, &mut Vec<Tensor>) -> Result<()> + S
 /// A test case: model, precision, data, loss, and a function called before each step.
 struct Case<'a> {
     settings: TrainerConfig,
+    num_blocks: usize,
     dropout: f64,
     recompute: bool,
     mesh: &'a str,
@@ -103,6 +104,7 @@ impl Case<'_> {
     fn new() -> Case<'static> {
         Case {
             settings: settings(),
+            num_blocks: 2,
             dropout: 0.0,
             recompute: false,
             mesh: "",
@@ -126,7 +128,8 @@ impl Case<'_> {
         optim: impl Fn() -> O + Sync,
     ) -> Result<(Run, Option<String>)> {
         let mut ranks = world.launch(|rank| {
-            let config = ModelConfig::from(config(self.dropout));
+            let config = Gpt2Config { n_layer: self.num_blocks, ..config(self.dropout) };
+            let config = ModelConfig::from(config);
             let plan = LanguageModel::plan(&config);
             let model = LanguageModel::new(&config).recompute(self.recompute);
             let settings = TrainerConfig { capture, ..self.settings.clone() };
@@ -473,6 +476,12 @@ fn tensors_kept_by_the_loss_closure_are_of_the_last_step() {
     assert!(error.details().iter().any(|(label, text)| (*label, text.as_ref()) == cause), "{error}");
 }
 
+/// A case for the fake GPU, which takes most of a second for a step of one block.
+#[cfg(feature = "cuda")]
+fn small() -> Case<'static> {
+    Case { num_blocks: 1, ..Case::new() }
+}
+
 /// Slow: every kernel of a step is compiled by g++ for the fake GPU, which then runs it.
 #[cfg(feature = "cuda")]
 #[test]
@@ -485,7 +494,8 @@ fn steps_on_the_fake_gpu_are_captured() {
         assert_eq!(expected.as_deref(), why);
         assert_eq!(captured, run(false).0);
     };
-    same(&Case::new(), None);
+    // Captured once, and replayed for the batches of two more steps.
+    same(&Case { steps: 3, ..small() }, None);
     let changed = |trainer: &mut Lm<'_>, step: usize, held: &mut Vec<Tensor>| {
         match step {
             1 => held.push(trainer.model().params()[3].tensor()),
@@ -499,13 +509,13 @@ fn steps_on_the_fake_gpu_are_captured() {
     // Losses are scaled in f16 only.
     for dtype in [DType::BF16, DType::F16] {
         let settings = TrainerConfig { dtype, ..settings() };
-        same(&Case { settings, recompute: true, before: &changed, ..Case::new() }, None);
+        same(&Case { settings, recompute: true, before: &changed, steps: 5, ..small() }, None);
     }
     let why = "the loss draws random numbers of the step (dropout)";
-    same(&Case { dropout: 0.3, steps: 2, ..Case::new() }, Some(why));
+    same(&Case { dropout: 0.3, steps: 2, ..small() }, Some(why));
     let flipped = |model: &LanguageModel, x: &[Var]| model.loss_from_batch(&[x[0].flip(1), x[1].flip(1)]);
     same(
-        &Case { loss: &flipped, steps: 2, ..Case::new() },
+        &Case { loss: &flipped, steps: 2, ..small() },
         Some("graph capture: a graph cannot contain work that copies from the host"),
     );
     updates::on_gpu(&gpu.provider);
@@ -517,7 +527,7 @@ fn steps_on_the_fake_gpu_are_captured() {
 fn captures_that_the_fake_gpu_refuses_change_no_step() {
     let folder = crate::cli::Folder::new("capture-refused");
     let Some(gpu) = crate::fake_gpu::open(&folder) else { return };
-    let case = Case { steps: 3, ..Case::new() };
+    let case = Case { steps: 3, ..small() };
     let run = |capture| case.run(case.world().on_device(gpu.provider.clone()), capture).unwrap();
     let (expected, _) = run(false);
     for (call, code) in [("cuStreamEndCapture", 901), ("cuGraphInstantiateWithFlags", 2)] {

@@ -263,9 +263,9 @@ fn host_synchronizes_once_per_step() {
 /// Updates of all optimizers on a GPU, and an invalid token, whose error makes the device skip the step.
 #[cfg(feature = "cuda")]
 pub(super) fn on_gpu(gpu: &Arc<dyn shardgrad::kernels::BackendProvider>) {
-    use super::{ROWS, SEQ, VOCAB};
+    use super::{ROWS, SEQ, VOCAB, small};
     let world = || World::new(Mesh::single()).threads(1).on_device(gpu.clone());
-    let run = |capture| Case::new().run_by(world(), capture, || descent(true)).unwrap();
+    let run = |capture| Case { steps: 3, ..small() }.run_by(world(), capture, || descent(true)).unwrap();
     let (captured, why_not) = run(true);
     assert_eq!((captured, why_not), (run(false).0, None));
     let outside = |rank: &Rank, step: u64, rows: Range<usize>| {
