@@ -280,7 +280,13 @@ fn selections(is_full: bool) -> Vec<RowSelection> {
         let given = selection(every, 400, 400).in_size(Size::Given);
         selections.push(RowSelection { strided: &[false], ..given });
         selections.extend(one.map(|mesh| selection(mesh, 5, 5)));
-        selections.extend(two.map(|mesh| selection(mesh, 3, 3)));
+        for mesh in two {
+            let (zero, others): (Vec<Size>, Vec<Size>) =
+                SIZES.into_iter().partition(|size| matches!(size, Size::Zero(_)));
+            selections.push(RowSelection { sizes: others, ..selection(mesh, 3, 3) });
+            // There are as many cases without elements as extents, and all their shards are empty.
+            selections.push(RowSelection { sizes: zero, ..selection(mesh, 1, 1) });
+        }
     }
     for (mesh, rows) in [("a=2", 20), ("a=2,b=2", 12)] {
         let rows = if is_full { 50 * rows } else { rows };
