@@ -399,11 +399,12 @@ fn all_reduce_that_nccl_refuses_on_a_rank_ends_training_on_both() {
 #[test]
 fn processes_that_see_the_same_gpu_are_refused_unless_they_name_it() {
     let Some(machine) = Machine::new("same", 2) else { return };
-    let (data, out) = (machine.data(), machine.0.join("out"));
+    let (data, model, out) = (machine.data(), machine.model("dp=2"), machine.0.join("out"));
     let args = |device: &'static str| {
         let args =
             ["train", "--steps", "1", "--mesh", "dp=2", "--seq", "8", "--batch", "2", "--eval-every", "0"];
-        [&args[..], &["--data", &data, "--out", out.to_str().unwrap(), "--device", device]].concat()
+        let files = ["--data", &data, "--model", &model, "--out", out.to_str().unwrap()];
+        [&args[..], &files, &["--device", device]].concat()
     };
     let run = |device: &'static str, visible: [&str; 2]| {
         machine.run_ranks_with(2, &args(device), |rank, command| {
