@@ -1,9 +1,11 @@
 //! The libraries of a fake GPU, in a folder. Tests of other crates include this file by its path.
 
+use std::collections::hash_map::DefaultHasher;
+use std::hash::{Hash as _, Hasher as _};
 use std::io::Write as _;
 use std::os::unix::fs::symlink;
 use std::path::Path;
-use std::process::Command;
+use std::process::{self, Command};
 use std::sync::OnceLock;
 use std::{env, fs};
 
@@ -21,10 +23,11 @@ pub(crate) const FAKE: [(&str, &str); 7] = [
 pub(crate) const SHIM: [(&str, &str); 2] =
     [("shim.h", include_str!("../../gpu/shim/shim.h")), ("shim.cc", include_str!("../../gpu/shim/shim.cc"))];
 
+const FLAGS: [&str; 7] = ["-std=c++17", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-o"];
+
 /// Compiles C++ source to a shared library.
 pub(crate) fn compile(source: &Path, to: &Path) {
-    let flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-o"];
-    let done = Command::new("g++").args(flags).arg(to).arg(source).output().unwrap();
+    let done = Command::new("g++").args(FLAGS).arg(to).arg(source).output().unwrap();
     assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
 }
 
@@ -38,30 +41,39 @@ pub(crate) fn is_skipped() -> bool {
     is_missing
 }
 
+/// Returns the libraries, one file. Compiled once: test programs share the file in the folder of compiled kernels, named by a hash of the
+/// sources.
+fn compiled(cache: &Path) -> Vec<u8> {
+    let mut hasher = DefaultHasher::new();
+    (FAKE, FLAGS).hash(&mut hasher);
+    let library = cache.join(format!("libraries-{:016x}.so", hasher.finish()));
+    if !library.exists() {
+        // Another program may compile at the same time: each renames a whole file of its own.
+        let draft = cache.join(format!("libraries-{}", process::id()));
+        fs::create_dir_all(&draft).unwrap();
+        FAKE.iter().for_each(|(name, text)| fs::write(draft.join(name), text).unwrap());
+        compile(&draft.join("fake.cc"), &draft.join("fake.so"));
+        fs::rename(draft.join("fake.so"), &library).unwrap();
+        fs::remove_dir_all(draft).unwrap();
+    }
+    fs::read(library).unwrap()
+}
+
 /// Puts the libraries of a fake GPU with these options (`fake.cc` lists them) into a folder, from which they read and to which
-/// they write. Returns false, with a line on stderr, without g++. Compiled once in a process.
+/// they write. Returns false, with a line on stderr, without g++.
 pub(crate) fn install(folder: &Path, options: &str) -> bool {
-    static BUILT: OnceLock<Vec<u8>> = OnceLock::new();
+    static COMPILED: OnceLock<Vec<u8>> = OnceLock::new();
     if is_skipped() {
         return false;
     }
-    let driver = folder.join("libcuda.so.1");
-    let built = BUILT.get_or_init(|| {
-        let sources = folder.join("sources");
-        fs::create_dir(&sources).unwrap();
-        FAKE.iter().for_each(|(name, text)| fs::write(sources.join(name), text).unwrap());
-        compile(&sources.join("fake.cc"), &driver);
-        fs::remove_dir_all(sources).unwrap();
-        fs::read(&driver).unwrap()
-    });
-    fs::write(&driver, built).unwrap();
+    // Compiled kernels are shared by the tests of all crates.
+    let cache = env::current_exe().unwrap().with_file_name("shim");
+    fs::create_dir_all(&cache).unwrap();
+    fs::write(folder.join("libcuda.so.1"), COMPILED.get_or_init(|| compiled(&cache))).unwrap();
     for name in ["libnvrtc.so.13", "libcublasLt.so.13", "libnccl.so.2"] {
         symlink("libcuda.so.1", folder.join(name)).unwrap();
     }
     SHIM.iter().for_each(|(name, text)| fs::write(folder.join(name), text).unwrap());
-    // Compiled kernels are shared by the tests of all crates.
-    let cache = env::current_exe().unwrap().with_file_name("shim");
-    fs::create_dir_all(&cache).unwrap();
     symlink(cache, folder.join("cache")).unwrap();
     fs::write(folder.join("fake.txt"), options).unwrap();
     true

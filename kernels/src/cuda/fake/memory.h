@@ -142,6 +142,10 @@ class Accesses {
     // The last grains: number of the grain, shifted, with 1 for a read and 2 for a write.
     Address recent[256] = {};
 
+    // Returns the place of a grain. Addresses at the same distance from powers of two, as of local variables of the threads of a block, have
+    // different places.
+    static size_t place_of(Address grain) { return (grain ^ grain >> 8 ^ grain >> 16) % 256; }
+
   public:
     explicit Accesses(const Item &item) : item(item) {
         const std::lock_guard<std::mutex> held(order_lock);
@@ -150,7 +154,7 @@ class Accesses {
     // Memory outside of all chunks is that of the host program.
     void touch(Address at, size_t bytes, bool write) {
         for (Address grain = at / GRAIN; bytes != 0 && grain <= (at + bytes - 1) / GRAIN; ++grain) {
-            Address &last = recent[grain % 256];
+            Address &last = recent[place_of(grain)];
             const Address known = last >> 2 == grain ? last & 3 : 0;
             if (known & (write ? 2 : 1)) continue;
             last = grain << 2 | known | (write ? 2 : 1);
