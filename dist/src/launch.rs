@@ -19,7 +19,7 @@ use shardgrad_kernels::cpu::simd::{LIMIT_VARIABLE, requested_limit};
 use shardgrad_kernels::{BackendConfig, BackendProvider, CpuProvider, MatmulPrecision};
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -188,6 +188,20 @@ impl World {
     #[doc(alias = "spawn")]
     #[doc(alias = "mp.spawn")]
     pub fn launch<T: Send>(self, f: impl Fn(&Rank) -> Result<T> + Sync) -> Result<Vec<T>> {
+        let places: Vec<Mutex<Option<T>>> = (0..self.mesh.num_ranks()).map(|_| Mutex::new(None)).collect();
+        self.launch_ranks(&|rank| {
+            let result = f(rank)?;
+            *places[rank.index()].lock().unwrap_or_else(PoisonError::into_inner) = Some(result);
+            Ok(())
+        })?;
+        let taken =
+            places.into_iter().map(|place| place.into_inner().unwrap_or_else(PoisonError::into_inner));
+        let results: Option<Vec<T>> = taken.collect();
+        Ok(results.expect("bug: a rank without a result in a world without a failure"))
+    }
+
+    /// [`World::launch`], compiled once and not for each function that is launched.
+    fn launch_ranks(self, f: &(dyn Fn(&Rank) -> Result<()> + Sync)) -> Result<()> {
         self.warn_of_slow_kernels();
         check_instruction_set()?;
         let num_ranks = self.mesh.num_ranks();
@@ -210,9 +224,9 @@ impl World {
                 let transport = Box::new(OverlappedTransport::new(transport, index, self.call_delay));
                 Ok(Rank::new(self.mesh.clone(), index, backend, transport))
             };
-            run_rank(&shared.world, index, rank, &f)
+            run_rank(&shared.world, index, rank, f);
         };
-        let results: Vec<Option<T>> = thread::scope(|scope| {
+        thread::scope(|scope| {
             let start = |index: usize| {
                 let builder = thread::Builder::new().name(format!("rank-{index}")).stack_size(STACK_BYTES);
                 let one = &one;
@@ -223,7 +237,8 @@ impl World {
                 })
             };
             let handles: Vec<_> = (0..num_ranks).map(start).collect();
-            handles.into_iter().map(|h| h.ok().and_then(|h| h.join().ok().flatten())).collect()
+            // A thread without a result is found by the caller.
+            handles.into_iter().flatten().for_each(|handle| drop(handle.join()));
         });
         if let Some(failure) = shared.world.failure() {
             return Err(failure.error);
@@ -231,8 +246,7 @@ impl World {
         if let Some((to, message)) = shared.world.unread() {
             return Err(report::not_received(&self.mesh, to, message.from, &message.issued));
         }
-        let results: Option<Vec<T>> = results.into_iter().collect();
-        Ok(results.expect("bug: a rank without a result in a world without a failure"))
+        Ok(())
     }
 
     /// Refuses to join: this build has no ranks as processes.
@@ -280,6 +294,17 @@ impl World {
     #[doc(alias = "FakeTensorMode")]
     #[doc(alias = "eval_shape")]
     pub fn dry_run<T>(self, index: usize, f: impl FnOnce(&Rank) -> Result<T>) -> Result<T> {
+        let (mut f, mut result) = (Some(f), None);
+        self.dry_run_rank(index, &mut |rank| {
+            let f = f.take().expect("bug: the function of a rank is called twice");
+            result = Some(f(rank)?);
+            Ok(())
+        })?;
+        Ok(result.expect("bug: a rank without a result in a dry run without a failure"))
+    }
+
+    /// [`World::dry_run`], compiled once and not for each function.
+    fn dry_run_rank(self, index: usize, f: &mut dyn FnMut(&Rank) -> Result<()>) -> Result<()> {
         if index >= self.mesh.num_ranks() {
             return Err(Error::new(Kind::Mesh, format!("there is no rank {index} in {}", self.mesh)));
         }
@@ -310,37 +335,34 @@ fn assign_cores(num_ranks: usize, num_threads: usize) -> Result<Vec<usize>> {
 }
 
 /// Runs one rank's function and publishes how it ended, for the other ranks, before the rank is dropped.
-fn run_rank<T>(
+fn run_rank(
     world: &WorldState,
     index: usize,
     rank: impl FnOnce() -> Result<Rank>,
-    f: impl Fn(&Rank) -> Result<T>,
-) -> Option<T> {
-    let record_end = |end: Result<T>| match end {
-        Ok(result) => {
-            world.rank_state(index).set_status(RankStatus::Returned);
-            Some(result)
-        }
-        Err(error) => {
-            world.fail(Failure { error, origin: index, affected: vec![] });
-            world.rank_state(index).set_status(RankStatus::Failed);
-            None
-        }
+    f: &(dyn Fn(&Rank) -> Result<()> + Sync),
+) {
+    let record_end = |end: Result<()>| {
+        let status = match end {
+            Ok(()) => RankStatus::Returned,
+            Err(error) => {
+                world.fail(Failure { error, origin: index, affected: vec![] });
+                RankStatus::Failed
+            }
+        };
+        world.rank_state(index).set_status(status);
     };
     // Errors that a call or a device has not reported yet count as errors of the function.
     let whole = |rank: &Rank| {
-        let result = f(rank)?;
+        f(rank)?;
         rank.finish()?;
-        rank.backend().synchronize()?;
-        Ok(result)
+        Ok(rank.backend().synchronize()?)
     };
     match catch_errors(&world.mesh, index, rank) {
         Ok(rank) => {
-            let result = catch_errors(&world.mesh, index, || whole(&rank));
-            let error = result.as_ref().err().cloned();
-            let end = record_end(result);
+            let end = catch_errors(&world.mesh, index, || whole(&rank));
+            let error = end.as_ref().err().cloned();
+            record_end(end);
             rank.close(error.as_ref());
-            end
         }
         Err(error) => record_end(Err(error)),
     }

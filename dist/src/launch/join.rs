@@ -108,6 +108,21 @@ impl World {
         rendezvous: &Rendezvous,
         f: impl FnOnce(&Rank) -> Result<T> + Send,
     ) -> Result<T> {
+        let (mut f, mut result) = (Some(f), None);
+        self.join_with(rendezvous, &mut |rank| {
+            let f = f.take().expect("bug: the function of a rank is called twice");
+            result = Some(f(rank)?);
+            Ok(())
+        })?;
+        Ok(result.expect("bug: a rank without a result in a world without a failure"))
+    }
+
+    /// [`World::join_at`], compiled once and not for each function.
+    fn join_with(
+        self,
+        rendezvous: &Rendezvous,
+        f: &mut (dyn FnMut(&Rank) -> Result<()> + Send),
+    ) -> Result<()> {
         check_instruction_set()?;
         let process = rendezvous.process();
         if process.rank() == 0 {
@@ -143,12 +158,12 @@ impl World {
     }
 
     /// Runs the rank of this process.
-    fn run_joined_rank<T>(
+    fn run_joined_rank(
         &self,
         process: &Process,
         endpoint: &Endpoint,
-        f: impl FnOnce(&Rank) -> Result<T>,
-    ) -> Result<T> {
+        f: &mut dyn FnMut(&Rank) -> Result<()>,
+    ) -> Result<()> {
         let (index, num_local_ranks) = (process.rank(), process.num_local_ranks());
         let cores = thread::available_parallelism().map_or(1, usize::from);
         let num_threads = self.num_threads.unwrap_or((cores / num_local_ranks).max(1));
@@ -168,11 +183,10 @@ impl World {
             let transport = self.transport(endpoint, tcp, index, &backend, &mut session)?;
             let rank = Rank::new(self.mesh.clone(), index, backend, transport);
             let result = catch_errors(&self.mesh, index, || {
-                let result = f(&rank)?;
+                f(&rank)?;
                 // Errors that a call or a device has not reported yet count as errors of the function.
                 rank.finish()?;
-                rank.backend().synchronize()?;
-                Ok(result)
+                Ok(rank.backend().synchronize()?)
             });
             rank.close(result.as_ref().err());
             result
@@ -186,7 +200,7 @@ impl World {
             endpoint.finish()?;
             session.as_ref().map_or(Ok(()), |session| session.finish())
         };
-        let outcome = outcome.and_then(|result| catch_errors(&self.mesh, index, finish).map(|()| result));
+        let outcome = outcome.and_then(|()| catch_errors(&self.mesh, index, finish));
         outcome.map_err(|error| {
             endpoint.fail(error.clone());
             let error = endpoint.abort(error);
