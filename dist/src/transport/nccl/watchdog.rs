@@ -12,8 +12,9 @@ use std::time::{Duration, Instant};
 const WATCH_EVERY: Duration = Duration::from_millis(10);
 /// The interval at which it asks the communicators for asynchronous errors.
 const ASK_EVERY: Duration = Duration::from_millis(200);
-/// How long an error of the library waits for its cause: a lost process, which the connection to it reports with its rank.
-const CAUSE_TIME: Duration = Duration::from_secs(1);
+/// How long an error of the library waits for its cause: a lost process, which the connection to it reports with its rank, on a machine
+/// too that stops some of its cores for seconds.
+const CAUSE_TIME: Duration = Duration::from_secs(5);
 
 /// How long the operation that each stream runs has been running.
 #[derive(Debug, Default)]
