@@ -164,10 +164,15 @@ impl<'t, R: Real> BlockedGemm<'t, R> {
         let reads_b_in_place = b.direct
             && b.col_stride == 1
             && (panels.count <= UNPACKED_PANELS || b.row_stride <= NR_MAX || is_narrow);
-        if k == 0 && !accumulate {
-            for (i, j) in (0..m).flat_map(|i| (0..n).map(move |j| (i, j))) {
+        if k == 0 && n > 0 && !accumulate {
+            for i in 0..m {
+                if c.col_stride == 1 {
+                    // SAFETY: row i of c is `n` consecutive elements, which overlap nothing that is in use.
+                    unsafe { std::slice::from_raw_parts_mut(c.at(i, 0), n) }.fill(R::ZERO);
+                    continue;
+                }
                 // SAFETY: (i, j) is within c.
-                unsafe { *c.at(i, j) = R::ZERO };
+                (0..n).for_each(|j| unsafe { *c.at(i, j) = R::ZERO });
             }
         }
         let (packed, whole) = (None, None);
