@@ -30,7 +30,8 @@ pub struct StateHash(u128);
 /// An invertible map of two words: a Feistel network whose rounds multiply to 128 bits and fold.
 fn mix([mut a, mut b]: [u64; 2]) -> [u64; 2] {
     let fold = |x: u64, odd: u64| {
-        let wide = u128::from(x ^ odd.rotate_left(32)) * u128::from(odd);
+        // Two words have a product of two words.
+        let wide = u128::from(x ^ odd.rotate_left(32)).wrapping_mul(u128::from(odd));
         (wide >> 64) as u64 ^ wide as u64
     };
     for pair in ROUNDS.as_chunks::<2>().0 {
@@ -58,7 +59,9 @@ impl StateHash {
     /// Adds consecutive elements of `SIZE` bytes, little endian, from a global index on.
     fn add_run<const SIZE: usize>(&mut self, key: [u64; 2], first: usize, bytes: &[u8]) {
         for (element, index) in bytes.as_chunks::<SIZE>().0.iter().zip(first as u64..) {
-            self.add(key, index, element.iter().rev().fold(0, |bits, byte| bits << 8 | u64::from(*byte)));
+            let mut word = [0; 8];
+            word[..SIZE].copy_from_slice(element);
+            self.add(key, index, u64::from_le_bytes(word));
         }
     }
 
