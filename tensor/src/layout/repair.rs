@@ -68,9 +68,9 @@ pub fn repairs(
     }
     let search = RepairSearch { args, differentiable, routes, infer };
     let mut found = search.axis_by_axis();
-    for layouts in adopt_layouts(args, refusal) {
-        if found.iter().all(|r| r.args != layouts.1) {
-            found.extend(search.price(SmallVec::from_slice(&[layouts.0]), layouts.1, AxisSet::EMPTY));
+    for (change, layouts) in adopt_layouts(args, refusal) {
+        if found.iter().all(|r| r.args != layouts) {
+            found.extend(search.adopted(change, layouts));
         }
     }
     cheapest(found, NUM_REPAIRS)
@@ -117,52 +117,108 @@ impl RepairSearch<'_> {
         let mut beam = vec![start];
         for (n, &axis) in axes.iter().enumerate() {
             let later: AxisSet = axes[n + 1..].iter().copied().collect();
-            let mut found = Vec::new();
-            for partial in &beam {
-                for picks in combinations(&partial.args, axis) {
-                    let (mut changes, mut layouts) = (partial.changes.clone(), partial.args.clone());
-                    for (i, to) in picks {
-                        changes.push((i, to));
-                        let placement = match to {
-                            RepairAction::Exchange(_, d) => Placement::Shard(d),
-                            _ => Placement::Replicate,
-                        };
-                        layouts[i].set_placement(axis, placement);
-                    }
-                    changes.sort_by_key(|(i, _)| *i);
-                    found.extend(self.price(changes, layouts, later));
-                }
-            }
-            beam = if later.is_empty() { found } else { cheapest(found, BEAM_WIDTH) };
+            let changed: Vec<Repair> =
+                beam.iter().flat_map(|partial| self.changed_on_axis(partial, axis, later)).collect();
+            beam = if later.is_empty() {
+                self.accepted_up_to(NUM_REPAIRS, changed, later)
+            } else {
+                cheapest(self.accepted_up_to(BEAM_WIDTH, changed, later), BEAM_WIDTH)
+            };
         }
         beam.retain(|r| !r.changes.is_empty());
         beam
     }
 
-    /// The repair and its cost, if the rule accepts it when the axes that are treated later are ignored.
-    fn price(
-        &self,
-        changes: SmallVec<[ArgChange; 2]>,
-        args: SmallVec<[Layout; 4]>,
-        later: AxisSet,
-    ) -> Option<Repair> {
-        let stripped: SmallVec<[Layout; 4]> = args.iter().map(|l| without(l, later)).collect();
-        let shown: SmallVec<[&Layout; 4]> = stripped.iter().collect();
-        let inference = (self.infer)(&shown).ok()?;
-        let (mut elements, mut bytes) = (0u64, 0u64);
-        for (i, now) in stripped.iter().enumerate() {
-            let backward = self.differentiable.get(i).copied().unwrap_or(true) && now.dtype().is_float();
-            let before = without(self.args[i], later);
-            let stated = self.routes.route(&before, now, backward).ok()?.elements();
-            let implied = match &inference.targets[i] {
-                Some(target) => self.routes.route(now, target, backward).ok()?.elements(),
-                None => 0,
-            };
-            let moved = stated.saturating_add(implied);
-            elements = elements.saturating_add(moved);
-            bytes = bytes.saturating_add(moved.saturating_mul(now.dtype().size() as u64));
+    /// A partial repair with every combination of changes on one more axis. Implicit steps are not counted yet.
+    fn changed_on_axis(&self, partial: &Repair, axis: Axis, later: AxisSet) -> Vec<Repair> {
+        /// What may become of an argument: its change, its layout, and the elements that it moves.
+        type Choice = (Option<RepairAction>, Layout, u64);
+        let choices_of = |(i, layout): (usize, &Layout)| -> Vec<Choice> {
+            let changes = actions(layout, axis).unwrap_or_default().into_iter().map(Some);
+            let layouts =
+                std::iter::once(None).chain(changes).map(|change| (change, changed(layout, change)));
+            let moving = layouts.map(|(change, to)| {
+                let elements = self.elements(i, &without(self.args[i], later), &without(&to, later))?;
+                Some((change, to, elements))
+            });
+            moving.flatten().collect()
+        };
+        let choices: Vec<Vec<Choice>> = partial.args.iter().enumerate().map(choices_of).collect();
+        let all = combinations(&partial.args, axis).into_iter().map(|picks| {
+            let (mut changes, mut args) = (partial.changes.clone(), SmallVec::new());
+            let (mut elements, mut bytes) = (0u64, 0u64);
+            for (i, choices) in choices.iter().enumerate() {
+                let change = picks.iter().find(|(arg, _)| *arg == i).map(|(_, change)| *change);
+                let (_, layout, moved) = choices.iter().find(|choice| choice.0 == change)?;
+                args.push(layout.clone());
+                elements = elements.saturating_add(*moved);
+                bytes = bytes.saturating_add(moved.saturating_mul(layout.dtype().size() as u64));
+            }
+            changes.extend(picks);
+            changes.sort_by_key(|(i, _)| *i);
+            Some(Repair { changes, args, elements, bytes, outputs: SmallVec::new() })
+        });
+        all.flatten().collect()
+    }
+
+    /// The repair in which one argument adopts a list of axes and a grain, if the rule accepts it.
+    fn adopted(&self, change: ArgChange, args: SmallVec<[Layout; 4]>) -> Option<Repair> {
+        let (arg, _) = change;
+        let elements = self.elements(arg, self.args[arg], &args[arg])?;
+        let bytes = elements.saturating_mul(args[arg].dtype().size() as u64);
+        let changes = SmallVec::from_slice(&[change]);
+        self.accepted(Repair { changes, args, elements, bytes, outputs: SmallVec::new() }, AxisSet::EMPTY)
+    }
+
+    /// Of changed arguments, those that the rule accepts when the axes that are treated later are ignored, with the cost of the implicit
+    /// steps. None that costs more than `count` others with different layouts.
+    fn accepted_up_to(&self, count: usize, mut changed: Vec<Repair>, later: AxisSet) -> Vec<Repair> {
+        changed.sort_by_key(|repair| repair.elements);
+        let mut accepted: Vec<Repair> = Vec::new();
+        // The costs of different layouts, in order.
+        let mut costs: Vec<u64> = Vec::new();
+        for repair in changed {
+            // Implicit steps cost more still.
+            if costs.get(count - 1).is_some_and(|most| repair.elements > *most) {
+                break;
+            }
+            let Some(repair) = self.accepted(repair, later) else { continue };
+            if accepted.iter().all(|other| other.args != repair.args) {
+                costs.insert(costs.partition_point(|cost| *cost <= repair.elements), repair.elements);
+            }
+            accepted.push(repair);
         }
-        Some(Repair { changes, args, elements, bytes, outputs: inference.outputs })
+        accepted
+    }
+
+    /// The repair with the implicit steps that follow and the outputs, if the rule accepts it when the axes that are treated later are
+    /// ignored.
+    fn accepted(&self, repair: Repair, later: AxisSet) -> Option<Repair> {
+        let shown: SmallVec<[Layout; 4]> = repair.args.iter().map(|l| without(l, later)).collect();
+        let inference = (self.infer)(&shown.iter().collect::<SmallVec<[&Layout; 4]>>()).ok()?;
+        let (mut elements, mut bytes) = (repair.elements, repair.bytes);
+        for (i, (layout, target)) in shown.iter().zip(&inference.targets).enumerate() {
+            let Some(target) = target else { continue };
+            let implied = self.elements(i, layout, target)?;
+            elements = elements.saturating_add(implied);
+            bytes = bytes.saturating_add(implied.saturating_mul(layout.dtype().size() as u64));
+        }
+        Some(Repair { elements, bytes, outputs: inference.outputs, ..repair })
+    }
+
+    /// The elements that an argument moves from one layout to another.
+    fn elements(&self, arg: usize, from: &Layout, to: &Layout) -> Option<u64> {
+        let backward = self.differentiable.get(arg).copied().unwrap_or(true) && to.dtype().is_float();
+        if from == to { Some(0) } else { Some(self.routes.route(from, to, backward).ok()?.elements()) }
+    }
+}
+
+/// A layout after a change on an axis.
+fn changed(layout: &Layout, change: Option<RepairAction>) -> Layout {
+    match change {
+        None | Some(RepairAction::Adopt(..)) => layout.clone(),
+        Some(RepairAction::Exchange(axis, d)) => layout.with_placement(axis, Placement::Shard(d)),
+        Some(RepairAction::Gather(axis)) => layout.with_placement(axis, Placement::Replicate),
     }
 }
 

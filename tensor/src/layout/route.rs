@@ -8,7 +8,7 @@
 use crate::layout::Layout;
 use crate::layout::placement::Placement;
 pub use crate::layout::step::Step;
-use crate::layout::step::{elements_moved, elements_moved_backward};
+use crate::layout::step::{elements_moved, elements_moved_back, elements_moved_backward};
 use shardgrad_dist::{Axis, AxisSet, Error, Kind, Result};
 use shardgrad_kernels::DType;
 use smallvec::SmallVec;
@@ -73,7 +73,7 @@ pub fn route(from: &Layout, to: &Layout, backward: bool) -> Result<Route> {
         let help = "redistribution keeps mesh, dtype and shape; use cast or reshape for the others";
         return Err(Error::new(Kind::Layout, text).detail("help", help));
     }
-    let start = with_grains_of(from, to);
+    let start = with_grains_of(from.clone(), to);
     let moving = moving_axes(&start, to);
     let steps = match (moving.iter().next(), moving.len()) {
         (None, _) => Steps::new(),
@@ -90,10 +90,10 @@ pub fn route(from: &Layout, to: &Layout, backward: bool) -> Result<Route> {
 }
 
 /// Returns the layout with the grains of the target, in all dims where that moves no shard boundary.
-fn with_grains_of(layout: &Layout, to: &Layout) -> Layout {
-    let mut layout = layout.clone();
+fn with_grains_of(mut layout: Layout, to: &Layout) -> Layout {
     for (d, dim) in to.dims().iter().enumerate() {
-        if layout.dims()[d].has_same_boundaries(dim.grain, layout.mesh()) {
+        let own = layout.dims()[d];
+        if own.grain != dim.grain && own.has_same_boundaries(dim.grain, layout.mesh()) {
             layout.set_grain(d, dim.grain);
         }
     }
@@ -182,6 +182,8 @@ impl Ord for Node {
 fn search(from: &Layout, to: &Layout, moving: AxisSet, backward: bool) -> Steps {
     let mut heap = BinaryHeap::from([Reverse(Node { cost: 0, path: Steps::new(), at: from.clone() })]);
     let mut done = HashSet::new();
+    // The cost of a route that is known to lead to the target.
+    let mut known_cost = u64::MAX;
     while let Some(Reverse(node)) = heap.pop() {
         if node.at == *to {
             return node.path;
@@ -190,12 +192,19 @@ fn search(from: &Layout, to: &Layout, moving: AxisSet, backward: bool) -> Steps 
             continue;
         }
         for step in steps_from(&node.at, moving) {
-            let at = with_grains_of(&node.at.after(&step), to);
-            if done.contains(&at) {
+            let forward = node.cost.saturating_add(elements_moved(&node.at, &step));
+            if forward > known_cost {
                 continue;
             }
-            let back = if backward { elements_moved_backward(&node.at, &step) } else { 0 };
-            let cost = node.cost.saturating_add(elements_moved(&node.at, &step)).saturating_add(back);
+            let after = node.at.after(&step);
+            let back = if backward { elements_moved_back(&node.at, &step, &after) } else { 0 };
+            let (cost, at) = (forward.saturating_add(back), with_grains_of(after, to));
+            if cost > known_cost || done.contains(&at) {
+                continue;
+            }
+            if at == *to {
+                known_cost = cost;
+            }
             let mut path = node.path.clone();
             path.push(step);
             heap.push(Reverse(Node { cost, path, at }));
@@ -272,7 +281,7 @@ struct RouteBuilder<'a> {
 
 impl RouteBuilder<'_> {
     fn take(&mut self, step: Step) {
-        self.at = with_grains_of(&self.at.after(&step), self.to);
+        self.at = with_grains_of(self.at.after(&step), self.to);
         self.steps.push(step);
     }
 }

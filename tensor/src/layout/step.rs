@@ -111,8 +111,24 @@ pub(crate) fn merge_all_reduces(from: &Layout, steps: Vec<Step>) -> Vec<Step> {
 #[doc(alias = "communication_volume")]
 #[must_use]
 pub fn elements_moved(from: &Layout, step: &Step) -> u64 {
-    let (axis, mesh) = (step.axis(), from.mesh());
-    let source = from.placement(axis);
+    elements_moved_from(from, from.placement(step.axis()), step)
+}
+
+/// Returns the elements that a rank sends or receives in the adjoint of a step: the maximum over all ranks.
+#[must_use]
+pub fn elements_moved_backward(from: &Layout, step: &Step) -> u64 {
+    elements_moved_back(from, step, &from.after(step))
+}
+
+/// [`elements_moved_backward`] of a step to the layout `after`.
+pub(crate) fn elements_moved_back(from: &Layout, step: &Step, after: &Layout) -> u64 {
+    // The dual of a layout has the same dims.
+    elements_moved_from(after, after.placement(step.axis()).dual(), &adjoint(from, step))
+}
+
+/// [`elements_moved`] from a layout in which the axes of the step have another placement.
+fn elements_moved_from(from: &Layout, source: Placement, step: &Step) -> u64 {
+    let mesh = from.mesh();
     if source == step.to {
         return 0;
     }
@@ -123,23 +139,23 @@ pub fn elements_moved(from: &Layout, step: &Step) -> u64 {
             2 * (numel - numel / mesh.group_size(step.axes) as u64)
         }
         (Placement::Partial, Placement::Shard(d)) => {
-            let split = from.after(step).dims()[d];
-            max_local_numel(from, &[d]) * max_missing(&split, mesh)
+            max_local_numel(from, &[d]) * max_missing(&split(from, step, d), mesh)
         }
         (Placement::Shard(d), Placement::Invariant | Placement::Replicate) => {
             max_local_numel(from, &[d]) * max_missing(&from.dims()[d], mesh)
         }
         (Placement::Shard(d), Placement::Shard(e)) => {
-            let split = from.after(step).dims()[e];
-            max_local_numel(from, &[d, e]) * max_exchanged(&from.dims()[d], &split, mesh)
+            max_local_numel(from, &[d, e]) * max_exchanged(&from.dims()[d], &split(from, step, e), mesh)
         }
     }
 }
 
-/// Returns the elements that a rank sends or receives in the adjoint of a step: the maximum over all ranks.
-#[must_use]
-pub fn elements_moved_backward(from: &Layout, step: &Step) -> u64 {
-    elements_moved(&from.after(step).dual(), &adjoint(from, step))
+/// The dim that a step shards, after it.
+fn split(from: &Layout, step: &Step, d: usize) -> Dim {
+    let dim = from.dims()[d];
+    let split = step.axes.iter().filter(|axis| from.mesh().size(*axis) > 1);
+    let axes = split.fold(dim.axes, |axes, axis| axes.without(axis).with(axis));
+    Dim { axes, grain: step.grain.unwrap_or(dim.grain), ..dim }
 }
 
 /// The largest number of elements that a rank holds, skipping some dims. Every axis shards at most one dim, so one rank
