@@ -65,7 +65,7 @@ fn runs_with_canonical_sums_have_the_bits_of_one_rank() {
 
 #[test]
 fn losses_of_exchanged_experts_match_one_rank() {
-    let run = Run { steps: 20, ..run(LlamaKind::Mixtral, ExpertsConfig::new(5, 2, 10)) };
+    let run = run(LlamaKind::Mixtral, ExpertsConfig::new(5, 2, 10));
     let one = run.losses("");
     let cases = [
         ("ep=2", 1, false),

@@ -10,11 +10,13 @@ use shardgrad::prelude::*;
 
 /// In both modes: the sums of the default are over microbatches with rows of all ranks, and are reduced during the last backward pass.
 #[test]
-fn losses_over_50_steps_match_one_rank() {
-    let run = Run { microbatches: 3, ..Run::new(50) };
-    let one = run.losses("");
+fn losses_match_one_rank_under_every_schedule() {
+    let long = Run { microbatches: 3, ..Run::new(50) };
+    let one = long.losses("");
     assert!(one[98] < 0.85 * one[0], "it learns: {} to {}", one[0], one[98]);
-    let canonical = Run { steps: 10, ..run.clone() }.in_leaves(ROWS);
+    same(&one, &long.losses("pp=4"), 1e-9, "50 steps");
+    let run = Run { steps: 10, ..long };
+    let canonical = run.clone().in_leaves(ROWS);
     let bits = canonical.bits("");
     for (mesh, schedule) in [
         ("pp=2", "gpipe"),
@@ -31,7 +33,7 @@ fn losses_over_50_steps_match_one_rank() {
         ("pp=2,dp=2,tp=2", "gpipe"),
     ] {
         let (plan, what) = (Plan::gpt2().pipeline_schedule(schedule), format!("{mesh} {schedule}"));
-        same(&one, &Run { plan: plan.clone(), ..run.clone() }.losses(mesh), 1e-9, &what);
+        same(&one[..20], &Run { plan: plan.clone(), ..run.clone() }.losses(mesh), 1e-9, &what);
         same_bits(&bits, &Run { plan, ..canonical.clone() }.bits(mesh), &what);
     }
 }

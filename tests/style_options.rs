@@ -108,7 +108,10 @@ fn options_of_styles_hold_for_every_command() {
             assert!(explained.lines().any(has_collective), "{collective}: {explained}");
             let of_file = ["--mesh", options[1], "--plan", &plan];
             assert_eq!(Commands::explain(preset, &of_file), explained, "{options:?}");
-            for (name, options) in [("options", &options[..]), ("plan", &of_file)] {
+            // `explain` has shown the same plan, so that one training from a file is enough for each preset.
+            let is_first = STYLES[..i].iter().all(|style| style.0 != preset);
+            let runs = [("options", &options[..]), ("plan", &of_file)];
+            for (name, options) in runs.into_iter().take(1 + usize::from(is_first)) {
                 let name = format!("{i}-{name}");
                 // To rounding: a ring, and a stated way of reaching experts, have no canonical sums.
                 if ["--context ring", "--experts"].iter().any(|form| style.1.contains(form)) {

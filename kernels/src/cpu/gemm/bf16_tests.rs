@@ -62,12 +62,18 @@ fn exact_of<T: Float<Acc = f32>>(dims: [usize; 3], kinds: [usize; 3], add: bool)
     let [m, n, k] = dims;
     let (a, b) = (test_matrix::<T>(1, m * k, 1.0), test_matrix::<T>(5, k * n, 1.0));
     let value = |is_b, i, j| if is_b { b[i * n + j] } else { a[i * k + j] };
+    let rows: Vec<f64> = a.iter().map(|x| x.to_f64()).collect();
+    let cols: Vec<f64> = (0..n * k).map(|at| b[at % k * n + at / k].to_f64()).collect();
+    let want = |at: usize| {
+        let (i, j) = (at / n, at % n);
+        let terms = rows[i * k..][..k].iter().zip(&cols[j * k..][..k]).map(|(x, y)| x * y);
+        terms.sum::<f64>() + f64::from(u8::from(add))
+    };
+    let want: Vec<f64> = (0..m * n).map(want).collect();
     for &isa in Bf16Isa::available() {
         let got = form(isa, dims, kinds, add, value);
-        for (at, got) in got.into_iter().enumerate() {
-            let terms = (0..k).map(|p| a[at / n * k + p].to_f64() * b[p * n + at % n].to_f64());
-            let want = terms.sum::<f64>() + f64::from(u8::from(add));
-            if f64::from(got) != want {
+        for (at, (got, want)) in got.into_iter().zip(&want).enumerate() {
+            if f64::from(got) != *want {
                 return Err(format!("{isa:?} {dims:?} {kinds:?} {add}, element {at}: {got}, not {want}"));
             }
         }
@@ -98,7 +104,7 @@ fn whole_numbers_are_exact_over_blocks_and_panels() {
         exact([33, 17, 2 * BF16_KC + 5], [kind, 1 - kind, 0], false).unwrap();
         exact([300, 33, BF16_KC], [kind, kind, 0], true).unwrap();
         exact([3, 300, BF16_KC + 32], [0, kind, kind], true).unwrap();
-        exact([70, 2100, 1000], [kind, kind, 0], false).unwrap();
+        exact([40, 2100, 1000], [kind, kind, 0], false).unwrap();
     }
 }
 
