@@ -8,8 +8,8 @@ use shardgrad_tensor::DType;
 use std::collections::BTreeMap;
 
 /// Steps of a training, and those before its checkpoint.
-const NUM_STEPS: usize = 50;
-const NUM_STEPS_SAVED: usize = 25;
+const NUM_STEPS: usize = 30;
+const NUM_STEPS_SAVED: usize = 15;
 
 /// The largest difference of a gradient, relative to the largest gradient of the model.
 const GRADIENT_BOUND: f64 = 1e-12;

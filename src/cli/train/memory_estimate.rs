@@ -40,7 +40,7 @@ fn job(dir: &Scratch, given: &str, limit: Option<u64>) -> (Mesh, crate::cli::ran
     let _ = std::fs::remove_dir_all(&out);
     let named = ["shardgrad", "train", "--data", data.to_str().unwrap(), "--out", out.to_str().unwrap()];
     let limit = limit.map(|bytes| format!("--memory-limit={bytes}"));
-    let given = given.split(' ').chain(["--steps", "3", "--threads", "1"]).chain(limit.as_deref());
+    let given = given.split(' ').chain(["--steps", "2", "--threads", "1"]).chain(limit.as_deref());
     let given = if given.clone().any(|word| word == "--eval-every") {
         given.map(String::from).collect::<Vec<_>>()
     } else {
