@@ -69,10 +69,8 @@ impl StateHash {
         word: impl Fn([u8; SIZE]) -> u64,
     ) {
         let mut sum = StateHash::default();
-        let mut index = first as u64;
-        for element in bytes.as_chunks::<SIZE>().0 {
+        for (index, element) in (first as u64..).zip(bytes.as_chunks::<SIZE>().0) {
             sum.add(key, index, word(*element));
-            index += 1;
         }
         self.0 = self.0.wrapping_add(sum.0);
     }
