@@ -161,10 +161,12 @@ fn with(cases: fn() -> Vec<Case>) -> Vec<OpModule> {
     ops
 }
 
+/// The cases of a planted fault, and the number of a program soon after which one shows it.
+type Fault = (fn() -> Vec<Case>, u64);
+
 #[test]
 fn planted_faults_are_found_and_shrunk() {
-    // Each with a number of a program, from which on it does not take long until one shows the fault.
-    let faults: [(fn() -> Vec<Case>, u64); 6] = [
+    let faults: [Fault; 6] = [
         (|| planted(Planted::Linear), 130),
         (|| planted(Planted::Doubled), 0),
         (|| planted(Planted::LocalMean), 30),
