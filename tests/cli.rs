@@ -464,13 +464,13 @@ fn ranks_do_not_wait_for_a_paused_reader() {
     pipe.write_all(&[b'.'; 1 << 16]).unwrap();
     let given = ["generate", "--model", &model, "--prompt", "The quick", "--tokens", "20", "--ignore-end"];
     let child = std::process::Command::new(env!("CARGO_BIN_EXE_shardgrad"))
-        .args([&given[..], &["--mesh", "tp=2", "--timeout", "0.5"]].concat())
+        .args([&given[..], &["--mesh", "tp=2", "--timeout", "1"]].concat())
         .stdout(File::options().write(true).open(&fifo).unwrap())
         .stderr(std::process::Stdio::piped())
         .spawn()
         .unwrap();
     // Longer than --timeout.
-    std::thread::sleep(std::time::Duration::from_secs(2));
+    std::thread::sleep(std::time::Duration::from_millis(2500));
     pipe.read_exact(&mut [0; 1 << 16]).unwrap();
     let output = child.wait_with_output().unwrap();
     assert!(output.status.success(), "{output:?}");

@@ -186,7 +186,11 @@ fn diverging_ranks() {
     let late = World::new(Mesh::parse("tp=2").unwrap()).timeout(Duration::from_millis(80)).launch(|rank| {
         let x = zeros(rank, "f32[4@tp]")?;
         if rank.index() == 1 {
-            std::thread::sleep(Duration::from_millis(400));
+            // Until rank 0 has timed out.
+            loop {
+                rank.check();
+                std::thread::sleep(Duration::from_millis(2));
+            }
         }
         x.to_host::<f32>().map(|_| ())
     });

@@ -225,7 +225,7 @@ fn errors_have_the_sentences_of_blocking_calls() {
                 end
             });
             let error = error.map(drop).unwrap_err();
-            assert!(start.elapsed() < Duration::from_secs(5), "{kind:?}, {fault}: {:?}", start.elapsed());
+            assert!(start.elapsed() < Duration::from_secs(20), "{kind:?}, {fault}: {:?}", start.elapsed());
             let mut ends = ends.into_inner().unwrap();
             ends.sort_by_key(|(rank, _)| *rank);
             (error.kind(), error.message().to_string(), ends)
@@ -288,7 +288,7 @@ fn rank_that_unwinds_ends_its_communication_thread() {
             (Kind::Panic, "rank 0 panicked: out of coffee"),
             "{kind:?}"
         );
-        assert!(start.elapsed() < Duration::from_secs(5), "{kind:?}: {:?}", start.elapsed());
+        assert!(start.elapsed() < Duration::from_secs(20), "{kind:?}: {:?}", start.elapsed());
     }
 }
 
@@ -296,7 +296,7 @@ fn rank_that_unwinds_ends_its_communication_thread() {
 fn queued_call_has_the_timeout_of_its_issue() {
     // Processes also connect within the timeout of the world.
     let limits = [Duration::from_secs(20), Duration::ZERO];
-    let kinds = [(RankKind::Threads, 100), (RankKind::Processes, 1000)];
+    let kinds = [(RankKind::Threads, 100), (RankKind::Processes, 3000)];
     in_parallel(
         kinds.into_iter().flat_map(|kind| limits.map(|limit| (kind, limit))),
         |((kind, timeout), limit)| {

@@ -368,7 +368,7 @@ fn timeout_names_absent_ranks_and_their_calls() {
         rank.all_reduce(&on(rank, axes), &data(rank), 8, ReduceOp::Sum).map(|_| ())
     };
     // Processes also connect within the timeout of the world.
-    in_parallel([(RankKind::Threads, 250), (RankKind::Processes, 1000)], |(kind, timeout_ms)| {
+    in_parallel([(RankKind::Threads, 250), (RankKind::Processes, 3000)], |(kind, timeout_ms)| {
         let limit = Duration::from_millis(timeout_ms);
         is_late(&kind.launch("dp=2,tp=2", |world| world.timeout(limit), slow).unwrap_err(), limit);
     });
@@ -397,7 +397,6 @@ fn is_late(error: &Error, limit: Duration) {
 
 #[test]
 fn with_timeout_extends_the_timeout_only_inside_the_closure() {
-    let limit = Duration::from_millis(100);
     let slow = |rank: &Rank, nap: u64| {
         let start = Instant::now();
         while is_first(rank) && start.elapsed() < Duration::from_millis(nap) {
@@ -409,8 +408,9 @@ fn with_timeout_extends_the_timeout_only_inside_the_closure() {
     let extended = |rank: &Rank, nap| rank.with_timeout(Duration::from_secs(60), || slow(rank, nap));
     let cases = RANK_KINDS.into_iter().flat_map(|kind| ["inside", "after", "gone"].map(|case| (kind, case)));
     in_parallel(cases, |(kind, case)| {
-        let set_up = |world: World| world.timeout(if kind == RankKind::Threads { limit } else { limit * 10 });
-        let nap = if kind == RankKind::Threads { 400 } else { 1500 };
+        // Processes also connect within the timeout of the world.
+        let (limit, nap) = if kind == RankKind::Threads { (100, 400) } else { (3000, 3500) };
+        let set_up = |world: World| world.timeout(Duration::from_millis(limit));
         match case {
             "inside" => {
                 kind.launch("tp=2", set_up, |rank| extended(rank, nap).and_then(|()| slow(rank, 0))).unwrap();
@@ -418,7 +418,8 @@ fn with_timeout_extends_the_timeout_only_inside_the_closure() {
             "after" => {
                 // Rank 0 waits until rank 1 has timed out.
                 let late = |rank: &Rank| extended(rank, 0).and_then(|()| slow(rank, 60_000));
-                names(&kind.launch("tp=2", set_up, late).unwrap_err(), &["waited more than 1", "s in "]);
+                let waited = format!("waited more than {:?} in ", Duration::from_millis(limit));
+                names(&kind.launch("tp=2", set_up, late).unwrap_err(), &[&waited]);
             }
             _ => {
                 let gone = |rank: &Rank| if is_first(rank) { Ok(()) } else { extended(rank, 0) };
@@ -456,7 +457,7 @@ fn out_of_memory_inside_a_collective_fails_all_ranks() {
         })
         .unwrap_err();
     assert_eq!(error.kind(), Kind::OutOfMemory, "{error}");
-    assert!(*ends.lock().unwrap() == 3 && start.elapsed() < Duration::from_secs(2));
+    assert!(*ends.lock().unwrap() == 3 && start.elapsed() < Duration::from_secs(20));
     names(&error, &["of mesh(tp=3)", "faults.rs:"]);
 }
 

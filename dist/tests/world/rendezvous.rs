@@ -204,11 +204,11 @@ fn long_wait_calls_the_hook_once_with_address_and_reason() {
     in_parallel([0, 1], |rank| {
         let (port, lines) = said(rank);
         let line = match rank {
-            0 => format!("waiting for ranks 1, 2 to connect to rank 0 (127.0.0.1:{port}) (0 s so far)"),
+            0 => format!("waiting for ranks 1, 2 to connect to rank 0 (127.0.0.1:{port}) ("),
             _ => format!("waiting for rank 0 (127.0.0.1:{port}): Connection refused"),
         };
         assert!(lines.len() == 1 && lines[0].starts_with(&line), "{lines:?}");
-        assert!(lines[0].ends_with("(0 s so far)"), "{lines:?}");
+        assert!(lines[0].ends_with(" s so far)"), "{lines:?}");
     });
 }
 

@@ -112,8 +112,9 @@ fn strangers_before_during_and_after_the_rendezvous_change_nothing() {
     });
     assert_eq!(sums, [12.0; 3]);
     assert!(num_strangers > 10, "{num_strangers} strangers came");
-    let line = format!("waiting for ranks 1, 2 to connect to rank 0 (127.0.0.1:{port}) (0 s so far)");
-    assert_eq!(*lines.lock().unwrap(), [line]);
+    let line = format!("waiting for ranks 1, 2 to connect to rank 0 (127.0.0.1:{port}) (");
+    let lines = lines.lock().unwrap().clone();
+    assert!(lines.len() == 1 && lines[0].starts_with(&line), "{lines:?}");
     drop((silent, partial));
 }
 

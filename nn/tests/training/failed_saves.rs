@@ -127,11 +127,11 @@ fn save_that_would_overflow_keeps_old_model() {
 #[test]
 fn ranks_wait_longer_for_the_disk_of_rank_zero() {
     let folder = Folder::new("slow-disk");
-    let saved = World::new(Mesh::parse("tp=3").unwrap()).timeout(Duration::from_millis(400)).launch(|rank| {
+    let saved = World::new(Mesh::parse("tp=3").unwrap()).timeout(Duration::from_secs(1)).launch(|rank| {
         let model = Setup::new().model(rank)?;
         let name = |name: &str| {
             if rank.index() == 0 && name == "wte.weight" {
-                std::thread::sleep(Duration::from_millis(1200));
+                std::thread::sleep(Duration::from_millis(1800));
             }
             name.to_string()
         };
