@@ -217,10 +217,7 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
         for pairs in visible_tiles(*problem, documents, [first, queries]) {
             pairs.score(scratch, self.q, k, self.prob);
             pairs.score(scratch, self.d_out, v, self.d_score);
-            vectorized(
-                #[inline(always)]
-                || self.differentiate(problem, documents, pairs),
-            );
+            self.differentiate(problem, documents, pairs);
             let prob = P::weights(self.prob, self.weights[0]);
             let d_score = P::weights(self.d_score, self.weights[1]);
             pairs.gather_queries(scratch, prob, self.d_out, self.dv);
@@ -249,10 +246,7 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
             );
             pairs.score_strips(problem, scratch, q, rows(k, c), self.prob);
             pairs.score_strips(problem, scratch, d_out, rows(v, c), self.d_score);
-            vectorized(
-                #[inline(always)]
-                || self.differentiate(problem, documents, pairs),
-            );
+            self.differentiate(problem, documents, pairs);
             pairs.gather_queries_in_parts(problem, scratch, self.prob, &*self.d_out, self.dv);
             pairs.gather_queries_in_parts(problem, scratch, self.d_score, &*self.q, self.dk);
             let k = &self.keys[0][pairs.first_key * c..];
@@ -261,8 +255,17 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
     }
 
     /// Converts scores to probabilities, and cotangents of probabilities to cotangents of scores.
-    #[inline(always)]
     fn differentiate(&mut self, problem: &Problem, documents: Option<&DocumentRow<'_>>, pairs: Pairs) {
+        // Here, and not where it is called: compiled once for all types of queries.
+        vectorized(
+            #[inline(always)]
+            || self.differentiate_here(problem, documents, pairs),
+        );
+    }
+
+    /// [`State::differentiate`], compiled for the instruction set of the caller.
+    #[inline(always)]
+    fn differentiate_here(&mut self, problem: &Problem, documents: Option<&DocumentRow<'_>>, pairs: Pairs) {
         let (row_len, factor) = (pairs.row_len(), P::factors(problem.scale)[1]);
         let rows = self.prob.chunks_exact_mut(row_len).zip(self.d_score.chunks_exact_mut(row_len));
         for (j, (prob, d_score)) in rows.take(pairs.keys).enumerate() {

@@ -72,10 +72,7 @@ fn forward_tile<T: Float<Acc: Maths>, P: Operand<Acc = T::Acc>>(
     } else {
         for pairs in visible_tiles(*problem, documents, [first, queries]) {
             pairs.score(packs, state.q, &k, state.scores);
-            vectorized(
-                #[inline(always)]
-                || state.soften(problem, documents, pairs),
-            );
+            state.soften(problem, documents, pairs);
             pairs.gather_keys(packs, P::weights(state.scores, state.weights), &v, state.out);
         }
     }
@@ -144,20 +141,27 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
         for pairs in visible_tiles(*problem, documents, [first, queries]) {
             let q = Queries { transposed: &*self.transposed, rows: &*self.q };
             pairs.score_strips(problem, scratch, q, k.matrix(pairs.first_key), self.scores);
+            self.soften(problem, documents, pairs);
             vectorized(
                 #[inline(always)]
-                || {
-                    self.soften(problem, documents, pairs);
-                    v.gather(pairs.first_key, c, R::ONE, &mut self.values[..pairs.keys * c]);
-                },
+                || v.gather(pairs.first_key, c, R::ONE, &mut self.values[..pairs.keys * c]),
             );
             pairs.gather_keys_in_parts(problem, scratch, self.scores, self.values, self.out);
         }
     }
 
     /// Converts the scores of a tile to exponentials relative to the new maxima, and rescales the earlier state.
-    #[inline(always)]
     fn soften(&mut self, problem: &Problem, documents: Option<&DocumentRow<'_>>, pairs: Pairs) {
+        // Here, and not where it is called: compiled once for all types of queries.
+        vectorized(
+            #[inline(always)]
+            || self.soften_here(problem, documents, pairs),
+        );
+    }
+
+    /// [`State::soften`], compiled for the instruction set of the caller.
+    #[inline(always)]
+    fn soften_here(&mut self, problem: &Problem, documents: Option<&DocumentRow<'_>>, pairs: Pairs) {
         let (row_len, skip, c) = (pairs.row_len(), pairs.skip, pairs.c);
         if P::SHORT {
             let factor = P::factors(problem.scale)[1];

@@ -1,7 +1,8 @@
 //! Rows of few lanes, packed: blocks of steps of several units are transposed into rows of all their lanes, so that a step of all lanes is
 //! one vector operation. A single lane would wait for its own multiplications.
 //!
-//! Each part of a block is compiled for the instruction sets on its own: reading and writing once per type, not once per recurrence.
+//! Each part of a block is compiled for the instruction sets on its own: reading and writing once per type, not once per recurrence, and
+//! the steps once per accumulator.
 
 use super::cut::{Cut, LANES, Task, Unit};
 use super::recurrence::{Operand, Operands, Recurrence, UnitStates};
@@ -168,9 +169,23 @@ impl Group<'_> {
     }
 }
 
-/// Advances all lanes by the steps of a block, compiled for the instruction set of the caller.
-#[inline(always)]
+/// Advances all lanes by the steps of a block.
 fn advance_block<R: Real, const I: usize, const N: usize, const M: usize>(
+    recurrence: impl Recurrence<I, N, M>,
+    operands: &[StepMajor<R>; I],
+    results: &mut [StepMajor<R>; N],
+    states: &mut [[f64; LANES]; M],
+    order: (usize, bool),
+) {
+    vectorized(
+        #[inline(always)]
+        || advance_block_here(recurrence, operands, results, states, order),
+    );
+}
+
+/// [`advance_block`], compiled for the instruction set of the caller.
+#[inline(always)]
+fn advance_block_here<R: Real, const I: usize, const N: usize, const M: usize>(
     recurrence: impl Recurrence<I, N, M>,
     operands: &[StepMajor<R>; I],
     results: &mut [StepMajor<R>; N],
@@ -246,11 +261,7 @@ pub(super) fn advance<T: Float, C: Recurrence<I, N, M>, const I: usize, const N:
                 );
                 transpose_block(&lane_major, input, [LANES, num_steps]);
             }
-            let order = (num_steps, operands.reversed);
-            vectorized(
-                #[inline(always)]
-                || advance_block(recurrence, &inputs, &mut results, &mut states, order),
-            );
+            advance_block(recurrence, &inputs, &mut results, &mut states, (num_steps, operands.reversed));
             for (result, out) in results.iter().zip(&mut task.outs) {
                 transpose_block(result, &mut lane_major, [num_steps, LANES]);
                 group.write(&lane_major, begin, (out, first_row));
