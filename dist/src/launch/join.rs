@@ -20,8 +20,7 @@ use shardgrad_kernels::cuda::SearchPaths;
 use shardgrad_kernels::{Backend, BackendConfig};
 #[cfg(feature = "nccl")]
 use shardgrad_nccl::Nccl;
-use std::io::Read;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::Duration;
 
@@ -137,7 +136,7 @@ impl World {
         let mesh = self.mesh.to_string();
         let uuid = self.provider.uuid().filter(|_| !self.shares_gpu);
         let gpu = uuid.map(|uuid| RankGpu { uuid: uuid.to_string(), host: host_name() });
-        let config = WorldConfig { mesh, program: program(), values: self.compared_values(), gpu };
+        let config = WorldConfig { mesh, program: program_hash(), values: self.compared_values(), gpu };
         let links = rendezvous.connect(&config, self.timeout, self.wait_hook.as_ref())?;
         let endpoint = Endpoint::new(&self.mesh, process.rank(), links, self.timeout)?;
         thread::scope(|scope| {
@@ -298,26 +297,21 @@ impl World {
     }
 }
 
-/// A hash of the program's file, which detects different programs on different machines; 0 if the file cannot be read.
-fn program() -> u64 {
-    let file =
-        std::fs::File::open("/proc/self/exe").or_else(|_| std::fs::File::open(std::env::current_exe()?));
-    let Ok(mut file) = file else { return 0 };
-    let (mut hash, mut part) = (0xCBF2_9CE4_8422_2325u64, Vec::new());
-    loop {
-        part.clear();
-        match file.by_ref().take(1 << 16).read_to_end(&mut part) {
-            Ok(0) => return hash | 1,
-            Ok(_) => {
-                for word in part.chunks(8) {
-                    let mut whole = [0; 8];
-                    whole[..word.len()].copy_from_slice(word);
-                    hash = (hash ^ u64::from_le_bytes(whole))
-                        .wrapping_mul(0x0000_0100_0000_01B3)
-                        .rotate_left(23);
-                }
+/// Returns a hash of the program's file, which detects different programs on different machines; 0 if the file cannot be read. It is
+/// computed once: the file of a running program stays the same.
+fn program_hash() -> u64 {
+    static HASH: OnceLock<u64> = OnceLock::new();
+    *HASH.get_or_init(|| {
+        let file =
+            std::fs::File::open("/proc/self/exe").or_else(|_| std::fs::File::open(std::env::current_exe()?));
+        let mut hasher = blake3::Hasher::new();
+        match file.and_then(|file| hasher.update_reader(file).map(drop)) {
+            Ok(()) => {
+                let mut first = [0; 8];
+                hasher.finalize_xof().fill(&mut first);
+                u64::from_le_bytes(first) | 1
             }
-            Err(_) => return 0,
+            Err(_) => 0,
         }
-    }
+    })
 }

@@ -305,7 +305,12 @@ pub(crate) fn unit(dtype: DType, at: f64) -> f64 {
         _ => return 0.0,
     };
     let exponent = if at.is_normal() { ((at.to_bits() >> 52) & 0x7ff) as i32 - 1023 } else { exponent_min };
-    2f64.powi(exponent.max(exponent_min) - digits)
+    power_of_two(exponent.max(exponent_min) - digits)
+}
+
+/// Returns 2^exponent, at least 2^-1074, from its bits: `powi` would be most of the time of a comparison.
+fn power_of_two(exponent: i32) -> f64 {
+    f64::from_bits(if exponent < -1022 { 1 << (exponent + 1074) } else { ((exponent + 1023) as u64) << 52 })
 }
 
 /// Rounds to the nearest value of a dtype.
