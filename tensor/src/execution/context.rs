@@ -2,9 +2,10 @@
 
 use crate::execution::direct_mapped_cache::DirectMappedCache;
 use crate::execution::flag_guard::FlagGuard;
-use crate::execution::inference_cache::{FastBuildHasher, InferenceCache};
+use crate::execution::inference_cache::InferenceCache;
 use crate::execution::plan_cache::PlanCache;
 use crate::layout::Layout;
+use crate::layout::fast_hasher::FastBuildHasher;
 use crate::layout::route::RouteCache;
 use crate::layout::signature::Signature;
 use shardgrad_dist::{Phase, Rank, Result};

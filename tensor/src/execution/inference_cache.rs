@@ -5,6 +5,7 @@
 
 use crate::execution::direct_mapped_cache::DirectMappedCache;
 use crate::layout::Layout;
+use crate::layout::fast_hasher::{FastBuildHasher, FastHasher};
 use crate::layout::infer::{Inference, Rule, infer};
 use crate::layout::refusal::Refusal;
 use crate::layout::signature::Signature;
@@ -13,7 +14,7 @@ use smallvec::SmallVec;
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::fmt;
-use std::hash::{BuildHasherDefault, Hash, Hasher};
+use std::hash::{Hash, Hasher};
 use std::rc::Rc;
 
 /// The cache is cleared when it reaches this size, so that shapes that change in every step do not fill the memory.
@@ -151,52 +152,6 @@ fn hash(key: &InferenceKey<'_>) -> u64 {
     key.out_dtypes.hash(&mut hasher);
     key.want.hash(&mut hasher);
     hasher.finish()
-}
-
-/// A fast hash (rotate, xor, multiply) for tables whose keys are not chosen by an attacker.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct FastHasher(u64);
-
-/// Builds [`FastHasher`]s.
-pub(crate) type FastBuildHasher = BuildHasherDefault<FastHasher>;
-
-impl Hasher for FastHasher {
-    fn finish(&self) -> u64 {
-        // Tables use the low bits, which multiplication mixes poorly.
-        self.0 ^ (self.0 >> 32)
-    }
-
-    fn write(&mut self, bytes: &[u8]) {
-        let (words, rest) = bytes.as_chunks();
-        words.iter().for_each(|word| self.write_u64(u64::from_le_bytes(*word)));
-        if !rest.is_empty() {
-            self.write_u64(rest.iter().rfold(0, |word, byte| word << 8 | u64::from(*byte)));
-        }
-    }
-
-    fn write_u64(&mut self, x: u64) {
-        self.0 = (self.0.rotate_left(5) ^ x).wrapping_mul(0x517c_c1b7_2722_0a95);
-    }
-
-    fn write_u16(&mut self, x: u16) {
-        self.write_u64(x.into());
-    }
-
-    fn write_u8(&mut self, x: u8) {
-        self.write_u64(x.into());
-    }
-
-    fn write_u32(&mut self, x: u32) {
-        self.write_u64(x.into());
-    }
-
-    fn write_usize(&mut self, x: usize) {
-        self.write_u64(x as u64);
-    }
-
-    fn write_isize(&mut self, x: isize) {
-        self.write_u64(x as u64);
-    }
 }
 
 #[cfg(test)]

@@ -4,8 +4,8 @@
 //! As in `inference_cache`, a plan is returned only for a key that equals the stored key.
 
 use crate::execution::direct_mapped_cache::DirectMappedCache;
-use crate::execution::inference_cache::FastHasher;
 use crate::layout::Layout;
+use crate::layout::fast_hasher::FastHasher;
 use crate::layout::infer::Inference;
 use smallvec::SmallVec;
 use std::any::TypeId;

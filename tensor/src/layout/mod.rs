@@ -3,6 +3,7 @@
 pub mod placement;
 pub mod dim;
 mod text;
+pub(crate) mod fast_hasher;
 pub mod lineage;
 pub mod refusal;
 pub mod signature;

@@ -6,6 +6,7 @@
 //! the same dims.
 
 use crate::layout::Layout;
+use crate::layout::fast_hasher::FastBuildHasher;
 use crate::layout::placement::Placement;
 pub use crate::layout::step::Step;
 use crate::layout::step::{elements_moved, elements_moved_back, elements_moved_backward};
@@ -181,7 +182,7 @@ impl Ord for Node {
 
 fn search(from: &Layout, to: &Layout, moving: AxisSet, backward: bool) -> Steps {
     let mut heap = BinaryHeap::from([Reverse(Node { cost: 0, path: Steps::new(), at: from.clone() })]);
-    let mut done = HashSet::new();
+    let mut done = HashSet::with_hasher(FastBuildHasher::default());
     // The cost of a route that is known to lead to the target.
     let mut known_cost = u64::MAX;
     while let Some(Reverse(node)) = heap.pop() {
@@ -292,7 +293,7 @@ type CachedRoute = (Layout, bool, Rc<Route>);
 /// A cache of routes. It only saves repeated searches, and never changes a value.
 #[derive(Debug, Default)]
 pub struct RouteCache {
-    found: RefCell<HashMap<Layout, Vec<CachedRoute>>>,
+    found: RefCell<HashMap<Layout, Vec<CachedRoute>, FastBuildHasher>>,
 }
 
 impl RouteCache {
