@@ -1,6 +1,7 @@
 //! The test binary of the root package, one module per subject. Unit tests of a crate are next to its code.
 
 mod training_run;
+mod combinations;
 mod consistency;
 mod cli;
 #[cfg(feature = "cuda")]

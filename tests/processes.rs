@@ -2,6 +2,7 @@
 //! environment variables of a launcher themselves.
 
 use crate::cli::Folder;
+use crate::combinations::sample;
 use std::fs;
 use std::hash::{BuildHasher, RandomState};
 use std::net::TcpListener;
@@ -68,7 +69,8 @@ fn losses_and_weights(out: &str) -> (Vec<String>, Vec<u8>) {
 fn training_on_processes_matches_threads_bit_for_bit() {
     let folder = Folder::new("processes");
     let data = write_text(&folder);
-    for (count, mesh) in [(2, "dp=2"), (2, "tp=2"), (2, "pp=2"), (4, "dp=2,tp=2"), (4, "dp=4")] {
+    let meshes = [(2, "dp=2"), (2, "tp=2"), (4, "dp=2,tp=2"), (4, "dp=4"), (2, "pp=2")];
+    for (count, mesh) in sample(0, meshes) {
         let train = |out: &str, more: &[&str]| -> Vec<String> {
             let given =
                 ["train", "--data", &data, "--seq", "16", "--batch", "8", "--mesh", mesh, "--threads", "1"];
@@ -109,7 +111,7 @@ fn training_on_processes_matches_threads_bit_for_bit() {
 fn styles_on_processes_match_threads_bit_for_bit() {
     let folder = Folder::new("process-styles");
     let data = write_text(&folder);
-    for (i, (count, options)) in [
+    let styles = [
         // Uneven chunks: 17 tokens over three ranks.
         (3, "--mesh cp=3 --context ring"),
         (4, "--mesh cp=2,tp=2 --context ring --preset llama-tiny"),
@@ -118,10 +120,8 @@ fn styles_on_processes_match_threads_bit_for_bit() {
         (4, "--mesh pp=2,fsdp=2 --gathered-bytes-max 0"),
         (2, "--mesh tp=2 --sequence-parallel"),
         (2, "--mesh ep=2 --experts exchange --preset mixtral-tiny"),
-    ]
-    .into_iter()
-    .enumerate()
-    {
+    ];
+    for (i, (count, options)) in sample(0, styles.into_iter().enumerate()) {
         let train = |out: &str| {
             let given = ["train", "--data", &data, "--seq", "17", "--batch", "4", "--microbatches", "2"];
             let steps = ["--steps", "2", "--eval-every", "2", "--threads", "1", "--out", out];

@@ -2,6 +2,7 @@
 //! unfinished ones skipped.
 
 use crate::cli::{Folder, exit_code_and_stderr, shardgrad};
+use crate::combinations::sample;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs;
@@ -134,7 +135,7 @@ fn resume_on_another_mesh_has_the_bits_of_one_rank_and_is_reported() {
         assert!(whole.len() == 4 && whole.iter().all(|step| step["state_hash"].is_string()), "{whole:?}");
         train(&[&common[..], &["--out", &out("first"), "--steps", "2", "--mesh", first]].concat());
         let from = out("first/checkpoint-2");
-        for mesh in meshes {
+        for mesh in sample(0, meshes) {
             let to = out(mesh);
             let args =
                 [&common[..], &["--out", &to, "--steps", "4", "--mesh", mesh, "--resume", &from]].concat();

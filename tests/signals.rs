@@ -1,6 +1,7 @@
 //! Signals to `train`, `eval` and `generate`, and the end of the launcher: the saved state and the exit code.
 
 use crate::cli::{Folder, exit_code_and_stderr};
+use crate::combinations::sample;
 use crate::memory_limits::model;
 use crate::processes::{free_port, spawn_rank};
 use crate::run_outcomes::{SMALL, end_of, files, signal, spawned, text, wait_for, wait_for_file};
@@ -245,7 +246,7 @@ fn sigstopped_run_continues() {
     let mut run = Command::new(env!("CARGO_BIN_EXE_shardgrad"));
     let child =
         run.args([&long[..], &more].concat()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-    for step in ["\"step\":1,", "\"step\":4,"] {
+    for step in sample(1, ["\"step\":1,", "\"step\":4,"]) {
         wait_for(&Path::new(&out).join("metrics.jsonl"), step);
         std::thread::sleep(Duration::from_millis(60));
         signal(&child, "-STOP");
