@@ -2,12 +2,12 @@
 //! bits of one rank, logits are gathered, and memory per rank shrinks.
 
 use crate::cli::{Folder, exit_code_and_stderr};
-use crate::combinations::sample;
 use crate::explain::peak_bytes;
 use crate::resume::text;
 use crate::training_run::{ROWS, Run, gpt2, same, same_bits};
 use shardgrad::nn::{LlamaConfig, LlamaKind};
 use shardgrad::prelude::*;
+use shardgrad_testing::sample;
 use std::fs;
 
 #[test]

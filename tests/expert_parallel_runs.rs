@@ -2,12 +2,12 @@
 //! holds only its experts.
 
 use crate::cli::{Folder, exit_code_and_stderr, shardgrad};
-use crate::combinations::sample;
 use crate::explain::peak_bytes;
 use crate::resume::{refused, text, train};
 use crate::training_run::{Run, same, same_bits};
 use shardgrad::nn::ExpertsConfig;
 use shardgrad::nn::{LanguageModel, LlamaConfig, LlamaKind};
+use shardgrad_testing::sample;
 
 fn run(kind: LlamaKind, experts: ExpertsConfig) -> Run {
     let config = LlamaConfig {

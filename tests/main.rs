@@ -1,7 +1,6 @@
 //! The test binary of the root package, one module per subject. Unit tests of a crate are next to its code.
 
 mod training_run;
-mod combinations;
 mod consistency;
 mod cli;
 #[cfg(feature = "cuda")]

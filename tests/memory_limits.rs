@@ -1,10 +1,10 @@
 //! Memory limits: runs that do not fit are refused before they start, failed allocations save the model.
 
 use crate::cli::{Folder, exit_code_and_stderr, shardgrad};
-use crate::combinations::sample;
 use shardgrad::nn::checkpoint::TensorWriter;
 use shardgrad::nn::{Gpt2, Gpt2Config};
 use shardgrad::prelude::*;
+use shardgrad_testing::sample;
 use std::fs;
 use std::path::Path;
 use std::process::Command;

@@ -2,13 +2,12 @@
 //! the memory of its stage only.
 
 use crate::cli::{Folder, exit_code_and_stderr, shardgrad};
-use crate::combinations::sample;
 use approx::relative_eq;
 use serde_json::Value as Json;
 use shardgrad::nn::checkpoint::{TensorFile, TensorWriter};
 use shardgrad::nn::{BertConfig, LanguageModel, ModelConfig};
 use shardgrad::prelude::*;
-use shardgrad_testing::max_difference;
+use shardgrad_testing::{max_difference, sample};
 use std::path::Path;
 
 /// A model of each family: GPT-2, Llama, and Llama with experts, all with tied embeddings.

@@ -1,13 +1,13 @@
 //! Pipeline parallelism: losses, gradient norms and weights have the bits of one rank, transfers are counted, models are saved and loaded.
 
 use crate::cli::Folder;
-use crate::combinations::sample;
 use crate::training_run::{ROWS, Run, SEQ, gpt2, same, same_bits};
 use approx::abs_diff_ne;
 use shardgrad::autograd::pipeline::Cut;
 use shardgrad::dist::{Phase, Record};
 use shardgrad::nn::checkpoint::RunState;
 use shardgrad::prelude::*;
+use shardgrad_testing::sample;
 
 /// In both modes: the sums of the default are over microbatches with rows of all ranks, and are reduced during the last backward pass.
 #[test]

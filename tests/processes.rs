@@ -2,7 +2,7 @@
 //! environment variables of a launcher themselves.
 
 use crate::cli::Folder;
-use crate::combinations::sample;
+use shardgrad_testing::sample;
 use std::fs;
 use std::hash::{BuildHasher, RandomState};
 use std::net::TcpListener;

@@ -2,8 +2,8 @@
 //! unfinished ones skipped.
 
 use crate::cli::{Folder, exit_code_and_stderr, shardgrad};
-use crate::combinations::sample;
 use serde_json::Value;
+use shardgrad_testing::sample;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;

@@ -2,10 +2,10 @@
 //! rank with every other axis, and `explain` states order and balance.
 
 use crate::cli::{Folder, shardgrad};
-use crate::combinations::sample;
 use crate::resume::{record, text, train};
 use crate::training_run::same;
 use serde_json::Value;
+use shardgrad_testing::sample;
 use std::fs;
 use std::path::Path;
 

@@ -1,10 +1,10 @@
 //! Signals to `train`, `eval` and `generate`, and the end of the launcher: the saved state and the exit code.
 
 use crate::cli::{Folder, exit_code_and_stderr};
-use crate::combinations::sample;
 use crate::memory_limits::model;
 use crate::processes::{free_port, spawn_rank};
 use crate::run_outcomes::{SMALL, end_of, files, signal, spawned, text, wait_for, wait_for_file};
+use shardgrad_testing::sample;
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;

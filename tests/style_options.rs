@@ -2,11 +2,11 @@
 //! tokens, and `explain` states the collectives; the printed plan as a file gives the same run.
 
 use crate::cli::{Folder, exit_code_and_stderr, shardgrad};
-use crate::combinations::sample;
 use crate::resume::{record, text};
 use crate::training_run::same;
 use approx::assert_relative_eq;
 use serde_json::Value;
+use shardgrad_testing::sample;
 use std::fs;
 
 /// A style: a preset, the options, and a line of the totals of `explain` that the style alone has.

@@ -9,12 +9,14 @@
 mod global_tensor;
 mod max_difference;
 mod random_numbers;
+mod sample;
 pub mod op_check;
 pub mod fuzz;
 
 pub use global_tensor::GlobalTensor;
 pub use max_difference::max_difference;
 pub use random_numbers::random_numbers;
+pub use sample::sample;
 pub use shardgrad_tensor::ops::{Case, Input};
 
 /// Checks an op (see [`check_op`](op_check::check_op)): the op as a value, then its inputs (see [`Input`]). Returns a

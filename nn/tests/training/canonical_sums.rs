@@ -10,6 +10,7 @@ use shardgrad_nn::{
     ModelConfig, Optimizer, Plan, StateHash, Trainer, TrainerConfig, checkpoint,
 };
 use shardgrad_tensor::{DType, Elementwise, Kind, Rank, Result, Tensor, Value};
+use shardgrad_testing::sample;
 use std::ops::Range;
 use std::path::Path;
 
@@ -189,42 +190,44 @@ fn wide_llama() -> ModelConfig {
 const TENSOR_CUTS: [(&str, usize); 6] =
     [("tp=2", 1), ("tp=4", 3), ("dp=2,tp=2", 1), ("tp=2,dp=3", 2), ("dp=2,tp=4", 1), ("pp=2,tp=2", 3)];
 
-fn check_tensor_cuts(run: &Run, what: &str) {
+/// Compares a run on the meshes, a sample with this number, with one rank.
+fn check_tensor_cuts(run: &Run, what: &str, number: usize) {
     let alone = run.bits("", 1);
-    for (mesh, microbatches) in TENSOR_CUTS {
+    for (mesh, microbatches) in sample(number, TENSOR_CUTS) {
         assert_eq!(run.bits(mesh, microbatches), alone, "{what} on {mesh} in {microbatches} microbatches");
     }
 }
 
 #[test]
 fn bits_are_those_of_one_rank_for_every_number_of_tensor_parallel_ranks() {
-    check_tensor_cuts(&Run::new(wide_gpt2()), "gpt2");
-    check_tensor_cuts(&Run::new(wide_llama()), "llama");
+    check_tensor_cuts(&Run::new(wide_gpt2()), "gpt2", 0);
+    check_tensor_cuts(&Run::new(wide_llama()), "llama", 1);
 }
 
 #[test]
 fn bits_in_bf16_are_those_of_one_rank_for_every_number_of_tensor_parallel_ranks() {
-    check_tensor_cuts(&Run { dtype: DType::BF16, ..Run::new(wide_gpt2()) }, "gpt2 in bf16");
-    check_tensor_cuts(&Run { dtype: DType::BF16, ..Run::new(wide_llama()) }, "llama in bf16");
+    check_tensor_cuts(&Run { dtype: DType::BF16, ..Run::new(wide_gpt2()) }, "gpt2 in bf16", 1);
+    check_tensor_cuts(&Run { dtype: DType::BF16, ..Run::new(wide_llama()) }, "llama in bf16", 0);
 }
 
 /// Meshes whose tensor-parallel ranks hold 8, 12, 6 and 4 of 24 leaves: a node, or two.
 const ODD_CUTS: [(&str, usize); 5] =
     [("tp=3", 1), ("dp=3,tp=2", 2), ("tp=4", 1), ("tp=6", 1), ("pp=2,tp=2", 3)];
 
-fn check_odd_cuts(run: Run, what: &str) {
+/// Compares a run on the meshes, a sample with this number, with one rank.
+fn check_odd_cuts(run: Run, what: &str, number: usize) {
     let run = Run { deterministic: Deterministic::Mesh { batch_leaves: 12, sum_leaves: 24 }, ..run };
     let alone = run.bits("", 1);
-    for (mesh, microbatches) in ODD_CUTS {
+    for (mesh, microbatches) in sample(number, ODD_CUTS) {
         assert_eq!(run.bits(mesh, microbatches), alone, "{what} on {mesh} in {microbatches} microbatches");
     }
 }
 
 #[test]
 fn bits_are_those_of_one_rank_where_a_rank_holds_several_nodes_of_a_sum() {
-    check_odd_cuts(Run::new(wide_gpt2()), "gpt2");
-    check_odd_cuts(Run { dtype: DType::BF16, ..Run::new(wide_gpt2()) }, "gpt2 in bf16");
-    check_odd_cuts(Run::new(wide_llama()), "llama");
+    check_odd_cuts(Run::new(wide_gpt2()), "gpt2", 0);
+    check_odd_cuts(Run { dtype: DType::BF16, ..Run::new(wide_gpt2()) }, "gpt2 in bf16", 1);
+    check_odd_cuts(Run::new(wide_llama()), "llama", 0);
 }
 
 #[test]
@@ -255,9 +258,9 @@ fn pipelines_and_sharded_storage_have_the_bits_of_one_rank() {
         (Run { is_mean: true, ..Run::new(mixtral) }, &["zb-v"], "mixtral with a mean"),
     ] {
         let alone = run.bits("", 1);
-        for schedule in schedules {
+        for (number, schedule) in schedules.iter().enumerate() {
             let plan = plan(&run.config).pipeline_schedule(schedule);
-            for mesh in ["pp=2", "pp=2,dp=3"] {
+            for mesh in sample(number, ["pp=2", "pp=2,dp=3"]) {
                 let bits = run.train_as(&plan, mesh, 1, 3, [None, None]);
                 assert_eq!(bits, alone, "{what} on {mesh} by {schedule}");
             }
