@@ -53,7 +53,10 @@ pub(super) fn library(body: &str, entries: &[&str], is_instrumented: bool) -> Re
     })?;
     let object = |text: &str, define: &str| {
         build_cached(&folder, &[HEADER, text, define], "o", |to| {
-            write(&folder.join("shim.h"), HEADER)?;
+            // At once: a compiler that another thread or process has started may be reading it.
+            let header = folder.join(format!("{}.h", own_stem("shim")));
+            write(&header, HEADER)?;
+            std::fs::rename(&header, folder.join("shim.h")).map_err(|e| e.to_string())?;
             let source = to.with_extension("cc");
             write(&source, text)?;
             compile(&folder, &["-O2", define, "-c", path_str(&source)?, "-o", path_str(to)?])
@@ -105,12 +108,17 @@ fn build_cached(
     let stem = format!("{:016x}", hasher.finish());
     let path = folder.join(format!("{stem}.{extension}"));
     if !path.exists() {
-        let own = format!("{stem}-{}-{:?}", std::process::id(), std::thread::current().id());
-        let draft = folder.join(format!("{}.{extension}", own.replace(['(', ')'], "")));
+        let draft = folder.join(format!("{}.{extension}", own_stem(&stem)));
         make(&draft)?;
         std::fs::rename(&draft, &path).map_err(|e| e.to_string())?;
     }
     Ok(path)
+}
+
+/// Returns the name of a file that only this thread writes.
+fn own_stem(stem: &str) -> String {
+    let own = format!("{stem}-{}-{:?}", std::process::id(), std::thread::current().id());
+    own.replace(['(', ')'], "")
 }
 
 fn compile(folder: &Path, args: &[&str]) -> Result<(), String> {
