@@ -308,7 +308,7 @@ pub(crate) fn unit(dtype: DType, at: f64) -> f64 {
     power_of_two(exponent.max(exponent_min) - digits)
 }
 
-/// Returns 2^exponent, at least 2^-1074, from its bits: `powi` would be most of the time of a comparison.
+/// Returns 2^exponent, at least 2^-1074, from its bits: `powi` takes a loop, and every compared element asks.
 fn power_of_two(exponent: i32) -> f64 {
     f64::from_bits(if exponent < -1022 { 1 << (exponent + 1074) } else { ((exponent + 1023) as u64) << 52 })
 }
