@@ -225,7 +225,7 @@ const BROKEN: &[BrokenCase] = &[
     ("asked for cotangent 0 alone", vjp_that_ignores_the_mask),
     ("needs a redistribution step inside a vjp", vjp_with_a_redistribution_step),
     ("on views with gaps: output 0", strided_memory_read_as_contiguous),
-    ("refused without help", refusal_without_help),
+    ("refused without a repair", refusal_without_help),
 ];
 
 /// All failures that the checks report for some cases, on one rank and on two.

@@ -162,15 +162,21 @@ impl LayoutCase {
         };
         let layout_case = LayoutCase { layouts: layouts.clone(), is_strided: false, repair: None };
         let offers = op::suggested_repairs(&*case.op, rank, &args, &refusal);
-        let context = Context::of(rank);
-        let place = (rank, context);
-        match op::plan(&*case.op, place, &args, &[], site) {
-            _ if refusal.code == "shape" => return layout_case.wrong(case, "refused for its shapes".into()),
-            Ok(_) => return layout_case.wrong(case, "refused by its layout rule but planned".into()),
-            Err(e) if offers.is_empty() || !e.details().iter().any(|d| d.0 == "help") => {
-                return layout_case.wrong(case, format!("refused without help: {e}"));
+        let place = (rank, Context::of(rank));
+        if refusal.code == "shape" || offers.is_empty() {
+            return layout_case.wrong(case, format!("refused without a repair: {}", refusal.message));
+        }
+        // Planning searches the repairs again, so only a part of the rows does.
+        if which.is_multiple_of(4) {
+            match op::plan(&*case.op, place, &args, &[], site) {
+                Ok(_) => return layout_case.wrong(case, "refused by its layout rule but planned".into()),
+                Err(e) => {
+                    let is_listed = |offer: &Repair| e.details().iter().any(|d| d.1 == offer.to_string());
+                    if !offers.iter().all(is_listed) {
+                        return layout_case.wrong(case, format!("refused without its repairs: {e}"));
+                    }
+                }
             }
-            Err(_) => {}
         }
         for Repair { args, outputs, .. } in &offers {
             let repaired: Vec<&Layout> = args.iter().collect();
