@@ -146,7 +146,7 @@ impl Run {
         let model = Gpt2::new(&config).recompute(self.recompute);
         let mut trainer = Trainer::new(rank, model, &self.plan, AdamW::new(3e-3), settings, read, loss)?;
         let (mut losses, mut system_allocs) = (Vec::new(), Vec::new());
-        for _ in 0..6 {
+        for _ in 0..5 {
             losses.push(trainer.step()?.loss);
             system_allocs.push(rank.backend().memory().num_system_allocs);
         }

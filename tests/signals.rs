@@ -241,7 +241,7 @@ fn sigstopped_run_continues() {
     let folder = Folder::new("stopped");
     let (data, out) = (text(&folder, 2000), folder.path("out"));
     // One stage waits while the other computes, almost all of the time.
-    let long = ["train", "--batch", "32", "--seq", "64", "--mesh", "pp=2", "--microbatches", "1"];
+    let long = ["train", "--batch", "16", "--seq", "64", "--mesh", "pp=2", "--microbatches", "1"];
     let more = ["--data", &data, "--out", &out, "--steps", "12", "--eval-every", "0", "--timeout", "4"];
     let mut run = Command::new(env!("CARGO_BIN_EXE_shardgrad"));
     let child =

@@ -118,23 +118,22 @@ fn dependencies_are_few_and_explained() {
 
 /// Direct dependencies are used.
 pub(super) fn unused_dependencies(tree: &[Source]) -> Vec<Finding> {
-    let mut words: BTreeSet<(String, String, bool)> = BTreeSet::new();
+    let mut words: BTreeMap<(&str, bool), BTreeSet<String>> = BTreeMap::new();
     for source in tree {
         let first = source.path.split('/').next().unwrap_or_default();
         let package = if ["src", "tests", "benches", "examples"].contains(&first) { "" } else { first };
         let mut note = |tokens: &TokenStream, in_tests: bool| {
-            each_level(tokens, &mut |level| {
-                let found = (0..level.len()).filter_map(|at| word(level, at));
-                words.extend(found.map(|w| (package.to_string(), w, in_tests)));
-            });
+            let words = words.entry((package, in_tests)).or_default();
+            each_level(tokens, &mut |level| words.extend((0..level.len()).filter_map(|at| word(level, at))));
         };
         note(&source.tokens, true);
         if source.package().is_some() {
             note(&source.product, false);
         }
     }
-    let named =
-        |package: &str, name: &str, in_tests| words.contains(&(package.into(), name.into(), in_tests));
+    let named = |package: &str, name: &str, in_tests| {
+        words.get(&(package, in_tests)).is_some_and(|words| words.contains(name))
+    };
     unused(&wishes_of_the_tree(), &named)
 }
 
