@@ -279,7 +279,7 @@ fn selections(is_full: bool) -> Vec<RowSelection> {
     } else {
         let given = selection(every, 200, 200).in_size(Size::Given);
         selections.push(RowSelection { strided: &[false], ..given });
-        // Arguments have gaps on every second mesh.
+        // Views with and without gaps on the first mesh, then with gaps on every second one.
         let views: [&[bool]; 2] = [&[false], &[true]];
         for (mesh, strided) in one.into_iter().zip([BOTH, views[0], views[1]]) {
             selections.push(RowSelection { strided, ..selection(mesh, 5, 5) });
