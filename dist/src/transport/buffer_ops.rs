@@ -40,10 +40,13 @@ pub(super) fn reduce<'a>(
     from: &Range<usize>,
     y: &mut Buffer,
 ) -> Result<()> {
-    reduce_ranges(backend, dtype, reduce_op, operands.map(|buffer| (buffer, from.clone())), y)
+    let view = flat(from);
+    let inputs = operands.map(|buffer| Arg { buffer, dtype, view: &view });
+    reduce_views(backend, reduce_op, &inputs.collect::<SmallVec<[_; 8]>>(), y)
 }
 
 /// Reduces ranges of equal lengths, in their order, into the start of `y`.
+#[cfg(feature = "nccl")]
 pub(super) fn reduce_ranges<'a>(
     backend: &dyn Backend,
     dtype: DType,
@@ -51,22 +54,27 @@ pub(super) fn reduce_ranges<'a>(
     operands: impl Iterator<Item = (&'a Buffer, Range<usize>)>,
     y: &mut Buffer,
 ) -> Result<()> {
-    let (buffers, views): (SmallVec<[&Buffer; 8]>, SmallVec<[Strides; 8]>) =
-        operands.map(|(buffer, range)| (buffer, flat(&range))).unzip();
-    let numel = views.first().map_or(0, Strides::numel);
-    if numel == 0 {
-        return Ok(());
-    }
-    let written = flat(&(0..numel));
-    let inputs = buffers.iter().zip(&views).map(|(buffer, view)| Arg { buffer, dtype, view });
-    let inputs: SmallVec<[Arg<'_>; 8]> = inputs.collect();
-    let mut outputs = [ArgMut { buffer: y, dtype, view: &written }];
+    let operands: SmallVec<[_; 8]> = operands.map(|(buffer, range)| (buffer, flat(&range))).collect();
+    let inputs = operands.iter().map(|(buffer, view)| Arg { buffer, dtype, view });
+    reduce_views(backend, reduce_op, &inputs.collect::<SmallVec<[_; 8]>>(), y)
+}
+
+/// Reduces views of one shape, in their order, into the start of `y`.
+fn reduce_views(
+    backend: &dyn Backend,
+    reduce_op: ReduceOp,
+    inputs: &[Arg<'_>],
+    y: &mut Buffer,
+) -> Result<()> {
+    let Some(Arg { dtype, view, .. }) = inputs.first().filter(|x| x.view.numel() > 0) else { return Ok(()) };
+    let written = flat(&(0..view.numel()));
+    let mut outputs = [ArgMut { buffer: y, dtype: *dtype, view: &written }];
     let kernel = match reduce_op {
         ReduceOp::Sum => &tree_reduce::SUM,
         ReduceOp::Max => &tree_reduce::MAX,
         ReduceOp::Min => &tree_reduce::MIN,
     };
-    backend.launch(kernel, &mut Launch { inputs: &inputs, outputs: &mut outputs, scalars: &[] })?;
+    backend.launch(kernel, &mut Launch { inputs, outputs: &mut outputs, scalars: &[] })?;
     Ok(())
 }
 

@@ -120,7 +120,7 @@ impl GatheredTensor {
         runner.concat_parts_at(
             received,
             &self.parts,
-            &starts,
+            starts.into_iter(),
             self.dim,
             &self.to.local_shape(rank.coordinates()),
         )

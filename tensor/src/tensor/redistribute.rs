@@ -218,9 +218,7 @@ pub(super) fn sum_packed(
         (None, true) => rank.all_reduce_async(call, x, whole, ReduceOp::Sum),
         (None, false) => all_reduce_sum(rank, call, packed).map(PendingBuffer::from),
         (Some(counts), true) => rank.reduce_scatter_async(call, x, counts),
-        (Some(counts), false) => {
-            reduce_scatter_sum(rank, call, packed, counts).map(|part| PendingBuffer::from(part.buffer))
-        }
+        (Some(counts), false) => reduce_scatter_sum(rank, call, packed, counts).map(PendingBuffer::from),
     })?;
     let numel = counts.map_or(whole, |counts| counts[rank.group_rank(axes)]);
     Ok(PendingTensor { result, dtype, numel })
@@ -229,7 +227,7 @@ pub(super) fn sum_packed(
 /// Whether a sum over ranks rounds each node of its tree, as the ranks do that hold several leaves of a canonical sum. A plain
 /// reduction of 16-bit floats rounds once.
 fn rounds_nodes(rank: &Rank, dtype: DType) -> bool {
-    Context::of(rank).sum_tree().is_some() && dtype.is_float() && dtype.accumulator() != dtype
+    dtype.is_float() && dtype.accumulator() != dtype && Context::of(rank).sum_tree().is_some()
 }
 
 /// Sums a flat local tensor over the ranks of a call.
@@ -244,21 +242,15 @@ fn all_reduce_sum(rank: &Rank, call: &Call<'_>, x: &LocalTensor) -> Result<Buffe
     }
 }
 
-/// Sums a flat local tensor over the ranks of a call, and returns the part of this rank as one dim.
-fn reduce_scatter_sum(
-    rank: &Rank,
-    call: &Call<'_>,
-    x: &LocalTensor,
-    counts: &[usize],
-) -> Result<LocalTensor> {
-    let own = rank.group_rank(call.axes);
+/// Sums a flat local tensor over the ranks of a call, and returns the part of this rank, from the start of the buffer.
+fn reduce_scatter_sum(rank: &Rank, call: &Call<'_>, x: &LocalTensor, counts: &[usize]) -> Result<Buffer> {
     if !rounds_nodes(rank, x.dtype) {
-        let buffer = rank.reduce_scatter(call, &x.buffer, counts)?;
-        return Ok(LocalTensor::from_buffer(buffer, x.dtype, &[counts[own]]));
+        return rank.reduce_scatter(call, &x.buffer, counts);
     }
+    let own = rank.group_rank(call.axes);
     let sum = LocalTensor::from_buffer(all_reduce_sum(rank, call, x)?, x.dtype, &[x.numel()]);
     let start: usize = counts[..own].iter().sum();
-    sum.with_view(sum.view.narrow(0, start, start + counts[own])).to_dtype(rank, x.dtype)
+    Ok(sum.with_view(sum.view.narrow(0, start, start + counts[own])).to_dtype(rank, x.dtype)?.buffer)
 }
 
 /// Completes a partial sum where sums are canonical, and returns it as the term of the first rank, the others' terms being -0: what is
@@ -294,7 +286,7 @@ pub fn join_axes_of_partial_sum(
 ) -> Result<Tensor> {
     let (layout, mesh) = (x.layout(), x.layout().mesh());
     let is_several = || layout.partial().iter().filter(|axis| mesh.size(*axis) > 1).nth(1).is_some();
-    if Context::of(x.rank()).sum_tree().is_none() || !is_several() {
+    if !is_several() || Context::of(x.rank()).sum_tree().is_none() {
         return Ok(x);
     }
     let mut at = layout.clone();
@@ -447,8 +439,8 @@ impl StepRunner<'_> {
         let parts = self.part_shapes(self.to, axis);
         let counts: Vec<usize> = parts.iter().map(|s| s.iter().product()).collect();
         let packed = self.pack(x, d, axis, &counts)?;
-        let sum = self.call(x.lineage, |call| reduce_scatter_sum(self.rank, call, &packed, &counts))?;
-        Ok(sum.with_view(Strides::contiguous(&self.to.local_shape(self.rank.coordinates()))))
+        let buffer = self.call(x.lineage, |call| reduce_scatter_sum(self.rank, call, &packed, &counts))?;
+        Ok(LocalTensor::from_buffer(buffer, x.dtype, &self.to.local_shape(self.rank.coordinates())))
     }
 
     fn all_to_all(&self, x: &LocalTensor, d: usize, e: usize, axis: Axis) -> Result<LocalTensor> {
@@ -513,7 +505,7 @@ impl StepRunner<'_> {
             *end += part.iter().product::<usize>();
             Some(start)
         });
-        self.concat_parts_at(flat, parts, &offsets.collect::<Vec<_>>(), d, shape)
+        self.concat_parts_at(flat, parts, offsets, d, shape)
     }
 
     /// Concatenates parts along dim `d` that begin at these offsets of a flat buffer.
@@ -521,7 +513,7 @@ impl StepRunner<'_> {
         &self,
         flat: &LocalTensor,
         parts: &[Vec<usize>],
-        offsets: &[usize],
+        offsets: impl Iterator<Item = usize>,
         d: usize,
         shape: &[usize],
     ) -> Result<LocalTensor> {
@@ -531,7 +523,7 @@ impl StepRunner<'_> {
         let mut whole = LocalTensor::alloc(self.rank, flat.dtype, shape)?;
         let mut start = 0;
         for (part, offset) in parts.iter().zip(offsets) {
-            let from = flat.with_view(Strides::contiguous(part).at(*offset));
+            let from = flat.with_view(Strides::contiguous(part).at(offset));
             let at = whole.view.narrow(d, start, start + part[d]);
             whole.write(self.rank, at, &from)?;
             start += part[d];
