@@ -25,52 +25,66 @@ fn nothing(_: &Pool, _: &mut Launch<'_>) -> Result<(), KernelError> {
     unreachable!("only the GPU runs it")
 }
 
-/// Computes y = x once the gate, which another stream writes, is 1; y = -1 after ten minutes without. A busy machine may keep the threads
-/// that open the gate waiting for more than a minute.
-static HELD: Kernel = Kernel {
-    name: "held",
-    reference: nothing,
-    cpu: None,
-    gpu: Some(GpuCode {
-        source: "extern \"C\" __global__ void held(const float *gate, const float *x, float *y, int n) {\n\
-                if (threadIdx.x != 0) return;\n\
-                const volatile float *at = gate;\n\
-                for (int naps = 0; *at != 1.f && naps < 600000; ++naps) __nanosleep(1000000);\n\
-                for (int i = 0; i < n; ++i) y[i] = *at == 1.f ? x[i] : -1.f;\n\
-            }\n",
-        plan: |launch, plan| {
-            let n = GridArg::I32(launch.outputs[0].view.numel() as i32);
-            let args = vec![GridArg::Input(0), GridArg::Input(1), GridArg::Output(0), n];
-            let (defines, blocks) = (Vec::new(), [1; 3]);
-            plan.grid(Grid { entry: "held", defines, blocks, threads: 32, shared_bytes: 0, args });
-            Ok(())
-        },
-    }),
-    flops: |_| 0,
-    bytes: None,
-    bound: Bound { ulps: 0.0 },
-};
+/// A kernel that computes y = x once the gate, which another stream writes, is 1; y = -1 after ten minutes without. A busy machine may keep
+/// the threads that open the gate waiting for more than a minute.
+macro_rules! held_copy {
+    ($entry:literal) => {
+        Kernel {
+            name: $entry,
+            reference: nothing,
+            cpu: None,
+            gpu: Some(GpuCode {
+                source: concat!(
+                    "extern \"C\" __global__ void ",
+                    $entry,
+                    "(const float *gate, const float *x, float *y, int n) {\n\
+                        if (threadIdx.x != 0) return;\n\
+                        const volatile float *at = gate;\n\
+                        for (int naps = 0; *at != 1.f && naps < 600000; ++naps) __nanosleep(1000000);\n\
+                        for (int i = 0; i < n; ++i) y[i] = *at == 1.f ? x[i] : -1.f;\n\
+                    }\n"
+                ),
+                plan: |launch, plan| {
+                    let n = GridArg::I32(launch.outputs[0].view.numel() as i32);
+                    let args = vec![GridArg::Input(0), GridArg::Input(1), GridArg::Output(0), n];
+                    let (defines, blocks) = (Vec::new(), [1; 3]);
+                    plan.grid(Grid { entry: $entry, defines, blocks, threads: 32, shared_bytes: 0, args });
+                    Ok(())
+                },
+            }),
+            flops: |_| 0,
+            bytes: None,
+            bound: Bound { ulps: 0.0 },
+        }
+    };
+}
 
-/// A closed gate, and the rank that opens it.
+/// The copies behind the two gates of a test. The fake GPU runs one launch of a program at a time: were they one program, a copy whose gate
+/// is closed could keep one from running whose gate is open, and the test would wait for it before it opens the other.
+static HELD: Kernel = held_copy!("held");
+static ALSO_HELD: Kernel = held_copy!("also_held");
+
+/// A closed gate, the rank that opens it, and the copy that it delays.
 struct Gate {
     keeper: Arc<dyn Backend>,
     buffer: Buffer,
+    copy: &'static Kernel,
 }
 
 impl Gate {
     fn new(gpu: &CudaDevice) -> Gate {
-        Gate::of(&gpu.backend(BackendConfig::default()).unwrap())
+        Gate::of(&gpu.backend(BackendConfig::default()).unwrap(), &HELD)
     }
 
-    fn of(keeper: &Arc<dyn Backend>) -> Gate {
+    fn of(keeper: &Arc<dyn Backend>, copy: &'static Kernel) -> Gate {
         let buffer = upload(&**keeper, &[0f32]).unwrap();
         keeper.synchronize().unwrap();
-        Gate { keeper: keeper.clone(), buffer }
+        Gate { keeper: keeper.clone(), buffer, copy }
     }
 
-    /// Creates another closed gate.
+    /// Creates the other closed gate of a test.
     fn another(&self) -> Gate {
-        Gate::of(&self.keeper)
+        Gate::of(&self.keeper, &ALSO_HELD)
     }
 
     /// Opens the gate, after a delay in which all work that does not wait for it completes.
@@ -87,11 +101,13 @@ fn rank(folder: &Folder) -> (Arc<dyn Backend>, Gate) {
 
 fn rank_on(gpu: &CudaDevice) -> (Arc<dyn Backend>, Gate) {
     let compute = gpu.backend(BackendConfig::default()).unwrap();
-    let mut open = Gate::new(gpu);
-    open.open();
     let x = upload(&*compute, &[1f32; N]).unwrap();
     let mut y = compute.alloc(4 * N).unwrap();
-    held(&*compute, &open, &x, &mut y);
+    let first = Gate::new(gpu);
+    for mut gate in [first.another(), first] {
+        gate.open();
+        held(&*compute, &gate, &x, &mut y);
+    }
     twice(&*compute, &x, &mut y, N, 1.0).unwrap();
     compute.synchronize().unwrap();
     (compute, Gate::new(gpu))
@@ -103,7 +119,7 @@ fn held(on: &dyn Backend, gate: &Gate, x: &Buffer, y: &mut Buffer) {
     let arg = |buffer, view| Arg { buffer, dtype: DType::F32, view };
     let inputs = [arg(&gate.buffer, &one), arg(x, &all)];
     let mut outputs = [ArgMut { buffer: y, dtype: DType::F32, view: &all }];
-    on.launch(&HELD, &mut Launch { inputs: &inputs, outputs: &mut outputs, scalars: &[] }).unwrap();
+    on.launch(gate.copy, &mut Launch { inputs: &inputs, outputs: &mut outputs, scalars: &[] }).unwrap();
 }
 
 /// Starts an async collective that copies x, delayed by a gate.
