@@ -1,6 +1,7 @@
-//! Occupancy checks: if NVRTC is installed, every program that a test case runs on the host is compiled for GPUs too. Programs must
-//! not spill registers, and two blocks must fit a multiprocessor. Programs in f32 and bf16 are compiled for the newer of two architectures,
-//! every third one in bf16 for the older too, those in f16 and f64 for neither; with `SHARDGRAD_CARDS=all` all for both.
+//! Occupancy checks: if NVRTC is installed, programs that test cases run on the host are compiled for GPUs too. They must not spill
+//! registers, and two blocks must fit a multiprocessor. Compilation takes longer than the test cases, so about half of the programs in bf16
+//! and a quarter of those in f32 are compiled for the newer of two architectures, an eighth of those in bf16 for the older too, and none in
+//! f16 and f64; with `SHARDGRAD_CARDS=all` all for both. A hash of the program draws them, so that a changed program is drawn anew.
 
 use crate::cuda::{Compiler, Program, SearchPaths, Usage};
 use crate::gpu::{Grid, Step};
@@ -37,26 +38,39 @@ pub(super) fn check(
     shared_bytes_max: u32,
 ) -> Result<(), String> {
     let is_full = is_full();
-    let mut hasher = DefaultHasher::new();
-    (text, grid.entry, grid.threads, grid.shared_bytes, is_full, shared_bytes_max).hash(&mut hasher);
-    let hash = hasher.finish();
-    let mark = folder.join(format!("{hash:016x}.fits"));
-    if mark.exists() {
+    let architectures = match rarity(grid) {
+        Rarity::Rare if !is_full => &[][..],
+        _ if shared_bytes_max <= SMALL.1 => &[SMALL][..],
+        _ if is_full => &ARCHITECTURES[..],
+        rarity => drawn(rarity, hash_of(&text)),
+    };
+    let mark = hash_of(&(text, grid.entry, grid.threads, grid.shared_bytes, is_full, shared_bytes_max));
+    let mark = folder.join(format!("{mark:016x}.fits"));
+    if architectures.is_empty() || mark.exists() {
         return Ok(());
     }
     let Some(compiler) = compiler(folder) else { return Ok(()) };
     let mut found = String::new();
-    let architectures = match rarity(grid) {
-        Rarity::Rare if !is_full => &[][..],
-        _ if shared_bytes_max <= SMALL.1 => &[SMALL][..],
-        Rarity::Usual if !is_full => &ARCHITECTURES[1..],
-        Rarity::Common if !is_full && !hash.is_multiple_of(3) => &ARCHITECTURES[1..],
-        _ => &ARCHITECTURES[..],
-    };
     for &architecture in architectures {
         found += &check_on(&compiler, kernel, grid, text, architecture)?;
     }
     std::fs::write(mark, found).map_err(|e| e.to_string())
+}
+
+fn hash_of(of: &impl Hash) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    of.hash(&mut hasher);
+    hasher.finish()
+}
+
+/// Returns the architectures for which a program with this hash is compiled, of the share of its kind.
+fn drawn(rarity: Rarity, hash: u64) -> &'static [(&'static str, u32)] {
+    match rarity {
+        Rarity::Common if hash.is_multiple_of(8) => &ARCHITECTURES,
+        Rarity::Common if hash.is_multiple_of(2) => &ARCHITECTURES[1..],
+        Rarity::Usual if hash.is_multiple_of(4) => &ARCHITECTURES[1..],
+        _ => &[],
+    }
 }
 
 /// Compiles the programs of a launch, which is not run, for the architecture for which kernels are tuned, and with `SHARDGRAD_CARDS=all` for
@@ -172,6 +186,16 @@ mod tests {
         assert_eq!(of(&["i64"]), Rarity::Common);
         assert_eq!(of(&["float", "double"]), Rarity::Usual);
         assert_eq!([of(&["float", "f16"]), of(&["double"])], [Rarity::Rare; 2]);
+    }
+
+    #[test]
+    fn shares_of_programs_are_those_that_the_module_names() {
+        let count = |rarity, architectures| {
+            (0..64).filter(|&hash| drawn(rarity, hash).len() == architectures).count()
+        };
+        assert_eq!([0, 1, 2].map(|n| count(Rarity::Common, n)), [32, 24, 8]);
+        assert_eq!([0, 1, 2].map(|n| count(Rarity::Usual, n)), [48, 16, 0]);
+        assert_eq!(count(Rarity::Rare, 0), 64);
     }
 
     #[test]
