@@ -188,16 +188,13 @@ impl World {
     #[doc(alias = "spawn")]
     #[doc(alias = "mp.spawn")]
     pub fn launch<T: Send>(self, f: impl Fn(&Rank) -> Result<T> + Sync) -> Result<Vec<T>> {
-        let places: Vec<Mutex<Option<T>>> = (0..self.mesh.num_ranks()).map(|_| Mutex::new(None)).collect();
+        let places = empty_places(self.mesh.num_ranks());
         self.launch_ranks(&|rank| {
             let result = f(rank)?;
             *places[rank.index()].lock().unwrap_or_else(PoisonError::into_inner) = Some(result);
             Ok(())
         })?;
-        let taken =
-            places.into_iter().map(|place| place.into_inner().unwrap_or_else(PoisonError::into_inner));
-        let results: Option<Vec<T>> = taken.collect();
-        Ok(results.expect("bug: a rank without a result in a world without a failure"))
+        Ok(results_of(places))
     }
 
     /// [`World::launch`], compiled once and not for each function that is launched.
@@ -311,6 +308,25 @@ impl World {
         let rank = Rank::of_dry_run(&self.mesh, index, self.memory_bytes_max);
         catch_errors(&self.mesh, index, || f(&rank))
     }
+}
+
+/// A place for the result of each rank.
+type Places<T> = Vec<Mutex<Option<T>>>;
+
+// Both are compiled for each type of results, not for each function that is launched, and have loops, which compile faster than iterators.
+fn empty_places<T>(num_ranks: usize) -> Places<T> {
+    let mut places = Vec::with_capacity(num_ranks);
+    places.resize_with(num_ranks, Mutex::default);
+    places
+}
+
+fn results_of<T>(places: Places<T>) -> Vec<T> {
+    let mut results = Vec::with_capacity(places.len());
+    for place in places {
+        let result = place.into_inner().unwrap_or_else(PoisonError::into_inner);
+        results.push(result.expect("bug: a rank without a result in a world without a failure"));
+    }
+    results
 }
 
 /// Checks the environment variable that limits the instruction sets of kernels, which panic on an invalid value.

@@ -5,7 +5,7 @@ use crate::cost::Cost;
 use crate::device::Device;
 use crate::dtype::Element;
 use crate::error::{KernelError, MemoryStats};
-use crate::host_vec::try_filled;
+use crate::host_vec::try_zeroed;
 use crate::kernel::{Kernel, Launch};
 use std::any::Any;
 use std::fmt;
@@ -346,7 +346,7 @@ pub fn download<T: Element>(
     if !buffer.has_memory() {
         return Ok(Vec::new());
     }
-    let mut data = try_filled(T::default(), numel, "a copy of a tensor on the host")?;
+    let mut data = try_zeroed(numel, "a copy of a tensor on the host")?;
     backend.download(buffer, bytes_of_mut(&mut data))?;
     Ok(data)
 }

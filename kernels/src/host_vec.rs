@@ -1,7 +1,9 @@
 //! Fallible allocation of host vectors, for lengths that grow with tensors: `vec!` would abort the process when memory runs out.
 
 use crate::buffer::has_margin;
+use crate::dtype::Element;
 use crate::error::KernelError;
+use std::alloc::{Layout, alloc_zeroed};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 /// Allocations of at least this size must leave the margin of memory for the rest of the program.
@@ -19,14 +21,26 @@ pub fn try_with_capacity<T>(len: usize, what: &'static str) -> Result<Vec<T>, Ke
     if requested_bytes >= LARGE && !has_margin() { Err(refused()) } else { Ok(vec) }
 }
 
-/// Returns a vector of `len` copies of `value`.
+/// Returns a vector of `len` zeros (`false` for bool). Nothing is written where the system has zeroed memory, and in builds without
+/// optimization elements are not visited one by one.
 ///
 /// # Errors
 /// As [`try_with_capacity`].
-pub fn try_filled<T: Clone>(value: T, len: usize, what: &'static str) -> Result<Vec<T>, KernelError> {
-    let mut vec = try_with_capacity(len, what)?;
-    vec.resize(len, value);
-    Ok(vec)
+pub fn try_zeroed<T: Element>(len: usize, what: &'static str) -> Result<Vec<T>, KernelError> {
+    let requested_bytes = len.saturating_mul(size_of::<T>());
+    let refused = || KernelError::HostMemory { requested_bytes, what };
+    if len == 0 {
+        return Ok(Vec::new());
+    }
+    let layout = Layout::array::<T>(len).map_err(|_| refused())?;
+    // SAFETY: no element type is empty, so neither is the layout.
+    let start = unsafe { alloc_zeroed(layout) };
+    if start.is_null() {
+        return Err(refused());
+    }
+    // SAFETY: the global allocator returned this memory for `len` elements, and zero bytes are a value of every element type.
+    let vec = unsafe { Vec::from_raw_parts(start.cast::<T>(), len, len) };
+    if requested_bytes >= LARGE && !has_margin() { Err(refused()) } else { Ok(vec) }
 }
 
 /// Copies a slice to a new vector.
@@ -47,9 +61,11 @@ pub(crate) fn catch_kernel_error(work: impl FnOnce() -> Result<(), KernelError>)
     })
 }
 
-/// [`try_filled`] for kernel tasks: panics with the [`KernelError`] as the payload.
+/// Returns a vector of `len` copies of `value` for a kernel task; panics with a [`KernelError`] as the payload if there is no memory.
 pub(crate) fn filled_or_unwind<T: Clone>(value: T, len: usize) -> Vec<T> {
-    try_filled(value, len, SCRATCH).unwrap_or_else(|error| resume_unwind(Box::new(error)))
+    let mut vec = try_with_capacity(len, SCRATCH).unwrap_or_else(|error| resume_unwind(Box::new(error)));
+    vec.resize(len, value);
+    vec
 }
 
 /// The purpose of scratch memory in [`KernelError::HostMemory`].
@@ -61,17 +77,21 @@ mod tests {
 
     #[test]
     fn too_large_allocation_is_an_error_with_its_bytes() {
-        let error = try_filled(0u32, usize::MAX / 8, "a test").unwrap_err();
+        let error = try_zeroed::<u32>(usize::MAX / 8, "a test").unwrap_err();
         let bytes = usize::MAX / 8 * 4;
         assert_eq!(error, KernelError::HostMemory { requested_bytes: bytes, what: "a test" });
         assert_eq!(error.to_string(), format!("out of memory: the system refused {bytes} bytes for a test"));
-        assert!(try_filled(0u64, usize::MAX, "a test").is_err(), "more than the address space");
+        assert!(try_zeroed::<u64>(usize::MAX, "a test").is_err(), "more than the address space");
         assert!(try_with_capacity::<u64>(usize::MAX, "a test").is_err());
     }
 
     #[test]
     fn vectors_hold_their_elements() {
-        assert_eq!(try_filled(7u8, 3, "a test").unwrap(), [7; 3]);
+        for len in [0, 3, LARGE] {
+            let zeros = try_zeroed::<f64>(len, "a test").unwrap();
+            assert!(zeros.len() == len && zeros.iter().all(|x| x.to_bits() == 0));
+            assert_eq!(try_zeroed::<bool>(len, "a test").unwrap(), vec![false; len]);
+        }
         assert_eq!(try_copied(&[1, 2], "a test").unwrap(), [1, 2]);
         assert_eq!(filled_or_unwind(1.5f32, 1 << 19), vec![1.5; 1 << 19]);
     }

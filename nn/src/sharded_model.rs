@@ -124,72 +124,21 @@ impl<M: Module> Model<M> {
         plan: &Plan,
         precision: Precision,
     ) -> Result<Model<M>> {
-        precision.check()?;
-        plan.check()?;
-        let NamedLeaves { params, uses, points } = named_leaves(&module)?;
-        let mut used = vec![false; plan.num_rules()];
-        let mut layouts_on = |rank: &Rank| {
-            let of = |(name, param): &(String, Param)| {
-                let leader = param.leader().map(|leader| (leader, name_of(&params, &leader.param)));
-                param_layouts(rank, plan, (name, param), leader, precision, &mut used)
-            };
-            params.iter().map(of).collect::<Result<Vec<_>>>()
-        };
-        let layouts = layouts_on(rank)?;
-        let pass_layouts = pass_rank.as_ref().map(layouts_on).transpose()?;
-        let mut placements: HashMap<String, Vec<(Axis, Placement)>> = HashMap::with_capacity(points.len());
-        let pass_mesh = pass_rank.as_ref().unwrap_or(rank).mesh();
-        for name in &points {
-            placements
-                .insert(name.clone(), plan.placements(RuleTarget::Point, name, None, pass_mesh, &mut used));
-        }
-        let names: Vec<&str> = params.iter().map(|(name, _)| name.as_str()).collect();
-        let point_names: Vec<&str> = points.iter().map(String::as_str).collect();
-        let unmatched_rules = plan.check_all_rules_matched(&used, &names, &point_names)?;
-        plan.check_gather_groups_matched(&names)?;
-        plan.check_repeated_blocks(&param_uses(&params, &uses))?;
-        plan.check_all_axes_used(rank.mesh(), &used)?;
-        plan.check_one_zero_axis(rank.mesh())?;
-        let (mut gather_groups, mut step_params) = (GroupedParams::new(), Vec::new());
-        let gradient_bytes = gradient_bytes(rank, &layouts);
-        for ((name, param), (stored, compute)) in params.iter().zip(layouts) {
-            let policy = match &compute {
-                Some(compute) => policy_in_group(plan, &mut gather_groups, (name, param), [&stored, compute]),
-                None => GatherPolicy::default(),
-            };
-            if policy.lifetime == GatheredLifetime::Step {
-                step_params.push(param.clone());
-            }
-            param.bind(name, next_key(rank), stored, compute, policy)?;
-        }
-        for ((_, param), (layout, compute)) in params.iter().zip(pass_layouts.into_iter().flatten()) {
-            param.bind_pass(layout, compute);
-        }
-        let gather_order = Rc::new(GatherOrder::new(0..gather_groups.len() as u32));
-        visit_leaves(&module, &mut |path, leaf| {
-            if let ModuleLeaf::Point(point) = leaf {
-                let placements = placements.remove(path).unwrap_or_default();
-                point.bind(path, placements, plan.is_regathered(path));
-            }
-        });
-        let params = params.into_iter().map(|(_, param)| param).collect();
-        let (rank, hooks) = (rank.clone(), HooksVersion::default());
-        let bucket_bytes = plan.bucket_bytes(rank.world().mesh(), gradient_bytes);
-        let token_axes = plan.token_axes(rank.mesh()).collect();
+        let bound = BoundParams::new(rank, pass_rank.as_ref(), &module, plan, precision)?;
         Ok(Model {
             module,
-            rank,
+            rank: rank.clone(),
             pass_rank,
             precision,
-            params,
-            unmatched_rules,
-            gather_groups,
-            step_params,
-            gather_order,
+            params: bound.params,
+            unmatched_rules: bound.unmatched_rules,
+            gather_groups: bound.gather_groups,
+            step_params: bound.step_params,
+            gather_order: bound.gather_order,
             gathered_bytes_max: plan.gathered_bytes_max,
-            bucket_bytes,
-            token_axes,
-            hooks,
+            bucket_bytes: bound.bucket_bytes,
+            token_axes: plan.token_axes(rank.mesh()).collect(),
+            hooks: HooksVersion::default(),
         })
     }
 
@@ -414,6 +363,80 @@ impl<M> Deref for Model<M> {
 impl<M> fmt::Debug for Model<M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_list().entries(&self.params).finish()
+    }
+}
+
+/// The parameters and activation points of a module, named and laid out as a plan states: what of a [`Model`] does not depend on the type of
+/// the module, so that it is not compiled for each.
+struct BoundParams {
+    params: Vec<Param>,
+    unmatched_rules: Vec<String>,
+    gather_groups: GroupedParams,
+    step_params: Vec<Param>,
+    gather_order: Rc<GatherOrder>,
+    bucket_bytes: BucketBytes,
+}
+
+impl BoundParams {
+    /// Binds each parameter and point of a module to its path and its layouts; see [`Model::with_passes_on`].
+    fn new(
+        rank: &Rank,
+        pass_rank: Option<&Rank>,
+        module: &dyn Module,
+        plan: &Plan,
+        precision: Precision,
+    ) -> Result<BoundParams> {
+        precision.check()?;
+        plan.check()?;
+        let NamedLeaves { params, uses, points } = named_leaves(module)?;
+        let mut used = vec![false; plan.num_rules()];
+        let mut layouts_on = |rank: &Rank| {
+            let of = |(name, param): &(String, Param)| {
+                let leader = param.leader().map(|leader| (leader, name_of(&params, &leader.param)));
+                param_layouts(rank, plan, (name, param), leader, precision, &mut used)
+            };
+            params.iter().map(of).collect::<Result<Vec<_>>>()
+        };
+        let layouts = layouts_on(rank)?;
+        let pass_layouts = pass_rank.map(layouts_on).transpose()?;
+        let mut placements: HashMap<String, Vec<(Axis, Placement)>> = HashMap::with_capacity(points.len());
+        let pass_mesh = pass_rank.unwrap_or(rank).mesh();
+        for name in &points {
+            placements
+                .insert(name.clone(), plan.placements(RuleTarget::Point, name, None, pass_mesh, &mut used));
+        }
+        let names: Vec<&str> = params.iter().map(|(name, _)| name.as_str()).collect();
+        let point_names: Vec<&str> = points.iter().map(String::as_str).collect();
+        let unmatched_rules = plan.check_all_rules_matched(&used, &names, &point_names)?;
+        plan.check_gather_groups_matched(&names)?;
+        plan.check_repeated_blocks(&param_uses(&params, &uses))?;
+        plan.check_all_axes_used(rank.mesh(), &used)?;
+        plan.check_one_zero_axis(rank.mesh())?;
+        let (mut gather_groups, mut step_params) = (GroupedParams::new(), Vec::new());
+        let gradient_bytes = gradient_bytes(rank, &layouts);
+        for ((name, param), (stored, compute)) in params.iter().zip(layouts) {
+            let policy = match &compute {
+                Some(compute) => policy_in_group(plan, &mut gather_groups, (name, param), [&stored, compute]),
+                None => GatherPolicy::default(),
+            };
+            if policy.lifetime == GatheredLifetime::Step {
+                step_params.push(param.clone());
+            }
+            param.bind(name, next_key(rank), stored, compute, policy)?;
+        }
+        for ((_, param), (layout, compute)) in params.iter().zip(pass_layouts.into_iter().flatten()) {
+            param.bind_pass(layout, compute);
+        }
+        let gather_order = Rc::new(GatherOrder::new(0..gather_groups.len() as u32));
+        visit_leaves(module, &mut |path, leaf| {
+            if let ModuleLeaf::Point(point) = leaf {
+                let placements = placements.remove(path).unwrap_or_default();
+                point.bind(path, placements, plan.is_regathered(path));
+            }
+        });
+        let params = params.into_iter().map(|(_, param)| param).collect();
+        let bucket_bytes = plan.bucket_bytes(rank.world().mesh(), gradient_bytes);
+        Ok(BoundParams { params, unmatched_rules, gather_groups, step_params, gather_order, bucket_bytes })
     }
 }
 

@@ -48,6 +48,7 @@ pub use ops::experts::RowsToExperts;
 pub use shardgrad_dist::{
     Axis, AxisSet, Call, Error, Kind, Mesh, Origin, Phase, Rank, Record, Result, World,
 };
+pub use shardgrad_kernels::host_vec::try_zeroed;
 pub use shardgrad_kernels::{DType, Dims, Element, PackCacheGuard};
 pub use tensor::Tensor;
 pub use tensor::bytes::DetachedBytes;

@@ -98,8 +98,22 @@ impl<'t, M: Module> Trainer<'t, M> {
         load_batch: impl Fn(&Rank, u64, Range<usize>) -> Result<Vec<Tensor>> + 't,
         loss: impl Fn(&M, &[Var]) -> L + 't,
     ) -> Result<Trainer<'t, M>> {
-        check_config(&config)?;
         let loss_fn: LossFn<'t, M> = Box::new(move |module, arguments| loss(module, arguments).into());
+        Trainer::with_boxed(rank, module, plan, Box::new(optim), config, Box::new(load_batch), loss_fn)
+    }
+
+    /// [`Trainer::new`], compiled for each module, not for each optimizer and function.
+    #[track_caller]
+    fn with_boxed(
+        rank: &Rank,
+        module: M,
+        plan: &Plan,
+        optim: Box<dyn Optimizer + 't>,
+        config: TrainerConfig,
+        load_batch: LoadBatch<'t>,
+        loss_fn: LossFn<'t, M>,
+    ) -> Result<Trainer<'t, M>> {
+        check_config(&config)?;
         let precision = config.precision();
         let leaves = RowLeaves::new(config.deterministic, rank, plan, [config.rows, config.microbatches])?;
         let pipeline = plan.pipeline_on(rank.mesh());
@@ -124,7 +138,7 @@ impl<'t, M: Module> Trainer<'t, M> {
                     recorded.set(Some(form.or_count_max(num_rows)));
                     Ok(vars)
                 };
-                let optimizer_bytes = |param: &Param| optimizer_bytes(&optim, param, &stage_rank);
+                let optimizer_bytes = |param: &Param| optimizer_bytes(&*optim, param, &stage_rank);
                 let step = PlannedStep {
                     num_microbatches: microbatches,
                     arguments: &first,
@@ -139,7 +153,6 @@ impl<'t, M: Module> Trainer<'t, M> {
         drop(sum_tree);
         leaves.as_ref().map_or(Ok(()), |leaves| leaves.check_params(model.params()))?;
         optim.check_params(model.params())?;
-        let load_batch = Box::new(load_batch);
         let loss_scale = (config.dtype == DType::F16).then(LossScale::default);
         let capture = match &pipelined {
             Some(_) => StepCapture::disabled(Error::new(
@@ -156,7 +169,6 @@ impl<'t, M: Module> Trainer<'t, M> {
             )),
             None => StepCapture::default(),
         };
-        let (optim, passes) = (Box::new(optim), RefCell::default());
         Ok(Trainer {
             model,
             optim,
@@ -171,7 +183,7 @@ impl<'t, M: Module> Trainer<'t, M> {
             first_step: 0,
             proved_frozen: None,
             update_in_progress: false,
-            passes,
+            passes: RefCell::default(),
             site: Location::caller(),
         })
     }

@@ -7,7 +7,7 @@ use shardgrad_nn::ExpertsConfig;
 use shardgrad_nn::{
     Attention, Bert, BertConfig, Block, Dropout, Embedding, EncoderAttention, GatedMlp, Gpt2, Gpt2Config,
     GroupedQueryAttention, LanguageModel, LayerNorm, Linear, Llama, LlamaConfig, LlamaKind, Lora,
-    MixtureOfExperts, Mlp, Model, Module, PackedDocuments, Plan, RmsNorm, cross_entropy,
+    MixtureOfExperts, Mlp, Model, Module, PackedDocuments, Param, Plan, RmsNorm, cross_entropy,
 };
 use shardgrad_tensor::ops::Input;
 use shardgrad_tensor::{DType, Rank, Result, Tensor, Value};
@@ -31,16 +31,16 @@ struct Subject<M> {
     noise: bool,
 }
 
-/// A subject with values that can be perturbed.
-struct Probe<M> {
-    forward: Forward<M>,
+/// A module on values that can be perturbed.
+struct Probe<'a> {
+    forward: &'a dyn Fn(&[Var]) -> Var,
     inputs: Vec<GlobalTensor>,
     noise: bool,
 }
 
-impl<M: Module> Probe<M> {
+impl Probe<'_> {
     /// The sum of the results weighted with pseudorandom numbers.
-    fn loss(&self, model: &Model<M>, tape: &Tape) -> Result<Var> {
+    fn loss(&self, tape: &Tape) -> Result<Var> {
         tape.set_noise(self.noise.then_some(Noise { seed: 3, step: 5, first_row: 2 }));
         let inputs: Vec<Var> = self
             .inputs
@@ -51,7 +51,7 @@ impl<M: Module> Probe<M> {
                 Ok(if x.dtype.is_float() { tape.leaf(key, &tensor) } else { tape.constant(tensor) })
             })
             .collect::<Result<_>>()?;
-        let y = (self.forward)(model, &inputs);
+        let y = (self.forward)(&inputs);
         let weights = host(tape.rank(), &GlobalTensor::draw(&Input::real(&y.shape()), 99))?;
         Ok(y.mul(&tape.constant(weights)).sum())
     }
@@ -74,60 +74,69 @@ fn check<M: Module>(what: &str, make: impl Fn() -> Subject<M> + Sync) {
     run("", |rank| {
         let Subject { module, forward, inputs, noise } = make();
         let model = Model::with_dtype(rank, module, &Plan::new(), 1, DType::F64)?;
-        for (param, seed) in model.params().iter().zip(1000..) {
-            param.set_tensor(host(rank, &moderate(param.shape(), seed))?)?;
-        }
+        let forward = |inputs: &[Var]| forward(&model, inputs);
         let drawn = |(input, seed): (&Input, u64)| match input {
             Input::Real(shape) => moderate(shape, seed),
             other => GlobalTensor::draw(other, seed),
         };
         let inputs = inputs.iter().zip(1..).map(drawn).collect();
-        let mut probe = Probe { forward, inputs, noise };
-        let tape = model.tape();
-        probe.loss(&model, &tape)?.backward()?;
-        let gradients = tape.gradients();
-        let value = |probe: &Probe<M>| probe.loss(&model, &model.inference_tape())?.item();
-        let claimed = |key: Key, name: &str| -> Result<Vec<f64>> {
-            let gradient = gradients.get(&key).unwrap_or_else(|| panic!("{what}: none reaches {name}"));
-            let claimed = gradient.to_f64()?;
-            assert!(claimed.iter().any(|g| *g != 0.0), "{what}: the gradient of {name} is all zeros");
-            Ok(claimed)
-        };
-        let wrong = |name: &str, found: Option<(usize, f64, f64)>| {
-            assert_eq!(found, None, "{what}: {name} (element, gradient, differences)");
-        };
-        for param in model.params() {
-            let mut shifted = GlobalTensor {
-                dtype: DType::F64,
-                shape: param.shape().to_vec(),
-                data: param.tensor().to_f64()?,
-            };
-            let found = find_disagreement(&claimed(param.key(), &param.name())?, |at, by| {
-                let x = shifted.data[at];
-                shifted.data[at] = x + by;
-                param.set_tensor(host(rank, &shifted)?)?;
-                shifted.data[at] = x;
-                value(&probe)
-            })?;
-            param.set_tensor(host(rank, &shifted)?)?;
-            wrong(&param.name(), found);
-        }
-        for i in 0..probe.inputs.len() {
-            if !probe.inputs[i].dtype.is_float() {
-                continue;
-            }
-            let name = format!("input {i}");
-            let found = find_disagreement(&claimed(INPUT_KEY + i as Key, &name)?, |at, by| {
-                let x = probe.inputs[i].data[at];
-                probe.inputs[i].data[at] = x + by;
-                let loss = value(&probe);
-                probe.inputs[i].data[at] = x;
-                loss
-            })?;
-            wrong(&name, found);
-        }
-        Ok(())
+        let probe = Probe { forward: &forward, inputs, noise };
+        compare(what, model.params(), [&|| model.tape(), &|| model.inference_tape()], probe)
     });
+}
+
+/// [`check`] of a module with these parameters, on tapes that record and on tapes that do not: compiled once, not for each module.
+fn compare(
+    what: &str,
+    params: &[Param],
+    [tape, inference_tape]: [&dyn Fn() -> Tape; 2],
+    mut probe: Probe<'_>,
+) -> Result<()> {
+    let tape = tape();
+    let rank = tape.rank();
+    for (param, seed) in params.iter().zip(1000..) {
+        param.set_tensor(host(rank, &moderate(param.shape(), seed))?)?;
+    }
+    probe.loss(&tape)?.backward()?;
+    let gradients = tape.gradients();
+    let value = |probe: &Probe<'_>| probe.loss(&inference_tape())?.item();
+    let claimed = |key: Key, name: &str| -> Result<Vec<f64>> {
+        let gradient = gradients.get(&key).unwrap_or_else(|| panic!("{what}: none reaches {name}"));
+        let claimed = gradient.to_f64()?;
+        assert!(claimed.iter().any(|g| *g != 0.0), "{what}: the gradient of {name} is all zeros");
+        Ok(claimed)
+    };
+    let wrong = |name: &str, found: Option<(usize, f64, f64)>| {
+        assert_eq!(found, None, "{what}: {name} (element, gradient, differences)");
+    };
+    for param in params {
+        let mut shifted =
+            GlobalTensor { dtype: DType::F64, shape: param.shape().to_vec(), data: param.tensor().to_f64()? };
+        let found = find_disagreement(&claimed(param.key(), &param.name())?, |at, by| {
+            let x = shifted.data[at];
+            shifted.data[at] = x + by;
+            param.set_tensor(host(rank, &shifted)?)?;
+            shifted.data[at] = x;
+            value(&probe)
+        })?;
+        param.set_tensor(host(rank, &shifted)?)?;
+        wrong(&param.name(), found);
+    }
+    for i in 0..probe.inputs.len() {
+        if !probe.inputs[i].dtype.is_float() {
+            continue;
+        }
+        let name = format!("input {i}");
+        let found = find_disagreement(&claimed(INPUT_KEY + i as Key, &name)?, |at, by| {
+            let x = probe.inputs[i].data[at];
+            probe.inputs[i].data[at] = x + by;
+            let loss = value(&probe);
+            probe.inputs[i].data[at] = x;
+            loss
+        })?;
+        wrong(&name, found);
+    }
+    Ok(())
 }
 
 /// A subject on real inputs of these shapes.

@@ -56,7 +56,7 @@ use assemble::{form_result, other_group_ranks, reduce_range, upload};
 use flow_control::call_bytes;
 use frame::{CallId, Frame, PREFIX_BYTES};
 use link::Link;
-use shardgrad_kernels::host_vec::{try_copied, try_filled};
+use shardgrad_kernels::host_vec::{try_copied, try_zeroed};
 use shardgrad_kernels::{Backend, Buffer};
 use smallvec::SmallVec;
 use std::cell::{Cell, RefCell};
@@ -339,7 +339,7 @@ impl TcpTransport {
         let len = if request.x.is_some() { bytes } else { 0 };
         if Arc::get_mut(shared).is_none_or(|argument| len > argument.capacity()) {
             *shared = Arc::default();
-            *shared = Arc::new(try_filled(0, len, "a message to other ranks")?);
+            *shared = Arc::new(try_zeroed(len, "a message to other ranks")?);
         }
         let argument = Arc::get_mut(shared).expect("bug: a new buffer is shared");
         argument.resize(len, 0);
@@ -399,7 +399,7 @@ impl TcpTransport {
             (request.position, request.call.dtype, request.call.axes, request.payload());
         let range = |group_rank: usize| payload.chunk(group_rank);
         let mine = reduce_range(backend, request, received, &range(position.group_rank))?;
-        let mut own = try_filled(0, payload.chunk_bytes(position.group_rank), "a message to other ranks")?;
+        let mut own = try_zeroed(payload.chunk_bytes(position.group_rank), "a message to other ranks")?;
         backend.download(&mine, &mut own)?;
         let mut head = Frame::ReducedChunk(axes.bits()).encode();
         for group_rank in other_group_ranks(request) {

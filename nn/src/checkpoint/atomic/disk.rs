@@ -1,6 +1,6 @@
 //! File access for model folders: errors that name the file, free space, and checked opening and reading.
 
-use shardgrad_tensor::{Error, Kind, Result};
+use shardgrad_tensor::{Error, Kind, Result, try_zeroed};
 use std::fmt;
 use std::fs::{self, File};
 use std::io::ErrorKind;
@@ -114,13 +114,10 @@ fn check_same_file(path: &Path, checked: &Path, file: File) -> Result<File> {
 
 /// Allocates zeroed bytes; returns an error instead of aborting if there is not enough memory.
 pub(crate) fn zeroed(path: &Path, len: u64) -> Result<Vec<u8>> {
-    let mut bytes = Vec::new();
-    let reserved = usize::try_from(len).ok().and_then(|n| bytes.try_reserve_exact(n).ok().map(|()| n));
-    let n = reserved.ok_or_else(|| {
+    let bytes = usize::try_from(len).ok().and_then(|len| try_zeroed(len, "the bytes of a file").ok());
+    bytes.ok_or_else(|| {
         Error::new(Kind::OutOfMemory, format!("{}: not enough memory for {len} bytes", path.display()))
-    })?;
-    bytes.resize(n, 0);
-    Ok(bytes)
+    })
 }
 
 /// Reads a small text file of a folder, such as `config.json`.
