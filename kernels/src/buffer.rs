@@ -6,6 +6,7 @@
 
 mod free_list;
 mod raw;
+mod zeroed_vec;
 
 use crate::dtype::Element;
 use crate::error::{KernelError, MemoryStats};
@@ -19,6 +20,7 @@ use std::fmt;
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering, fence};
+pub(crate) use zeroed_vec::zeroed_vec;
 
 /// A caching allocator of host memory. Freed small blocks are cached by size class and reused; large blocks are cut from chunks, where
 /// neighbouring free blocks are merged.
