@@ -409,6 +409,7 @@ impl BoundParams {
         let point_names: Vec<&str> = points.iter().map(String::as_str).collect();
         let unmatched_rules = plan.check_all_rules_matched(&used, &names, &point_names)?;
         plan.check_gather_groups_matched(&names)?;
+        plan.check_regathered_points_matched(&point_names)?;
         plan.check_repeated_blocks(&param_uses(&params, &uses))?;
         plan.check_all_axes_used(rank.mesh(), &used)?;
         plan.check_one_zero_axis(rank.mesh())?;

@@ -20,6 +20,7 @@ pub(crate) use rule::RuleTarget;
 
 use crate::module::name::matches;
 use rule::{Presence, Rule};
+use sequence::RegatheredPoints;
 use sharded_data::{ZeroAxis, best_dim};
 use shardgrad_autograd::BucketBytes;
 use shardgrad_tensor::{Axis, DType, Error, Kind, Layout, Mesh, Placement, Result};
@@ -60,7 +61,7 @@ use shardgrad_tensor::{Axis, DType, Error, Kind, Layout, Mesh, Placement, Result
 /// | `store PATTERN WORD.. one-of KIND` | a rule of a kind, of which at least one must match, in every repeated block that has parameters in its place |
 /// | `batch AXIS@DIM` | an axis that shards batches: rows are dim 0, tokens dim 1 |
 /// | `zero STAGE AXIS` | how long gathered parameters and whole gradients live where rules shard the storage over the axis, as `store * dp@*` does ([`Plan::zero`]) |
-/// | `regather PATTERN` | [`Plan::regather`] |
+/// | `regather PATTERN` | [`Plan::regather`]; with `optional`, for points that a model may lack |
 /// | `gather_group PATTERN` | [`Plan::gather_group`] |
 /// | `gathered_bytes_max BYTES` | [`Plan::gathered_bytes_max`] |
 /// | `gradient_buckets FIRST OTHERS` | [`Plan::gradient_buckets`], in bytes or with a unit, as in `1MiB 25MiB` |
@@ -85,8 +86,8 @@ pub struct Plan {
     pub(crate) gathered_bytes_max: Option<usize>,
     /// The bytes at which buckets of gradients are closed, if stated.
     gradient_buckets: Option<BucketBytes>,
-    /// Patterns of points whose gathered activations are gathered again in the backward pass.
-    regathered_points: Vec<String>,
+    /// The points whose gathered activations are gathered again in the backward pass.
+    regathered_points: Vec<RegatheredPoints>,
     /// The axis of `exchange_experts` and `gather_experts`.
     expert_axis: Option<String>,
     /// The axis of `ring` and `exchange`.
@@ -274,11 +275,6 @@ impl Plan {
             placements.push((axis, best_dim(shape.unwrap_or_default(), axis, &placements, mesh)));
         }
         placements
-    }
-
-    /// Whether the activation at a point is gathered again in the backward pass.
-    pub(crate) fn is_regathered(&self, point: &str) -> bool {
-        self.regathered_points.iter().any(|pattern| matches(pattern, point))
     }
 
     /// The number of rules.

@@ -24,7 +24,7 @@ const ITEMS: [&str; 10] = [
     "pipeline",
 ];
 /// The mark of a rule that may match nothing.
-const OPTIONAL: &str = "optional";
+pub(super) const OPTIONAL: &str = "optional";
 /// The mark of a rule of a kind.
 const ONE_OF: &str = "one-of";
 
@@ -38,7 +38,7 @@ impl fmt::Display for Plan {
         self.gather_groups.iter().try_for_each(|modules| writeln!(f, "gather_group {modules}"))?;
         self.gathered_bytes_max.iter().try_for_each(|bytes| writeln!(f, "gathered_bytes_max {bytes}"))?;
         self.write_gradient_buckets(f)?;
-        self.regathered_points.iter().try_for_each(|points| writeln!(f, "regather {points}"))?;
+        self.regathered_points.iter().try_for_each(|points| writeln!(f, "{points}"))?;
         let write_rule = |rule: &Rule| match &rule.presence {
             Presence::Required => writeln!(f, "{rule}"),
             Presence::Optional => writeln!(f, "{rule} {OPTIONAL}"),
@@ -104,6 +104,7 @@ fn parse_item(line: &str) -> Result<Plan, String> {
         "gradient_buckets" => parse_gradient_buckets(&words),
         "regather" => match *words {
             [points] => Ok(Plan::new().regather(points)),
+            [points, OPTIONAL] => Ok(Plan::new().regather_if_present(points)),
             _ => Err("write `regather PATTERN`, as in `regather h.*.ln_1.out`".to_string()),
         },
         "pipeline" => parse_pipeline(&words),
@@ -266,6 +267,7 @@ mod tests {
         assert!(fault("gather_group").contains("gather_group PATTERN"));
         assert!(fault("gathered_bytes_max 2GB").contains("gathered_bytes_max BYTES"));
         assert!(fault("regather a b").contains("regather PATTERN"));
+        assert!(fault("regather a optional b").contains("regather PATTERN"));
         assert!(fault("pipeline p-p").contains("`p-p` is not the name of an axis"));
         assert!(fault("pipeline pp 2f2b").contains("2f2b"));
         assert!(fault("pipeline pp 1f1b 3,,5").contains("is not a list of cuts"));

@@ -209,7 +209,7 @@ mod tests {
         assert!(
             args.fault(&Mesh::parse("dp=2").unwrap()).unwrap().contains("--sequence-parallel needs a tp")
         );
-        assert!(args.plan(Plan::gpt2()).to_string().contains("regather *.ln_1.out\n"));
+        assert!(args.plan(Plan::gpt2()).to_string().contains("regather *.ln_1.out optional\n"));
         assert!(!args.inference_plan(Plan::gpt2()).to_string().contains("regather"));
         assert!(args.check_family(&ModelConfig::preset("tiny").unwrap()).is_ok());
         let error = args.check_family(&ModelConfig::preset("bert-base").unwrap()).unwrap_err();

@@ -67,8 +67,11 @@ unsafe fn join_rows<T: Float, const N: usize>(
 ) {
     for row in 0..rows {
         // SAFETY: the caller guarantees rows of N elements.
-        let (left, right) = unsafe { (row_of::<_, N>(left, row), row_of::<_, N>(right, row)) };
-        let sums = std::array::from_fn::<_, N, _>(|i| T::narrow(left[i] + right[i]).widen());
+        let (mut sums, right) = unsafe { (row_of::<_, N>(left, row), row_of::<_, N>(right, row)) };
+        // Builds with debug assertions would call a closure of `from_fn` for each element.
+        for (sum, &right) in sums.iter_mut().zip(&right) {
+            *sum = T::narrow(*sum + right).widen();
+        }
         // SAFETY: as above.
         unsafe { *to.0.wrapping_add(row * to.1).cast::<[T::Acc; N]>() = sums };
     }
@@ -93,8 +96,10 @@ unsafe fn round<T: Float>([rows, cols]: [usize; 2], to: Tile<T::Acc>, from: Tile
 unsafe fn round_rows<T: Float, const N: usize>(rows: usize, to: Tile<T::Acc>, from: Tile<T::Acc>) {
     for row in 0..rows {
         // SAFETY: the caller guarantees rows of N elements.
-        let from = unsafe { row_of::<_, N>(from, row) };
-        let rounded = from.map(|x| T::narrow(x).widen());
+        let mut rounded = unsafe { row_of::<_, N>(from, row) };
+        for x in &mut rounded {
+            *x = T::narrow(*x).widen();
+        }
         // SAFETY: as above.
         unsafe { *to.0.wrapping_add(row * to.1).cast::<[T::Acc; N]>() = rounded };
     }

@@ -402,10 +402,11 @@ fn joined<F: Fold>(memory: &[F::From], rows: &StridedIter<1>, range: Range<usize
             );
             // Column by column: row by row, the compiler would unroll loops of constant length into 15 copies.
             for (column, out) in out.iter_mut().enumerate().take(COLUMNS) {
-                *out = folded::<F>(std::array::from_fn(
-                    #[inline(always)]
-                    |lane| lanes[lane][column],
-                ));
+                let mut column_lanes = [F::EMPTY; LANES];
+                for (to, lane) in column_lanes.iter_mut().zip(&lanes) {
+                    *to = lane[column];
+                }
+                *out = folded::<F>(column_lanes);
             }
         },
     );
