@@ -3,7 +3,7 @@
 
 use crate::cli::{Folder, exit_code_and_stderr};
 use crate::processes;
-use crate::resume::{SMALL, checkpoints, files, record, refused, text, train};
+use crate::resume::{checkpoints, files, record, refused, short_run, text, train};
 use std::fs;
 use std::path::Path;
 use std::process::Command;
@@ -37,7 +37,7 @@ fn damaged_newest_checkpoint_is_reported_and_an_older_one_is_resumed() {
     let (data, whole) = (text(&folder), folder.path("whole"));
     let common = ["--data", &data, "--save-every", "2", "--keep", "3"];
     let run = |out: &str, more: &[&str]| {
-        exit_code_and_stderr(&[&["train"], &SMALL[..], &common, &["--out", out], more].concat())
+        exit_code_and_stderr(&short_run(&[&common[..], &["--out", out], more].concat()))
     };
     let base = folder.0.join("base");
     train(&[&common[..], &["--out", base.to_str().unwrap(), "--steps", "4", "--mesh", "dp=1"]].concat());
@@ -107,7 +107,7 @@ fn processes_resume_from_the_same_intact_checkpoint() {
     let common = ["--data", &data, "--out", &out, "--mesh", "dp=2", "--save-every", "2"];
     train(&[&common[..], &["--steps", "4"]].concat());
     flip(&Path::new(&out).join("checkpoint-4/optimizer.safetensors"));
-    let args = [&["train"], &SMALL[..], &common, &["--steps", "6"]].concat();
+    let args = short_run(&[&common[..], &["--steps", "6"]].concat());
     for output in processes::run_ranks(2, &[&args[..], &["--resume-exact"]].concat()) {
         let message = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_eq!(output.status.code(), Some(2), "{message}");
@@ -161,7 +161,7 @@ fn checkpoint_that_cannot_be_written_is_skipped_and_the_next_is_saved() {
         let before = files(&first);
         fs::write(Path::new(&out).join("checkpoint-4"), "in the way").unwrap();
         let (code, message) =
-            exit_code_and_stderr(&[&["train"], &SMALL[..], &common, &["--steps", "6", "--resume"]].concat());
+            exit_code_and_stderr(&short_run(&[&common[..], &["--steps", "6", "--resume"]].concat()));
         assert_eq!(code, 0, "{mesh}: {message}");
         let line = message
             .lines()
@@ -184,12 +184,13 @@ fn file_size_limit_skips_checkpoints_but_keeps_the_run_and_its_model() {
     // The optimizer's file is more than twice as large as the weights; the limit is between the two.
     let size = |name: &str| fs::metadata(Path::new(&sound).join("checkpoint-2").join(name)).unwrap().len();
     let blocks = (size("model.safetensors") + size("optimizer.safetensors")) / 2 / 512;
-    let script = format!("trap '' XFSZ; ulimit -f {blocks}; exec \"$0\" train \"$@\"");
+    let script = format!("trap '' XFSZ; ulimit -f {blocks}; exec \"$0\" \"$@\"");
     for mesh in ["dp=1", "tp=2"] {
         let out = folder.path(mesh);
         let mut limited = Command::new("sh");
-        limited.args(["-c", &script, env!("CARGO_BIN_EXE_shardgrad")]).args(SMALL).args(common);
-        let output = limited.args(["6", "--out", &out, "--mesh", mesh]).output().unwrap();
+        limited.args(["-c", &script, env!("CARGO_BIN_EXE_shardgrad")]);
+        limited.args(short_run(&[&common[..], &["6", "--out", &out, "--mesh", mesh]].concat()));
+        let output = limited.output().unwrap();
         let message = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_eq!(output.status.code(), Some(1), "{mesh}: {message}");
         for step in [2, 4] {

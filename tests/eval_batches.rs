@@ -18,7 +18,7 @@ fn eval_loss_is_independent_of_batch_size_and_mesh() {
     // Rows with very different losses: the model is trained on the first kind only.
     let known = "the cat sat on the mat. ".repeat(40);
     let (data, out) = (folder.file("text", &known), folder.path("out"));
-    let train = ["train", "--data", &data, "--out", &out, "--preset", "tiny", "--seq", "8", "--steps", "20"];
+    let train = ["train", "--data", &data, "--out", &out, "--preset", "nano", "--seq", "8", "--steps", "20"];
     let (code, message) =
         exit_code_and_stderr(&[&train[..], &["--batch", "4", "--eval-every", "0", "--lr", "0.01"]].concat());
     assert_eq!(code, 0, "{message}");

@@ -124,7 +124,7 @@ fn generated_text_does_not_depend_on_the_mesh() {
 fn balanced_runs_log_the_load_and_resume_alike_on_other_meshes() {
     let folder = Folder::new("balanced-experts");
     let text = text(&folder);
-    let options = ["--data", &text, "--preset", "mixtral-tiny", "--threads", "1", "--save-every", "2"];
+    let options = ["--data", &text, "--preset", "mixtral-nano", "--threads", "1", "--save-every", "2"];
     let options = [&options[..], &["--router-bias-update-rate", "0.05"]].concat();
     let [alone, many] = ["alone", "many"].map(|name| folder.path(name));
     train(&[&options[..], &["--steps", "4", "--out", &alone]].concat());

@@ -11,7 +11,7 @@ use shardgrad_testing::{max_difference, sample};
 use std::path::Path;
 
 /// A model of each family: GPT-2, Llama, and Llama with experts, all with tied embeddings.
-const PRESETS: [&str; 3] = ["tiny", "llama-tiny", "mixtral-tiny"];
+const PRESETS: [&str; 3] = ["nano", "llama-nano", "mixtral-nano"];
 
 /// Saves a newly initialized model into a folder and returns its path.
 fn saved_model(folder: &Folder, name: &str, config: &ModelConfig) -> String {

@@ -75,7 +75,8 @@ fn training_on_processes_matches_threads_bit_for_bit() {
             let given =
                 ["train", "--data", &data, "--seq", "16", "--batch", "8", "--mesh", mesh, "--threads", "1"];
             let kept = ["--eval-every", "2", "--save-every", "2", "--lr-schedule", "constant", "--out", out];
-            given.iter().chain(&kept).chain(&["--warmup", "0"]).chain(more).map(ToString::to_string).collect()
+            let rest = ["--warmup", "0", "--preset", "nano"];
+            given.iter().chain(&kept).chain(&rest).chain(more).map(ToString::to_string).collect()
         };
         let (threads, processes) = (folder.path(&format!("t-{mesh}")), folder.path(&format!("p-{mesh}")));
         let args = train(&threads, &["--steps", "4"]);
@@ -113,13 +114,13 @@ fn styles_on_processes_match_threads_bit_for_bit() {
     let data = write_text(&folder);
     let styles = [
         // Uneven chunks: 17 tokens over three ranks.
-        (3, "--mesh cp=3 --context ring"),
-        (4, "--mesh cp=2,tp=2 --context ring --preset llama-tiny"),
-        (2, "--mesh cp=2 --context exchange"),
-        (2, "--mesh dp=2 --zero 2"),
-        (4, "--mesh pp=2,fsdp=2 --gathered-bytes-max 0"),
-        (2, "--mesh tp=2 --sequence-parallel"),
-        (2, "--mesh ep=2 --experts exchange --preset mixtral-tiny"),
+        (3, "--mesh cp=3 --context ring --preset nano"),
+        (4, "--mesh cp=2,tp=2 --context ring --preset llama-nano"),
+        (2, "--mesh cp=2 --context exchange --preset nano"),
+        (2, "--mesh dp=2 --zero 2 --preset nano"),
+        (4, "--mesh pp=2,fsdp=2 --gathered-bytes-max 0 --preset nano"),
+        (2, "--mesh tp=2 --sequence-parallel --preset nano"),
+        (2, "--mesh ep=2 --experts exchange --preset mixtral-nano"),
     ];
     for (i, (count, options)) in sample(0, styles.into_iter().enumerate()) {
         let train = |out: &str| {

@@ -10,9 +10,16 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Options of all runs here.
-pub(crate) const SMALL: [&str; 10] =
+/// Options of all runs here but for the preset.
+pub(crate) const SHORT: [&str; 10] =
     ["--batch", "4", "--seq", "16", "--lr-schedule", "constant", "--warmup", "2", "--eval-every", "2"];
+
+/// Returns the arguments of a short training run with these options, on the smallest preset unless they name a model.
+pub(crate) fn short_run<'a>(args: &[&'a str]) -> Vec<&'a str> {
+    let names_model = args.iter().any(|arg| ["--preset", "--model"].contains(arg));
+    let preset: &[&str] = if names_model { &[] } else { &["--preset", "nano"] };
+    [&["train"], &SHORT[..], preset, args].concat()
+}
 
 pub(crate) fn text(folder: &Folder) -> String {
     folder.file("text", "The quick brown fox jumps over the lazy dog. ".repeat(60))
@@ -20,13 +27,13 @@ pub(crate) fn text(folder: &Folder) -> String {
 
 /// Runs `train`, which must succeed.
 pub(crate) fn train(args: &[&str]) {
-    let (code, message) = exit_code_and_stderr(&[&["train"], &SMALL[..], args].concat());
+    let (code, message) = exit_code_and_stderr(&short_run(args));
     assert_eq!(code, 0, "{args:?}: {message}");
 }
 
 /// Runs `train`, which must be refused; returns stderr.
 pub(crate) fn refused(args: &[&str]) -> String {
-    let (code, message) = exit_code_and_stderr(&[&["train"], &SMALL[..], args].concat());
+    let (code, message) = exit_code_and_stderr(&short_run(args));
     assert_eq!(code, 2, "{args:?}: {message}");
     message
 }
@@ -75,7 +82,7 @@ fn resumed_run_is_bitwise_equal_to_an_uninterrupted_run() {
         ("dp", &["--mesh", "dp=2", "--no-shuffle"][..]),
         ("tp", &["--mesh", "tp=2", "--microbatches", "2", "--dropout", "0.2"]),
         ("f16", &["--mesh", "dp=1", "--dtype", "f16"]),
-        ("bf16", &["--mesh", "pp=2", "--dtype", "bf16", "--preset", "llama-tiny"]),
+        ("bf16", &["--mesh", "pp=2", "--dtype", "bf16", "--preset", "llama-nano"]),
     ] {
         let (whole, parts) = (folder.0.join(format!("{name}-whole")), folder.0.join(format!("{name}-parts")));
         let run = |out: &Path, steps: &str, last: &[&str]| {
@@ -122,9 +129,9 @@ fn resume_on_another_mesh_has_the_bits_of_one_rank_and_is_reported() {
     let data = text(&folder);
     for (preset, first, meshes) in [
         // Four heads are sharded unevenly over three ranks.
-        ("tiny", "dp=2,tp=2", &["dp=1", "pp=2", "tp=3,pp=2"][..]),
-        ("llama-tiny", "pp=2,cp=2", &["dp=2,cp=3"]),
-        ("mixtral-tiny", "tp=2,ep=2", &["ep=4"]),
+        ("nano", "dp=2,tp=2", &["dp=1", "pp=2", "tp=3,pp=2"][..]),
+        ("llama-nano", "pp=2,cp=2", &["dp=2,cp=3"]),
+        ("mixtral-nano", "tp=2,ep=2", &["ep=4"]),
     ] {
         let out = |name: &str| folder.path(&format!("{preset}-{name}"));
         let canonical = ["--deterministic", "mesh", "--sum-leaves", "12", "--state-hash", "1"];
@@ -139,7 +146,7 @@ fn resume_on_another_mesh_has_the_bits_of_one_rank_and_is_reported() {
             let to = out(mesh);
             let args =
                 [&common[..], &["--out", &to, "--steps", "4", "--mesh", mesh, "--resume", &from]].concat();
-            let (code, message) = exit_code_and_stderr(&[&["train"], &SMALL[..], &args].concat());
+            let (code, message) = exit_code_and_stderr(&short_run(&args));
             assert!(code == 0 && message.contains("resuming with a changed option: --mesh "), "{message}");
             let resumed = record(Path::new(&to));
             assert_eq!(resumed[2..], whole[2..], "{preset} on {first}, then on {mesh}");
@@ -169,12 +176,15 @@ fn resume_of_another_run_is_refused_with_each_difference() {
         (&data, &["--seq", "8"], &["--seq 8 (checkpoint: 16)"]),
         (&data, &["--no-shuffle"], &["--no-shuffle true (checkpoint: false)"]),
         (&data, &["--param-dtype", "f64"], &["--param-dtype f64"]),
-        (&data, &["--preset", "llama-tiny"], &["config.json "]),
+        (&data, &["--preset", "llama-nano"], &["config.json "]),
         (&other, &[], &["the data differs from that of the checkpoint"]),
     ] {
-        // An option may be given once, so it replaces that of SMALL.
+        // An option may be given once, so it replaces that of SHORT.
         let mut args = vec!["train", "--data", data];
-        args.extend(SMALL);
+        args.extend(SHORT);
+        if !more.contains(&"--preset") {
+            args.extend(["--preset", "nano"]);
+        }
         for pair in more.chunks(2).filter(|pair| ["--batch", "--seq"].contains(&pair[0])) {
             let at = args.iter().position(|arg| *arg == pair[0]).unwrap();
             args[at + 1] = pair[1];
@@ -214,7 +224,7 @@ fn unfinished_checkpoints_are_skipped() {
     fs::write(newest.join("optimizer.safetensors"), "half").unwrap();
     // --keep is taken from the resumed run.
     let last = [&common[..8], &["--steps", "6", "--resume"]].concat();
-    let (code, message) = exit_code_and_stderr(&[&["train"], &SMALL[..], &last].concat());
+    let (code, message) = exit_code_and_stderr(&short_run(&last));
     assert_eq!(code, 0, "{message}");
     for path in [&half, &newest] {
         assert!(message.contains(&format!("skipping {}", path.display())), "{message}");
@@ -234,7 +244,7 @@ fn resume_command_can_be_repeated_until_done() {
     let folder = Folder::new("resumed-again");
     let (data, out) = (text(&folder), folder.path("out"));
     let common = ["--data", &data, "--out", &out, "--mesh", "dp=1", "--save-every", "2", "--resume"];
-    let given = |more: &[&str]| exit_code_and_stderr(&[&["train"], &SMALL[..], &common, more].concat());
+    let given = |more: &[&str]| exit_code_and_stderr(&short_run(&[&common[..], more].concat()));
     let (code, message) = given(&["--steps", "4"]);
     assert!(
         code == 0 && message.contains(&format!("no checkpoint in {out} yet: starting from scratch")),
@@ -248,7 +258,7 @@ fn resume_command_can_be_repeated_until_done() {
         let (code, message) = given(&["--steps", steps]);
         let over = format!("nothing left to do: {out}/checkpoint-4 is of step 4, and --steps is {steps}");
         assert!(code == 0 && message.contains(&over), "{message}");
-        let printed = shardgrad(&[&["train", "--steps", steps, "--json"], &SMALL[..], &common].concat());
+        let printed = shardgrad(&short_run(&[&["--steps", steps, "--json"], &common[..]].concat()));
         assert!(printed.status.success() && printed.stdout.is_empty());
         assert!(left() == before && record(Path::new(&out)) == lines);
     }
@@ -271,9 +281,8 @@ fn finished_run_restores_a_missing_model() {
     let (model, svg) = (Path::new(&out).join("model"), Path::new(&out).join("loss.svg"));
     let common = ["--data", &data, "--mesh", "dp=2", "--save-every", "2", "--keep", "9"];
     let given = |out: &str, more: &[&str]| {
-        let (code, message) = exit_code_and_stderr(
-            &[&["train"], &SMALL[..], &common, &["--out", out, "--resume"], more].concat(),
-        );
+        let (code, message) =
+            exit_code_and_stderr(&short_run(&[&common[..], &["--out", out, "--resume"], more].concat()));
         assert_eq!(code, 0, "{message}");
         message
     };
@@ -300,9 +309,9 @@ fn finished_run_restores_a_missing_model() {
     // In another folder, and with a model of other steps beside an intermediate checkpoint.
     let named = format!("{out}/checkpoint-4");
     let other = folder.path("other");
-    let (code, message) = exit_code_and_stderr(
-        &[&["train"], &SMALL[..], &common, &["--out", &other, "--steps", "3", "--resume", &named]].concat(),
-    );
+    let (code, message) = exit_code_and_stderr(&short_run(
+        &[&common[..], &["--out", &other, "--steps", "3", "--resume", &named]].concat(),
+    ));
     assert!(code == 0 && message.contains(&writes(3)), "{message}");
     assert!(files(&Path::new(&other).join("model")) == expected);
     given(&out, &["--steps", "6"]);
@@ -339,7 +348,7 @@ fn checkpoint_under_a_temporary_name_or_symlink_is_found() {
         }
         let last: &[&str] = if way.ends_with("named") { &["--resume", &named] } else { &["--resume"] };
         let args = [&common[..], &["--out", &out, "--steps", "6", "--keep", "1"], last].concat();
-        let (code, message) = exit_code_and_stderr(&[&["train"], &SMALL[..], &args].concat());
+        let (code, message) = exit_code_and_stderr(&short_run(&args));
         assert_eq!(code, 0, "{way}: {message}");
         let completed = message
             .contains("checkpoint-4 was complete under a temporary name after a killed save; restored");
@@ -365,7 +374,7 @@ fn resume_follows_a_metrics_symlink_and_reports_a_changed_dropout() {
     fs::rename(&link, &there).unwrap();
     std::os::unix::fs::symlink(&there, &link).unwrap();
     let args = [&common[..], &["--steps", "4", "--dropout", "0.25", "--resume"]].concat();
-    let (code, message) = exit_code_and_stderr(&[&["train"], &SMALL[..], &args].concat());
+    let (code, message) = exit_code_and_stderr(&short_run(&args));
     assert_eq!(code, 0, "{message}");
     for name in ["attn_pdrop", "embd_pdrop", "resid_pdrop"] {
         let expected = format!(
@@ -384,7 +393,7 @@ fn interrupted_run_resumes_bitwise_equal() {
     let out = |name: &str| folder.path(name);
     let steps = |out: &str, more: &[&str]| -> Vec<String> {
         let all =
-            [&["train"], &SMALL[..4], &["--data", &data, "--out", out, "--mesh", "dp=1"], more].concat();
+            [&["train"], &SHORT[..4], &["--data", &data, "--out", out, "--mesh", "dp=1"], more].concat();
         all.into_iter().map(String::from).collect()
     };
     // The learning rate decays over the whole run, not over a part of it.

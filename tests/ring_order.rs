@@ -31,9 +31,9 @@ fn a_balanced_ring_gives_the_losses_of_one_rank_with_every_other_axis() {
     let of_tp = ["--mesh cp=2,tp=2 --sequence-parallel", "--mesh pp=2,fsdp=2,cp=2 --schedule zb-h1"];
     let of_experts = ["--mesh ep=2,cp=2 --experts exchange"];
     for (preset, styles) in [
-        ("tiny", [&of_all[..], &of_tp].concat()),
-        ("llama-tiny", [&of_all[1..], &of_tp].concat()),
-        ("mixtral-tiny", [&of_experts[..], &of_all[..1]].concat()),
+        ("nano", [&of_all[..], &of_tp].concat()),
+        ("llama-nano", [&of_all[1..], &of_tp].concat()),
+        ("mixtral-nano", [&of_experts[..], &of_all[..1]].concat()),
     ] {
         let common = ["--preset", preset, "--steps", "2"];
         let one_rank = folder.path(preset);

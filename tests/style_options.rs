@@ -13,17 +13,17 @@ use std::fs;
 type StyleOptions = (&'static str, &'static str, &'static str);
 
 const STYLES: [StyleOptions; 11] = [
-    ("tiny", "--mesh dp=2 --zero 1", "dp forward all_gather"),
-    ("tiny", "--mesh dp=2 --zero 2", "dp forward all_gather"),
-    ("tiny", "--mesh dp=2 --zero 3", "dp backward all_gather"),
-    ("tiny", "--mesh dp=2,fsdp=2", "fsdp backward all_gather"),
-    ("tiny", "--mesh pp=2,fsdp=2 --gathered-bytes-max 0", "fsdp backward all_gather"),
-    ("llama-tiny", "--mesh tp=2 --sequence-parallel", "tp forward reduce_scatter"),
-    ("tiny", "--mesh cp=2 --context gather", "cp forward all_gather"),
-    ("tiny", "--mesh cp=3 --context ring", "cp forward send"),
-    ("llama-tiny", "--mesh cp=2 --context exchange", "cp forward all_to_all"),
-    ("mixtral-tiny", "--mesh ep=2 --experts gather", "ep forward all_gather"),
-    ("mixtral-tiny", "--mesh ep=2 --experts exchange", "ep forward all_to_all"),
+    ("nano", "--mesh dp=2 --zero 1", "dp forward all_gather"),
+    ("nano", "--mesh dp=2 --zero 2", "dp forward all_gather"),
+    ("nano", "--mesh dp=2 --zero 3", "dp backward all_gather"),
+    ("nano", "--mesh dp=2,fsdp=2", "fsdp backward all_gather"),
+    ("nano", "--mesh pp=2,fsdp=2 --gathered-bytes-max 0", "fsdp backward all_gather"),
+    ("llama-nano", "--mesh tp=2 --sequence-parallel", "tp forward reduce_scatter"),
+    ("nano", "--mesh cp=2 --context gather", "cp forward all_gather"),
+    ("nano", "--mesh cp=3 --context ring", "cp forward send"),
+    ("llama-nano", "--mesh cp=2 --context exchange", "cp forward all_to_all"),
+    ("mixtral-nano", "--mesh ep=2 --experts gather", "ep forward all_gather"),
+    ("mixtral-nano", "--mesh ep=2 --experts exchange", "ep forward all_to_all"),
 ];
 
 fn stdout(args: &[&str]) -> String {
@@ -84,7 +84,7 @@ fn losses(metrics: &[Value]) -> Vec<f64> {
 fn options_of_styles_hold_for_every_command() {
     let commands = Commands::new("style-options");
     let styles: Vec<StyleOptions> = sample(0, STYLES).collect();
-    for preset in ["tiny", "llama-tiny", "mixtral-tiny"] {
+    for preset in ["nano", "llama-nano", "mixtral-nano"] {
         let plain = commands.train(preset, preset, &["--mesh", "dp=1"]);
         let canonical = commands.train(
             preset,

@@ -94,8 +94,8 @@ pub(crate) struct ModelArgs {
     /// Hugging Face model folder with config.json and model.safetensors
     #[arg(long, value_name = "DIR", conflicts_with = "preset")]
     model: Option<PathBuf>,
-    /// Model size with newly initialized weights: tiny, s, m, l, gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1558m, llama-tiny, llama-1b, llama-8b,
-    /// llama-70b, mistral-7b, qwen2-0.5b, qwen3-0.6b, qwen3-8b, mixtral-tiny, mixtral-8x7b,
+    /// Model size with newly initialized weights: nano, tiny, s, m, l, gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1558m, llama-nano, llama-tiny,
+    /// llama-1b, llama-8b, llama-70b, mistral-7b, qwen2-0.5b, qwen3-0.6b, qwen3-8b, mixtral-nano, mixtral-tiny, mixtral-8x7b,
     /// qwen3-30b-a3b, bert-base, bert-large
     #[arg(long, value_name = "NAME", default_value = defaults::PRESET, value_parser = values::preset)]
     preset: String,

@@ -4,6 +4,9 @@ use shardgrad_tensor::Placement;
 use std::borrow::Cow;
 use std::fmt;
 
+/// The mark, in the text of a plan, of a rule or of regathered points that may match nothing.
+pub(super) const OPTIONAL: &str = "optional";
+
 /// What a rule applies to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RuleTarget {

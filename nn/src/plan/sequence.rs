@@ -6,8 +6,7 @@
 //! ([`Plan::regather`]), which adds an all-gather backward for each. Korthikanti et al., "Reducing Activation Recomputation in
 //! Large Transformer Models", arXiv 2205.05198.
 
-use super::rule::Presence;
-use super::text::OPTIONAL;
+use super::rule::{OPTIONAL, Presence};
 use super::{Plan, RuleTarget};
 use crate::module::name::{matches, nearest};
 use shardgrad_tensor::{Error, Kind, Result};

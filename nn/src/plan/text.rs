@@ -1,7 +1,7 @@
 //! The text form of a plan: one item per line, printed by `Display` and read by `FromStr`.
 
 use super::gradient_buckets::parse_gradient_buckets;
-use super::rule::{Presence, Rule};
+use super::rule::{OPTIONAL, Presence, Rule};
 use super::sharded_data::ZeroAxis;
 use super::{Plan, RuleTarget};
 use crate::module::name::nearest;
@@ -23,8 +23,6 @@ const ITEMS: [&str; 10] = [
     "regather",
     "pipeline",
 ];
-/// The mark of a rule that may match nothing.
-pub(super) const OPTIONAL: &str = "optional";
 /// The mark of a rule of a kind.
 const ONE_OF: &str = "one-of";
 

@@ -51,9 +51,10 @@ pub struct Gpt2Config {
 
 /// The preset names and their shapes: (name, vocabulary, positions, width, blocks, heads).
 ///
-/// `tiny` is for bytes of text on a laptop; `s`, `m` and `l` are benchmark sizes; `gpt2-*` are the published models, named by their
+/// `nano` is for trying out options and `tiny` for a laptop, both for bytes of text; `s`, `m` and `l` are benchmark sizes; `gpt2-*` are the published models, named by their
 /// parameter count.
-const PRESETS: [(&str, usize, usize, usize, usize, usize); 8] = [
+const PRESETS: [(&str, usize, usize, usize, usize, usize); 9] = [
+    ("nano", 256, 64, 32, 4, 4),
     ("tiny", 256, 64, 128, 4, 4),
     ("s", 512, 128, 256, 4, 4),
     ("m", 4096, 256, 384, 6, 6),

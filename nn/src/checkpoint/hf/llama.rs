@@ -82,8 +82,9 @@ pub struct LlamaConfig {
 /// theta, tied.
 type Preset = (&'static str, LlamaKind, [usize; 8], f64, bool);
 
-/// `llama-tiny` and `mixtral-tiny` are for bytes of text on a laptop; the others are published models.
-const PRESETS: [Preset; 11] = [
+/// `*-nano` are for trying out options and `*-tiny` for a laptop, both for bytes of text; the others are published models.
+const PRESETS: [Preset; 13] = [
+    ("llama-nano", LlamaKind::Llama, [256, 64, 32, 88, 4, 4, 2, 8], 1e4, true),
     ("llama-tiny", LlamaKind::Llama, [256, 64, 128, 352, 4, 4, 2, 32], 1e4, true),
     ("llama-1b", LlamaKind::Llama, [128_256, 131_072, 2048, 8192, 16, 32, 8, 64], 5e5, true),
     ("llama-8b", LlamaKind::Llama, [128_256, 131_072, 4096, 14_336, 32, 32, 8, 128], 5e5, false),
@@ -91,6 +92,7 @@ const PRESETS: [Preset; 11] = [
     ("mistral-7b", LlamaKind::Mistral, [32_768, 32_768, 4096, 14_336, 32, 32, 8, 128], 1e6, false),
     ("qwen2-0.5b", LlamaKind::Qwen2, [151_936, 131_072, 896, 4864, 24, 14, 2, 64], 1e6, true),
     ("qwen3-0.6b", LlamaKind::Qwen3, [151_936, 40_960, 1024, 3072, 28, 16, 8, 128], 1e6, true),
+    ("mixtral-nano", LlamaKind::Mixtral, [256, 64, 32, 44, 4, 4, 2, 8], 1e4, true),
     ("mixtral-tiny", LlamaKind::Mixtral, [256, 64, 128, 176, 4, 4, 2, 32], 1e4, true),
     ("mixtral-8x7b", LlamaKind::Mixtral, [32_000, 32_768, 4096, 14_336, 32, 32, 8, 128], 1e6, false),
     ("qwen3-30b-a3b", LlamaKind::Qwen3Moe, [151_936, 40_960, 2048, 6144, 48, 32, 4, 128], 1e6, false),
