@@ -302,7 +302,7 @@ mod tests {
     fn presets_are_checked() {
         assert_eq!(preset("tiny").unwrap(), "tiny");
         assert!(preset("tinny").unwrap_err().starts_with("unknown preset; did you mean `tiny`? presets are"));
-        assert!(preset("bert").unwrap_err().starts_with("unknown preset; presets are tiny, "));
+        assert!(preset("bert").unwrap_err().starts_with("unknown preset; presets are nano, "));
     }
 
     #[test]
