@@ -68,6 +68,18 @@ fn maximum_and_minimum_of_nan_send_the_gradient_to_both() {
 }
 
 #[test]
+fn maxima_that_tie_share_the_gradient_over_all_shards() {
+    // Three of four elements tie: two of one shard and one of the other.
+    let x = [7.0, 1.0, 7.0, 7.0];
+    for (mesh, layout) in [("", "f64[1, 4]"), ("a=2", "f64[1, 4@a]"), ("a=3", "f64[1, 4@a]")] {
+        for (sign, f) in [(1.0, (|x| x[0].amax(&[1])) as fn(&[Var]) -> Var), (-1.0, |x| x[0].amin(&[1]))] {
+            let got = gradients(mesh, layout, &[&x.map(|x| sign * x)], f).remove(0);
+            assert_same(&got, &[1.0 / 3.0, 0.0, 1.0 / 3.0, 1.0 / 3.0], &format!("{layout} on {mesh}"));
+        }
+    }
+}
+
+#[test]
 fn amax_and_amin_gradient_of_a_nan_row_is_nan() {
     let x = [1.0, NAN, 3.0, 5.0, 5.0, 1.0];
     for dtype in ["f64", "f32", "bf16", "f16"] {
