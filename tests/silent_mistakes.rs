@@ -119,6 +119,12 @@ fn the_plan_of_a_family_for_layers_of_other_names() {
 }
 
 #[test]
+fn regathered_points_that_the_model_does_not_have() {
+    let found = refused("tp=2", |rank| model(rank, &Plan::new().regather("h.*.ln_1.out"), 1).map(drop));
+    assert_eq!(found[0], "`regather h.*.ln_1.out` of the plan matches no point of the model");
+}
+
+#[test]
 fn sequence_parallelism_of_a_family_for_layers_of_other_names() {
     let plan = Plan::tensor_parallel("tp").column_parallel("up").row_parallel("down");
     let found =

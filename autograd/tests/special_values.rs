@@ -69,7 +69,7 @@ fn maximum_and_minimum_of_nan_send_the_gradient_to_both() {
 
 #[test]
 fn maxima_that_tie_share_the_gradient_over_all_shards() {
-    // Three of four elements tie: two of one shard and one of the other.
+    // Three of four elements tie, in two or three shards.
     let x = [7.0, 1.0, 7.0, 7.0];
     for (mesh, layout) in [("", "f64[1, 4]"), ("a=2", "f64[1, 4@a]"), ("a=3", "f64[1, 4@a]")] {
         for (sign, f) in [(1.0, (|x| x[0].amax(&[1])) as fn(&[Var]) -> Var), (-1.0, |x| x[0].amin(&[1]))] {

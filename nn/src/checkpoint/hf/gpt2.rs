@@ -51,8 +51,8 @@ pub struct Gpt2Config {
 
 /// The preset names and their shapes: (name, vocabulary, positions, width, blocks, heads).
 ///
-/// `nano` is for trying out options and `tiny` for a laptop, both for bytes of text; `s`, `m` and `l` are benchmark sizes; `gpt2-*` are the published models, named by their
-/// parameter count.
+/// `nano` is for trying out options and `tiny` for a laptop, both for bytes of text; `s`, `m` and `l` are benchmark sizes; `gpt2-*`
+/// are the published models, named by their parameter count.
 const PRESETS: [(&str, usize, usize, usize, usize, usize); 9] = [
     ("nano", 256, 64, 32, 4, 4),
     ("tiny", 256, 64, 128, 4, 4),
