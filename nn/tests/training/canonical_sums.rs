@@ -14,6 +14,9 @@ use shardgrad_testing::sample;
 use std::ops::Range;
 use std::path::Path;
 
+/// The steps of a run. The second computes with updated weights, and its update with the moments of the first.
+const STEPS: u64 = 2;
+
 /// A run of a model with dropout, clipping and unequal numbers of labels.
 #[derive(Clone)]
 pub(crate) struct Run {
@@ -133,7 +136,7 @@ impl Run {
     }
 
     fn bits(&self, mesh: &str, microbatches: usize) -> Bits {
-        self.train(mesh, microbatches, 3, [None, None])
+        self.train(mesh, microbatches, STEPS, [None, None])
     }
 }
 
@@ -261,7 +264,7 @@ fn pipelines_and_sharded_storage_have_the_bits_of_one_rank() {
         for (number, schedule) in schedules.iter().enumerate() {
             let plan = plan(&run.config).pipeline_schedule(schedule);
             for mesh in sample(number, ["pp=2", "pp=2,dp=3"]) {
-                let bits = run.train_as(&plan, mesh, 1, 3, [None, None]);
+                let bits = run.train_as(&plan, mesh, 1, STEPS, [None, None]);
                 assert_eq!(bits, alone, "{what} on {mesh} by {schedule}");
             }
         }
@@ -272,7 +275,7 @@ fn pipelines_and_sharded_storage_have_the_bits_of_one_rank() {
             (Plan::fsdp("fsdp"), "dp=3,fsdp=2"),
             (Plan::fsdp("fsdp"), "pp=2,dp=2,fsdp=2"),
         ] {
-            let bits = run.train_as(&plan(&run.config).and(more), mesh, 1, 3, [None, None]);
+            let bits = run.train_as(&plan(&run.config).and(more), mesh, 1, STEPS, [None, None]);
             assert_eq!(bits, alone, "{what} with shards on {mesh}");
         }
     }

@@ -1,5 +1,5 @@
-//! Gradient checks: every layer and model against finite differences in f64, for all parameters and all real inputs. `FILES` lists
-//! the file of each; a file without an entry fails a test.
+//! Gradient checks: every layer and model against finite differences in f64, for all parameters and all real inputs: of layers by
+//! element, of models along one direction. `FILES` lists the file of each; a file without an entry fails a test.
 
 use crate::support::run;
 use shardgrad_autograd::{Key, Noise, Tape, Var};
@@ -22,6 +22,15 @@ const INPUT_KEY: Key = 1 << 32;
 /// How a module is called on its inputs.
 type Forward<M> = fn(&M, &[Var]) -> Var;
 
+/// The directions in which a parameter or an input is shifted.
+#[derive(Clone, Copy)]
+enum Directions {
+    /// Each element alone: for layers.
+    Elements,
+    /// One pseudorandom direction, along which a wrong element shows as well: for models, which have many parameters.
+    Pseudorandom,
+}
+
 /// A module, how to call it, and its inputs.
 struct Subject<M> {
     module: M,
@@ -29,6 +38,7 @@ struct Subject<M> {
     inputs: Vec<Input>,
     /// Whether dropout is on.
     noise: bool,
+    directions: Directions,
 }
 
 /// A module on values that can be perturbed.
@@ -36,6 +46,7 @@ struct Probe<'a> {
     forward: &'a dyn Fn(&[Var]) -> Var,
     inputs: Vec<GlobalTensor>,
     noise: bool,
+    directions: Directions,
 }
 
 impl Probe<'_> {
@@ -72,7 +83,7 @@ fn moderate(shape: &[usize], seed: u64) -> GlobalTensor {
 /// Fails unless every gradient of the subject exists, is not all zeros, and matches finite differences.
 fn check<M: Module>(what: &str, make: impl Fn() -> Subject<M> + Sync) {
     run("", |rank| {
-        let Subject { module, forward, inputs, noise } = make();
+        let Subject { module, forward, inputs, noise, directions } = make();
         let model = Model::with_dtype(rank, module, &Plan::new(), 1, DType::F64)?;
         let forward = |inputs: &[Var]| forward(&model, inputs);
         let drawn = |(input, seed): (&Input, u64)| match input {
@@ -80,7 +91,7 @@ fn check<M: Module>(what: &str, make: impl Fn() -> Subject<M> + Sync) {
             other => GlobalTensor::draw(other, seed),
         };
         let inputs = inputs.iter().zip(1..).map(drawn).collect();
-        let probe = Probe { forward: &forward, inputs, noise };
+        let probe = Probe { forward: &forward, inputs, noise, directions };
         compare(what, model.params(), [&|| model.tape(), &|| model.inference_tape()], probe)
     });
 }
@@ -106,42 +117,63 @@ fn compare(
         assert!(claimed.iter().any(|g| *g != 0.0), "{what}: the gradient of {name} is all zeros");
         Ok(claimed)
     };
-    let wrong = |name: &str, found: Option<(usize, f64, f64)>| {
-        assert_eq!(found, None, "{what}: {name} (element, gradient, differences)");
-    };
+    let directions = probe.directions;
     for param in params {
-        let mut shifted =
+        let start =
             GlobalTensor { dtype: DType::F64, shape: param.shape().to_vec(), data: param.tensor().to_f64()? };
-        let found = find_disagreement(&claimed(param.key(), &param.name())?, |at, by| {
-            let x = shifted.data[at];
-            shifted.data[at] = x + by;
-            param.set_tensor(host(rank, &shifted)?)?;
-            shifted.data[at] = x;
-            value(&probe)
-        })?;
-        param.set_tensor(host(rank, &shifted)?)?;
-        wrong(&param.name(), found);
+        let found =
+            directions.find_disagreement(&claimed(param.key(), &param.name())?, &start, |shifted| {
+                param.set_tensor(host(rank, shifted)?)?;
+                value(&probe)
+            })?;
+        param.set_tensor(host(rank, &start)?)?;
+        assert_eq!(found, None, "{what}: {} (direction, gradient, differences)", param.name());
     }
     for i in 0..probe.inputs.len() {
-        if !probe.inputs[i].dtype.is_float() {
+        let start = probe.inputs[i].clone();
+        if !start.dtype.is_float() {
             continue;
         }
-        let name = format!("input {i}");
-        let found = find_disagreement(&claimed(INPUT_KEY + i as Key, &name)?, |at, by| {
-            let x = probe.inputs[i].data[at];
-            probe.inputs[i].data[at] = x + by;
-            let loss = value(&probe);
-            probe.inputs[i].data[at] = x;
-            loss
+        let claimed = claimed(INPUT_KEY + i as Key, &format!("input {i}"))?;
+        let found = directions.find_disagreement(&claimed, &start, |shifted| {
+            probe.inputs[i] = shifted.clone();
+            value(&probe)
         })?;
-        wrong(&name, found);
+        probe.inputs[i] = start;
+        assert_eq!(found, None, "{what}: input {i} (direction, gradient, differences)");
     }
     Ok(())
 }
 
+impl Directions {
+    /// Returns the first direction along which a gradient differs from the central difference of a function around `start`: its
+    /// number, the derivative by the gradient, and the difference.
+    fn find_disagreement(
+        self,
+        gradient: &[f64],
+        start: &GlobalTensor,
+        mut value: impl FnMut(&GlobalTensor) -> Result<f64>,
+    ) -> Result<Option<(usize, f64, f64)>> {
+        let numel = start.data.len();
+        let directions: Vec<Vec<f64>> = match self {
+            Directions::Elements => {
+                (0..numel).map(|at| (0..numel).map(|i| f64::from(u8::from(i == at))).collect()).collect()
+            }
+            Directions::Pseudorandom => vec![GlobalTensor::draw(&Input::real(&start.shape), 7).data],
+        };
+        let along = |direction: &Vec<f64>| gradient.iter().zip(direction).map(|(g, d)| g * d).sum();
+        let claimed: Vec<f64> = directions.iter().map(along).collect();
+        find_disagreement(&claimed, |number, by| {
+            let moved = start.data.iter().zip(&directions[number]).map(|(x, d)| x + by * d);
+            value(&GlobalTensor { data: moved.collect(), ..start.clone() })
+        })
+    }
+}
+
 /// A subject on real inputs of these shapes.
 fn on<M>(module: M, shapes: &[&[usize]], forward: Forward<M>) -> Subject<M> {
-    Subject { module, forward, inputs: shapes.iter().map(|s| Input::real(s)).collect(), noise: false }
+    let inputs = shapes.iter().map(|s| Input::real(s)).collect();
+    Subject { module, forward, inputs, noise: false, directions: Directions::Elements }
 }
 
 impl<M> Subject<M> {
@@ -151,6 +183,11 @@ impl<M> Subject<M> {
 
     fn noisy(self) -> Subject<M> {
         Subject { noise: true, ..self }
+    }
+
+    /// With the directions for models.
+    fn model(self) -> Subject<M> {
+        Subject { directions: Directions::Pseudorandom, ..self }
     }
 }
 
@@ -213,7 +250,7 @@ fn gpt2() {
             Gpt2Config { tie_word_embeddings: tied, ..Gpt2Config::new(5, 4, 4, 2, 2).with_dropout(p) };
         let make = || {
             let module = Gpt2::new(&config).recompute(recompute);
-            on(module, &[], |m, x| m.loss(&x[0], &x[1])).inputs(&tokens).noisy()
+            on(module, &[], |m, x| m.loss(&x[0], &x[1])).inputs(&tokens).noisy().model()
         };
         check(&format!("tied {tied}, recompute {recompute}, dropout {p}"), make);
     }
@@ -270,7 +307,7 @@ fn llama() {
         };
         let make = || {
             let module = Llama::new(&config).recompute(recompute);
-            on(module, &[], |m, x| m.loss(&x[0], &x[1])).inputs(&tokens).noisy()
+            on(module, &[], |m, x| m.loss(&x[0], &x[1])).inputs(&tokens).noisy().model()
         };
         check(&format!("{kind:?}, tied {tied}, recompute {recompute}, dropout {p}"), make);
     }
@@ -281,7 +318,7 @@ fn llama() {
         ..ExpertsConfig::new(3, 2, 3)
     };
     config.experts = Some(balanced);
-    let make = || on(Llama::new(&config), &[], |m, x| m.loss(&x[0], &x[1])).inputs(&tokens);
+    let make = || on(Llama::new(&config), &[], |m, x| m.loss(&x[0], &x[1])).inputs(&tokens).model();
     check("with the load-balancing loss", make);
 }
 
@@ -299,7 +336,7 @@ fn bert() {
             BertConfig { tie_word_embeddings: tied, ..BertConfig::new(5, 4, [4, 3], 2, 2).with_dropout(p) };
         let make = || {
             let module = Bert::new(&config).recompute(recompute);
-            on(module, &[], |m, x| m.loss(&x[0], &x[1], None, Some(&x[2]))).inputs(&tokens).noisy()
+            on(module, &[], |m, x| m.loss(&x[0], &x[1], None, Some(&x[2]))).inputs(&tokens).noisy().model()
         };
         check(&format!("tied {tied}, recompute {recompute}, dropout {p}"), make);
     }
@@ -310,7 +347,8 @@ fn language() {
     let (gpt2, llama) =
         (Gpt2Config::new(5, 4, 4, 1, 2), LlamaConfig::new(LlamaKind::Llama, 5, 4, [4, 3], 1, [2, 1]));
     for config in [gpt2.into(), llama.into()] {
-        let make = || on(LanguageModel::new(&config), &[], |m, x| m.loss(&x[0], &x[1])).inputs(&tokens);
+        let make =
+            || on(LanguageModel::new(&config), &[], |m, x| m.loss(&x[0], &x[1])).inputs(&tokens).model();
         check("of a family", make);
     }
 }

@@ -103,17 +103,18 @@ impl Run {
         self.train(&Sgd::new(1.0), None, (None, 1, None)).1
     }
 
-    fn losses(&self, steps: usize) -> Vec<f64> {
-        self.train(&AdamW::new(0.01).weight_decay(0.1), Some(1.0), (None, steps, None)).0
+    /// The losses of a few steps: in the third, weights depend on the moments of two steps.
+    fn losses(&self) -> Vec<f64> {
+        self.train(&AdamW::new(0.01).weight_decay(0.1), Some(1.0), (None, 4, None)).0
     }
 
     /// The results of the model on one rank.
     pub(crate) fn one_rank(&self) -> OneRank {
         let alone = self.alone();
-        OneRank { params: alone.after_one_plain_step(), losses: alone.losses(20) }
+        OneRank { params: alone.after_one_plain_step(), losses: alone.losses() }
     }
 
-    /// Fails unless the gradients of a step, and the losses of many, are those of one rank.
+    /// Fails unless the gradients of a step, and the losses of some, are those of one rank.
     pub(crate) fn assert_like(&self, one: &OneRank) {
         let what = format!("{} with\n{}", self.mesh, self.plan);
         let many = self.after_one_plain_step();
@@ -122,14 +123,14 @@ impl Run {
             let worst = max_difference(values, &many[name]);
             assert!(worst < 1e-12, "{what}: the gradient of {name} differs by {worst:e}");
         }
-        let (alone, many) = (&one.losses, self.losses(20));
+        let (alone, many) = (&one.losses, self.losses());
         let worst = max_difference(alone, &many);
         assert!(worst < 1e-9, "{what}: losses differ by {worst:e}");
-        assert!(alone[0] != alone[19], "{what}: nothing was trained");
+        assert!(alone[0] != alone[3], "{what}: nothing was trained");
     }
 }
 
-/// A run on one rank: the initial parameters minus the gradients, and the losses of many steps.
+/// A run on one rank: the initial parameters minus the gradients, and the losses of some steps.
 pub(crate) struct OneRank {
     params: BTreeMap<String, Vec<f64>>,
     losses: Vec<f64>,
@@ -224,7 +225,8 @@ fn checkpoints_resume_in_every_other_style() {
         })
         .collect();
     for (i, losses) in first.iter().enumerate() {
-        for (_, (plan, mesh)) in styles.iter().enumerate().filter(|(j, _)| *j != i) {
+        let others = styles.iter().enumerate().filter(|(j, _)| *j != i);
+        for (_, (plan, mesh)) in sample(i, others) {
             let second = Run::new(config(), plan.clone(), mesh);
             let (rest, params) = second.train(&optim, Some(1.0), (Some(&dir(i)), 2, None));
             let losses = [&losses[..], &rest[..]].concat();
