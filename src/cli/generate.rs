@@ -168,7 +168,7 @@ mod tests {
     fn sampling_is_independent_of_the_mesh() {
         // The text grows beyond the 64 positions of these models.
         let prompt = "abc".repeat(20);
-        for preset in ["tiny", "llama-tiny", "mixtral-tiny"] {
+        for preset in ["nano", "llama-nano", "mixtral-nano"] {
             let config = ModelConfig::preset(preset).unwrap();
             let results = |mesh: &str, sampling: &SamplingArgs, ends: &[usize]| {
                 let ranks = World::run(Mesh::parse(mesh).unwrap(), |rank| {

@@ -10,28 +10,28 @@ use shardgrad::Result;
 use shardgrad::dist::Mesh;
 use std::sync::{Arc, Mutex};
 
-/// Options of the runs, mostly of preset tiny: along each axis, in 16 bits, with microbatches (whose matmuls keep prepacked weights), with
+/// Options of the runs, mostly of preset nano: along each axis, in 16 bits, with microbatches (whose matmuls keep prepacked weights), with
 /// evaluation and checkpoints between steps.
 const RUNS: [&str; 19] = [
-    "--mesh dp=1 --batch 4",
-    "--mesh dp=2 --batch 8",
-    "--mesh tp=2 --batch 4",
-    "--mesh cp=2 --batch 4",
-    "--mesh cp=2 --context ring --batch 4",
-    "--mesh pp=2 --batch 8",
-    "--mesh pp=2,dp=2 --batch 8",
-    "--mesh dp=2 --batch 8 --dtype bf16",
-    "--mesh dp=1 --batch 8 --microbatches 4",
-    "--mesh dp=2 --batch 8 --microbatches 2 --dtype bf16",
-    "--mesh dp=2 --batch 4 --eval-every 1 --save-every 1",
-    "--mesh tp=4 --batch 2 --save-every 2",
-    "--preset llama-tiny --mesh tp=2 --batch 4",
-    "--mesh dp=2 --zero 1 --batch 8",
-    "--mesh dp=2 --zero 2 --batch 8 --microbatches 2 --dtype bf16",
-    "--mesh dp=2 --zero 3 --batch 8 --microbatches 2",
-    "--mesh dp=2,fsdp=2 --batch 8 --eval-every 1 --save-every 1",
-    "--mesh pp=2,fsdp=2 --batch 8",
-    "--preset mixtral-tiny --mesh ep=2 --batch 4",
+    "--preset nano --mesh dp=1 --batch 4",
+    "--preset nano --mesh dp=2 --batch 8",
+    "--preset nano --mesh tp=2 --batch 4",
+    "--preset nano --mesh cp=2 --batch 4",
+    "--preset nano --mesh cp=2 --context ring --batch 4",
+    "--preset nano --mesh pp=2 --batch 8",
+    "--preset nano --mesh pp=2,dp=2 --batch 8",
+    "--preset nano --mesh dp=2 --batch 8 --dtype bf16",
+    "--preset nano --mesh dp=1 --batch 8 --microbatches 4",
+    "--preset nano --mesh dp=2 --batch 8 --microbatches 2 --dtype bf16",
+    "--preset nano --mesh dp=2 --batch 4 --eval-every 1 --save-every 1",
+    "--preset nano --mesh tp=4 --batch 2 --save-every 2",
+    "--preset llama-nano --mesh tp=2 --batch 4",
+    "--preset nano --mesh dp=2 --zero 1 --batch 8",
+    "--preset nano --mesh dp=2 --zero 2 --batch 8 --microbatches 2 --dtype bf16",
+    "--preset nano --mesh dp=2 --zero 3 --batch 8 --microbatches 2",
+    "--preset nano --mesh dp=2,fsdp=2 --batch 8 --eval-every 1 --save-every 1",
+    "--preset nano --mesh pp=2,fsdp=2 --batch 8",
+    "--preset mixtral-nano --mesh ep=2 --batch 4",
 ];
 
 /// Prepares a run in an empty folder.

@@ -277,23 +277,23 @@ fn selections(is_full: bool) -> Vec<RowSelection> {
         selections.extend(one.map(|mesh| selection(mesh, usize::MAX, 0)));
         selections.extend(two.map(|mesh| selection(mesh, 2000, 500)));
     } else {
-        let given = selection(every, 200, 200).in_size(Size::Given);
+        let given = selection(every, 120, 120).in_size(Size::Given);
         selections.push(RowSelection { strided: &[false], ..given });
         // Views with and without gaps on the first mesh, then with gaps on every second one.
         let views: [&[bool]; 2] = [&[false], &[true]];
         for (mesh, strided) in one.into_iter().zip([BOTH, views[0], views[1]]) {
-            selections.push(RowSelection { strided, ..selection(mesh, 5, 5) });
+            selections.push(RowSelection { strided, ..selection(mesh, 4, 4) });
         }
         for (mesh, strided) in two.into_iter().zip(views) {
             let selection = |rows| RowSelection { strided, ..selection(mesh, rows, rows) };
             let (zero, others): (Vec<Size>, Vec<Size>) =
                 SIZES.into_iter().partition(|size| matches!(size, Size::Zero(_)));
-            selections.push(RowSelection { sizes: others, ..selection(3) });
+            selections.push(RowSelection { sizes: others, ..selection(2) });
             // There are as many cases without elements as extents, and all their shards are empty.
             selections.push(RowSelection { sizes: zero, ..selection(1) });
         }
     }
-    for (mesh, rows) in [("a=2", 20), ("a=2,b=2", 12)] {
+    for (mesh, rows) in [("a=2", 20), ("a=2,b=2", 6)] {
         let rows = if is_full { 50 * rows } else { rows };
         let given = selection(mesh, rows, rows).in_size(Size::Given);
         selections.push(RowSelection { strided: &[false], has_grains: true, ..given });

@@ -118,7 +118,16 @@ mod tests {
         let (data, out) = (dir.file("text", "The quick brown fox. ".repeat(60)), dir.path("out"));
         let _ = fs::remove_dir_all(&out);
         let given = ["--steps", "3", "--batch", "4", "--seq", "16", "--mesh", mesh, "--save-dtype", "f32"];
-        let named = ["shardgrad", "train", "--data", data.to_str().unwrap(), "--out", out.to_str().unwrap()];
+        let named = [
+            "shardgrad",
+            "train",
+            "--preset",
+            "nano",
+            "--data",
+            data.to_str().unwrap(),
+            "--out",
+            out.to_str().unwrap(),
+        ];
         let cli = config::parse(named.iter().chain(&given).map(Into::into).collect()).unwrap();
         let Command::Train(args) = cli.command else { panic!("train") };
         let ranks = args.run.training_world(&args.mesh(), &args.parallelism).unwrap();
