@@ -1,7 +1,7 @@
 //! Collectives are called in `dist` and in a few listed files only.
 
 use super::source::{Finding, Source, lines_found};
-use super::tokens::{each_level, group, is_mark, line, word};
+use super::tokens::{group, is_mark, line, word};
 use proc_macro2::Delimiter;
 
 /// Files, and folders that end in `/`, that may call a collective. A new one needs a reason in ADR 11.
@@ -33,7 +33,7 @@ pub(super) fn collective_calls(source: &Source) -> Vec<Finding> {
         return Vec::new();
     }
     let mut findings = Vec::new();
-    each_level(&source.product, &mut |level| {
+    for level in &source.product_levels {
         for at in 1..level.len() {
             let called =
                 is_mark(level, at - 1, '.') && group(level, at + 1, Delimiter::Parenthesis).is_some();
@@ -46,7 +46,7 @@ pub(super) fn collective_calls(source: &Source) -> Vec<Finding> {
                 findings.push(source.finding(line(&level[at]), advice));
             }
         }
-    });
+    }
     findings
 }
 

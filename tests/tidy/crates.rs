@@ -1,7 +1,7 @@
 //! Crate order: each crate imports only the crates listed for it.
 
 use super::source::{Finding, Source, lines_found, nothing_in, texts};
-use super::tokens::{each_level, line};
+use super::tokens::line;
 use proc_macro2::TokenTree;
 
 /// Each crate, and the workspace crates it may import. The root package may import all.
@@ -41,7 +41,7 @@ fn refusal(package: &str, imported: &str) -> Option<String> {
 pub(super) fn crate_order(source: &Source) -> Vec<Finding> {
     let Some(package) = source.package() else { return Vec::new() };
     let mut findings = Vec::new();
-    each_level(&source.tokens, &mut |level| {
+    for level in &source.levels {
         for tree in level {
             let TokenTree::Ident(ident) = tree else { continue };
             let name = ident.to_string();
@@ -50,7 +50,7 @@ pub(super) fn crate_order(source: &Source) -> Vec<Finding> {
                 findings.push(source.finding(line(tree), advice));
             }
         }
-    });
+    }
     findings
 }
 

@@ -1,8 +1,7 @@
 //! Direct dependencies are few, used, and explained in an ADR.
 
 use super::source::{Finding, Source, nothing_in, texts};
-use super::tokens::{each_level, word};
-use proc_macro2::TokenStream;
+use super::tokens::{Level, word};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Maximum number of direct dependencies in the default build, over all workspace crates.
@@ -122,13 +121,15 @@ pub(super) fn unused_dependencies(tree: &[Source]) -> Vec<Finding> {
     for source in tree {
         let first = source.path.split('/').next().unwrap_or_default();
         let package = if ["src", "tests", "benches", "examples"].contains(&first) { "" } else { first };
-        let mut note = |tokens: &TokenStream, in_tests: bool| {
+        let mut note = |levels: &[Level], in_tests: bool| {
             let words = words.entry((package, in_tests)).or_default();
-            each_level(tokens, &mut |level| words.extend((0..level.len()).filter_map(|at| word(level, at))));
+            for level in levels {
+                words.extend((0..level.len()).filter_map(|at| word(level, at)));
+            }
         };
-        note(&source.tokens, true);
+        note(&source.levels, true);
         if source.package().is_some() {
-            note(&source.product, false);
+            note(&source.product_levels, false);
         }
     }
     let named = |package: &str, name: &str, in_tests| {

@@ -1,7 +1,7 @@
 //! Model code is written once, for any mesh: layers and models name no mesh axis, rank or collective, and read no layout.
 
 use super::source::{Finding, Source, lines_found};
-use super::tokens::{each_level, group, is_mark, is_path_mark, line, without_attributes, word};
+use super::tokens::{group, is_mark, is_path_mark, levels, line, without_attributes, word};
 use proc_macro2::{Delimiter, TokenTree};
 
 /// Folders of layers and models.
@@ -39,7 +39,7 @@ pub(super) fn reads_no_layout(source: &Source) -> Vec<Finding> {
     if !is_model_code(source) {
         return findings;
     }
-    each_level(&without_attributes(&source.product), &mut |level| {
+    for level in &levels(&without_attributes(&source.product)) {
         for at in 1..level.len() {
             let is_method = is_mark(level, at - 1, '.') || at > 1 && is_path_mark(level, at - 2);
             let is_call = is_method && group(level, at + 1, Delimiter::Parenthesis).is_some();
@@ -55,7 +55,7 @@ pub(super) fn reads_no_layout(source: &Source) -> Vec<Finding> {
                 findings.push(source.finding(line(&level[at]), advice));
             }
         }
-    });
+    }
     findings
 }
 
@@ -65,7 +65,7 @@ pub(super) fn one_model_source(source: &Source) -> Vec<Finding> {
     if !is_model_code(source) {
         return findings;
     }
-    each_level(&without_attributes(&source.product), &mut |level| {
+    for level in &levels(&without_attributes(&source.product)) {
         for tree in level {
             let found: Option<String> = match tree {
                 TokenTree::Ident(ident) => {
@@ -79,7 +79,7 @@ pub(super) fn one_model_source(source: &Source) -> Vec<Finding> {
                 findings.push(source.finding(line(tree), advice));
             }
         }
-    });
+    }
     findings
 }
 

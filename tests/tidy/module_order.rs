@@ -2,18 +2,20 @@
 //! Test code may use any module.
 
 use super::source::{Finding, Source};
-use super::tokens::{any_word, group, is_mark, is_path_mark, is_word, line, rebuild, word};
+use super::tokens::{any_word, group, is_mark, is_path_mark, is_word, levels, line, rebuild, word};
 use proc_macro2::{Delimiter, TokenStream, TokenTree};
 use std::collections::{BTreeMap, BTreeSet};
 
 type Path = Vec<String>;
 
-/// A module: its file, its child modules, and its imported names.
+/// A module: its file, its child modules, its imported names, and its macros.
 struct Module {
     file: String,
     tokens: TokenStream,
     children: Vec<String>,
     names: BTreeMap<String, Path>,
+    /// The macros of a module with `#[macro_export]`.
+    macros: Vec<String>,
 }
 
 /// The modules of a crate by path; the root has the empty path.
@@ -38,10 +40,11 @@ fn crates(files: &[Source]) -> (Vec<Crate>, Vec<Finding>) {
         reached.extend(modules.values().map(|m| m.file.clone()));
         crates.push(modules);
     }
+    let names: BTreeSet<String> =
+        files.iter().flat_map(|f| declared(&f.tokens)).map(|(name, _, _)| name).collect();
     let declared_for_tests = |file: &Source| {
         let whole = file.path.trim_end_matches("/mod.rs").trim_end_matches(".rs");
-        let stem = whole.rsplit('/').next().unwrap_or_default();
-        files.iter().any(|f| declared(&f.tokens).iter().any(|(name, _, _)| name == stem))
+        names.contains(whole.rsplit('/').next().unwrap_or_default())
     };
     let in_crate = |f: &Source| f.package().is_some() || f.path.starts_with("tests/");
     let lost = files.iter().filter(|f| in_crate(f) && !reached.contains(&f.path));
@@ -76,8 +79,8 @@ fn grow(
     let own = rebuild(tokens, &|level, at| {
         (is_word(level, at, "mod") && group(level, at + 2, Delimiter::Brace).is_some()).then_some(3)
     });
-    let names = imports(&own);
-    modules.insert(path, Module { file: source.path.clone(), tokens: own, children, names });
+    let (names, macros) = (imports(&own), exported_macros(&own));
+    modules.insert(path, Module { file: source.path.clone(), tokens: own, children, names, macros });
 }
 
 /// Returns the modules that a file or module body declares, with inline bodies, and their lines.
@@ -124,7 +127,7 @@ fn imports(tokens: &TokenStream) -> BTreeMap<String, Path> {
 /// Returns every path in a module that starts with `crate`, `super` or `self`, with its line.
 fn references(module: &Module) -> Vec<(Path, usize)> {
     let mut found = Vec::new();
-    super::tokens::each_level(&module.tokens, &mut |level| {
+    for level in &levels(&module.tokens) {
         for at in 0..level.len() {
             let starts = ["crate", "super", "self"].iter().any(|w| is_word(level, at, w));
             let continues = at >= 2 && is_path_mark(level, at - 2);
@@ -132,7 +135,7 @@ fn references(module: &Module) -> Vec<(Path, usize)> {
                 found.extend(paths_at(level, at, &[]).into_iter().map(|(_, path)| (path, line(&level[at]))));
             }
         }
-    });
+    }
     found
 }
 
@@ -164,15 +167,20 @@ fn home(modules: &Crate, from: &[String], path: &[String], hops_max: usize) -> P
     at
 }
 
+/// Returns the macros that a module defines, if it exports any.
+fn exported_macros(tokens: &TokenStream) -> Vec<String> {
+    if !any_word(tokens, &|w| w == "macro_export") {
+        return Vec::new();
+    }
+    let level: Vec<TokenTree> = tokens.clone().into_iter().collect();
+    let rules = (0..level.len()).filter(|&at| is_word(&level, at, "macro_rules"));
+    rules.filter_map(|at| word(&level, at + 2)).collect()
+}
+
 /// Returns the module of an exported macro, whose path is at the crate root.
 fn exported_macro(modules: &Crate, at: &[String], name: &str) -> Option<Path> {
-    let defines = |module: &Module| {
-        let level: Vec<TokenTree> = module.tokens.clone().into_iter().collect();
-        any_word(&module.tokens, &|w| w == "macro_export")
-            && (0..level.len()).any(|i| is_word(&level, i, "macro_rules") && is_word(&level, i + 2, name))
-    };
-    let root = at.is_empty();
-    modules.iter().find(|(_, module)| root && defines(module)).map(|(path, _)| path.clone())
+    let defines = |module: &Module| at.is_empty() && module.macros.iter().any(|m| m == name);
+    modules.iter().find(|(_, module)| defines(module)).map(|(path, _)| path.clone())
 }
 
 /// A module uses only modules declared before it in their common module list.

@@ -2,7 +2,7 @@
 //! `cargo test --test main tidy::size -- --nocapture` prints the list.
 
 use super::source::{Finding, Source, lines_found};
-use super::tokens::{each_level, group, is_mark, is_word, line, word};
+use super::tokens::{group, is_mark, is_word, line, word};
 use proc_macro2::Delimiter;
 
 /// A longer file is listed.
@@ -23,7 +23,7 @@ pub(super) fn file_length(source: &Source) -> Vec<Finding> {
 /// Lists functions with more than [`FUNCTION_LINES_ADVISED`] lines, from `fn` to the closing brace; macro bodies count too.
 pub(super) fn function_length(source: &Source) -> Vec<Finding> {
     let mut findings = Vec::new();
-    each_level(&source.tokens, &mut |level| {
+    for level in &source.levels {
         for at in 0..level.len() {
             let name_at = at + 1 + usize::from(is_mark(level, at + 1, '$'));
             let (true, Some(name)) = (is_word(level, at, "fn"), word(level, name_at)) else { continue };
@@ -37,7 +37,7 @@ pub(super) fn function_length(source: &Source) -> Vec<Finding> {
                 findings.push(source.finding(line(&level[at]), advice));
             }
         }
-    });
+    }
     findings
 }
 

@@ -1,6 +1,6 @@
 //! Input of the rules (files of the tree as text and tokens) and their findings.
 
-use super::tokens;
+use super::tokens::{self, Level};
 use ignore::WalkBuilder;
 use proc_macro2::TokenStream;
 use std::fmt;
@@ -33,6 +33,10 @@ pub(crate) struct Source {
     pub(crate) tokens: TokenStream,
     /// The tokens without test-only items.
     pub(crate) product: TokenStream,
+    /// The levels of `tokens`, which nearly every rule reads.
+    pub(crate) levels: Vec<Level>,
+    /// The levels of `product`.
+    pub(crate) product_levels: Vec<Level>,
 }
 
 impl Source {
@@ -41,7 +45,8 @@ impl Source {
         let (path, text) = (path.into(), text.into());
         let tokens: TokenStream = text.parse().unwrap_or_default();
         let product = tokens::without_tests(&tokens);
-        Source { path, text, tokens, product }
+        let (levels, product_levels) = (tokens::levels(&tokens), tokens::levels(&product));
+        Source { path, text, tokens, product, levels, product_levels }
     }
 
     /// Creates a finding in this file.

@@ -2,15 +2,23 @@
 
 use proc_macro2::{Delimiter, Group, TokenStream, TokenTree};
 
-/// Calls `visit` with each sequence of sibling tokens: the stream itself, then the contents of every group.
-pub(crate) fn each_level(tokens: &TokenStream, visit: &mut dyn FnMut(&[TokenTree])) {
-    let level: Vec<TokenTree> = tokens.clone().into_iter().collect();
-    visit(&level);
-    for tree in &level {
-        if let TokenTree::Group(group) = tree {
-            each_level(&group.stream(), visit);
-        }
+/// A sequence of sibling tokens: a stream, or the contents of a group.
+pub(crate) type Level = Vec<TokenTree>;
+
+/// Returns the levels of a stream: its own, then those of each group.
+pub(crate) fn levels(tokens: &TokenStream) -> Vec<Level> {
+    let mut all = Vec::new();
+    let mut pending = vec![tokens.clone()];
+    while let Some(stream) = pending.pop() {
+        let level: Level = stream.into_iter().collect();
+        let groups = level.iter().rev().filter_map(|tree| match tree {
+            TokenTree::Group(group) => Some(group.stream()),
+            _ => None,
+        });
+        pending.extend(groups);
+        all.push(level);
     }
+    all
 }
 
 /// Returns whether the token at `at` is this word.
@@ -51,11 +59,7 @@ pub(crate) fn line(tree: &TokenTree) -> usize {
 
 /// Returns whether a word of a stream, groups included, matches.
 pub(crate) fn any_word(tokens: &TokenStream, fits: &dyn Fn(&str) -> bool) -> bool {
-    let mut found = false;
-    each_level(tokens, &mut |level| {
-        found |= level.iter().any(|t| matches!(t, TokenTree::Ident(i) if fits(&i.to_string())));
-    });
-    found
+    levels(tokens).iter().flatten().any(|t| matches!(t, TokenTree::Ident(i) if fits(&i.to_string())))
 }
 
 /// Returns the attribute that starts at `at` (`#[..]`, not `#![..]`).

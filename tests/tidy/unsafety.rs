@@ -1,7 +1,7 @@
 //! `unsafe` is used in a few listed files only. Clippy checks that each use has a `SAFETY:` comment.
 
 use super::source::{Finding, Source, lines_found};
-use super::tokens::{each_level, group, is_mark, is_word, line};
+use super::tokens::{group, is_mark, is_word, line};
 use proc_macro2::Delimiter;
 
 /// Files, and folders that end in `/`, that may contain `unsafe`.
@@ -36,11 +36,11 @@ fn is_allowed(path: &str) -> bool {
 /// Other files contain no `unsafe`.
 pub(super) fn unsafe_place(source: &Source) -> Vec<Finding> {
     let mut findings = Vec::new();
-    each_level(&source.tokens, &mut |level| {
+    for level in &source.levels {
         let words = (0..level.len()).filter(|&at| is_word(level, at, "unsafe") && !is_allowed(&source.path));
         let advice = "`unsafe` outside of the list in tests/tidy/unsafety.rs; write it safely, or argue for the file in an ADR";
         findings.extend(words.map(|at| source.finding(line(&level[at]), advice)));
-    });
+    }
     findings
 }
 
@@ -51,7 +51,7 @@ pub(super) fn forbids_unsafe(source: &Source) -> Vec<Finding> {
         return Vec::new();
     }
     let mut forbidden = false;
-    each_level(&source.tokens, &mut |level| {
+    for level in &source.levels {
         forbidden |= (0..level.len()).any(|at| {
             let inside =
                 group(level, at + 2, Delimiter::Bracket).map(|g| g.stream().to_string().replace(' ', ""));
@@ -59,7 +59,7 @@ pub(super) fn forbids_unsafe(source: &Source) -> Vec<Finding> {
                 && is_mark(level, at + 1, '!')
                 && inside.as_deref() == Some("forbid(unsafe_code)")
         });
-    });
+    }
     if forbidden {
         Vec::new()
     } else {
