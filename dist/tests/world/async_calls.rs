@@ -292,8 +292,7 @@ fn rank_that_unwinds_ends_its_communication_thread() {
     }
 }
 
-#[test]
-fn queued_call_has_the_timeout_of_its_issue() {
+pub(crate) fn queued_call_has_the_timeout_of_its_issue() {
     // Processes also connect within the timeout of the world.
     let limits = [Duration::from_secs(20), Duration::ZERO];
     let kinds = [(RankKind::Threads, 100), (RankKind::Processes, 3000)];

@@ -353,8 +353,7 @@ fn ignored_error_still_fails_the_world() {
     names(&error, &["f32[4]", "f32[5]"]);
 }
 
-#[test]
-fn timeout_names_absent_ranks_and_their_calls() {
+pub(crate) fn timeout_names_absent_ranks_and_their_calls() {
     let slow = |rank: &Rank| {
         rank.barrier(&on(rank, "dp,tp"))?;
         if rank.index() == 2 {
@@ -395,8 +394,7 @@ fn is_late(error: &Error, limit: Duration) {
     );
 }
 
-#[test]
-fn with_timeout_extends_the_timeout_only_inside_the_closure() {
+pub(crate) fn with_timeout_extends_the_timeout_only_inside_the_closure() {
     let slow = |rank: &Rank, nap: u64| {
         let start = Instant::now();
         while is_first(rank) && start.elapsed() < Duration::from_millis(nap) {

@@ -18,5 +18,6 @@ mod processes;
 mod random_programs;
 mod random_collectives;
 mod payload_sizes;
+mod absent_ranks;
 mod support;
 mod wire;

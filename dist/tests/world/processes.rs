@@ -30,21 +30,6 @@ fn contains(error: &Error, kind: Kind, parts: &[&str]) {
     assert!(parts.iter().all(|part| text.contains(part)), "{parts:?} in:\n{text}");
 }
 
-/// Runs the functions below that wait for timeouts, side by side: together they take the ten seconds of the longest.
-#[test]
-fn failures_that_are_found_by_waiting() {
-    let cases: [fn(); 7] = [
-        unresponsive_or_malformed_peer_is_lost_despite_a_long_timeout,
-        timeout_names_a_peer_without_heartbeats,
-        missing_ranks_are_named_on_all_others,
-        port_in_use_is_named,
-        rank_zero_behind_a_virtual_address_listens_where_it_is_told_to,
-        ranks_that_return_early_report_later_failures,
-        failure_of_all_processes_is_reported_by_one,
-    ];
-    in_parallel(cases, |case| case());
-}
-
 #[test]
 fn mesh_of_another_size_is_an_error_before_connecting() {
     let port = free_port();
@@ -63,7 +48,7 @@ fn mesh_of_another_size_is_an_error_before_connecting() {
     assert_eq!(World::new(Mesh::single()).join(&alone, |rank| Ok(rank.index())).unwrap(), 0);
 }
 
-fn missing_ranks_are_named_on_all_others() {
+pub(crate) fn missing_ranks_are_named_on_all_others() {
     let (port, unused) = (free_port(), free_port());
     let start = Instant::now();
     let one = |rank: usize, port: u16| {
@@ -83,7 +68,7 @@ fn missing_ranks_are_named_on_all_others() {
     assert!(start.elapsed() < Duration::from_secs(30), "{:?}", start.elapsed());
 }
 
-fn port_in_use_is_named() {
+pub(crate) fn port_in_use_is_named() {
     // Another program at the port closes its connections, every second one after it has sent junk.
     let program = || {
         let (taken, is_over) = (TcpListener::bind("127.0.0.1:0").unwrap(), Arc::new(AtomicBool::new(false)));
@@ -125,7 +110,7 @@ fn port_in_use_is_named() {
     });
 }
 
-fn rank_zero_behind_a_virtual_address_listens_where_it_is_told_to() {
+pub(crate) fn rank_zero_behind_a_virtual_address_listens_where_it_is_told_to() {
     let port = free_port();
     // An address for documentation stands for that of a Service, which no machine has.
     let behind = Process::new(0, 2, "198.51.100.1", port)
@@ -195,7 +180,7 @@ fn foreign_connections_are_rejected_without_delay() {
     assert_eq!(junk.read(&mut [0; 16]).unwrap_or(0), 0, "junk gets no answer");
 }
 
-fn ranks_that_return_early_report_later_failures() {
+pub(crate) fn ranks_that_return_early_report_later_failures() {
     let ends = joined(3, |process| {
         world("tp=3").join(process, |rank| match rank.index() {
             2 => {
@@ -251,7 +236,7 @@ fn error_with_peer(token: &str, other: impl FnOnce(&mut TcpStream)) -> Error {
     ended.unwrap_err()
 }
 
-fn unresponsive_or_malformed_peer_is_lost_despite_a_long_timeout() {
+pub(crate) fn unresponsive_or_malformed_peer_is_lost_despite_a_long_timeout() {
     type Action = fn(&mut TcpStream);
     const MALFORMED: &[&str] =
         &["rank 1 sent a malformed message; rank 0 stops too", "help       ", "connection "];
@@ -286,7 +271,7 @@ fn unresponsive_or_malformed_peer_is_lost_despite_a_long_timeout() {
     });
 }
 
-fn timeout_names_a_peer_without_heartbeats() {
+pub(crate) fn timeout_names_a_peer_without_heartbeats() {
     let port = free_port();
     let zero = thread::spawn(move || {
         // More than the two seconds without heartbeats after which a rank counts as silent.
@@ -342,7 +327,7 @@ fn independent_failures_of_all_processes_are_reported() {
     assert!(different.iter().any(|(_, text)| text.contains("help       look")), "{different:?}");
 }
 
-fn failure_of_all_processes_is_reported_by_one() {
+pub(crate) fn failure_of_all_processes_is_reported_by_one() {
     let counts = printed("tp=3", |rank| {
         let len = if rank.index() == 2 { 5 } else { 4 };
         rank.all_reduce(&on(rank, "tp"), &up(rank, &[0f32; 5]), len, ReduceOp::Sum).map(|_| ())
