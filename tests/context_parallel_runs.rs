@@ -17,9 +17,9 @@ fn runs_have_the_bits_of_one_rank_on_every_combination_of_axes() {
         ..LlamaConfig::new(LlamaKind::Mistral, 19, 8, [12, 20], 4, [6, 3])
     };
     let runs = [
-        (Run { config: gpt2(0.0).into(), ..Run::new(3) }, false),
-        (Run { config: gpt2(0.2).into(), ..Run::new(3) }, true),
-        (Run { config: llama.into(), plan: Plan::llama(), ..Run::new(3) }, false),
+        (Run { config: gpt2(0.0).into(), ..Run::new(2) }, false),
+        (Run { config: gpt2(0.2).into(), ..Run::new(2) }, true),
+        (Run { config: llama.into(), plan: Plan::llama(), ..Run::new(2) }, false),
     ];
     for (number, (run, dropped)) in runs.into_iter().enumerate() {
         let run = run.in_leaves(ROWS);
@@ -44,7 +44,7 @@ fn runs_have_the_bits_of_one_rank_on_every_combination_of_axes() {
 /// In both modes: the default reduces gradients during the last backward pass, in an order that a split backward pass decides.
 #[test]
 fn split_backward_schedules_support_context_parallel() {
-    let run = Run { config: gpt2(0.1).into(), microbatches: 3, ..Run::new(4) };
+    let run = Run { config: gpt2(0.1).into(), microbatches: 3, ..Run::new(2) };
     let canonical = run.clone().in_leaves(ROWS);
     let (one, bits) = (run.losses(""), canonical.bits(""));
     for schedule in ["gpipe", "zb-h1", "zb-v"] {
@@ -56,7 +56,7 @@ fn split_backward_schedules_support_context_parallel() {
 
 #[test]
 fn exchange_has_the_bits_of_one_rank_with_pipelines_and_in_low_precision() {
-    let run = Run { config: gpt2(0.0).into(), microbatches: 3, ..Run::new(6) }.in_leaves(ROWS);
+    let run = Run { config: gpt2(0.0).into(), microbatches: 3, ..Run::new(2) }.in_leaves(ROWS);
     let one = run.bits("");
     let plan = Plan::gpt2().exchange();
     for (mesh, schedule) in [("pp=2,cp=2", "zb-v"), ("pp=2,dp=2,cp=2", "1f1b"), ("pp=2,cp=3", "zb-h1")] {
@@ -73,7 +73,7 @@ fn exchange_has_the_bits_of_one_rank_with_pipelines_and_in_low_precision() {
 /// To rounding: a ring adds in the order of its ranks.
 #[test]
 fn ring_matches_one_rank_with_pipelines_and_in_low_precision() {
-    let run = Run { config: gpt2(0.0).into(), microbatches: 3, ..Run::new(6) };
+    let run = Run { config: gpt2(0.0).into(), microbatches: 3, ..Run::new(2) };
     let (one, plan) = (run.losses(""), Plan::gpt2().ring());
     for (mesh, schedule) in [("pp=2,cp=2", "zb-v"), ("pp=2,dp=2,cp=2", "1f1b"), ("pp=2,cp=3", "zb-h1")] {
         let many = Run { plan: plan.clone().pipeline_schedule(schedule), ..run.clone() };
@@ -89,7 +89,7 @@ fn ring_matches_one_rank_with_pipelines_and_in_low_precision() {
 #[test]
 fn runs_in_low_precision_have_the_bits_of_one_rank() {
     for dtype in [DType::F16, DType::BF16] {
-        let run = Run { dtype, ..Run::new(4) }.in_leaves(ROWS);
+        let run = Run { dtype, ..Run::new(2) }.in_leaves(ROWS);
         let one = run.bits("");
         for mesh in ["cp=2", "dp=2,cp=2", "pp=2,cp=2"] {
             same_bits(&one, &run.bits(mesh), &format!("{dtype} on {mesh}"));

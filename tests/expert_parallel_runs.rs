@@ -16,7 +16,7 @@ fn run(kind: LlamaKind, experts: ExpertsConfig) -> Run {
         ..LlamaConfig::new(kind, 19, 8, [12, 10], 4, [6, 3])
     };
     let config = config.into();
-    Run { plan: LanguageModel::plan(&config), config, ..Run::new(8) }
+    Run { plan: LanguageModel::plan(&config), config, ..Run::new(3) }
 }
 
 /// To rounding: with canonical sums no rows of experts are gathered or exchanged.
@@ -49,7 +49,7 @@ fn losses_match_one_rank_on_every_combination_of_axes() {
 
 #[test]
 fn runs_with_canonical_sums_have_the_bits_of_one_rank() {
-    let run = Run { rows: 12, steps: 4, ..run(LlamaKind::Mixtral, ExpertsConfig::new(5, 2, 10)) };
+    let run = Run { rows: 12, steps: 2, ..run(LlamaKind::Mixtral, ExpertsConfig::new(5, 2, 10)) };
     let run = run.in_leaves(12);
     let one = run.bits("");
     let cases = [
@@ -88,7 +88,7 @@ fn losses_of_exchanged_experts_match_one_rank() {
 
 #[test]
 fn split_backward_schedules_support_expert_parallel() {
-    let run = Run { microbatches: 3, steps: 4, ..run(LlamaKind::Mixtral, ExpertsConfig::new(4, 2, 10)) };
+    let run = Run { microbatches: 3, steps: 2, ..run(LlamaKind::Mixtral, ExpertsConfig::new(4, 2, 10)) };
     let one = run.losses("");
     for schedule in ["gpipe", "zb-h1", "zb-v"] {
         for plan in [run.plan.clone().gather_experts(), run.plan.clone().exchange_experts()] {

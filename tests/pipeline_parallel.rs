@@ -16,7 +16,7 @@ fn losses_match_one_rank_under_every_schedule() {
     let one = long.losses("");
     assert!(one[98] < 0.85 * one[0], "it learns: {} to {}", one[0], one[98]);
     same(&one, &long.losses("pp=4"), 1e-9, "50 steps");
-    let run = Run { steps: 10, ..long };
+    let run = Run { steps: 3, ..long };
     let canonical = run.clone().in_leaves(ROWS);
     let (one, bits) = (run.losses(""), canonical.bits(""));
     let schedules = [
@@ -56,11 +56,11 @@ fn schedules_with_one_summation_order_are_bitwise_equal() {
 
 #[test]
 fn dropout_recomputation_stages_and_microbatches_do_not_change_losses() {
-    let run = Run { config: gpt2(0.2).into(), ..Run::new(4) };
-    let quiet = Run::new(4).losses("");
+    let run = Run { config: gpt2(0.2).into(), ..Run::new(2) };
+    let quiet = Run::new(2).losses("");
     let canonical = run.clone().in_leaves(ROWS);
     let (one, bits) = (run.losses(""), canonical.bits(""));
-    assert!(abs_diff_ne!(one[6], quiet[6], epsilon = 1e-6), "dropout has an effect");
+    assert!(abs_diff_ne!(one[2], quiet[2], epsilon = 1e-6), "dropout has an effect");
     let cuts = ["balanced", "1,3", "0,4", "4,0", "h.1.mlp", "h.0.attn.c_proj", "ln_f"];
     for (i, cut) in cuts.into_iter().enumerate() {
         let plan = Plan::gpt2().pipeline_cut(cut.parse::<Cut>().unwrap());

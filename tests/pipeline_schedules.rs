@@ -15,7 +15,7 @@ const LISTS: &str =
 
 #[test]
 fn user_schedule_lists_are_verified_and_followed() {
-    let run = Run { microbatches: 3, ..Run::new(4) };
+    let run = Run { microbatches: 3, ..Run::new(2) };
     let lists = Schedule::from_text(LISTS).unwrap();
     // Explicit transfers, which do not fit a model with more links.
     let meeting = lists.with_blocking_transfers(&[(0, 1)]);
@@ -50,7 +50,7 @@ fn user_schedule_lists_are_verified_and_followed() {
 
 #[test]
 fn measured_cuts_and_searched_schedules_do_not_change_losses() {
-    let run = Run { microbatches: 3, ..Run::new(4) };
+    let run = Run { microbatches: 3, ..Run::new(2) };
     let canonical = run.clone().in_leaves(ROWS);
     let (one, bits) = (run.losses(""), canonical.bits(""));
     for (mesh, schedule, cut) in [
@@ -116,13 +116,13 @@ fn every_schedule_reduces_each_gradient_element_once() {
 #[test]
 fn schedules_support_empty_ranks_and_low_precision() {
     // One row per microbatch: on dp=2 a rank has none. To rounding: with canonical sums all ranks have equally many leaves.
-    let run = Run { microbatches: 6, ..Run::new(4) };
+    let run = Run { microbatches: 6, ..Run::new(2) };
     let one = run.losses("");
     for schedule in ["1f1b", "zb-v"] {
         let many = Run { plan: Plan::gpt2().pipeline_schedule(schedule), ..run.clone() };
         same(&one, &many.losses("pp=2,dp=2"), 1e-10, &format!("{schedule}, a rank without rows"));
     }
-    let run = Run { dtype: DType::BF16, microbatches: 3, ..Run::new(6) }.in_leaves(ROWS);
+    let run = Run { dtype: DType::BF16, microbatches: 3, ..Run::new(2) }.in_leaves(ROWS);
     let one = run.bits("");
     for (mesh, schedule) in [("pp=2", "1f1b"), ("pp=2,dp=2", "zb-h1"), ("pp=2,tp=2", "dualpipe-v")] {
         let many = Run { plan: Plan::gpt2().pipeline_schedule(schedule), ..run.clone() };
@@ -134,7 +134,7 @@ fn schedules_support_empty_ranks_and_low_precision() {
 #[test]
 fn recomputation_and_dropout_work_with_every_schedule_shape() {
     let config = Gpt2Config { attn_pdrop: 0.2, resid_pdrop: 0.2, ..Gpt2Config::new(19, 8, 12, 4, 3) };
-    let run = Run { config: config.into(), microbatches: 6, recompute: true, ..Run::new(3) };
+    let run = Run { config: config.into(), microbatches: 6, recompute: true, ..Run::new(2) };
     // Six leaves for each of two ranks, so that each schedule has its microbatches.
     let canonical = Run { rows: 12, ..run.clone() }.in_leaves(12);
     let (one, bits) = (run.losses(""), canonical.bits(""));
@@ -155,17 +155,17 @@ fn recomputation_and_dropout_work_with_every_schedule_shape() {
         ..LlamaConfig::new(LlamaKind::Llama, 19, 8, [12, 17], 4, [6, 3])
     };
     let plan = Plan::llama().pipeline_schedule("zb-h1");
-    let run = Run { config: llama.into(), plan, microbatches: 3, ..Run::new(3) }.in_leaves(ROWS);
+    let run = Run { config: llama.into(), plan, microbatches: 3, ..Run::new(2) }.in_leaves(ROWS);
     same_bits(&run.bits(""), &run.bits("pp=2,tp=3"), "llama");
 }
 
-/// Long test of `.ci/full`: `PROPTEST_CASES` runs of every schedule on every mesh in both model families. To rounding: the sums of the
+/// Long test of `.ci/full`: `PROPTEST_CASES` long runs of every schedule on every mesh in both model families. To rounding: the sums of the
 /// default, which follow the mesh; `canonical_meshes.txt` has schedules with canonical sums.
 #[test]
 fn losses_of_every_schedule_on_more_meshes() {
     let asked = std::env::var("PROPTEST_CASES").ok().and_then(|text| text.parse().ok());
     let llama = LlamaConfig::new(LlamaKind::Llama, 19, 8, [12, 20], 4, [3, 3]);
-    let gpt2 = Run { microbatches: 6, ..Run::new(100) };
+    let gpt2 = Run { microbatches: 6, ..Run::new(asked.map_or(10, |_| 100)) };
     let llama = Run { config: llama.into(), plan: Plan::llama(), ..gpt2.clone() };
     let mut cases = Vec::new();
     for mesh in ["pp=2", "pp=3", "pp=2,dp=2", "pp=3,tp=3", "pp=6", "pp=2,dp=2,tp=2", "dp=3,pp=2"] {

@@ -95,7 +95,7 @@ fn signal_to_one_rank_stops_all_with_its_exit_code() {
 fn signal_during_the_last_evaluation_keeps_the_validation_loss() {
     let folder = Folder::new("stop-last");
     // Evaluating the validation data takes far longer than a step.
-    let data = text(&folder, 2_500);
+    let data = text(&folder, 1_000);
     for (sent, first) in [("-TERM", true), ("-INT", true), ("-TERM", false)] {
         let out = folder.path(&format!("out{sent}{first}"));
         // The whole run, or its last step after a checkpoint.
