@@ -6,6 +6,7 @@ use crate::pairs::is_allowed;
 use crate::training::{Folder, Step, Training, is_clipped};
 use shardgrad_tensor::DType;
 use std::collections::BTreeMap;
+use std::thread;
 
 /// Steps of a training, and those before its checkpoint.
 const NUM_STEPS: usize = 30;
@@ -91,19 +92,20 @@ fn rows(all: usize) -> Vec<usize> {
 #[test]
 fn combined_styles_train_like_one_rank() {
     let all = combinations();
-    let mut failures = Vec::new();
-    for at in rows(all.len()) {
+    let failure = |at: usize| {
         let folder = Folder::new(&format!("row-{at}"));
-        let outcome = check(&all[at], &next_styles(&all, at), &folder);
-        if let Err(why) = outcome {
-            failures.push(format!(
-                "row {} on {}: {why}\n  {:?}",
-                at + 1,
-                all[at].how().mesh,
-                all[at].levels()
-            ));
-        }
-    }
+        let why = check(&all[at], &next_styles(&all, at), &folder).err()?;
+        Some(format!("row {} on {}: {why}\n  {:?}", at + 1, all[at].how().mesh, all[at].levels()))
+    };
+    // As many rows at once as there are cores: the ranks of one wait for each other.
+    let (rows, cores) = (rows(all.len()), thread::available_parallelism().map_or(1, usize::from));
+    let of_core = |core: usize| -> Vec<String> {
+        rows.iter().skip(core).step_by(cores).filter_map(|&at| failure(at)).collect()
+    };
+    let failures: Vec<String> = thread::scope(|scope| {
+        let parts: Vec<_> = (0..cores).map(|core| scope.spawn(move || of_core(core))).collect();
+        parts.into_iter().flat_map(|part| part.join().expect("rows return")).collect()
+    });
     assert!(
         failures.is_empty(),
         "{} combinations differ from one rank:\n{}",
