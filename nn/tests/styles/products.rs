@@ -8,9 +8,9 @@ use shardgrad_tensor::DType;
 use std::collections::BTreeMap;
 use std::thread;
 
-/// Steps of a training, and those before its checkpoint.
-const NUM_STEPS: usize = 30;
-const NUM_STEPS_SAVED: usize = 15;
+/// Steps of a training, whose last has the batch of the first (there are four), and those before its checkpoint.
+const NUM_STEPS: usize = 17;
+const NUM_STEPS_SAVED: usize = 8;
 
 /// The largest difference of a gradient, relative to the largest gradient of the model.
 const GRADIENT_BOUND: f64 = 1e-12;
