@@ -183,9 +183,12 @@ impl Param {
     }
 
     /// Returns the same declaration with another shape in files (same number of elements, same order).
+    ///
+    /// # Panics
+    /// If the shape has another number of elements than the parameter.
     #[must_use]
     pub fn with_file_shape(self, shape: &[usize]) -> Param {
-        debug_assert_eq!(
+        assert_eq!(
             shape.iter().product::<usize>(),
             self.shape().iter().product::<usize>(),
             "a file shape has as many elements as the parameter"
@@ -195,9 +198,12 @@ impl Param {
 
     /// Returns the same declaration with permuted dims in files: dim i in files is dim `order[i]` of the parameter. A file shape, if
     /// declared, is the shape after the permutation.
+    ///
+    /// # Panics
+    /// If `order` has another length than the shape.
     #[must_use]
     pub fn with_file_order(self, order: &[usize]) -> Param {
-        debug_assert_eq!(order.len(), self.shape().len(), "an order names every dim");
+        assert_eq!(order.len(), self.shape().len(), "an order names every dim");
         self.change(|d| d.file_order = Some(order.to_vec()))
     }
 
