@@ -2,7 +2,7 @@
 
 use crate::support::{MESHES, Setup, config, run};
 use approx::abs_diff_eq;
-use shardgrad_nn::{Embedding, Gpt2, Init, Linear, Model, Module, ModuleLeaf, Plan, module};
+use shardgrad_nn::{Embedding, Gpt2, Init, Linear, Model, Module, ModuleLeaf, Param, Plan, module};
 use shardgrad_tensor::{DType, Error, Kind, Mesh, Value, World};
 use std::collections::HashSet;
 
@@ -185,4 +185,16 @@ fn integer_initialization_is_uniform() {
             Ok(())
         });
     }
+}
+
+#[test]
+#[should_panic(expected = "a file shape has as many elements as the parameter")]
+fn a_file_shape_of_another_size_is_refused() {
+    let _ = Param::new(&[4, 3]).with_file_shape(&[6, 3]);
+}
+
+#[test]
+#[should_panic(expected = "an order names every dim")]
+fn a_file_order_of_another_length_is_refused() {
+    let _ = Param::new(&[4, 3]).with_file_order(&[0]);
 }
